@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def built_library(recipe: Recipe, cache_dir: Path, search_path: str | None = Non
     if compiler is None:
         raise BuildError(f"there is no {COMPILER}")
     try:
-        target = cache_dir / f"{recipe.name}-{_key(recipe, compiler)}.so"
+        target = _target(recipe, compiler, cache_dir)
         if target.is_file():
             return target
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -65,6 +66,26 @@ def built_library(recipe: Recipe, cache_dir: Path, search_path: str | None = Non
     except (OSError, subprocess.SubprocessError) as exc:
         raise BuildError(f"{recipe.title} cannot be compiled: {exc}") from exc
     return target
+
+
+def needs_compiling(recipe: Recipe, cache_dir: Path) -> bool:
+    """Returns whether ``built_library`` would compile now."""
+    compiler = shutil.which(COMPILER)
+    if compiler is None:
+        return False
+    try:
+        return not _target(recipe, compiler, cache_dir).is_file()
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def _target(recipe: Recipe, compiler: str, cache_dir: Path) -> Path:
+    return cache_dir / f"{recipe.name}-{_key(recipe, compiler)}.so"
+
+
+def has_compiler() -> bool:
+    """Returns whether ``built_library`` would find a compiler in ``PATH``."""
+    return shutil.which(COMPILER) is not None
 
 
 def _key(recipe: Recipe, compiler: str) -> str:
@@ -96,7 +117,14 @@ def _compile(recipe: Recipe, compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{target.stem}.", dir=target.parent) as draft:
         made = Path(draft, target.name)
         sources = [str(path) for path in _sources(recipe) if path.suffix == ".cpp"]
-        _run([compiler, *recipe.compile_flags, "-c", *sources], draft)
+        # Each source takes a compiler of its own, and the longest one takes a third of the time of all.
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            units = [pool.submit(_run, [compiler, *recipe.compile_flags, "-c", source], draft) for source in sources]
+            try:
+                for unit in units:
+                    unit.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
         objects = [path.name for path in sorted(Path(draft).glob("*.o"))]
         _run([compiler, "-shared", "-o", str(made), *objects, *recipe.link_flags], draft)
         os.rename(made, target)

@@ -49,6 +49,13 @@ class Dtype(enum.Enum):
     FP32 = "fp32"
 
 
+class Weights(enum.Enum):
+    """The form in which quantised weights are kept."""
+
+    AUTO = "auto"
+    DEQUANTISE = "dequantise"
+
+
 class Device(enum.Enum):
     """The kind of device that computes."""
 
@@ -197,6 +204,12 @@ class ModelConfig:
         "",
     )
     dtype: Dtype = setting("dtype", "Weights and KV cache have this number format.", Dtype.BF16)
+    weights: Weights = setting(
+        "weights",
+        "'auto' computes from a quantised .gguf file's own blocks where it can (bf16, on a CPU with g++). 'dequantise' "
+        "widens them to --dtype.",
+        Weights.AUTO,
+    )
     max_model_len: int = setting(
         "max-model-len",
         "A prompt and its output have at most this many tokens together. 0 takes the model's own limit.",
@@ -738,7 +751,7 @@ class RelayConfig:
     )
     max_moves: int = setting(
         "max-moves",
-        "At most this many answers move away from nodes that drain at once; others wait for their turn.",
+        "At most this many answers move away from nodes that drain, or have no room, at once.",
         4,
         minimum=1,
     )
@@ -861,6 +874,33 @@ class NodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """The responses that the proxy keeps for clients that ask for them again, or go on from them."""
+
+    store: Switch = setting(
+        "store",
+        "The proxy keeps the responses of /v1/responses in its memory, and clients can ask for them again and go on "
+        "from them.",
+        Switch.OFF,
+        bare="on",
+    )
+    store_mib: int = setting(
+        "store-mib",
+        "The kept responses take at most this much memory, in MiB, and each with its input at most an eighth of that. "
+        "The oldest make room for new ones.",
+        256,
+        minimum=1,
+        maximum=1_048_576,
+    )
+    responses: int = setting(
+        "store-responses", "At most this many responses are kept.", 100_000, minimum=1, maximum=10_000_000
+    )
+    ttl_s: float = setting(
+        "store-ttl-s", "A response is kept for this many seconds.", 3_600.0, minimum=1, maximum=86_400
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """The settings of ``pdserve proxy``."""
 
@@ -874,6 +914,7 @@ class ProxyConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -897,7 +938,7 @@ class ClusterConfig:
 class UpConfig:
     """The settings of ``pdserve up``, a whole cluster on this machine.
 
-    ``http`` is the proxy's. The other sections go to every process.
+    ``http`` and ``store`` are the proxy's. The other sections go to every process.
     """
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -910,6 +951,7 @@ class UpConfig:
     message: MessageConfig = field(default_factory=MessageConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

@@ -395,6 +395,18 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
+@contextmanager
+def held_port(host: str) -> Iterator[int]:
+    """Yields a port that the system gives to no other process within the block.
+
+    A server that allows itself to reuse addresses, as ZMQ and HTTP servers do, can listen there.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        yield holder.getsockname()[1]
+
+
 # ---------------------------------------------------------------- the side that is started
 
 _PR_SET_PDEATHSIG = 1

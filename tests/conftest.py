@@ -13,6 +13,9 @@ from xdist.scheduler import LoadScopeScheduling
 from pdserve.config import CpuKernels
 from pdserve.models.checkpoint.demo import demo_model_dir
 from pdserve.settings import cache_folder
+from tests.examples import load_profiles
+
+load_profiles()
 
 TESTS = Path(__file__).parent
 INTEGRATION = ("attacks", "cluster", "faults", "hosts")

@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMPAT = ROOT / "tests" / "compat"
 PROGRAMS = COMPAT / "programs"
 SHARED = {"checks", "commands"}
-PLUGIN = COMPAT / "vllm_tests" / "plugin"
+PLUGIN = "plugin"
 OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "tests"}
 # A dependency exposes these packages in its own interface, and so installs them.
 BROUGHT = {
@@ -44,7 +44,7 @@ def imported(folder: Path) -> set[str]:
 
 
 def has_own_environment(path: Path) -> bool:
-    return path.is_relative_to(PROGRAMS) or path.is_relative_to(PLUGIN)
+    return path.is_relative_to(PROGRAMS) or path.parent.name == PLUGIN
 
 
 def imports_of(path: Path) -> set[str]:
@@ -57,6 +57,7 @@ def imports_of(path: Path) -> set[str]:
     return names - set(sys.stdlib_module_names) - OURS
 
 
+@pytest.mark.integration  # for the seconds that it takes
 @pytest.mark.parametrize(
     ("folders", "extras"),
     [
@@ -82,9 +83,11 @@ def test_the_environment_of_a_program_has_what_it_imports(program: str) -> None:
     assert lacking(imports_of(PROGRAMS / f"{program}.py"), program) == set()
 
 
-def test_the_environment_of_vllms_tests_has_what_their_plugin_imports() -> None:
-    imports = {name for path in PLUGIN.glob("*.py") for name in imports_of(path)} - {"stand_ins"}
-    assert lacking(imports, "vllm_tests") == set()
+@pytest.mark.parametrize("project", ["vllm_tests", "sglang_tests"])
+def test_the_environment_of_others_tests_has_what_their_plugin_imports(project: str) -> None:
+    modules = [path for folder in (project, "server_tests") for path in (COMPAT / folder / PLUGIN).glob("*.py")]
+    imports = {name for path in modules for name in imports_of(path)} - {path.stem for path in modules}
+    assert lacking(imports, project) == set()
 
 
 def lacking(imports: set[str], requirements: str) -> set[str]:

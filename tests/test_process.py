@@ -7,12 +7,14 @@ import gc
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 
 from pdserve.process import (
     AnsweringProcess,
@@ -20,6 +22,7 @@ from pdserve.process import (
     Listening,
     ServerProcess,
     allow_open_files,
+    held_port,
     loading_libraries,
     parse_listening,
 )
@@ -158,6 +161,14 @@ def test_a_process_with_many_open_files_gets_answers() -> None:
                 child.reap(0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_port_that_is_held_is_free_for_its_server_alone() -> None:
+    with held_port("127.0.0.1") as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+            server.bind(f"tcp://127.0.0.1:{port}")
 
 
 def test_what_libraries_leave_is_never_searched_for_garbage() -> None:

@@ -37,11 +37,14 @@ def save_tiny_gguf(
     architecture: str | None = None,
     quantized: GGMLQuantizationType | None = None,
     rope_freqs: list[float] | None = None,
+    widths: tuple[int, ...] = (96,),
+    others: dict[str, GGMLQuantizationType] | None = None,
 ) -> Path:
     """Saves the tiny model in ``folder`` as one GGUF file.
 
-    ``extra`` is added to the metadata. ``quantized`` is the format of the tensors whose rows have 96 elements, which
-    are those of the down projection. All others are fp32.
+    ``extra`` is added to the metadata. ``quantized`` is the format of the matrices whose rows have a number of elements
+    that is among ``widths``: 96 is that of the down projection. The projections in ``others`` have another format. All
+    other tensors are fp32.
     """
     config = json.loads((folder / "config.json").read_text())
     gemma = config["model_type"] == "gemma3_text"
@@ -78,8 +81,9 @@ def save_tiny_gguf(
             tensor = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(tensor.shape))
         if gemma and name.endswith("norm.weight"):
             tensor = tensor + 1
-        if quantized is not None and tensor.shape[-1] == 96:
-            writer.add_tensor(_name(name, gemma), quantize(tensor, quantized), raw_dtype=quantized)
+        kind = (others or {}).get(name.split(".")[-2], quantized)
+        if kind is not None and tensor.ndim == 2 and tensor.shape[-1] in widths:
+            writer.add_tensor(_name(name, gemma), quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(_name(name, gemma), tensor)
     writer.write_header_to_file()

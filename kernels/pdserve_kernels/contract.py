@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,9 +36,60 @@ class DecodeTables:
     blocks: torch.Tensor
 
 
+class BlockFormat(enum.IntEnum):
+    """A number format of weights in blocks, by the number that GGUF files give it.
+
+    A block is a few numbers of 4 to 8 bits and what they are multiplied by: ``elements`` values in ``block_bytes``.
+    """
+
+    Q4_0 = 2
+    Q4_1 = 3
+    Q8_0 = 8
+    Q4_K = 12
+    Q6_K = 14
+
+    @property
+    def elements(self) -> int:
+        return 256 if self in (BlockFormat.Q4_K, BlockFormat.Q6_K) else 32
+
+    @property
+    def block_bytes(self) -> int:
+        return _BLOCK_BYTES[self]
+
+
+BLOCK_FORMATS = frozenset(BlockFormat)
+
+_BLOCK_BYTES = {
+    BlockFormat.Q4_0: 18,
+    BlockFormat.Q4_1: 20,
+    BlockFormat.Q8_0: 34,
+    BlockFormat.Q4_K: 144,
+    BlockFormat.Q6_K: 210,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A weight ``[out, in]`` as a file has it: bytes ``[out, bytes of a row's blocks]``."""
+
+    format: BlockFormat
+    blocks: torch.Tensor
+
+    @property
+    def inputs(self) -> int:
+        return self.blocks.shape[1] // self.format.block_bytes * self.format.elements
+
+
 class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps ``[tokens, in]`` to ``[tokens, out]``."""
+
+
+class BlockLinear(Linear, Protocol):
+    """The product with a weight that stays in blocks, in bf16."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the weight's rows of these numbers, ``[len(ids), in]``: an embedding is looked up in this way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +131,10 @@ class Attention(Protocol):
 class Kernels(Protocol):
     """One implementation of every operation. Shapes are those of ``reference``."""
 
+    @property
+    def name(self) -> str:
+        """The name of the set. Where two names differ, the same tokens may be rounded differently."""
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Returns the product with a weight ``[out, in]``, which never changes and may be kept in another order."""
 
@@ -98,6 +154,12 @@ class Kernels(Protocol):
         self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
     ) -> Attention:
         """Plans a step. Rows with one new token come before rows with several. ``scale`` multiplies the scores."""
+
+
+class BlockKernels(Protocol):
+    """Multiplies from weights in blocks, so that no more bytes are read than the file has."""
+
+    def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> BlockLinear: ...
 
 
 class GraphKernels(Kernels, Protocol):

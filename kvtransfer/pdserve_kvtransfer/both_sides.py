@@ -1,6 +1,6 @@
 """Both sides of an engine's transfers as one: what it fetches from other engines, and what they fetch from it.
 
-The two sides share one thread, one UCX context and the channels to the other TP ranks, and nothing else. Two engines
+The two sides share one thread and the channels to the other TP ranks, and nothing else. Two engines
 that fetch from each other have two control connections, two handshakes and two links, one for each direction. A link
 has a UCX worker of its own, and its tags are looked up among the transfers of that link alone, so tags, notices and
 cells of mapped memory cannot meet those of the other direction.

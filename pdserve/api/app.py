@@ -25,15 +25,20 @@ from pdserve.api.dialects.dialect_answers import DialectParser
 from pdserve.api.dialects.messages_answer import TokenCount
 from pdserve.api.dialects.messages_request import PromptRequest, chat_of_messages
 from pdserve.api.requests.chat_messages import render_chat
-from pdserve.api.requests.openai_request import BodyParser, DetokenizeRequest, TokenizeRequest
+from pdserve.api.requests.openai_request import (
+    BodyParser,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokenizerInfoRequest,
+)
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.errors import InvalidRequest
 from pdserve.http.documentation import add_documentation
-from pdserve.http.model_list import ModelCard, ModelList
+from pdserve.http.model_list import ModelCard, ModelList, model_in_query
 from pdserve.http.request import JSON, HttpRequest
-from pdserve.http.routes import DirectRoutes, quart_app
+from pdserve.http.routes import TOKENIZER_INFO_PATH, DirectRoutes, quart_app
 from pdserve.wire.command import COMMAND_PATH
 
 
@@ -66,13 +71,15 @@ def create_app(node: ServingNode, commands: NodeCommands | None = None) -> Direc
         "/tokenize": tokenizing.tokenize,
         "/detokenize": tokenizing.detokenize,
     }
-    app = quart_app("node", node.max_body_bytes, _ignore, (*handlers, "/v1/models"))
+    app = quart_app("node", node.max_body_bytes, _ignore, (*handlers, TOKENIZER_INFO_PATH, "/v1/models"))
     _add_models(app, node)
     _add_probes(app, node)
     add_documentation(app, "node")
     if commands is not None:
         handlers[COMMAND_PATH] = commands.handle
-    return DirectRoutes(handlers, app, "node", _ignore)
+    # A proxy, which sends its nodes POST alone, asks with a body for what clients get without one.
+    handlers[TOKENIZER_INFO_PATH] = tokenizing.info
+    return DirectRoutes(handlers, app, "node", _ignore, {TOKENIZER_INFO_PATH: tokenizing.info})
 
 
 def _ignore(status: int) -> None:
@@ -140,12 +147,15 @@ def _add_probes(app: Quart, node: ServingNode) -> None:
 
 
 class TokenizerRoutes:
-    """``POST /tokenize`` and ``POST /detokenize``."""
+    """The routes about tokens, which ask no engine."""
 
     def __init__(self, node: ServingNode) -> None:
         self._node = node
         self._tokenize_parser, self._detokenize_parser = BodyParser(TokenizeRequest), BodyParser(DetokenizeRequest)
-        self._count_parser = DialectParser(PromptRequest, chat_of_messages)
+        self._info_parser = BodyParser(TokenizerInfoRequest)
+        # Encoded once: a vocabulary may have thousands of added tokens, and tokens of answers would wait for them.
+        self._info = msgspec.json.encode(node.tokenizer.info(node.ready.max_model_len))
+        self._count_parser = DialectParser(PromptRequest)
 
     async def tokenize(self, request: HttpRequest) -> None:
         encoder = self._admit(request)
@@ -173,7 +183,7 @@ class TokenizerRoutes:
         data = await request.body(self._node.max_body_bytes)
 
         def work(check: Check) -> bytes:
-            body = self._count_parser.parse(data).request
+            body = self._count_parser.parse(data, chat_of_messages).request
             check_model(body.model, self._node)
             check()
             text = render_chat(body, encoder, int(time.time()))
@@ -181,6 +191,16 @@ class TokenizerRoutes:
             return msgspec.json.encode(TokenCount(len(token_ids)))
 
         await self._respond(request, len(data), work)
+
+    async def info(self, request: HttpRequest) -> None:
+        """Says what the model's tokeniser is: to a client by GET, and to a proxy by POST."""
+        admit_ticket(request, self._node)
+        data = await request.body(self._node.max_body_bytes)
+        if request.method == "GET":
+            check_model(model_in_query(request.query), self._node)
+        else:
+            check_model(self._info_parser.parse(data).request.model, self._node)
+        await request.respond(200, JSON, self._info)
 
     async def detokenize(self, request: HttpRequest) -> None:
         decoder = self._admit(request)

@@ -18,6 +18,7 @@ from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerOptions,
 from pdserve.api.answers.journaled_answer import respond_journaled
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta, TextGeneration
+from pdserve.api.call_grammars.tool_grammar import tool_grammar
 from pdserve.api.dialects.dialect_answers import DialectParser, MessagesAnswers, ResponsesAnswers
 from pdserve.api.dialects.dialect_request import TranslatedChat
 from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages, unheeded_fields_of_messages
@@ -38,6 +39,7 @@ from pdserve.api.requests.resumed_answer import (
     resume_before_last_group,
     resume_texts,
     split_body,
+    split_history,
 )
 from pdserve.api.requests.sampling_fields import (
     TokenRuns,
@@ -52,16 +54,15 @@ from pdserve.api.requests.sampling_fields import (
 )
 from pdserve.api.requests.structured_outputs import wanted_calls, wanted_grammar
 from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
-from pdserve.api.requests.tool_grammar import tool_grammar
 from pdserve.api.serving_node import ServingNode
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, HttpRequest, request_label
 from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import Journal
+from pdserve.wire.journal import Journal, room_block
 from pdserve.wire.prepared import Prepared
-from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
+from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
 
 IGNORED_HEADER = "x-pdserve-ignored"
 MAX_IGNORED = 20
@@ -74,6 +75,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
 R_contra = TypeVar("R_contra", bound=GenerationRequest, contravariant=True)
+Parse = Callable[[bytes, bytes | None], Parsed[R]]
+"""Returns the request in a body. Raises InvalidRequest, which names the field if one is at fault.
+
+The second argument has the items before the request's own, as JSON; None if no proxy stores responses.
+"""
 MakePrompts = Callable[[R, Tokenizer, ModelLimits, int, Check], list[Prompt]]
 """The fourth argument is when the answer was asked for."""
 
@@ -92,11 +98,16 @@ class RequestTerms:
     resume: Resume | None = None
     holders: tuple[PrefillTarget, ...] = ()
     """The engines that may hold blocks of the answer's KV cache."""
+    client: bytes = b""
+    """Stands for the client among all clients."""
+    storing: Storing | None = None
+    """What the proxy stores of responses; None if it stores none."""
 
     @property
-    def journal_bytes(self) -> int:
+    def appended_bytes(self) -> int:
         """How many bytes follow the client's body."""
-        return 0 if self.resume is None else self.resume.journal_bytes
+        journal = 0 if self.resume is None else self.resume.journal_bytes
+        return journal + (0 if self.storing is None else self.storing.history_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,8 @@ class PreparedRequest(Generic[R]):
     """What ``AnswerOptions.resumed`` says."""
     wanted: WantedGrammar | None = None
     """The grammar that the answers have to follow."""
+    reasoning_before: int = 0
+    """How many tokens of reasoning the choices have that are over for the client."""
 
     def constrained(self, grammar: Grammar) -> PreparedRequest[R]:
         """Returns the request with a grammar for the engine. Raises InvalidRequest for too many prompts."""
@@ -123,13 +136,6 @@ class PreparedRequest(Generic[R]):
             for submit in self.submits
         ]
         return replace(self, submits=submits)
-
-
-class Parser(Protocol[R]):
-    """Reads the bodies of one route."""
-
-    def parse(self, body: bytes) -> Parsed[R]:
-        """Returns the request in ``body``. Raises InvalidRequest, which names the field if one is at fault."""
 
 
 class Answers(Protocol[R_contra]):
@@ -153,7 +159,7 @@ class CompletionRoute(Generic[R]):
     def __init__(
         self,
         node: ServingNode,
-        parser: Parser[R],
+        parse: Parse[R],
         prompts: MakePrompts[R],
         answers: Answers[R],
         plain: PlainChoices | None = None,
@@ -164,7 +170,7 @@ class CompletionRoute(Generic[R]):
         ``names`` are the route's own names of fields of a chat request.
         """
         self._node = node
-        self._parser = parser
+        self._parse = parse
         self._prompts = prompts
         self._answers = answers
         self._names = names
@@ -190,7 +196,7 @@ class CompletionRoute(Generic[R]):
 
     async def _read(self, request: HttpRequest, tokenizer: Tokenizer, terms: RequestTerms) -> PreparedRequest[R]:
         # With this call ends what keeps the body in memory.
-        data = await request.body(self._node.max_body_bytes + terms.journal_bytes)
+        data = await request.body(self._node.max_body_bytes + terms.appended_bytes)
         return await prepare(
             request,
             self._node,
@@ -203,13 +209,15 @@ class CompletionRoute(Generic[R]):
         """Returns the request with the grammar that it asks for, once that is known to compile."""
         if prepared.wanted is None:
             return prepared
-        grammar = await self._node.grammars.compiled(prepared.wanted, terms.deadline - time.monotonic())
+        left_s = terms.deadline - time.monotonic()
+        grammar = await self._node.grammars.compiled(prepared.wanted, left_s, terms.client)
         return prepared.constrained(grammar)
 
     def _prepare(self, data: bytes, terms: RequestTerms, tokenizer: Tokenizer, check: Check) -> PreparedRequest[R]:
         """Returns what the engine needs. It knows of the request its body and its terms, and may run in a thread."""
         data, entries = (data, b"") if terms.resume is None else split_body(data, terms.resume)
-        parsed = self._parser.parse(data)
+        data, history = split_history(data, terms.storing)
+        parsed = self._parse(data, history)
         body = parsed.request
         _check_consistent(body)
         check_model(body.model, self._node)
@@ -223,7 +231,7 @@ class CompletionRoute(Generic[R]):
         bad_words = bad_word_tokens(body.bad_words or (), tokenizer)
         check_repeated(body, len(prompts), bad_words)
         check_scores(body, [prompt.token_ids for prompt in prompts])
-        vocab_size, journaled = self._node.ready.vocab_size, terms.journaled and bool(body.stream)
+        vocab_size, journaled = self._node.ready.vocab_size, self._journaled(body, terms) and bool(body.stream)
         journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
         check()
         structure = wanted_grammar(body)
@@ -238,7 +246,8 @@ class CompletionRoute(Generic[R]):
         calls = tool_grammar(reading, prompts[0].ending, tokenizer.special_id)
         submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
         grammar = structure if calls is None else wanted_calls(calls, structure, forced=reading.tools.forced)
-        return PreparedRequest(parsed, prompts, texts, submits, journal, resumed, grammar)
+        reasoning = _reasoning_of_ended(body, prompts, tokenizer, journal, reading)
+        return PreparedRequest(parsed, prompts, texts, submits, journal, resumed, grammar, reasoning)
 
     def _admit(self) -> Tokenizer:
         self._node.check_serving()
@@ -247,7 +256,8 @@ class CompletionRoute(Generic[R]):
     def _terms(self, request: HttpRequest, arrived: float) -> RequestTerms:
         ticket = admit_ticket(request, self._node)
         if ticket is None:
-            return RequestTerms(arrived + self._node.timeout_s, _new_answer())
+            client = request.address.encode(errors="replace")
+            return RequestTerms(arrived + self._node.timeout_s, _new_answer(), client=client)
         return RequestTerms(
             arrived + ticket.deadline_s,
             ticket.answer or _new_answer(),
@@ -256,6 +266,8 @@ class CompletionRoute(Generic[R]):
             journaled=ticket.answer is not None,
             resume=ticket.resume,
             holders=ticket.holders,
+            client=ticket.client,
+            storing=ticket.storing,
         )
 
     def _start(self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, arrived: float) -> TextGeneration:
@@ -269,7 +281,13 @@ class CompletionRoute(Generic[R]):
             # Tokens that are repeated count when they are shown.
             known = sum(len(choice.token_ids) for choice in generated.values())
             record.resumed_tokens = known - sum(map(len, repeated.values()))
-        return TextGeneration(generation, prepared.texts, record, self._node.metrics, unshown, repeated)
+        return TextGeneration(
+            generation, prepared.texts, record, self._node.metrics, unshown, repeated, prepared.reasoning_before
+        )
+
+    def _journaled(self, body: R, terms: RequestTerms) -> bool:
+        """Returns whether the answer to ``body`` has a journal. Event groups have no log probabilities in theirs."""
+        return terms.journaled and not (self._grouped(body) and body.wanted_logprobs is not None)
 
     def _grouped(self, body: R) -> bool:
         """Returns whether the answer to ``body`` is a stream of event groups."""
@@ -291,6 +309,7 @@ class CompletionRoute(Generic[R]):
             prefill=terms.prefill,
             holders=terms.holders,
             fetch_only=fetch_only,
+            movable=self._journaled(body, terms) and not fetch_only and (bool(body.stream) or body.has_whole_journal),
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             interval=_interval(body, self._node.stream.interval),
@@ -339,13 +358,16 @@ class CompletionRoute(Generic[R]):
             continuous_usage=body.continuous_usage,
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            named_tokens=bool(body.logprob_token_ids),
             plain=self._plain,
-            journaled=terms.journaled,
+            journaled=self._journaled(body, terms),
             journal=prepared.journal,
             resumed=prepared.resumed,
             short_call_ids=self._node.formats.short_call_ids,
             choices=body.choices,
             shown_choices=body.shown_choices,
+            cached_block=self._node.cached_block,
+            kept=terms.storing is not None and terms.storing.kept,
             echo_logprobs=body.echo_logprobs,
             prompt_logprobs=body.prompt_logprobs,
             detokenizer=lambda choice: tokenizer.detokenizer(skip_special_tokens=not per_choice[choice].echoes_special),
@@ -357,10 +379,10 @@ class CompletionRoute(Generic[R]):
         named = {IGNORED_HEADER: _header_names(ignored)} if ignored else {}
         if body.stream:
             events = self._answers.stream(body, generation, first, options)
-            await _send_stream(request, {**EVENT_STREAM, **named}, events)
+            await _send_stream(request, {**EVENT_STREAM, **named}, events, generation)
             return
         answer = self._answers.whole(body, options)
-        if terms.journaled and body.has_whole_journal:
+        if options.journaled and body.has_whole_journal:
             await respond_journaled(request, named, generation, first, answer)
         else:
             data = await whole_answer(answer, generation, first)
@@ -368,15 +390,13 @@ class CompletionRoute(Generic[R]):
 
 
 def chat_route(node: ServingNode) -> CompletionRoute[ChatRequest]:
-    return CompletionRoute(
-        node, BodyParser(ChatRequest), chat_prompts, OpenAiAnswers(CHAT_FORM), PlainChoices(CHAT_FORM)
-    )
+    return CompletionRoute(node, _plain(ChatRequest), chat_prompts, OpenAiAnswers(CHAT_FORM), PlainChoices(CHAT_FORM))
 
 
 def text_route(node: ServingNode) -> CompletionRoute[CompletionRequest]:
     return CompletionRoute(
         node,
-        BodyParser(CompletionRequest),
+        _plain(CompletionRequest),
         lambda body, tokenizer, limits, _, check: completion_prompts(body, tokenizer, limits, check),
         OpenAiAnswers(TEXT_FORM),
         PlainChoices(TEXT_FORM),
@@ -384,13 +404,27 @@ def text_route(node: ServingNode) -> CompletionRoute[CompletionRequest]:
 
 
 def responses_route(node: ServingNode) -> CompletionRoute[TranslatedChat]:
-    parser = DialectParser(ResponsesRequest, chat_of_response)
-    return CompletionRoute(node, parser, chat_prompts, ResponsesAnswers(), names=RESPONSES_NAMES)
+    parser = DialectParser(ResponsesRequest)
+
+    def parse(data: bytes, history: bytes | None) -> Parsed[TranslatedChat]:
+        return parser.parse(data, lambda request: chat_of_response(request, history))
+
+    return CompletionRoute(node, parse, chat_prompts, ResponsesAnswers(), names=RESPONSES_NAMES)
 
 
 def messages_route(node: ServingNode) -> CompletionRoute[TranslatedChat]:
-    parser = DialectParser(MessagesRequest, chat_of_messages, unheeded_fields_of_messages)
-    return CompletionRoute(node, parser, chat_prompts, MessagesAnswers(), names=MESSAGES_NAMES)
+    parser = DialectParser(MessagesRequest, unheeded_fields_of_messages)
+
+    def parse(data: bytes, _history: bytes | None) -> Parsed[TranslatedChat]:
+        return parser.parse(data, chat_of_messages)
+
+    return CompletionRoute(node, parse, chat_prompts, MessagesAnswers(), names=MESSAGES_NAMES)
+
+
+def _plain(request: type[R]) -> Parse[R]:
+    """Returns how the bodies of a route are read that has no stored responses."""
+    parser = BodyParser(request)
+    return lambda data, _history: parser.parse(data)
 
 
 def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:
@@ -455,10 +489,25 @@ def _choice_texts(
             resumable=resumable,
             parser=reading.parser(prompts[number // body.choices].ending),
             scores_only=body.scores_only,
+            reports_end=bool(body.return_token_ids),
+            reasoning=reading.reasoning_tokens(prompts[number // body.choices].ending, tokenizer.token_bytes),
         )
         for number in range(len(prompts) * body.choices)
         if number not in over
     }
+
+
+def _reasoning_of_ended(
+    body: GenerationRequest, prompts: Sequence[Prompt], tokenizer: Tokenizer, journal: Journal, reading: AnswerReading
+) -> int:
+    """Returns how many tokens of reasoning the choices have of which the client has the end."""
+    total = 0
+    for number, choice in journal.choices.items():
+        tokens = reading.reasoning_tokens(prompts[number // body.choices].ending, tokenizer.token_bytes)
+        if choice.over and tokens is not None:
+            tokens.add(choice.token_ids)
+            total += tokens.count
+    return total
 
 
 def _submits(
@@ -508,12 +557,19 @@ def _check_consistent(body: GenerationRequest) -> None:
     check_best_of(body)
 
 
-async def _send_stream(request: HttpRequest, headers: Mapping[str, str], events: AsyncGenerator[bytes, None]) -> None:
+async def _send_stream(
+    request: HttpRequest, headers: Mapping[str, str], events: AsyncGenerator[bytes, None], generation: TextGeneration
+) -> None:
     async with aclosing(events):
         await request.begin(200, headers, await anext(events), more=True)
-        async for data in events:
-            if not request.write(data):
-                await request.drain()
+        # Between two events, and also if no event comes: an answer that was preempted has none for long.
+        generation.on_room(lambda tokens: request.write(room_block(tokens)))
+        try:
+            async for data in events:
+                if not request.write(data):
+                    await request.drain()
+        finally:
+            generation.on_room(None)
     await request.send(b"", more=False)
 
 

@@ -30,6 +30,7 @@ from pdserve.wire.engine import (
     Ready,
     Renew,
     RequestOutput,
+    RoomWanted,
     Shutdown,
     Starting,
     Stats,
@@ -166,6 +167,7 @@ class EngineClient:
         prefill: tuple[PrefillTarget, ...] = (),
         holders: tuple[PrefillTarget, ...] = (),
         fetch_only: bool = False,
+        movable: bool = False,
         cache_salt: str = "",
         priority: int = 0,
         interval: int = 1,
@@ -174,7 +176,8 @@ class EngineClient:
         """Submits all ``prompts``; the caller owns the result and must close it. Without any prompt it has no outputs.
 
         ``holders`` are asked for blocks of the prompts and of what was emitted. With ``fetch_only`` nothing is
-        computed: each choice ends, with ``FinishReason.LENGTH``, when the prefix cache has what they have.
+        computed: each choice ends, with ``FinishReason.LENGTH``, when the prefix cache has what they have. Where the
+        prompts are ``movable``, the engine may ask the result to have them go on at a node with more room.
         ``request_id`` is the client's label, for the log lines of other processes. The result is woken for each
         ``interval`` tokens of a choice, and reads about ``turn_tokens`` of all at once.
 
@@ -207,6 +210,7 @@ class EngineClient:
                 prefill=prefill,
                 holders=holders,
                 fetch_only=fetch_only,
+                movable=movable,
                 children=tuple(children),
                 emitted=parent.emitted,
                 cache_salt=cache_salt,
@@ -280,6 +284,9 @@ class EngineClient:
         match message:
             case StepOutput(outputs):
                 self._hand_out(outputs)
+            case RoomWanted(local_id, tokens):
+                if generation := self._open.get(local_id):
+                    generation.want_room(tokens)
             case Stats(stats):
                 self.stats = stats
                 self._note_idle()

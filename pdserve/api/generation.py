@@ -165,6 +165,9 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._hurried = False
         """Whether ``wait`` returns without anything that is due."""
+        self._room_tokens = 0
+        """What the engine has last asked for, until somebody hears of it."""
+        self._on_room: Callable[[int], object] | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(deadline_s + DEADLINE_GRACE_S, self._expire)
 
@@ -185,6 +188,24 @@ class Generation:
                 # The whole answer ends with it, and what the other choices have said is part of that.
                 self._due.update((other.choice, other) for other in self._open.values())
         return due
+
+    def want_room(self, tokens: int) -> None:
+        """Notes that the engine would have the answer go on at a node with room for so many tokens."""
+        self._room_tokens = tokens
+        self._tell_room()
+
+    def on_room(self, callback: Callable[[int], object] | None) -> None:
+        """From now on calls ``callback`` with the tokens for which the engine wants room elsewhere, each time.
+
+        A wish that came before is told at once. Without a callback, wishes are kept.
+        """
+        self._on_room = callback
+        self._tell_room()
+
+    def take_room(self) -> int:
+        """Returns for how many tokens the engine wants room elsewhere, once for each wish; 0 if it has none."""
+        tokens, self._room_tokens = self._room_tokens, 0
+        return tokens
 
     def wake(self) -> None:
         """Wakes the reader if it waits and something is due."""
@@ -239,6 +260,7 @@ class Generation:
     def close(self) -> None:
         """Aborts what is unfinished. It may be called again."""
         self._timer.cancel()
+        self._on_room = None
         self._end(list(self._open))
 
     async def _until_due(self) -> None:
@@ -248,6 +270,10 @@ class Generation:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def _tell_room(self) -> None:
+        if self._on_room is not None and self._room_tokens:
+            self._on_room(self.take_room())
 
     def _hurry(self) -> None:
         """Makes all that has come due, and wakes the reader."""

@@ -110,6 +110,7 @@ class EngineCollector(Collector):
         yield _counter("prompt_tokens", "tokens of prompts, those from the prefix cache too", stats.prompt_tokens)
         yield _counter("generation_tokens", "tokens generated", stats.generated_tokens)
         yield _counter("num_preemptions", "requests set back for lack of blocks", stats.preemptions)
+        yield _counter("num_moves_wanted", "requests that should leave before blocks run out", stats.moves_wanted)
         yield _counter(
             "prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_cache_queries
         )

@@ -221,6 +221,7 @@ class NodeServer:
                 block_size=ready.block_size,
                 max_model_len=ready.max_model_len,
             ),
+            kernels=ready.kernels,
         )
 
     def _state(
@@ -246,6 +247,7 @@ class NodeServer:
             stream=self.config.stream,
             formats=formats_of(tokenizer.chat_template, self.config.message),
             grammars=GrammarCheck(self.model_dir, self.config.grammar),
+            prefix_cache=self.config.cache.prefix_cache,
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
 

@@ -17,7 +17,7 @@ from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import Preparer
 from pdserve.api.requests.prompts import ModelLimits
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.config import StreamConfig
+from pdserve.config import StreamConfig, Switch
 from pdserve.errors import Unauthorized, Unavailable, WireError
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Ready
@@ -87,6 +87,7 @@ class ServingNode:
     grammars: GrammarCheck
     formats: MessageFormats = NO_FORMATS
     """The forms in which the model writes reasoning and tool calls."""
+    prefix_cache: Switch = Switch.ON
     unaccepted: Callable[[], str | None] = lambda: None
     """Returns why no proxy sends requests to this node, or None if one does, or if it belongs to none."""
     preparer: Preparer = field(default_factory=Preparer)
@@ -97,6 +98,11 @@ class ServingNode:
     @property
     def limits(self) -> ModelLimits:
         return ModelLimits(self.ready.max_model_len, self.ready.vocab_size)
+
+    @property
+    def cached_block(self) -> int:
+        """How many tokens each block has that the prefix cache keeps; 0 without a cache."""
+        return self.ready.block_size if self.prefix_cache is Switch.ON else 0
 
     @property
     def alive(self) -> bool:

@@ -48,12 +48,12 @@ def _secret(config: DoctorConfig, environ: Mapping[str, str]) -> bytes | str:
 
 
 def _model(config: DoctorConfig, environ: Mapping[str, str]) -> EngineSpec | None:
-    """Returns what a decode engine here would be; None if no model is named. Raises ModelError."""
+    """Returns what a decode engine here would be; None if no model is named. Raises ModelError and ConfigError."""
     if not config.model.path:
         return None
     from pdserve.doctor.local_model import local_spec
 
-    return local_spec(config.model, config.cache, cache_folder(environ))
+    return local_spec(config.model, config.cache, config.cpu.kernels, cache_folder(environ))
 
 
 def _width() -> int:

@@ -20,7 +20,7 @@ import aiohttp
 from pdserve.cli.console import Console
 from pdserve.cli.kept_server import KeptServer
 from pdserve.config import ClusterConfig, HttpConfig, LogConfig, LogLevel, NodeConfig, UpConfig
-from pdserve.process import ChildDied, Listening, ServerProcess, partition_cores, pdserve_command
+from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
@@ -47,18 +47,10 @@ def plan_nodes(cluster: ClusterConfig, cores: Sequence[int]) -> list[NodePlan]:
     ]
 
 
-def proxy_command(http: HttpConfig, before: Listening | None = None) -> Sequence[str]:
-    """Returns the command that starts the proxy, at the addresses that it had ``before`` if it is started again."""
-    port, control_port = http.port, 0
-    if before is not None:
-        port, control_port = _port(before.url), _port(before.control)
+def proxy_command(http: HttpConfig, control_port: int, before: Listening | None = None) -> Sequence[str]:
+    """Returns the command that starts the proxy, at the URL that it had ``before`` if it is started again."""
+    port = http.port if before is None else urlsplit(before.url).port
     return pdserve_command("proxy", "--host", http.host, "--port", str(port), "--control-port", str(control_port))
-
-
-def _port(address: str) -> int:
-    port = urlsplit(address).port
-    assert port is not None, address
-    return port
 
 
 def node_command(node: NodePlan, control: str) -> Sequence[str]:
@@ -105,6 +97,7 @@ class LocalCluster:
         self._proxy: KeptServer | None = None
         self._nodes: dict[str, tuple[NodePlan, KeptServer]] = {}
         self._found = Listening("", "")
+        self._control_port = 0
 
     @property
     def url(self) -> str:
@@ -116,22 +109,24 @@ class LocalCluster:
 
         This method has no time limit of its own: the caller sets one.
         """
-        self._console.say("starting proxy")
-        self._proxy = KeptServer("proxy", environ, self._console, proxy_command(self._http))
-        self._found = await self._proxy.process.listening()
-        for node in nodes:
-            self._console.say(f"starting {node.name} on cores {', '.join(map(str, node.cores))}")
-            command = node_command(node, self._found.control)
-            self._nodes[node.name] = (node, KeptServer(node.name, environ, self._console, command))
+        # The proxy's control port is chosen here, so that the nodes, which take longer, need not wait for the proxy.
+        with held_port(LOOPBACK) as self._control_port:
+            self._console.say("starting proxy")
+            self._proxy = KeptServer("proxy", environ, self._console, self._proxy_command())
+            for node in nodes:
+                self._console.say(f"starting {node.name} on cores {', '.join(map(str, node.cores))}")
+                server = KeptServer(node.name, environ, self._console, self._node_command(node))
+                self._nodes[node.name] = (node, server)
+            self._found = await self._proxy.process.listening()
         await self._until_ready()
         self._console.say(f"all {len(nodes)} nodes are ready")
 
     async def watch(self) -> str:
         """Starts again what dies, and returns why the cluster cannot serve any more."""
         assert self._proxy is not None, "the cluster was never started"
-        proxy = asyncio.create_task(self._proxy.keep(proxy_command(self._http, self._found)))
+        proxy = asyncio.create_task(self._proxy.keep(self._proxy_command(self._found)))
         nodes = {
-            asyncio.create_task(server.keep(node_command(node, self._found.control))): node.role
+            asyncio.create_task(server.keep(self._node_command(node))): node.role
             for node, server in self._nodes.values()
         }
         running = {proxy, *nodes}
@@ -163,6 +158,12 @@ class LocalCluster:
     async def kill(self) -> None:
         """Ends everything now."""
         await asyncio.gather(*(child.end(0.0) for child in self._children()))
+
+    def _proxy_command(self, before: Listening | None = None) -> Sequence[str]:
+        return proxy_command(self._http, self._control_port, before)
+
+    def _node_command(self, node: NodePlan) -> Sequence[str]:
+        return node_command(node, f"tcp://{LOOPBACK}:{self._control_port}")
 
     def _children(self) -> list[ServerProcess]:
         proxy = [self._proxy.process] if self._proxy is not None else []

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.cli.ask import AskFailed, ask
 from pdserve.cli.console import Console
+from pdserve.cli.kernel_compiler import compiling_kernels
 from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
-from pdserve.config import ProxyConfig, UpConfig
+from pdserve.config import NodeConfig, ProxyConfig, UpConfig
 from pdserve.http.tls import trusting_only
 from pdserve.models.checkpoint.demo import resolve_model, served_name
 from pdserve.process import ChildDied
@@ -35,13 +36,16 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP, or until the answer to ``--ask``; returns the exit status."""
     config, file = load_with_file(UpConfig, argv, environ, prog="pdserve up", description=_DESCRIPTION)
     secret = _secret(config, environ)
-    folder = resolve_model(config.model.path, cache_folder(environ))
-    name = config.model.served_name or served_name(config.model.path, folder)
-    config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
-    console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
-    inherited = child_environ(config, environ, secret, file)
-    access = _Access(api_key(inherited), proxy_tls(inherited))
-    return asyncio.run(_serve(config, inherited, access, console))
+    cache_dir = cache_folder(environ)
+    node = load(NodeConfig, [], child_environ(config, environ, secret, file), prog="pdserve decode")
+    with compiling_kernels(node, cache_dir):
+        folder = resolve_model(config.model.path, cache_dir)
+        name = config.model.served_name or served_name(config.model.path, folder)
+        config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
+        console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
+        inherited = child_environ(config, environ, secret, file)
+        access = _Access(api_key(inherited), proxy_tls(inherited))
+        return asyncio.run(_serve(config, inherited, access, console))
 
 
 @dataclass(frozen=True, slots=True)

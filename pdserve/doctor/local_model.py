@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdserve.config import CacheConfig, ModelConfig
+from pdserve.compiled_library import has_compiler
+from pdserve.config import CacheConfig, CpuKernels, ModelConfig
+from pdserve.models.backend import choose_device
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import resolve_model
+from pdserve.models.checkpoint.kept_blocks import keeps_blocks
 from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
 
-def local_spec(model: ModelConfig, cache: CacheConfig, cache_dir: Path) -> EngineSpec:
-    """Returns the specification of one rank. Raises ModelError if there is no such model."""
+def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cache_dir: Path) -> EngineSpec:
+    """Returns the specification of one rank.
+
+    Raises ModelError if there is no such model, and ConfigError if its device is not there.
+    """
     folder = resolve_model(model.path, cache_dir)
     decoder = read_decoder_config(folder)
+    compiled = choose_device(model.device).type == "cpu" and kernels is not CpuKernels.TORCH and has_compiler()
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
-        fingerprint=fingerprint(folder),
+        fingerprint=fingerprint(folder, in_blocks=keeps_blocks(folder, model, kernels=compiled)),
         dtype=model.dtype.value,
         block_size=cache.block_size,
         num_layers=decoder.num_layers,

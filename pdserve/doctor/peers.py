@@ -34,7 +34,8 @@ _NO_MODEL = EngineSpec(
 """The greeting of an engine that does not know ``Examine``, whose refusal then names what differs first."""
 _ADVICE = {
     "protocol": "run the same version of pdserve on both, or one that is a minor version older",
-    "fingerprint": "give both the same --model in the same form: the same folder's files, or the same .gguf",
+    "fingerprint": "give both the same --model in the same form: the same folder's files, or the same .gguf; a digest "
+    "that begins with 'blocks-' is of weights that stay quantised, which --weights dequantise on both sides ends",
     "dtype": "give both the same --dtype",
     "block_size": "give both the same --block-size",
 }

@@ -101,6 +101,8 @@ class Request:
     """The number of blocks that this node has, as far as it was told."""
     fetch_only: bool = False
     """Whether the request ends when the prefix cache has what its holders have. It computes nothing."""
+    movable: bool = False
+    """Whether another node can go on with the answer while this one still has it."""
     children: list[Request] = field(default_factory=list)
     """The requests that wait for this one's prompt."""
     parent: Request | None = None
@@ -157,6 +159,7 @@ class Request:
             num_emitted_tokens=len(emitted),
             holders=self.holders if emitted else (),
             fetch_only=self.fetch_only,
+            movable=self.movable,
             parent=self,
             status=Status.WAITING_FOR_PROMPT,
         )

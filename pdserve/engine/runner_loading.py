@@ -13,9 +13,10 @@ from pdserve.config import CpuKernels, EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.models.backend import Backend, choose_device, open_backend
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.kept_blocks import keeps_blocks
 from pdserve.models.runner import ModelRunner
 from pdserve.models.tp.shares import TpGroup
-from pdserve_kernels.contract import Kernels
+from pdserve_kernels.contract import BlockKernels, Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
@@ -47,8 +48,11 @@ def load_runner(
     tp: TpGroup,
     backend: Backend,
     kv_memory: memoryview | None = None,
+    block_kernels: BlockKernels | None = None,
 ) -> ModelRunner:
     """Loads one rank's part of the model. ``kv_memory`` is where its KV cache is kept, if not where torch allocates.
+
+    ``block_kernels`` are ``kept_block_kernels``.
 
     Raises ModelError if the folder does not hold the model, or if the model cannot be split over the ranks.
     """
@@ -64,7 +68,14 @@ def load_runner(
         backend.device,
         tp,
         kv_memory,
+        block_kernels=block_kernels,
     )
+
+
+def kept_block_kernels(config: EngineConfig, backend: Backend) -> BlockKernels | None:
+    """Returns the kernels for weights that stay in the blocks of their file, or None if none do. Raises ModelError."""
+    kernels = backend.block_kernels
+    return kernels if keeps_blocks(Path(config.model_dir), config.model, kernels=kernels is not None) else None
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

@@ -160,6 +160,7 @@ class StepLoop:
             holders=submit.holders,
             return_to=submit.prefill[0] if submit.prefill else None,
             fetch_only=submit.fetch_only,
+            movable=submit.movable,
         )
         children = [request.add_child(child.seed, child.local_id, child.emitted) for child in submit.children]
         family = [request, *children]
@@ -243,6 +244,8 @@ class StepLoop:
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         self._connector.stepped(self._scheduler, step.plan, now)
+        for wanted in self._scheduler.room_wanted(now, self._placement.rate.decode_step_s):
+            self._api.send(wanted)
 
     # ------------------------------------------------------------ output
 
@@ -278,6 +281,7 @@ class StepLoop:
             prompt_tokens=scheduler.counters.prompt_tokens,
             generated_tokens=scheduler.counters.generated_tokens,
             preemptions=scheduler.counters.preemptions,
+            moves_wanted=scheduler.counters.moves_wanted,
             prefix_cache_queries=scheduler.counters.prefix_cache_queries,
             prefix_cache_hits=scheduler.counters.prefix_cache_hits,
             resume_blocks_wanted=scheduler.counters.resume_blocks_wanted,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -42,8 +43,18 @@ _WHITESPACE: Final = r"[ ]|\n[ \t]{0,64}"
 spaces, a model that has nothing to say would write spaces until its answer is full."""
 
 
-def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
-    """Returns a matcher in its first state, to be copied for each answer. Raises GrammarRefused, which says why."""
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar for one vocabulary."""
+
+    matcher: LLMatcher
+    """In its first state, to be copied for each answer."""
+    num_tokens: int
+    """The size of the vocabulary. The matcher cannot be asked about other tokens, which a model may have."""
+
+
+def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> CompiledGrammar:
+    """Returns a compiled grammar. Raises GrammarRefused, which says why."""
     limits = LLParserLimits(
         max_grammar_size=MAX_SYMBOLS,
         step_lexer_fuel=STEP_FUEL,
@@ -59,7 +70,7 @@ def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     first.compute_bitmask()
     if first.is_error():
         raise GrammarRefused(trouble(first))
-    return matcher
+    return CompiledGrammar(matcher, vocabulary.vocab_size)
 
 
 def trouble(matcher: LLMatcher) -> str:

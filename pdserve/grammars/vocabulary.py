@@ -1,7 +1,7 @@
 """Reads a model's vocabulary in the form in which grammars are compiled for it.
 
 To read one takes a third of a second for 49,152 tokens, in which no other thread of the process runs, and some 50 MiB.
-So a process reads it when it first has a grammar, and once.
+So an engine reads it while it loads its weights (that of a GGUF file with the first grammar), and once.
 """
 
 from __future__ import annotations

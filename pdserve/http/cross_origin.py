@@ -55,7 +55,7 @@ def preflight_fields(wanted: str | None) -> dict[str, str]:
     ``wanted`` are the names of the request's fields. The answer means nothing to a browser if the server does not name
     the page's origin in it.
     """
-    fields = {"access-control-allow-methods": "GET, POST", "access-control-max-age": str(PREFLIGHT_S)}
+    fields = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": str(PREFLIGHT_S)}
     if wanted is not None and _FIELD_NAMES.fullmatch(wanted):
         fields["access-control-allow-headers"] = wanted
     return fields

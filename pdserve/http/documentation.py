@@ -26,6 +26,7 @@ class PathDescription(msgspec.Struct, rename={"only": ONLY}):
 
     get: dict[str, Any] | None = None
     post: dict[str, Any] | None = None
+    delete: dict[str, Any] | None = None
     only: str | None = None
 
 
@@ -56,7 +57,7 @@ def _page(document: dict[str, Any]) -> str:
     rows = "".join(
         f"<tr><td>{method}<td><code>{escape(path)}</code><td>{escape(operation['summary'])}"
         for path, described in paths.items()
-        for method, operation in (("GET", described.get), ("POST", described.post))
+        for method, operation in (("GET", described.get), ("POST", described.post), ("DELETE", described.delete))
         if operation is not None
     )
     schemas = document["components"]["schemas"]

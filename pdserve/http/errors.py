@@ -69,12 +69,15 @@ class ErrorForm(enum.Enum):
 _FORMS = {
     "/v1/responses": ErrorForm.RESPONSES,
     "/v1/messages": ErrorForm.ANTHROPIC,
-    "/v1/messages/count_tokens": ErrorForm.ANTHROPIC,
 }
+_ANTHROPIC_ROUTES = "/v1/messages/"
+"""Behind this, Anthropic's clients look for routes that nobody has here."""
 
 
 def error_form(path: str) -> ErrorForm:
     """Returns the form of the errors of the route ``path``."""
+    if path.startswith(_ANTHROPIC_ROUTES):
+        return ErrorForm.ANTHROPIC
     return _FORMS.get(path, ErrorForm.OPENAI)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import parse_qs
+
 import msgspec
 
 
@@ -23,3 +25,8 @@ class ModelCard(msgspec.Struct, frozen=True):
 class ModelList(msgspec.Struct, frozen=True):
     data: list[ModelCard]
     object: str = "list"
+
+
+def model_in_query(query: bytes) -> str | None:
+    """Returns the model that the query of a URL names, as ``model=NAME``; None if it names none."""
+    return parse_qs(query.decode("latin-1")).get("model", [None])[0]

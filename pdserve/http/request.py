@@ -76,6 +76,7 @@ class HttpRequest:
         "label",
         "method",
         "path",
+        "query",
         "task",
         "write",
     )
@@ -97,6 +98,7 @@ class HttpRequest:
         """The client's address; empty where it has none."""
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope["query_string"]
         self.label = request_label(self.header(b"x-request-id"))
         self.answered = False
         """Whether a response has begun."""

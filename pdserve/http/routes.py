@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import http
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
-from quart import Quart, Response
+from quart import Quart, Response, g
 from quart import request as quart_request
 from werkzeug.exceptions import HTTPException
 
@@ -27,10 +28,12 @@ from pdserve.errors import (
     RequestTimeout,
 )
 from pdserve.http.cross_origin import preflight_fields
-from pdserve.http.errors import error_body, error_headers, internal_error
+from pdserve.http.errors import error_body, error_form, error_headers, internal_error
 from pdserve.http.request import REQUEST_ID_HEADER, Asgi, ClientGone, HttpRequest, Receive, Scope, Send, request_label
 
 log = logging.getLogger(__name__)
+
+TOKENIZER_INFO_PATH = "/tokenizer_info"
 
 Handler: TypeAlias = Callable[[HttpRequest], Awaitable[None]]
 """Answers one request in the task that calls it. Raises RequestError where the client is to get that instead."""
@@ -44,26 +47,36 @@ class DirectRoutes:
     """
 
     def __init__(
-        self, handlers: Mapping[str, Handler], others: Asgi, process: str, on_error: Callable[[int], None]
+        self,
+        handlers: Mapping[str, Handler],
+        others: Asgi,
+        process: str,
+        on_error: Callable[[int], None],
+        readers: Mapping[str, Handler] = MappingProxyType({}),
     ) -> None:
-        """Errors that clients get name ``process``, which is ``node`` or ``proxy``.
+        """``handlers`` answer POST, and ``readers`` answer GET. A path may have both.
 
-        ``on_error`` is called with the status of each error.
+        Errors that clients get name ``process``, which is ``node`` or ``proxy``. ``on_error`` is called with the status
+        of each error.
         """
-        self._handlers = handlers
+        self._methods: dict[str, dict[str, Handler]] = {}
+        for method, paths in (("POST", handlers), ("GET", readers)):
+            for path, handler in paths.items():
+                self._methods.setdefault(path, {})[method] = handler
         self._others = others
         self._process = process
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" else None
-        if handler is None and not _is_preflight(scope):
+        methods = self._methods.get(scope["path"]) if scope["type"] == "http" else None
+        if methods is None and not _is_preflight(scope):
             await self._others(scope, receive, send)
             return
         request = HttpRequest(scope, receive, send)
         try:
-            if handler is None or request.method != "POST":
-                await _answer_other_method(request)
+            handler = None if methods is None else methods.get(request.method)
+            if handler is None:
+                await _answer_other_method(request, tuple(methods or ("POST",)))
                 return
             request.cancel_on_disconnect()
             await handler(request)
@@ -81,10 +94,11 @@ class DirectRoutes:
             log.error("request_id=%s failed inside the %s", request.label, self._process, exc_info=exc)
             exc = internal_error(self._process)
         self._on_error(exc.status)
-        await request.refuse(exc, _ALLOW if isinstance(exc, MethodNotAllowed) else {})
+        await request.refuse(exc, _allow(self._methods[request.path]) if isinstance(exc, MethodNotAllowed) else {})
 
 
-_ALLOW = {"allow": "POST, OPTIONS"}
+def _allow(methods: Iterable[str]) -> dict[str, str]:
+    return {"allow": ", ".join((*methods, "OPTIONS"))}
 
 
 def _is_preflight(scope: Scope) -> bool:
@@ -94,11 +108,11 @@ def _is_preflight(scope: Scope) -> bool:
     return any(name == b"access-control-request-method" for name, _ in scope["headers"])
 
 
-async def _answer_other_method(request: HttpRequest) -> None:
+async def _answer_other_method(request: HttpRequest, methods: Sequence[str]) -> None:
     if request.method != "OPTIONS":
-        raise MethodNotAllowed("this route takes POST only")
+        raise MethodNotAllowed(f"this route takes {' and '.join(methods)} only")
     asked = request.header(b"access-control-request-method") is not None
-    fields = preflight_fields(request.header(b"access-control-request-headers")) if asked else _ALLOW
+    fields = preflight_fields(request.header(b"access-control-request-headers")) if asked else _allow(methods)
     await request.respond(200, fields, b"")
 
 
@@ -112,9 +126,15 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
     app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = max_body_bytes
 
+    def label() -> str:
+        """Returns the label of the present request, which is made once."""
+        if not hasattr(g, "label"):
+            g.label = request_label(quart_request.headers.get(REQUEST_ID_HEADER))
+        return str(g.label)
+
     @app.after_request
-    async def label(response: Response) -> Response:
-        response.headers[REQUEST_ID_HEADER] = request_label(quart_request.headers.get(REQUEST_ID_HEADER))
+    async def labelled(response: Response) -> Response:
+        response.headers[REQUEST_ID_HEADER] = label()
         return response
 
     @app.errorhandler(RequestError)
@@ -145,7 +165,8 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
 
     def respond(error: RequestError, status: int) -> Response:
         on_error(status)
-        return Response(error_body(error), status, error_headers(error), content_type="application/json")
+        body = error_body(error, error_form(quart_request.path), label())
+        return Response(body, status, error_headers(error), content_type="application/json")
 
     return app
 

@@ -9,18 +9,22 @@ import torch
 
 from pdserve.config import Device
 from pdserve.errors import ConfigError
-from pdserve_kernels.contract import GraphKernels, Kernels
+from pdserve_kernels.contract import BlockKernels, GraphKernels, Kernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A device and the kernels for it; ``graph_kernels`` are the same kernels if they can be captured, else None."""
+    """A device and the kernels for it."""
 
     device: torch.device
     kernels: Kernels
     graph_kernels: GraphKernels | None
+    """The same kernels if they can be captured."""
+    block_kernels: BlockKernels | None = None
+    """The same kernels if they multiply from weights in blocks."""
 
 
 def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Backend:
@@ -29,7 +33,8 @@ def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Ba
     ``cpu_kernels`` is called for the kernels of a CPU. Raises ConfigError if there are none for a GPU.
     """
     if device.type == "cpu":
-        return Backend(device, cpu_kernels(), None)
+        own = cpu_kernels()
+        return Backend(device, own, None, own if isinstance(own, CompiledKernels) else None)
     try:
         from pdserve_kernels.triton.triton_kernels import TritonKernels
     except ImportError as exc:

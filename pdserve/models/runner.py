@@ -24,7 +24,7 @@ from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building
 from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
-from pdserve_kernels.contract import AttentionRow, DecodeTables, GraphKernels, Kernels
+from pdserve_kernels.contract import AttentionRow, BlockKernels, DecodeTables, GraphKernels, Kernels
 from pdserve_kernels.host_to_device import packed, packed_starts, to_device
 from pdserve_kernels.kv_layout import KvLayout
 
@@ -219,11 +219,12 @@ class ModelRunner:
         device: torch.device = CPU,
         tp: TpGroup = ALONE,
         kv_memory: memoryview | None = None,
+        block_kernels: BlockKernels | None = None,
     ) -> None:
         """Loads this rank's part of the model. Raises ModelError if the folder does not hold it.
 
         ``kv_memory``, zeroed and of ``num_blocks`` blocks, is where to keep the KV cache. Without it, the
-        cache is allocated on ``device``.
+        cache is allocated on ``device``. With ``block_kernels``, weights stay in the blocks of their file.
         """
         torch_dtype = TORCH_DTYPES[dtype]
         self.layout = kv_layout(config, dtype, block_size, tp)
@@ -236,7 +237,7 @@ class ModelRunner:
         self._kernels = kernels
         self._tp = tp
         self._graphs: DecodeGraphs | None = None
-        building = Building(Checkpoint(folder, torch_dtype, device), self._kernels, tp)
+        building = Building(Checkpoint(folder, torch_dtype, device), self._kernels, tp, block_kernels)
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()

@@ -85,6 +85,9 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The newest version of the protocol that the node supports."""
     oldest_protocol: Annotated[int, since(6)] = RELEASED_0_1
     """The oldest version that the node supports."""
+    kernels: Annotated[Text, since(6)] = ""
+    """What the node computes with. Answers go on at a node where it is equal, if there is one; others may round
+    differently."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):

@@ -53,6 +53,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """Engines that may hold blocks of this prompt and its emitted tokens, in the order to be tried."""
     fetch_only: bool = False
     """Whether the engine only fetches those blocks into its prefix cache, and ends the request with ``LENGTH``."""
+    movable: bool = False
+    """Whether another node can go on with the answers while this one still has them (``RoomWanted``)."""
     cache_salt: str = ""
     """Prompts share cached blocks only if their salts are equal."""
     priority: Priority = 0
@@ -218,6 +220,8 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    moves_wanted: int = 0
+    """The client requests that were to go on at a node with more room (``RoomWanted``)."""
     prefix_cache_queries: int = 0
     """The tokens of admitted prompts."""
     prefix_cache_hits: int = 0
@@ -270,12 +274,26 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     max_running: int
     vocab_size: int
     """The number of token ids of the model: every id is below it."""
+    kernels: str = ""
+    """The kernels, and the number of ranks if there are several: what decides how results are rounded."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
     """The new tokens and endings of all requests after one engine step."""
 
     outputs: list[RequestOutput]
+
+
+class RoomWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="room_wanted"):
+    """Asks to have a client request go on at a node with more room: the blocks of this one will not last for all.
+
+    It is a wish. Until somebody aborts the request, the engine goes on with it.
+    """
+
+    local_id: int
+    """That of one of its answers. All of them move together."""
+    tokens: int
+    """Tokens for which the other node should have free blocks: those that they have, and will have soon."""
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stats"):
@@ -290,4 +308,4 @@ class EngineFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     message: str
 
 
-FromEngine: TypeAlias = Starting | Ready | StepOutput | Stats | EngineFailed
+FromEngine: TypeAlias = Starting | Ready | StepOutput | RoomWanted | Stats | EngineFailed

@@ -3,11 +3,10 @@
 A grammar bounds the answer's text as a whole: with a grammar, an answer that ends with ``FinishReason.STOP`` is a text
 of that grammar, and one that ends with ``LENGTH`` is the beginning of one.
 
-The API makes grammars out of the fields of a request: ``JSON_SCHEMA`` out of ``response_format``, for instance. A
-forced tool call is one too: where the model writes a call as JSON, the schema of the call's object; where it writes
-something around the JSON, as ``<tool_call>``, a Lark grammar that holds the schema (``start: "<tool_call>\\n" call
-"\\n</tool_call>"`` and ``call: %json {...}``). The API has compiled a grammar before it sends it, so a grammar that
-does not compile is the client's error and never reaches an engine.
+The API makes grammars out of the fields of a request: ``JSON_SCHEMA`` out of ``response_format``, for instance. Forced
+tool calls are ``LARK``, which holds the schemas of their arguments: ``start: "<tool_call>\\n" call "\\n</tool_call>"``
+and ``call: "{...: " %json {...} "}"``. The API has compiled a grammar before it sends it, so a grammar that does not
+compile is the client's error and never reaches an engine.
 """
 
 from __future__ import annotations

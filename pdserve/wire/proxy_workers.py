@@ -4,10 +4,15 @@ A worker sends ``WorkerHello``, and gets ``Nodes`` then and at every change. Whe
 ``WorkerReady``. A worker answers each ``WorkerPing`` with ``WorkerPong``, unless its event loop hangs. A worker that is
 asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that
 come back, and answers ``Scraped``. When the supervisor has read its files again, it sends ``Renewed``.
+
+With ``--store``, the supervisor has the responses that clients may ask for again. A worker sends ``BeginResponse``
+before it relays a request, and ``FinishResponse`` or ``AbandonResponse`` after it; for a client it sends
+``ReadResponse`` and ``DeleteResponse``. Each but ``AbandonResponse`` is answered by ``StoreReply`` with its number.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,6 +30,8 @@ class ApiKey:
     caller: str
     """The owner's name in limits and logs. It tells nothing about the key."""
     key: str = field(repr=False)
+    named: bool = False
+    """Whether the name was given with the key. Then other keys may be of the same owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,5 +123,77 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     families: tuple[Family, ...]
 
 
-ToWorker: TypeAlias = Nodes | Collect | Scraped | WorkerPing | Renewed
-ToSupervisor: TypeAlias = WorkerHello | WorkerReady | WorkerPong | Scrape | Counts
+class BeginResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="begin_response"):
+    number: int
+    """The number of the question, and of the response until it is over."""
+    owner: str
+    previous: str | None
+    """The id of the response before it in its conversation."""
+    items: bytes
+    """The items of its own input, as a JSON list; empty if it will not be kept."""
+    prompt_start: bytes
+
+
+class FinishResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="finish_response"):
+    number: int
+    response: int
+    """The number of its ``BeginResponse``."""
+    id: str
+    output: bytes
+    """Its items, as a JSON list."""
+    body: bytes
+    """All of it, as JSON."""
+
+
+class AbandonResponse(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abandon_response"
+):
+    response: int
+    """The number of its ``BeginResponse``."""
+
+
+class ResponsePart(enum.Enum):
+    """What a client asks for of a response."""
+
+    BODY = "body"
+    INPUT_ITEMS = "input_items"
+
+
+class ReadResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="read_response"):
+    number: int
+    owner: str
+    id: str
+    part: ResponsePart
+
+
+class DeleteResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="delete_response"):
+    number: int
+    owner: str
+    id: str
+
+
+class StoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="store_reply"):
+    number: int
+    found: bool
+    """Whether the owner has the response, or the one before it."""
+    data: bytes = b""
+    """What was asked for, as JSON; of a response that begins, the items before its own."""
+    prompt_start: bytes = b""
+    kept: bool = False
+    """Whether the response will be kept, or is."""
+
+
+ToWorker: TypeAlias = Nodes | Collect | Scraped | WorkerPing | Renewed | StoreReply
+ToSupervisor: TypeAlias = (
+    WorkerHello
+    | WorkerReady
+    | WorkerPong
+    | Scrape
+    | Counts
+    | BeginResponse
+    | FinishResponse
+    | AbandonResponse
+    | ReadResponse
+    | DeleteResponse
+)
+StoreQuestion: TypeAlias = BeginResponse | FinishResponse | ReadResponse | DeleteResponse

@@ -20,6 +20,7 @@ from pdserve.wire.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
 from pdserve.wire.version import since
 
 TICKET_HEADER = "x-pdserve-ticket"
+MAX_HISTORY_BYTES = 2**30
 MAX_DEADLINE_S = 86_400.0
 """The largest value of ``--request-timeout-s``."""
 
@@ -52,6 +53,15 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the real request follows. The node generates nothing."""
 
 
+class Storing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says that the proxy stores responses (``/v1/responses``)."""
+
+    kept: bool
+    """Whether it keeps this one."""
+    history_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_HISTORY_BYTES)] = 0
+    """The size of the items before the request's own: a JSON list, which follows the client's own body."""
+
+
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A ticket for one attempt at one client request. It says what to do, so a node refuses fields it does not know."""
 
@@ -68,5 +78,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The answer's identity. With one, the node writes a journal (``pdserve.wire.journal``) into a streamed answer."""
     resume: Annotated[Resume | None, since(6)] = None
     """The answer goes on after the tokens of this journal. Needs ``answer``."""
+    storing: Annotated[Storing | None, since(6)] = None
+    """What the proxy stores of responses; None if it stores none."""
     holders: Annotated[tuple[PrefillTarget, ...], since(6)] = ()
     """Engines that may hold blocks of the request's KV cache, its answer's included, in the order to be tried."""
+    client: Annotated[bytes, msgspec.Meta(max_length=32), since(6)] = b""
+    """Stands for the client: what the node does for one client takes turns with what it does for others."""

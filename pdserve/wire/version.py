@@ -29,6 +29,8 @@ ROLE_COMMANDS: Final = 6
 """The first version in which a node takes commands, and serves in any role."""
 GRAMMARS: Final = 6
 """The first version whose prompts may have a grammar."""
+CLIENT_TURNS: Final = 6
+"""The first version whose tickets stand for a client."""
 DIALECTS: Final = 6
 """The first version whose nodes have the routes of responses and of Anthropic's messages."""
 PROMPT_LOGPROBS: Final = 6

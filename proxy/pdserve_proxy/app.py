@@ -22,9 +22,12 @@ from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegisteredNode, RegistryView
 from pdserve_proxy.relay.access_log import OTHER_ROUTES
 from pdserve_proxy.relay.relay import Relay
-from pdserve_proxy.relayed_routes import RELAYED_ROUTES, RelayedRoutes
+from pdserve_proxy.relayed_routes import READ_ROUTES, RELAYED_ROUTES, RelayedRoutes
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies
+from pdserve_proxy.responses.routes import StoredResponseRoutes
+from pdserve_proxy.responses.storage import ResponseStorage
+from pdserve_proxy.responses.turn import RESPONSES_PATH
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
 
 RenderMetrics: TypeAlias = Callable[[], Awaitable[bytes]]
@@ -173,15 +176,20 @@ def build_app(
     relay: Relay,
     metrics: ProxyMetrics,
     scrape: RenderMetrics,
+    storage: ResponseStorage | None = None,
 ) -> DirectRoutes:
-    """Returns the proxy's ASGI application."""
+    """Returns the proxy's ASGI application. ``storage`` has the responses that are kept, if any are."""
 
     def count_error(status: int) -> None:
         metrics.counts.requests[OTHER_ROUTES, status] += 1
 
-    routes = (*sorted(RELAYED_ROUTES), "/v1/models")
+    routes = (*sorted(RELAYED_ROUTES | READ_ROUTES), "/v1/models")
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
     InformationRoutes(registry, scrape, keys, config.http.max_body_bytes).add_routes(app)
     add_documentation(app, "proxy")
-    relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay)
-    return DirectRoutes(dict.fromkeys(RELAYED_ROUTES, relayed.handle), app, "proxy", count_error)
+    StoredResponseRoutes(storage, keys).add_routes(app)
+    relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay, storage)
+    handlers, readers = (dict.fromkeys(paths, relayed.handle) for paths in (RELAYED_ROUTES, READ_ROUTES))
+    if storage is not None:
+        handlers[RESPONSES_PATH] = relayed.handle_stored
+    return DirectRoutes(handlers, app, "proxy", count_error, readers)

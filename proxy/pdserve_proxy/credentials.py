@@ -33,15 +33,30 @@ class ApiKeys:
 
     def renew(self, keys: Iterable[ApiKey]) -> None:
         """Replaces all keys by ``keys``. Requests that came with an old key go on."""
-        self._callers = {self._mac(key.key): key.caller for key in keys}
+        self._keys = {self._mac(key.key): key for key in keys}
+
+    def owner(self, authorization: str | None, api_key: str | None = None) -> str:
+        """Returns who owns what a client keeps here. Keys of one name have one owner, and any other key is one itself.
+
+        The arguments are as ``caller`` takes them. Raises Unauthorized.
+        """
+        key = self._key(authorization, api_key)
+        if key is None:
+            return ANONYMOUS
+        return f"name:{key.caller}" if key.named else f"key:{hashlib.sha256(key.key.encode()).hexdigest()}"
 
     def caller(self, authorization: str | None, api_key: str | None = None) -> str:
         """Returns the owner of the key in a request's ``Authorization`` header, or else in its ``x-api-key``.
 
         Anthropic's clients send the second one. Raises Unauthorized.
         """
-        if not self._callers:
-            return ANONYMOUS
+        key = self._key(authorization, api_key)
+        return ANONYMOUS if key is None else key.caller
+
+    def _key(self, authorization: str | None, api_key: str | None) -> ApiKey | None:
+        """Returns the key of a request, or None if no client has one. Raises Unauthorized."""
+        if not self._keys:
+            return None
         if authorization is None and api_key is not None:
             authorization = f"Bearer {api_key}"
         scheme, _, key = (authorization or "").partition(" ")
@@ -51,10 +66,10 @@ class ApiKeys:
                 code="missing_api_key",
             )
         mac = self._mac(key.strip()[: MAX_KEY_CHARS + 1])
-        caller = self._callers.get(mac)
-        if caller is None:
+        found = self._keys.get(mac)
+        if found is None:
             raise Unauthorized("the API key is not valid here", code="invalid_api_key")
-        return caller
+        return found
 
     def _mac(self, key: str) -> bytes:
         return hmac.digest(self._pepper, key.encode("utf-8", "surrogateescape"), hashlib.sha256)
@@ -98,7 +113,7 @@ def _read_key_file(path: Path) -> list[ApiKey]:
             case [key]:
                 keys.append(ApiKey(f"line-{number}", key))
             case [name, key]:
-                keys.append(ApiKey(name, key))
+                keys.append(ApiKey(name, key, named=True))
             case _:
                 raise ConfigError(f"line {number} of {path} is neither a key nor a name and a key")
     return keys

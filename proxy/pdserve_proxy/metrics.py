@@ -17,6 +17,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Family, Sample
 from pdserve_proxy.registry.snapshot import Snapshot
 from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.responses.store import ResponseStore
 
 _LASTING = ("counter", "histogram")
 """The kinds of metrics that outlive their process: its counts stay true, and its gauges do not."""
@@ -108,6 +109,10 @@ class ProxyMetrics:
         self.counts = RequestCounts()
         registry.register(self.counts)
         self.queued = Gauge("pdserve_proxy_requests_queued", "Requests that wait for their turn.", registry=registry)
+        self._stored = Gauge("pdserve_proxy_stored_responses", "Responses that are kept.", registry=registry)
+        self._store_bytes = Gauge(
+            "pdserve_proxy_store_bytes", "The memory that kept responses take.", registry=registry
+        )
         self._dropped_frames = Counter(
             "pdserve_proxy_discovery_frames_dropped",
             "Discovery frames that were not acceptable.",
@@ -127,6 +132,11 @@ class ProxyMetrics:
             ["model", "fingerprint", "side"],
             registry=registry,
         )
+
+    def watch_store(self, store: ResponseStore) -> None:
+        """Shows what ``store`` has."""
+        self._stored.set_function(lambda: len(store))
+        self._store_bytes.set_function(lambda: store.taken_bytes)
 
     def count_dropped_frame(self, reason: str) -> None:
         self._dropped_frames.labels(reason).inc()

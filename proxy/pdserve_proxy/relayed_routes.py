@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+
+import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.http.errors import internal_error
+from pdserve.http.model_list import model_in_query
 from pdserve.http.request import ClientGone, HttpRequest
+from pdserve.http.routes import TOKENIZER_INFO_PATH
 from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.relay.whole_answer import WholeResponse
 from pdserve_proxy.requests.admission_queue import AdmissionController
-from pdserve_proxy.requests.held_bodies import HeldBodies
+from pdserve_proxy.requests.held_bodies import HeldBodies, client_of
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
+from pdserve_proxy.responses.storage import ResponseStorage
+from pdserve_proxy.responses.turn import StoredTurn
 
 RELAYED_ROUTES = COMPLETION_ROUTES | {"/detokenize", "/tokenize", "/v1/messages/count_tokens"}
+READ_ROUTES = frozenset({TOKENIZER_INFO_PATH})
+"""Clients ask these with GET and name the model in the query. A node gets that as the body of a POST."""
 
+CLIENT_BYTES = 16
 LARGE_BYTES = 256 * 1024
 """Larger bodies are read one at a time, and before each one all other requests get a turn of the event loop."""
 
@@ -26,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class RelayedRoutes:
-    """Answers requests to ``RELAYED_ROUTES``."""
+    """Answers requests to ``RELAYED_ROUTES`` and ``READ_ROUTES``."""
 
     def __init__(
         self,
@@ -35,7 +45,10 @@ class RelayedRoutes:
         bodies: HeldBodies,
         admission: AdmissionController,
         relay: Relay,
+        storage: ResponseStorage | None = None,
     ) -> None:
+        """``storage`` has the responses that are kept, if any are."""
+        self._storage = storage
         self._max_body_bytes = max_body_bytes
         self._keys = keys
         self._bodies = bodies
@@ -48,9 +61,18 @@ class RelayedRoutes:
         with self._relay.begin(request.task, request.label, request.path) as relayed:
             await self._serve(relayed, request)
 
-    async def _serve(self, relayed: RelayedRequest, request: HttpRequest) -> None:
+    async def handle_stored(self, request: HttpRequest) -> None:
+        """Answers a request as ``handle`` does, whose response may be kept."""
+        assert self._storage is not None
+        with (
+            StoredTurn(self._storage, self._max_body_bytes) as turn,
+            self._relay.begin(request.task, request.label, request.path) as relayed,
+        ):
+            await self._serve(relayed, request, turn)
+
+    async def _serve(self, relayed: RelayedRequest, request: HttpRequest, turn: StoredTurn | None = None) -> None:
         try:
-            result = await self._forward(relayed, request)
+            result = await self._forward(relayed, request, turn)
         except asyncio.CancelledError:
             if not relayed.takes_cancel_as_cut():
                 raise
@@ -64,18 +86,29 @@ class RelayedRoutes:
             log.exception("request_id=%s failed inside the proxy", relayed.request_id)
             await _refuse(relayed, request, internal_error("proxy"), RelayOutcome.FAILED)
         else:
-            await _respond(relayed, request, result)
+            await _respond(relayed, request, result, turn)
 
-    async def _forward(self, relayed: RelayedRequest, request: HttpRequest) -> WholeResponse | StreamedResponse:
-        caller = self._keys.caller(request.header(b"authorization"), request.header(b"x-api-key"))
-        request.check_body_form()
+    async def _forward(
+        self, relayed: RelayedRequest, request: HttpRequest, turn: StoredTurn | None
+    ) -> WholeResponse | StreamedResponse:
+        credentials = request.header(b"authorization"), request.header(b"x-api-key")
+        caller = self._keys.caller(*credentials)
+        if request.method != "GET":
+            request.check_body_form()
         # A place among the requests under way is taken when the body is there, so a slow sender keeps no other out.
         # Only this call and the journal of a stream keep the body: it is gone while an answer in one piece leaves.
         with self._bodies.hold(caller, request.address) as held:
             data = await request.body(self._max_body_bytes, held)
+            if request.method == "GET":
+                data = msgspec.json.encode({"model": model_in_query(request.query)})
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)
+            if turn is not None:
+                body = await turn.begin(self._keys.owner(*credentials), body, held)
             await self._admission.admit(caller, body.answers, relayed.hold_place, body.priority)
-            return await self._relay.forward(relayed, NodeRequest(request.path, body, request.header(b"accept")))
+            client = _short(client_of(caller, request.address))
+            storing = None if turn is None else turn.storing
+            relayable = NodeRequest(request.path, body, request.header(b"accept"), client=client, storing=storing)
+            return await self._relay.forward(relayed, relayable)
 
     async def _read_large(self, data: bytes) -> GenerationBody:
         async with self._large_body:
@@ -83,18 +116,46 @@ class RelayedRoutes:
             return read_body(data)
 
 
-async def _respond(relayed: RelayedRequest, request: HttpRequest, result: WholeResponse | StreamedResponse) -> None:
+def _short(client: str) -> bytes:
+    """Returns what stands for a client in tickets, which should not name a client's key or address."""
+    return hashlib.blake2b(client.encode(errors="replace"), digest_size=CLIENT_BYTES).digest()
+
+
+async def _respond(
+    relayed: RelayedRequest, request: HttpRequest, result: WholeResponse | StreamedResponse, turn: StoredTurn | None
+) -> None:
     if isinstance(result, WholeResponse):
+        # From here on a cut lets the answer out that has come, also while the store takes it.
         relayed.begin_relaying(result.status)
+        if turn is not None:
+            await turn.keep_whole(result.status, result.body)
         await request.respond(result.status, result.headers, result.body)
         relayed.relayed_bytes = len(result.body)
         relayed.end(RelayOutcome.OK if result.status < 400 else RelayOutcome.REFUSED)
+        return
+    if turn is not None:
+        await _respond_stored(request, result, turn)
         return
     stream = result.body
     await request.begin(result.status, result.headers, stream.first, more=not stream.over)
     while not stream.over:
         data = await stream.next(request.write)
         await request.send(data, more=not stream.over)
+    stream.end()
+
+
+async def _respond_stored(request: HttpRequest, result: StreamedResponse, turn: StoredTurn) -> None:
+    """Sends a stream whose last event waits until the response is kept."""
+    stream, write = result.body, turn.writer(request.write)
+    over = stream.over
+    first = turn.pass_on(stream.first) + (await turn.end() if over else b"")
+    await request.begin(result.status, result.headers, first, more=not over)
+    while not over:
+        data = turn.pass_on(await stream.next(write))
+        over = stream.over
+        if over:
+            data += await turn.end()
+        await request.send(data, more=not over)
     stream.end()
 
 

@@ -20,9 +20,11 @@ from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.responses.storage import OwnStorage
+from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.roles.controller import RoleController
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.serving import Addresses, ProcessState, serve_clients
+from pdserve_proxy.serving import Addresses, ProcessState, serve_clients, store_limits
 from pdserve_proxy.workers.supervisor import RenewCredentials, supervise
 
 log = logging.getLogger(__name__)
@@ -106,7 +108,11 @@ async def run(
         on_renewal(live.renew),
     ):
         addresses = Addresses(url_of(listener, tls=bool(config.tls.cert)), discovery.endpoint)
-        state = ProcessState(registry, attempts, metrics, scrape)
+        limits = store_limits(config.store)
+        store = None if limits is None else ResponseStore(limits)
+        if store is not None:
+            metrics.watch_store(store)
+        state = ProcessState(registry, attempts, metrics, scrape, None if store is None else OwnStorage(store))
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(discovery.run())]
             if config.roles.roles is RoleChoice.AUTO:

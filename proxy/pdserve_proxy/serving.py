@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.config import AdmissionConfig, ProxyConfig
+from pdserve.config import AdmissionConfig, ProxyConfig, StoreConfig, Switch
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer
 from pdserve.wire.ids import new_id
@@ -21,6 +21,8 @@ from pdserve_proxy.relay.dispatch import TicketSigner
 from pdserve_proxy.relay.relay import Relay
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionLimits
 from pdserve_proxy.requests.held_bodies import BodyLimits, HeldBodies
+from pdserve_proxy.responses.storage import ResponseStorage
+from pdserve_proxy.responses.store import StoreLimits
 from pdserve_proxy.routing.attempts import Attempts
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class ProcessState:
     attempts: Attempts
     metrics: ProxyMetrics
     scrape: RenderMetrics
+    storage: ResponseStorage | None = None
+    """The responses that are kept; None if none are."""
 
 
 async def serve_clients(
@@ -62,7 +66,9 @@ async def serve_clients(
     admission = AdmissionController(_limits(config.admission))
     metrics.queued.set_function(lambda: admission.waiting)
     async with Relay(config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust) as relay:
-        app = build_app(config, credentials.keys, bodies, admission, state.registry, relay, metrics, state.scrape)
+        app = build_app(
+            config, credentials.keys, bodies, admission, state.registry, relay, metrics, state.scrape, state.storage
+        )
         tls = None if credentials.tls is None else credentials.tls.context
         server = HttpServer(app, listener, config.http, tls=tls, shutdown_s=math.ceil(drain_s + AFTER_DRAIN_S))
         stopping = asyncio.create_task(stop.wait())
@@ -78,6 +84,13 @@ async def serve_clients(
         finally:
             stopping.cancel()
             server.cancel()
+
+
+def store_limits(config: StoreConfig) -> StoreLimits | None:
+    """Returns the bounds of the responses that the proxy keeps; None if it keeps none."""
+    if config.store is Switch.OFF:
+        return None
+    return StoreLimits(config.store_mib * 2**20, config.responses, config.ttl_s)
 
 
 def _limits(config: AdmissionConfig) -> AdmissionLimits:

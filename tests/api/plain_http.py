@@ -41,7 +41,7 @@ def send(
         data = json.dumps(body).encode() if content is None and body is not None else content
         connection.request(
             method,
-            urlsplit(url).path,
+            urlsplit(url)._replace(scheme="", netloc="").geturl(),
             body=data,
             headers=headers or {},
         )

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+from llguidance import LLTokenizer
+
 from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation import Generation
@@ -24,7 +27,9 @@ from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode, TicketGate
 from pdserve.config import GrammarConfig, StreamConfig
+from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import Internal
+from pdserve.grammars.compiling import compile_grammar
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.http.routes import DirectRoutes
 from pdserve.wire.discovery import Role
@@ -40,6 +45,7 @@ SECRET = b"the secret of a stepped node"
 VOCAB_SIZE = 49_152
 MAX_BODY_BYTES = 10_000
 ANSWER = AnswerIdentity(bytes(range(16)), 1_700_000_000)
+ROOM = 912
 TURNS = 8
 """The turns of the event loop that a reader needs at most to take a step."""
 REPORT = RequestReport(
@@ -74,10 +80,16 @@ class SteppedEngine:
     """The number of steps after which the engine is lost."""
     script: Sequence[int] = ()
     """The tokens of every answer, where it is not to be made of the alphabet."""
+    vocabulary: LLTokenizer | None = None
+    """With it, answers to requests with a grammar follow that, and have no alphabet."""
+    room_at: int | None = None
+    """The step before which the engine wishes that another node goes on, with room for so many tokens: ``ROOM``."""
     state: EngineState = EngineState.READY
     opened: list[Sequence[PromptChoices]] = field(default_factory=list)
     fetched: list[tuple[PrefillTarget, ...]] = field(default_factory=list)
     """The holders of each answer whose KV cache was only fetched."""
+    movable: list[bool] = field(default_factory=list)
+    """Whether another node could go on with each answer."""
 
     def open(
         self,
@@ -88,9 +100,11 @@ class SteppedEngine:
         turn_tokens: int,
         holders: tuple[PrefillTarget, ...] = (),
         fetch_only: bool = False,
+        movable: bool = False,
         **_: Any,
     ) -> Generation:
         self.opened.append(prompts)
+        self.movable.append(movable)
         if fetch_only:
             self.fetched.append(holders)
         choices = [(prompt, choice) for prompt in prompts for choice in prompt.choices]
@@ -123,6 +137,8 @@ class SteppedEngine:
                 generation.fail(Internal("the engine of this node failed", code="engine_error"))
                 return
             step += 1
+            if step == self.room_at:
+                generation.want_room(ROOM)
             for local_id, choice in list(running.items()):
                 failed = self.fail_after is not None and step > self.fail_after
                 if not (failed or fetch_only) and step < choice.first_step:
@@ -159,7 +175,17 @@ class SteppedEngine:
         if self.script:
             return self.script[len(choice.token_ids)]
         place = f"{choice.prompt.token_ids} {choice.seed} {len(choice.token_ids)}"
-        return self.alphabet[zlib.crc32(place.encode()) % len(self.alphabet)]
+        alphabet = self.alphabet if self.vocabulary is None else self._open_tokens(choice, self.vocabulary)
+        return alphabet[zlib.crc32(place.encode()) % len(alphabet)]
+
+    def _open_tokens(self, choice: Running, vocabulary: LLTokenizer) -> Sequence[int]:
+        grammar = choice.prompt.sampling.grammar
+        assert grammar is not None
+        matcher = GrammarMatcher(compile_grammar(grammar, vocabulary), choice.token_ids)
+        bits = matcher.open_bits(choice.token_ids, VOCAB_SIZE)
+        assert matcher.failure is None
+        open_ids: list[int] = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        return open_ids
 
     def _finish(self, choice: Running) -> FinishReason | None:
         """Why the choice's tokens end it."""
@@ -265,6 +291,7 @@ class SteppedNode:
             "type": "http",
             "method": "POST",
             "path": path,
+            "query_string": b"",
             "headers": [] if ticket is None else [(TICKET_HEADER.encode(), sealed)],
             "client": ("127.0.0.1", 1),
             "extensions": {OUTLET: outlet},

@@ -94,6 +94,23 @@ def test_tokenizer_refusals(route: str, body: dict[str, object], status: int, pa
     assert (answer.status, answer.json()["error"]["param"]) == (status, param)
 
 
+def test_the_tokeniser_is_told_to_clients_and_to_proxies(node: NodeUnderTest, tokenizer: Tokenizer) -> None:
+    url = f"{node.url}/tokenizer_info"
+    info = get(url).json()
+    assert (info["model_max_length"], info["eos_token"]) == (256, "<|im_end|>")
+    assert info["chat_template"] == tokenizer.chat_template
+    assert info["added_tokens_decoder"]["2"] == {
+        "content": "<|im_end|>",
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
+    assert get(f"{url}?model={MODEL}").json() == post(url, {"model": MODEL}).json() == info
+    assert get(f"{url}?model=other").status == post(url, {"model": "other"}).status == 404
+
+
 def test_detokenize_counts_before_it_reads(node: NodeUnderTest) -> None:
     assert post(f"{node.url}/detokenize", {"tokens": [17] * 256}).status == 200
     answer = post(f"{node.url}/detokenize", {"tokens": [49_152] * 257})

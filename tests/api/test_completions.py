@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
@@ -15,6 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.api.requests.prompts import ModelLimits, chat_prompts, completion_prompts
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
+from pdserve.errors import InvalidRequest
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, NodeUnderTest
@@ -232,6 +234,36 @@ def test_echo(stream: bool, client: openai.OpenAI) -> None:
         for choice in piece.choices:
             texts[choice.index] += choice.text
     assert texts == ["one" + REPLY_TEXT, "two" + REPLY_TEXT]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("role", "echo", "before"), [("assistant", True, "I say: "), ("assistant", None, ""), ("user", True, "")]
+)
+def test_a_chat_echoes_the_beginning_of_its_answer(
+    role: str, echo: bool | None, before: str, stream: bool, node: NodeUnderTest
+) -> None:
+    messages = [*MESSAGES, {"role": role, "content": [{"type": "text", "text": "I say: "}]}]
+    body = {"model": MODEL, "messages": messages, "seed": 0, "echo": echo, "stream": stream, "n": 2}
+    answer = post(f"{node.url}/v1/chat/completions", {**body, "continue_final_message": True})
+    lines = answer.text.split("\n\n") if stream else [f"data: {answer.text}"]
+    texts = ["", ""]
+    for line in lines:
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            texts[choice["index"]] += choice["delta" if stream else "message"].get("content") or ""
+    assert texts == [before + REPLY_TEXT] * 2
+
+
+def test_what_a_chat_echoes_is_no_longer_than_its_prompt(node: NodeUnderTest, model_dir: Path, tmp_path: Path) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "x" * 100}]
+    body = {"model": MODEL, "messages": messages, "echo": True, "seed": 0}
+    refused = post(f"{node.url}/v1/chat/completions", {**body, "truncate_prompt_tokens": 3})
+    assert (refused.status, refused.json()["error"]["param"]) == (400, "echo")
+    silent = shutil.copytree(model_dir, tmp_path / "silent")
+    (silent / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    request = msgspec.convert(body, ChatRequest)
+    with pytest.raises(InvalidRequest, match="does not show"):
+        chat_prompts(request, load_tokenizer(silent), ModelLimits(256, 49_152), 0, lambda: None)
 
 
 # ------------------------------------------------------------------ how answers end
@@ -540,7 +572,9 @@ def test_named_tokens_are_reported_beside_each_token(node: NodeUnderTest) -> Non
     for name, by_name in zip(reported["tokens"], reported["top_logprobs"], strict=True):
         assert by_name == named | {name: -1.0}
     for token in chat["logprobs"]["content"]:
-        assert {top["token"]: top["logprob"] for top in token["top_logprobs"]} == named
+        chosen = {token["token"]: -1.0}
+        assert {top["token"]: top["logprob"] for top in token["top_logprobs"]} == named | chosen
+        assert token["top_logprobs"][0]["token"] == token["token"], "the chosen one is the first"
 
 
 def test_the_engine_gets_the_priority(node: NodeUnderTest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
 from tests.api.node import WAIT_S
 from tests.api.test_disconnect import engine_config
+
+pytestmark = pytest.mark.integration
 
 
 def prompt(behaviour: Behaviour, first: int = 0, count: int = 1) -> PromptChoices:
@@ -223,10 +226,14 @@ async def test_an_engine_with_peers_is_idle_when_it_says_so(has_peers: bool, mod
         async with asyncio.timeout(WAIT_S):
             while client.stats.running == 0:
                 await held.wait()
+        # An engine that is stopped cannot say so before the test has looked.
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
         held.close()
         idle = asyncio.create_task(client.wait_idle())
         await asyncio.sleep(0)
         assert idle.done() is not has_peers
+        os.kill(client.pid, signal.SIGCONT)
         last = client.open([prompt(Behaviour.REPLY)], deadline_s=60.0)
         await drained(last)
         last.close()

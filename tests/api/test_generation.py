@@ -12,6 +12,7 @@ from pdserve.errors import Internal
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.sampling_params import TokenLogprobs
 from tests.api.node import WAIT_S
+from tests.examples import examples
 
 
 def generation_of(choices: int, interval: int) -> Generation:
@@ -91,7 +92,7 @@ async def test_a_lost_engine_ends_all_with_what_they_have() -> None:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.integers(1, 5),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), max_size=30),

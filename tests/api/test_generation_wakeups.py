@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pdserve.api.generation import BatchNotify, Generation
 from pdserve.wire.engine import FinishReason, RequestOutput
 from tests.api.node import WAIT_S
+from tests.examples import examples
 
 
 @dataclass(eq=False)
@@ -94,7 +95,7 @@ def test_the_first_bytes_leave_before_the_last_work_begins() -> None:
         assert runner.run(scenario()) == b"first"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.integers(0, 3),
     st.integers(1, 4),

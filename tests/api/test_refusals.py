@@ -221,9 +221,26 @@ def test_unknown_model(route: str, node: NodeUnderTest) -> None:
     assert MODEL in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("chat/completions", CHAT),
+        ("completions", TEXT),
+        ("responses", {"input": "Hi"}),
+        ("messages", {**CHAT, "max_tokens": 4}),
+    ],
+)
+@pytest.mark.parametrize("model", [{}, {"model": None}], ids=["missing", "null"])
+def test_the_model_may_be_left_out(
+    model: dict[str, None], route: str, body: dict[str, Any], node: NodeUnderTest
+) -> None:
+    given = {name: value for name, value in body.items() if name != "model"}
+    answer = post(f"{node.url}/v1/{route}", {**given, **model, "seed": 0})
+    assert (answer.status, answer.json()["model"]) == (200, MODEL)
+
+
 def test_required_fields(node: NodeUnderTest) -> None:
-    for body, param in (({"prompt": "x"}, "model"), ({"model": MODEL}, "prompt")):
-        assert refused(f"{node.url}/v1/completions", body)["param"] == param
+    assert refused(f"{node.url}/v1/completions", {"model": MODEL})["param"] == "prompt"
     assert refused(f"{node.url}/v1/chat/completions", {"model": MODEL})["param"] == "messages"
 
 

@@ -25,15 +25,16 @@ from pdserve.api.generation import Generation
 from pdserve.api.requests.preparing import INLINE_BYTES
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.wire.discovery import NodeInfo, Register, Role
-from pdserve.wire.journal import cut, digest
+from pdserve.wire.journal import cut, cut_room_blocks, digest
 from pdserve.wire.prepared import Prepared, decode_prepared
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, scripted_node
 from tests.api.plain_http import send
 from tests.api.scripted_engine import EOS, GATE
-from tests.api.stepped_node import ANSWER, MAX_BODY_BYTES, VOCAB_SIZE, SteppedNode, stepped_node
+from tests.api.stepped_node import ANSWER, MAX_BODY_BYTES, ROOM, VOCAB_SIZE, SteppedNode, stepped_node
 from tests.api.test_server import FakeProxy, config
+from tests.examples import examples
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -97,7 +98,7 @@ ROUTES = st.sampled_from(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(route=ROUTES, fields=BODIES, group=st.integers(1, 3))
 @example(route=(TEXT, {"prompt": "x"}), fields={"max_tokens": 9, "stop": ["l"], "seed": 3}, group=3)
 @example(
@@ -524,3 +525,30 @@ def meaning(stream: bytes) -> tuple[dict[int, tuple[int, str, str | None]], dict
             text += delta.get("content", "")
             said[choice["index"]] = (roles + ("role" in delta), text, choice["finish_reason"])
     return said, chunks[-1]["usage"], end
+
+
+@pytest.mark.parametrize("room_at", [1, 3])
+@pytest.mark.parametrize(("path", "prompt"), [(TEXT, {"prompt": "x"}), (CHAT, {"messages": MESSAGES})])
+async def test_a_wish_for_room_stands_between_two_events(
+    path: str, prompt: dict[str, Any], room_at: int, tokenizer: Tokenizer
+) -> None:
+    """One that comes before the first event comes behind that."""
+    body = {"model": MODEL, **prompt, "seed": 5, "ignore_eos": True, "max_tokens": 6, "stream": True}
+    async with (
+        stepped_node(tokenizer, alphabet(tokenizer)) as calm,
+        stepped_node(tokenizer, alphabet(tokenizer), room_at=room_at) as crowded,
+    ):
+        unbroken, wished = (await calm.begin(path, body)).body, (await crowded.begin(path, body)).body
+    assert cut_room_blocks(wished) == (unbroken, ROOM)
+    assert 0 < wished.index(b":room") < wished.index(b":done")
+
+
+async def test_only_an_answer_with_a_journal_is_movable(tokenizer: Tokenizer) -> None:
+    whole = {**PLAIN, "stream": False}
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        await node.begin(TEXT, {**PLAIN, "stream": True})
+        await node.begin(TEXT, whole)
+        await node.begin(TEXT, {**whole, "best_of": 2})
+        await node.begin(TEXT, whole, answer=None)
+        await node.prepare(TEXT, {**PLAIN, "stream": True}, b"0 33\n")
+        assert node.engine.movable == [True, True, False, False, False]

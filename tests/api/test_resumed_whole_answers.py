@@ -16,11 +16,12 @@ from pdserve.api.answers.answer import WholeAnswer
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.wire.engine import RequestOutput
-from pdserve.wire.journal import parse
+from pdserve.wire.journal import cut_room_lines, parse
 from pdserve.wire.whole_answer import AnswerHead, AnswerReader
 from tests.api.node import MODEL
-from tests.api.stepped_node import Reply, stepped_node
+from tests.api.stepped_node import ROOM, Reply, stepped_node
 from tests.api.test_resumed_answers import BODIES, CHAT, MESSAGES, TEXT, UNFIT, alphabet, words
+from tests.examples import examples
 
 JSON = {"content-type": "application/json"}
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "x", "seed": 5, "ignore_eos": True, "max_tokens": 6}
@@ -54,7 +55,7 @@ few_at_a_time = patch.object(text_generation, "TURN_TOKENS", 2)
 
 
 @few_at_a_time
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(route=ROUTES, fields=BODIES, group=st.integers(1, 3))
 @example(route=(TEXT, {"prompt": "x"}), fields={"max_tokens": 9, "stop": ["l"], "seed": 3}, group=3)
 def test_every_prefix_can_be_resumed(
@@ -208,3 +209,15 @@ async def test_a_journal_of_another_request(journal: bytes, why: str, tokenizer:
         assert (reply.status, reply.error["code"]) == (400, "bad_journal")
         assert why in reply.error["message"] or "has an end" in reply.error["message"]
         assert not node.engine.opened
+
+
+async def test_a_wish_for_room_stands_between_two_entries(tokenizer: Tokenizer) -> None:
+    async with (
+        stepped_node(tokenizer, alphabet(tokenizer)) as calm,
+        stepped_node(tokenizer, alphabet(tokenizer), room_at=3) as crowded,
+    ):
+        with slow:
+            unbroken, wished = (await calm.begin(TEXT, PLAIN)).body, (await crowded.begin(TEXT, PLAIN)).body
+    head = wished.index(b"{")
+    entries, tokens = cut_room_lines(wished[:head])
+    assert (entries + wished[head:], tokens) == (unbroken, ROOM)

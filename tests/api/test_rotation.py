@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
 from pdserve.config import DiscoveryConfig, ModelConfig, NodeConfig, SecurityConfig
@@ -20,6 +21,8 @@ from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from tests.api.node import MODEL, NodeUnderTest, scripted_node
 from tests.api.plain_http import post
 from tests.eventually import eventually
+
+pytestmark = pytest.mark.integration
 
 OLD, NEW = "the-old-secret-of-the-cluster", "the-new-secret-of-the-cluster"
 

@@ -11,12 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from pdserve.config import ModelConfig, NodeConfig
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, scripted_node
 from tests.api.plain_http import post
 from tests.api.test_app import metrics
 from tests.eventually import eventually
+
+pytestmark = pytest.mark.integration
 
 CHOICES = 128
 TOKENS = 220

@@ -19,6 +19,8 @@ from tests.api.plain_http import post
 from tests.api.test_disconnect import app_in_process
 from tests.http.http_serving import http_serving
 
+pytestmark = pytest.mark.integration
+
 BODY = {"model": MODEL, "prompt": "x", "seed": Behaviour.BURST, "stream": True}
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pdserve.bench.load import mixed_jobs, uniform_jobs
 from pdserve.bench_config import WorkloadConfig
+from tests.examples import examples
 
 
 def test_a_seed_gives_the_same_jobs_and_another_one_others() -> None:
@@ -15,7 +16,7 @@ def test_a_seed_gives_the_same_jobs_and_another_one_others() -> None:
     assert mixed_jobs(work, 8, "a") != mixed_jobs(work, 8, "b")
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 50), st.integers(0, 300), st.text(max_size=4))
 def test_lengths_and_ids_stay_within_bounds(least: int, more: int, seed: str) -> None:
     work = WorkloadConfig(

@@ -129,6 +129,7 @@ def test_reports_of_two_benchmarks_are_not_compared() -> None:
         changes(report(ratio(1.0)), report(ratio(1.0), benchmark="engine"), 0.1)
 
 
+@pytest.mark.integration
 def test_the_command_tells_a_regression_by_its_status(tmp_path: Path) -> None:
     for name, value in (("old", 10.0), ("same", 9.8), ("worse", 5.0)):
         (tmp_path / f"{name}.json").write_bytes(to_json(report(ratio(value))))

@@ -18,7 +18,7 @@ from pdserve.bench.transfer.yardsticks import nixl_rates
 from pdserve.cli.bench import two_cores
 from pdserve.cli.main import main
 from pdserve.config import Switch
-from pdserve.engine.kv_connector.return_offers import OFFERS_PER_S
+from pdserve.engine.kv_connector.return_offers import RETURNS_PER_S
 from pdserve.errors import BenchError
 from tests.tiny_models import save_tiny_model
 
@@ -82,7 +82,7 @@ def test_each_turn_with_returns_is_weighed_against_the_one_before_it() -> None:
     row = return_row("tiny", 8, ReturnTimes(alone, returning, 10.0, 0.002))
     assert row.figure("returning : alone").value == pytest.approx(1.1)
     assert row.figure("CPU returning : alone").value == pytest.approx(1.025)
-    assert row.figure("all returns' share of a core").value == pytest.approx(0.002 * OFFERS_PER_S)
+    assert row.figure("all returns' share of a core").value == pytest.approx(0.002 * RETURNS_PER_S)
 
 
 def test_one_core_serves_both_engines_where_there_is_no_other() -> None:

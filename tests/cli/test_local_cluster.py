@@ -68,16 +68,16 @@ def test_a_node_gets_the_clusters_settings_and_an_address_of_its_own() -> None:
 
 def test_the_proxy_gets_the_public_address() -> None:
     config = up("--host", "0.0.0.0", "--port", "9000")
-    argv = proxy_command(config.http)
+    argv = proxy_command(config.http, 9100)
     environ = child_environ(config, {"PDSERVE_CONTROL_HOST": "0.0.0.0"}, "s" * 16, "")
     proxy = load(ProxyConfig, argv[argv.index("proxy") + 1 :], environ, prog="pdserve proxy")
     assert (proxy.http.host, proxy.http.port) == ("0.0.0.0", 9000)
-    assert (proxy.registry.control_host, proxy.registry.control_port) == ("127.0.0.1", 0)
+    assert (proxy.registry.control_host, proxy.registry.control_port) == ("127.0.0.1", 9100)
 
 
 def test_a_proxy_that_is_started_again_keeps_its_addresses() -> None:
     config = up("--host", "0.0.0.0", "--port", "0")
-    argv = proxy_command(config.http, Listening("https://127.0.0.1:9000", "tcp://127.0.0.1:9100"))
+    argv = proxy_command(config.http, 9100, Listening("https://127.0.0.1:9000", "tcp://127.0.0.1:9100"))
     proxy = load(ProxyConfig, argv[argv.index("proxy") + 1 :], {}, prog="pdserve proxy")
     assert (proxy.http.host, proxy.http.port, proxy.registry.control_port) == ("0.0.0.0", 9000, 9100)
 
@@ -85,7 +85,7 @@ def test_a_proxy_that_is_started_again_keeps_its_addresses() -> None:
 def test_no_command_line_shows_the_secret() -> None:
     config = up("--secret", "hunter2hunter2hunter2")
     (node,) = plan_nodes(ClusterConfig(prefill=0, decode=1), [0])
-    assert "hunter2" not in " ".join([*proxy_command(config.http), *node_command(node, "tcp://a:1")])
+    assert "hunter2" not in " ".join([*proxy_command(config.http, 5), *node_command(node, "tcp://a:1")])
 
 
 def test_settings_of_nodes_in_the_file_reach_the_nodes(tmp_path: Path) -> None:

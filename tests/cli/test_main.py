@@ -11,6 +11,8 @@ import pytest
 
 from tests.processes import SECRET, clean_environ, pdserve
 
+pytestmark = pytest.mark.integration
+
 
 def call(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -115,11 +115,16 @@ class Cluster:
 
 @contextmanager
 def cluster(
-    model: Path | str, *node_flags: str, prefill: int = 1, decode: int = 1, mixed: int = 0
+    model: Path | str,
+    *node_flags: str,
+    prefill: int = 1,
+    decode: int = 1,
+    mixed: int = 0,
+    proxy_flags: Sequence[str] = (),
 ) -> Iterator[Cluster]:
     """Starts a cluster, waits until the proxy knows every node, and stops it at the end of the block."""
     with ExitStack() as stack:
-        proxy = stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0"))
+        proxy = stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0", "--store", *proxy_flags))
         found = proxy.listening()
         made = Cluster(found.url, proxy, found.control)
         starting: list[tuple[str, str, Process]] = []

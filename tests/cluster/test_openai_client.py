@@ -65,6 +65,42 @@ def test_responses(pd_cluster: Cluster, answer: str) -> None:
     assert whole.output_text == answer
 
 
+def test_stored_responses(pd_cluster: Cluster) -> None:
+    """A kept response is the one that was sent, and going on from it is sending its items once more."""
+    said, asked = "My name is Ada.", "What is my name?"
+    with client(pd_cluster) as openai:
+        with openai.responses.stream(model=MODEL, input=said, temperature=0, max_output_tokens=8) as stream:
+            first = list(stream)[-1]
+        assert first.type == "response.incomplete"
+        kept = openai.responses.retrieve(first.response.id)
+        assert kept.to_dict() == first.response.to_dict()
+        second = openai.responses.create(
+            model=MODEL, input=asked, previous_response_id=kept.id, temperature=0, max_output_tokens=8
+        )
+        by_hand = openai.responses.create(
+            model=MODEL,
+            input=[
+                {"role": "user", "content": said},
+                {"role": "assistant", "content": kept.output_text},
+                {"role": "user", "content": asked},
+            ],
+            temperature=0,
+            max_output_tokens=8,
+            store=False,
+        )
+        assert second.output_text == by_hand.output_text
+        assert [each.to_dict()["store"] for each in (second, by_hand)] == [True, False]
+        assert second.usage is not None
+        assert by_hand.usage is not None
+        assert second.usage.input_tokens == by_hand.usage.input_tokens
+        items = openai.responses.input_items.list(second.id, order="asc")
+        assert [item.to_dict()["role"] for item in items] == ["user", "assistant", "user"]
+        openai.responses.delete(kept.id)
+        for name in (kept.id, by_hand.id):
+            with pytest.raises(NotFoundError):
+                openai.responses.retrieve(name)
+
+
 def test_messages_of_anthropic_s_form(pd_cluster: Cluster, answer: str) -> None:
     body = {"model": MODEL, "messages": QUESTION, "temperature": 0}
     reply = http(pd_cluster.url + "/v1/messages", {**body, "max_tokens": 24}).json()

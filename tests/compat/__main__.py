@@ -20,11 +20,13 @@ from tests.compat.environments import InstallError
 from tests.compat.lm_eval_reference import write_reference
 from tests.compat.program_runs import PROGRAMS_IN_PYTHON, Program, Target, run_ai_sdk
 from tests.compat.results import Check, Outcome, ToolResult, details, table
+from tests.compat.sglang_tests.run import run_sglang_tests
 from tests.compat.vllm_tests.run import run_vllm_tests
 from tests.processes import pdserve
 
 CHECKOUT = Path(__file__).parents[2]
-CLUSTER = ("--port", "0", "--dtype", "fp32", "--kv-cache-mib", "2048")
+CLUSTER = ("--port", "0", "--dtype", "fp32", "--kv-cache-mib", "2048", "--max-model-len", "3072")
+"""Others' tests have prompts of up to 3,000 tokens, and answers that go on until the context ends."""
 READY = "OpenAI-compatible API: "
 
 
@@ -43,6 +45,9 @@ def main() -> int:
     parser.add_argument(
         "--url", help="a running cluster of the demo model, without /v1; one is started if it is missing"
     )
+    parser.add_argument(
+        "--checkout", type=Path, help="a checkout of SGLang's repository, without which sglang_tests are not run"
+    )
     parser.add_argument("tools", nargs="*", help="only these tools are run")
     options = parser.parse_args()
     cache: Path = options.cache.resolve()
@@ -52,6 +57,8 @@ def main() -> int:
     }
     tools["ai_sdk"] = lambda target: run_ai_sdk(target, cache)
     tools["vllm_tests"] = lambda target: run_vllm_tests(target, cache)
+    if options.checkout is not None:
+        tools["sglang_tests"] = lambda target: run_sglang_tests(target, cache, options.checkout)
     if unknown := set(options.tools) - set(tools):
         parser.error(f"no such tools: {', '.join(sorted(unknown))}; there are {', '.join(tools)}")
     model = demo_model_dir(cache_folder(os.environ))

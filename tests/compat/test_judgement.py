@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.compat.outcomes import ReportedOutcome, parse_outcomes
 from tests.compat.results import Check, Outcome, ToolResult, details, table
-from tests.compat.vllm_tests.judgement import Difference, Differences, judge, read_differences, stale
+from tests.compat.server_tests.judgement import Difference, Differences, judge, read_differences, stale
+from tests.compat.server_tests.run import DIFFERENCES
 
 NO_ADAPTERS = Differences((), (Difference(("*::test_chat[adapter*",), "there are no adapters"),))
 
@@ -38,8 +41,9 @@ def test_a_difference_that_passes_is_stale() -> None:
     assert stale(found, NO_ADAPTERS) == ("a.py::test_chat[adapter]",)
 
 
-def test_every_deliberate_difference_has_a_reason() -> None:
-    differences = read_differences()
+@pytest.mark.parametrize("project", ["vllm_tests", "sglang_tests"])
+def test_every_deliberate_difference_has_a_reason(project: str) -> None:
+    differences = read_differences(Path(__file__).parent / project / DIFFERENCES)
     assert all(entry.reason for entry in differences.not_run)
     assert all(entry.reason for entry in differences.difference)
 

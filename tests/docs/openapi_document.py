@@ -15,6 +15,7 @@ from pdserve.api.answers.openai_response import (
     Envelope,
     TextChoice,
     TokenizeResponse,
+    TokenizerInfo,
     Usage,
 )
 from pdserve.api.dialects.messages_answer import AnthropicAnswer, TokenCount
@@ -29,7 +30,7 @@ FILE = Path(documentation.__file__).with_name("openapi.json")
 
 _TYPES = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, PromptRequest),
-    *(TokenizeRequest, DetokenizeRequest, TokenizeResponse, DetokenizeResponse),
+    *(TokenizeRequest, DetokenizeRequest, TokenizeResponse, DetokenizeResponse, TokenizerInfo),
     *(ChatChoice, TextChoice, Envelope, Usage, ResponseObject, AnthropicAnswer, TokenCount, ModelCard, ModelList),
     *(errors.OpenAiError, errors.AnthropicError),
 )
@@ -102,6 +103,48 @@ def _get(summary: str, content_type: str = "application/json", schema: dict[str,
     return {"get": {"summary": summary, "responses": responses}}
 
 
+def _kept(summary: str, answer: dict[str, Any], parameters: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Returns a method of a response that a proxy keeps."""
+    described = _get(summary, schema=answer)["get"]
+    name = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[^/]+$"}}
+    return {**described, "parameters": [name, *(parameters or ())]}
+
+
+def _stored_paths() -> dict[str, Any]:
+    pages = [
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}},
+        {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"}},
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+    ]
+    deleted = {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "object": {"enum": ["response"]}, "deleted": {"enum": [True]}},
+        "required": ["id", "object", "deleted"],
+    }
+    items = {
+        "type": "object",
+        "properties": {
+            "object": {"enum": ["list"]},
+            "data": {"type": "array", "items": {"type": "object"}},
+            "first_id": {"type": ["string", "null"]},
+            "last_id": {"type": ["string", "null"]},
+            "has_more": {"type": "boolean"},
+        },
+        "required": ["object", "data", "first_id", "last_id", "has_more"],
+    }
+    return {
+        "/v1/responses/{response_id}": {
+            "get": _kept("A response that the proxy keeps.", _ref("ResponseObject")),
+            "delete": _kept("Deletes a response that the proxy keeps.", deleted),
+            documentation.ONLY: "proxy",
+        },
+        "/v1/responses/{response_id}/input_items": {
+            "get": _kept("The items of which it was made.", items, pages),
+            documentation.ONLY: "proxy",
+        },
+    }
+
+
 def _probe(summary: str) -> dict[str, Any]:
     """Returns a route that says with its status alone how the process is."""
     described = _get(summary)
@@ -116,6 +159,9 @@ def _paths() -> dict[str, Any]:
     model = _get("One model.", schema=_ref("ModelCard"))
     place = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     model["get"]["parameters"] = [place]
+    tokenizer = _get("The model's tokeniser.", schema=_ref("TokenizerInfo"))
+    tokenizer["get"]["parameters"] = [{**place, "in": "query", "required": False}]
+    tokenizer["get"]["responses"] |= _errors(_STATUSES, "OpenAiError")
     messages = _post("A chat, in Anthropic's form.", "MessagesRequest", _ref("AnthropicAnswer"), form="AnthropicError")
     count = _post(
         "The number of a prompt's tokens.", "PromptRequest", _ref("TokenCount"), streams=False, form="AnthropicError"
@@ -125,10 +171,12 @@ def _paths() -> dict[str, Any]:
         "/v1/chat/completions": _post("A chat.", "ChatRequest", _completion("ChatChoice")),
         "/v1/completions": _post("A text that goes on.", "CompletionRequest", _completion("TextChoice")),
         "/v1/responses": _post("A chat, in OpenAI's newer form.", "ResponsesRequest", _ref("ResponseObject")),
+        **_stored_paths(),
         "/v1/messages": messages,
         "/v1/messages/count_tokens": count,
         "/tokenize": _post("The tokens of a text.", "TokenizeRequest", _ref("TokenizeResponse"), streams=False),
         "/detokenize": _post("The text of tokens.", "DetokenizeRequest", _ref("DetokenizeResponse"), streams=False),
+        "/tokenizer_info": tokenizer,
         "/v1/models": _get("The models that are served.", schema=_ref("ModelList")),
         "/v1/models/{model}": model,
         "/live": _get("Whether the process lives."),

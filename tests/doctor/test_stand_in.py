@@ -13,6 +13,8 @@ from pdserve.errors import PeerLost, TransferError
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 
+pytestmark = pytest.mark.integration
+
 SECRET = b"the secret of one probe, 32 byte"
 WAIT_S = 10.0
 

@@ -52,6 +52,7 @@ def test_ucx_info_is_understood() -> None:
     assert parse_build("") == UcxBuild("", ())
 
 
+@pytest.mark.integration
 def test_this_machines_ucx_is_understood() -> None:
     tools = read_tools()
     assert tools is not None and check_tools(tools).verdict is Verdict.OK

@@ -113,6 +113,7 @@ class FakeEngine:
         holders: int = 0,
         fetch_only: bool = False,
         scored: bool = False,
+        movable: bool = False,
         priority: int = 0,
     ) -> Request:
         """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed.
@@ -136,6 +137,7 @@ class FakeEngine:
             holders=(TARGET,) * holders,
             return_to=TARGET if remote else None,
             fetch_only=fetch_only,
+            movable=movable,
         )
         for i, (seed, tokens) in enumerate(zip(seeds[1:], others, strict=True), 1):
             request.add_child(seed, local_id + i, tokens)

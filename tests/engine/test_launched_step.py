@@ -22,7 +22,7 @@ from pdserve.config import (
     SchedulerConfig,
     TransferConfig,
 )
-from pdserve.engine.assembly import overlaps
+from pdserve.engine.assembly import CPU_WARM_UP_TOKENS, overlaps, warm_up_tokens
 from pdserve.engine.sampling import pending_tokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
@@ -288,3 +288,11 @@ def test_where_steps_are_launched_ahead(
         has_peers=has_peers,
     )
     assert overlaps(config, torch.device(device)) is wanted
+
+
+def test_a_gpu_is_warmed_up_with_as_long_a_prompt_as_a_step_allows_and_a_cpu_with_a_short_one() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert warm_up_tokens(256, 8192, gpu) == 256
+    assert warm_up_tokens(256, 100, gpu) == 99, "the next token needs its place, too"
+    assert warm_up_tokens(256, 8192, cpu) == CPU_WARM_UP_TOKENS < 256
+    assert warm_up_tokens(256, 9, cpu) == 8

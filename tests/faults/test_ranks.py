@@ -117,11 +117,11 @@ def test_a_rank_killed_under_a_request_ends_the_node(model: Path) -> None:
 
 
 def test_a_rank_that_hangs_ends_the_node(model: Path) -> None:
-    with ranks(model, "--tp-timeout-ms", "1000") as node:
+    with ranks(model, "--tp-timeout-ms", "3000") as node:
         with node.streaming() as rest_of_answer:
             os.kill(node.followers[0], signal.SIGSTOP)
             text = rest_of_answer()
         assert b'"error"' in text
         assert node.process.wait() == 1
-        assert "tensor-parallel rank 1 hangs: no sign of it for 1.0 s" in node.process.output
+        assert "tensor-parallel rank 1 hangs: no sign of it for 3.0 s" in node.process.output
         eventually(lambda: gone(node), "the stopped process is gone")

@@ -17,7 +17,8 @@ from tests.cluster.nodes import MODEL, Cluster, Node, cluster
 from tests.eventually import eventually
 
 PROMPT = [11 + i % 400 for i in range(64)]
-NEW_TOKENS = 160
+NEW_TOKENS = 320
+"""So many that an answer is not over before a test has seen which node serves it, and stopped that."""
 PROXY_GIVES_UP_S = 600.0
 """The seconds after which the proxy ends a request by default. The tests take far less."""
 

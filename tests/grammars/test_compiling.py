@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from llguidance import LLTokenizer
 
+from pdserve.api.requests.structured_outputs import StructuredFields, wanted_grammar
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import GrammarRefused, ModelError
 from pdserve.grammars.compiling import compile_grammar
@@ -31,7 +32,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
 
 def takes(grammar: Grammar, text: str, vocabulary: LLTokenizer) -> bool:
     """Returns whether ``text`` is a whole text of the grammar."""
-    matcher = compile_grammar(grammar, vocabulary).deep_copy()
+    matcher = compile_grammar(grammar, vocabulary).matcher.deep_copy()
     tokens = vocabulary.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -49,6 +50,9 @@ def takes(grammar: Grammar, text: str, vocabulary: LLTokenizer) -> bool:
         (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), '{"age":3,"name":"é"}', False),
         (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), '{\n  "name": "a",\n  "age": 3\n}', True),
         (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), '{"name":  "a", "age": 3}', False),
+        (GrammarKind.JSON_SCHEMA, "{}", '"a"', True),
+        (GrammarKind.JSON_SCHEMA, "{}", '{"a": [1, null]}', True),
+        (GrammarKind.JSON_SCHEMA, "{}", "a", False),
         (GrammarKind.JSON_SCHEMA, COMPACT, "[1,2]", True),
         (GrammarKind.JSON_SCHEMA, COMPACT, "[1, 2]", False),
     ],
@@ -57,6 +61,15 @@ def test_a_grammar_takes_its_texts_alone(
     vocabulary: LLTokenizer, kind: GrammarKind, grammar: str, text: str, fits: bool
 ) -> None:
     assert takes(Grammar(kind, grammar), text, vocabulary) is fits
+
+
+@pytest.mark.parametrize(
+    "choice", [chr(code) for code in range(128)] + ["é", "\u2028", "\ufeff", "😀", '\\"', "a\x7fb"]
+)
+def test_a_choice_may_have_any_character(vocabulary: LLTokenizer, choice: str) -> None:
+    wanted = wanted_grammar(StructuredFields(guided_choice=[choice]))
+    assert wanted is not None
+    assert takes(wanted.trial.grammar, choice, vocabulary)
 
 
 @pytest.mark.parametrize(

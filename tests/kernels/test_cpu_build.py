@@ -50,6 +50,13 @@ def compiled() -> CompiledKernels:
     return CompiledKernels(cache_folder(os.environ))
 
 
+def test_the_name_says_by_which_instructions_results_are_rounded(compiled: CompiledKernels) -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    best = "avx512_bf16" if "avx512_bf16" in flags else "avx512" if "avx512f" in flags else "baseline"
+    assert compiled.name == f"compiled {best}"
+    assert TorchKernels().name == "torch"
+
+
 def test_what_does_not_fit_is_refused_before_memory_is_touched(compiled: CompiledKernels) -> None:
     x = torch.randn(2, 8)
     with pytest.raises(ValueError, match="a norm of"):

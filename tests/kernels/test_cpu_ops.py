@@ -10,6 +10,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.cpu.torch_kernels import DecodeAttention, KvWrite, PackedLinear, PrefillAttention
 from pdserve_kernels.kv_layout import KvLayout
+from tests.examples import examples
 
 NUM_BLOCKS = 24
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def random_cache(layout: KvLayout) -> torch.Tensor:
     return torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(layouts(), st.integers(1, 3), st.lists(st.integers(1, 40), min_size=1, max_size=4), SCALES, WINDOWS, SEEDS)
 def test_decode_attention(
     layout: KvLayout, group: int, lengths: list[int], scale: float, window: int | None, seed: int
@@ -53,7 +54,7 @@ def test_decode_attention(
             torch.testing.assert_close(got[i : i + 1], wanted, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(layouts(), st.integers(1, 3), st.integers(1, 24), st.integers(0, 24), SCALES, WINDOWS, SEEDS)
 def test_prefill_attention(
     layout: KvLayout, group: int, new: int, before: int, scale: float, window: int | None, seed: int
@@ -71,7 +72,7 @@ def test_prefill_attention(
         torch.testing.assert_close(attend(layer, query, window), wanted, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(layouts(), st.data())
 def test_kv_write(layout: KvLayout, data: st.DataObject) -> None:
     slots = data.draw(
@@ -85,7 +86,7 @@ def test_kv_write(layout: KvLayout, data: st.DataObject) -> None:
     assert torch.equal(got, wanted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 70), st.booleans(), st.sampled_from(["bf16", "fp32"]))
 def test_linear(rows: int, inner: int, outer: int, biased: bool, dtype: str) -> None:
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]

@@ -14,6 +14,7 @@ from pdserve_kernels.contract import AttentionRow, HeadNorms, Kernels
 from pdserve_kernels.cpu import torch_kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.kv_layout import KvLayout
+from tests.examples import examples
 from tests.kernels.shared_tables import check_shared_table
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SEEDS = st.integers(0, 2**32 - 1)
 WIDTHS = st.sampled_from([1, 2, 15, 16, 17, 48, 60, 130])
 EPS = 1e-5
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=examples(60))
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
@@ -135,7 +136,7 @@ def steps(draw: st.DrawFn, block_size: int) -> list[AttentionRow]:
     return sorted(rows, key=lambda row: row.new_tokens > 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     layouts(), st.data(), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([0.3, 1.0]),
     st.none() | st.integers(1, 300), st.booleans(), SEEDS,

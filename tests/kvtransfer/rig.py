@@ -117,10 +117,18 @@ class Engine:
         self.poll()
         return self._taken == len(self.seen)
 
-    def woken_within(self, seconds: float) -> bool:
-        """Returns whether there is any news in this time. Tests use it to show that there is none."""
-        self._woken.clear()
-        return self._woken.wait(seconds)
+    def has_news_within(self, seconds: float) -> bool:
+        """Returns whether an event comes in this time. Tests use it to show that none does.
+
+        A wake-up alone is no news: the one for the event before may come after that event was taken.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self._woken.clear()
+            if not self.quiet():
+                return True
+            self._woken.wait(left)
+        return not self.quiet()
 
     def fill(self, *block_ids: int) -> bytes:
         """Fills these blocks with random bytes and returns them."""

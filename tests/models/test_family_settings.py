@@ -253,6 +253,7 @@ print(sorted({"transformers", "torch._dynamo", "sympy"} & sys.modules.keys()))
 """
 
 
+@pytest.mark.integration
 def test_an_engine_starts_without_transformers(tmp_path: Path) -> None:
     folder = written(tmp_path, {"model_type": "llama"})
     command = [sys.executable, "-c", START, str(folder)]

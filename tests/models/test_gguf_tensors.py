@@ -22,6 +22,7 @@ from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 from pdserve.models.checkpoint.weights import ALL, Checkpoint, fingerprint
 from pdserve.models.decoders.rotary import rotary_table
 from pdserve.models.runner import StepRow
+from tests.examples import examples
 from tests.models.greedy import small_runner
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import reference_logits, save_tiny_model
@@ -154,7 +155,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_gguf(save_tiny_model("llama", folder), folder / "tiny.gguf")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(at=st.integers(0, 3000), damage=st.binary(min_size=1, max_size=9))
 def test_a_damaged_header_is_refused_or_harmless(whole: Path, at: int, damage: bytes) -> None:
     path, data = whole.with_name("damaged.gguf"), whole.read_bytes()

@@ -36,6 +36,7 @@ def test_tokens_and_chat_template_are_those_of_the_converted_folder(demo_model: 
     assert "<|im_start|>assistant" in rendered[0]
 
 
+@pytest.mark.integration
 def test_it_needs_no_torch() -> None:
     script = (
         "import sys; from pathlib import Path; from pdserve.api.requests.tokenizer import load_tokenizer;"

@@ -168,9 +168,9 @@ class Cluster:
     registrations: dict[bytes, Registration] = field(default_factory=dict)
     """The registration of each node that was added, by its boot id."""
 
-    async def add(self, *nodes: NodeInfo) -> None:
+    async def add(self, *nodes: NodeInfo, load: NodeLoad = NodeLoad(running=1)) -> None:  # noqa: B008  # frozen
         for node in nodes:
-            registration = await self.nodes.enter_async_context(registered(node, self.addresses.control))
+            registration = await self.nodes.enter_async_context(registered(node, self.addresses.control, load=load))
             self.registrations[node.boot_id] = registration
 
     async def instances(self) -> list[str]:

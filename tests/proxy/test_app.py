@@ -95,14 +95,21 @@ async def test_every_route_of_the_description_is_there() -> None:
     async with cluster() as running:
         paths = (await get(running, "/openapi.json"))[1]["paths"]
         assert isinstance(paths, dict)
-        for path, described in paths.items():
-            method = "POST" if "post" in described else "GET"
-            path = path.replace("{model}", "m")
+        operations = [(path, method, each) for path, one in paths.items() for method, each in methods_of(one)]
+        assert ("/v1/responses/{response_id}", "DELETE") in [operation[:2] for operation in operations]
+        for path, method, described in operations:
+            path = path.replace("{model}", "m").replace("{response_id}", "resp_1")
             async with running.http.request(method, path, data=b"{}") as response:
-                # There is no node, and so no model.
-                needs_node = method == "POST" or path == "/ready"
-                assert response.status == (503 if needs_node else 404 if path == "/v1/models/m" else 200), path
-                assert str(response.status) in described[method.lower()]["responses"]
+                # There is no node, and so no model and no response.
+                needs_node = method == "POST" or path in ("/ready", "/tokenizer_info")
+                missing = path == "/v1/models/m" or "resp_1" in path
+                assert response.status == (503 if needs_node else 404 if missing else 200), path
+                assert str(response.status) in described
+
+
+def methods_of(path: dict[str, dict[str, dict[str, object]]]) -> list[tuple[str, dict[str, object]]]:
+    """Returns the methods of one path of the description, with the statuses that each may have."""
+    return [(name.upper(), each["responses"]) for name, each in path.items() if name in ("get", "post", "delete")]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +117,8 @@ async def test_every_route_of_the_description_is_there() -> None:
     [
         ("GET", "/nowhere", 404, "not_found_error"),
         ("POST", "/v1/embeddings", 404, "not_found_error"),
-        ("GET", "/v1/responses/resp_1", 404, "not_found_error"),
+        ("GET", "/v1/responses/resp_1/nowhere", 404, "not_found_error"),
+        ("POST", "/v1/responses/resp_1", 405, "invalid_request_error"),
         ("POST", "/chat/completions", 404, "not_found_error"),
         ("POST", "/v1/chat/completions/", 404, "not_found_error"),
         ("POST", "/v1//completions", 404, "not_found_error"),
@@ -149,6 +157,20 @@ async def test_scripts_of_allowed_pages_may_read_streams_refusals_and_the_proxys
             async with running.http.request(method, path, data=body, headers=headers) as response:
                 await response.read()
                 assert (response.status, response.headers["access-control-allow-origin"]) == (status, PAGE)
+
+
+async def test_what_is_read_of_a_node_names_its_model_in_the_query() -> None:
+    async with FakeNode() as node, cluster() as running:
+        await running.add(node_info("x", Role.MIXED, node.url, model="org/one"))
+        for query, model in (("", None), ("?model=org%2Fone", "org/one")):
+            async with running.http.get(f"/tokenizer_info{query}") as response:
+                assert response.status == 200
+            asked = node.requests[-1]
+            assert (asked.path, msgspec.json.decode(asked.body)) == ("/tokenizer_info", {"model": model})
+        async with running.http.get("/tokenizer_info?model=other") as response:
+            assert (response.status, error_of(await response.read())["code"]) == (404, "model_not_found")
+        async with running.http.post("/tokenizer_info", json={}) as response:
+            assert (response.status, response.headers["allow"]) == (405, "GET, OPTIONS")
 
 
 async def test_a_page_cannot_generate_by_a_body_that_browsers_send_anywhere() -> None:

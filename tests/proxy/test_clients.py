@@ -54,12 +54,14 @@ class Held:
 
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong-key-0123456789", f"Basic {ALICE}", ALICE])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models", "/v1/models/m"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/tokenizer_info", "/v1/models", "/v1/models/m"]
+)
 async def test_without_a_valid_key_a_request_gets_openais_401(authorization: str | None, path: str) -> None:
     async with FakeNode() as node, cluster(config_with()) as running:
         await running.add(node_info("x", Role.MIXED, node.url))
         headers = {} if authorization is None else {"authorization": authorization}
-        method = "GET" if path.startswith("/v1/models") else "POST"
+        method = "GET" if path.startswith(("/v1/models", "/tokenizer_info")) else "POST"
         async with running.http.request(method, path, data=b"{", headers=headers) as response:
             body = msgspec.json.decode(await response.read(), type=dict[str, dict[str, object]])
             assert (response.status, response.headers["www-authenticate"]) == (401, "Bearer")
@@ -260,13 +262,28 @@ def test_neither_search_nor_comparison_sees_a_key() -> None:
     """The proxy looks up and compares a MAC under a secret of the process: no key, and nothing a client chooses."""
     given = [ApiKey("alice", ALICE), ApiKey("bob", BOB)]
     one, other = ApiKeys(given), ApiKeys(given)
-    held = [set(keys._callers) for keys in (one, other)]
+    held = [set(keys._keys) for keys in (one, other)]
     assert [len(macs) for macs in held] == [2, 2]
     assert held[0].isdisjoint(held[1]), "each process has a secret of its own"
     for name in (ALICE, BOB):
         assert not any(name.encode() in mac or mac in name.encode() for mac in held[0])
     assert {len(mac) for mac in held[0]} == {hashlib.sha256().digest_size}
     assert (one.caller(f"Bearer {ALICE}"), other.caller(f"Bearer {BOB}")) == ("alice", "bob")
+
+
+def test_keys_of_one_name_own_the_same_and_any_other_is_an_owner_itself(tmp_path: Path) -> None:
+    """An unnamed key's line may be another key's after the file has changed."""
+    file, new = tmp_path / "keys", "c" * 24
+    owners: list[list[str]] = []
+    for text in (f"alice {ALICE}\n{BOB}\n", f"alice {new}\n# gone\n\n{BOB}\n{ALICE}\n"):
+        file.write_text(text)
+        keys = ApiKeys(read_api_keys(AdmissionConfig(api_key_file=str(file))))
+        owners.append([keys.owner(f"Bearer {key}") for key in (ALICE if not owners else new, BOB)])
+        last = keys.owner(None, ALICE)
+    assert owners[0] == owners[1]
+    assert len({*owners[0], last}) == 3
+    assert not any(key in owner for key in (ALICE, BOB) for owner in (*owners[0], last))
+    assert ApiKeys([]).owner(None) == ""
 
 
 def test_keys_in_a_file_may_have_names(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from pdserve.wire.discovery import Role
 from tests.proxy.cluster import SECRET, node_info, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
+pytestmark = pytest.mark.integration
+
 PROGRAM = """
 import sys
 from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig

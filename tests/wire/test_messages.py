@@ -16,7 +16,7 @@ from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
+from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
 from pdserve_kvtransfer.pieces import MAX_RANKS
 
 BOOT = bytes(range(16))
@@ -81,6 +81,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 deadline_s=2.5,
                 answer=AnswerIdentity(OTHER, 1_800_000_000),
                 resume=Resume(7, bytes(32)),
+                client=b"c" * 16,
+                storing=Storing(True, 9),
             ),
         ],
     ),
@@ -139,6 +141,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                     ),
                 )
             ),
+            engine.RoomWanted(7, 912),
             engine.EngineFailed("no memory"),
         ],
     ),
@@ -280,8 +283,9 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.Collect(7),
             proxy_workers.Scraped(7, b"text"),
             proxy_workers.WorkerPing(),
+            proxy_workers.StoreReply(7, True, b"[]", b"start", True),
             proxy_workers.Renewed(
-                proxy_workers.Credentials(b"s", (proxy_workers.ApiKey("a", "k"),), Certificate(b"c", b"k"), b"ca")
+                proxy_workers.Credentials(b"s", (proxy_workers.ApiKey("a", "k", True),), Certificate(b"c", b"k"), b"ca")
             ),
         ],
     ),
@@ -292,6 +296,11 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.WorkerReady(),
             proxy_workers.WorkerPong(),
             proxy_workers.Scrape(7),
+            proxy_workers.BeginResponse(7, "owner", "resp_1", b"[]", b"start"),
+            proxy_workers.FinishResponse(8, 7, "resp_2", b"[]", b"{}"),
+            proxy_workers.AbandonResponse(7),
+            *[proxy_workers.ReadResponse(9, "owner", "resp_2", part) for part in proxy_workers.ResponsePart],
+            proxy_workers.DeleteResponse(9, "owner", "resp_2"),
             proxy_workers.Counts(
                 7, (proxy_workers.Family("n", "what", "counter", (proxy_workers.Sample("n_total", {"a": "b"}, 1.0),)),)
             ),

@@ -66,10 +66,16 @@ class CTokens(ctypes.Structure):
 _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, ctypes.c_float, _LONG, _LONG, _POINTER, _POINTER],
     "pdserve_act_and_mul": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER],
+    "pdserve_ask_for_large_pages": [_POINTER, _LONG],
     "pdserve_pack_linear": [_INT, _POINTER, _POINTER, _LONG, _LONG],
     "pdserve_linear": [_INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
+    "pdserve_pack_blocks": [_INT, _POINTER, _POINTER, _LONG, _LONG],
+    "pdserve_block_linear": [_INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
+    "pdserve_block_rows": [_INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "pdserve_attend": [_INT, _POINTER, _POINTER],
 }
+
+_INSTRUCTIONS = ("baseline", "avx512", "avx512_bf16")
 
 
 class Library:
@@ -83,11 +89,19 @@ class Library:
             for name, arguments in _FUNCTIONS.items():
                 function = getattr(library, name)
                 function.argtypes, function.restype = arguments, None
+            library.pdserve_block_panels_bytes.argtypes = [_INT, _LONG, _LONG]
+            library.pdserve_block_panels_bytes.restype = _LONG
             self.linear_is_fast = bool(library.pdserve_linear_is_fast())
+            self.instructions = _INSTRUCTIONS[library.pdserve_instructions()]
         except (OSError, AttributeError) as exc:
             raise BuildError(f"the compiled CPU kernels cannot be loaded: {exc}") from exc
         self.rms_norm = library.pdserve_rms_norm
         self.act_and_mul = library.pdserve_act_and_mul
+        self.ask_for_large_pages = library.pdserve_ask_for_large_pages
         self.pack_linear = library.pdserve_pack_linear
         self.linear = library.pdserve_linear
+        self.block_panels_bytes = library.pdserve_block_panels_bytes
+        self.pack_blocks = library.pdserve_pack_blocks
+        self.block_linear = library.pdserve_block_linear
+        self.block_rows = library.pdserve_block_rows
         self.attend = library.pdserve_attend

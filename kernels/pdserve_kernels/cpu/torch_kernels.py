@@ -282,6 +282,7 @@ def _packs(weight: torch.Tensor) -> bool:
 class TorchKernels:
     """Satisfies ``contract.Kernels``."""
 
+    name = "torch"
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     rotary = staticmethod(reference.rotary)

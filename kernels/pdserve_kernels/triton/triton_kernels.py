@@ -84,6 +84,7 @@ class TritonAttention:
 class TritonKernels:
     """Satisfies ``contract.GraphKernels``."""
 
+    name = "triton"
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     rotary = staticmethod(rotary)

@@ -275,5 +275,6 @@ class FrameOpener(Generic[T]):
         except WireError as exc:
             self._stats.frames_dropped += 1
             if self._throttle.add(now):
-                log.warning("dropped a transfer frame (%d so far): %s", self._stats.frames_dropped, exc)
+                # A record that somebody keeps must not keep the exception's frames, and with them the KV memory.
+                log.warning("dropped a transfer frame (%d so far): %s", self._stats.frames_dropped, str(exc))
             return exc if isinstance(exc, UnreadableMessage | WrongReceiver) else None

@@ -70,7 +70,12 @@ def ucx_version() -> str:
 
 
 class UcxLink:
-    """A ``transport.Link`` over UCX."""
+    """A ``transport.Link`` over UCX.
+
+    The context must be the link's own. A context remembers which memory is registered, and with it the requests that
+    wait until no other one uses it. A link that is destroyed by force leaves such requests behind, and the next link of
+    the same context that lets go of the memory would write into them.
+    """
 
     def __init__(self, ucx: Any, context: Any, memory: Memory, make_poster: MakePoster, shares: bool) -> None:
         self._ucx = ucx
@@ -152,8 +157,12 @@ def _destroy(worker: Any, *users: Any) -> None:
 
     ucxx frees a worker with the last request on it. An endpoint that is closed while it sends keeps those requests for
     ever, and UCX never ends a send into the full shared-memory queue of a killed peer. So the worker is
-    destroyed beneath ucxx, whose objects must then never be finalised: they would touch it again.
+    destroyed beneath ucxx, whose objects must then never be finalised: they would touch it again. So the link's context
+    stays until this process ends, with the memory that it has registered.
     """
+    log.warning(
+        "a link was lost in the middle of a transfer: what UCX has registered for it stays until this process ends"
+    )
     epoll = worker.epoll_file_descriptor
     ctypes.CDLL(LIBUCP).ucp_worker_destroy(ctypes.c_void_p(worker.handle))
     os.close(epoll)
@@ -162,7 +171,7 @@ def _destroy(worker: Any, *users: Any) -> None:
 
 
 class UcxTransport:
-    """A ``transport.Transport`` over UCX: one UCX context. The constructor raises TransferError.
+    """A ``transport.Transport`` over UCX. The constructor raises TransferError.
 
     ``tls``, ``net_devices`` and ``tcp_ports`` have the forms of ``UCX_TLS``, ``UCX_NET_DEVICES`` and
     ``UCX_TCP_PORT_RANGE``. UCX chooses for one that is empty, but it never takes CUDA IPC. A link listens on one TCP
@@ -176,20 +185,24 @@ class UcxTransport:
         tls = allowed_transports(tls or os.environ.get("UCX_TLS", ""))
         self._ucx = load_ucxx()
         self._make_poster = make_poster
+        self._transports = tls or "of its choice"
+        self._settings = _settings(tls, net_devices, tcp_ports)
+        self._resources = parse_resources(self._context().info)
+        self._shares = any(lane.transport in SHARED_MEMORY for lane in self._resources)
+
+    def _context(self) -> Any:
+        features = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
         try:
-            self._context: Any = self._ucx.UCXContext(
-                _settings(tls, net_devices, tcp_ports), feature_flags=(self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
-            )
+            return self._ucx.UCXContext(self._settings, feature_flags=features)
         except Exception as exc:
-            raise TransferError(f"UCX cannot start with transports {tls or 'of its choice'}: {exc}") from exc
-        self._shares = any(lane.transport in SHARED_MEMORY for lane in self.resources())
+            raise TransferError(f"UCX cannot start with transports {self._transports}: {exc}") from exc
 
     def resources(self) -> tuple[Lane, ...]:
         """Returns every transport and device that links may use."""
-        return parse_resources(self._context.info)
+        return self._resources
 
     def open_link(self, memory: Memory) -> UcxLink:
-        return UcxLink(self._ucx, self._context, memory, self._make_poster, self._shares)
+        return UcxLink(self._ucx, self._context(), memory, self._make_poster, self._shares)
 
     def close(self) -> None:
-        self._context = None
+        """Does nothing: each link closes what it has opened."""

@@ -102,12 +102,13 @@ class _Operation:
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._request))
 
-    def check(self, what: str) -> None:
-        """Raises PeerLost if the operation ended without moving the bytes."""
+    def failure(self) -> str | None:
+        """Says why the operation ended without moving the bytes; None if it has moved them."""
         try:
             self._request.check_error()
         except Exception as exc:
-            raise PeerLost(f"a message could not be {what}: {exc}") from exc
+            return str(exc)
+        return None
 
 
 def borrowed(part: memoryview) -> Any:
@@ -119,7 +120,11 @@ def borrowed(part: memoryview) -> Any:
 
 
 class UcxxPoster:
-    """A ``poster.Poster`` over ucxx's Python objects."""
+    """A ``poster.Poster`` over ucxx's Python objects.
+
+    No method raises while its own variables name a request. The link may be destroyed by force while the exception is
+    handled, and its traceback would let the request be finalised afterwards, in memory that UCX has freed.
+    """
 
     attached = 0
 
@@ -149,12 +154,14 @@ class UcxxPoster:
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
         endpoint = self._endpoints[to]
         for place, label in zip(places, labels, strict=True):
-            part = self._part(place, length)
-            try:
-                request = endpoint.tag_send(self._array(borrowed(part)), self._tag(label))
-            except Exception as exc:
-                raise PeerLost(f"UCX cannot send: {exc}") from exc
-            self._sends.add(_Operation(request, part, MovedMessage(label, place, length)))
+            self._sends.add(self._send(endpoint, self._part(place, length), MovedMessage(label, place, length)))
+
+    def _send(self, endpoint: Any, part: memoryview, message: MovedMessage) -> _Operation:
+        try:
+            request = endpoint.tag_send(self._array(borrowed(part)), self._tag(message.label))
+        except Exception as exc:
+            raise PeerLost(f"UCX cannot send: {exc}") from exc
+        return _Operation(request, part, message)
 
     def _part(self, place: int, length: int) -> memoryview:
         if not 0 <= place <= len(self._memory) - length:
@@ -178,9 +185,12 @@ class UcxxPoster:
 
     def _ended(self, operations: InFlight[_Operation], what: str) -> Sequence[MovedMessage]:
         done = operations.take_done()
-        for operation in done:
-            operation.check(what)
-        return [operation.message for operation in done if operation.message is not None]
+        failure = next(filter(None, [operation.failure() for operation in done]), None)
+        messages = [operation.message for operation in done if operation.message is not None]
+        del done
+        if failure is not None:
+            raise PeerLost(f"a message could not be {what}: {failure}")
+        return messages
 
     def arrivals(self) -> Sequence[ArrivedMessage]:
         found = []
@@ -195,12 +205,15 @@ class UcxxPoster:
             wanted = place != DISCARD
             length = message.length
             into = self._part(place, length) if wanted else memoryview(bytearray(length))
-            try:
-                request = self._worker.tag_recv_with_handle(self._array(borrowed(into)), message)
-            except Exception as exc:
-                raise PeerLost(f"UCX cannot receive: {exc}") from exc
             moved = MovedMessage(message.sender_tag.value, place, length) if wanted else None
-            self._receives.add(_Operation(request, into, moved))
+            self._receives.add(self._receive(message, into, moved))
+
+    def _receive(self, arrived: Any, into: memoryview, message: MovedMessage | None) -> _Operation:
+        try:
+            request = self._worker.tag_recv_with_handle(self._array(borrowed(into)), arrived)
+        except Exception as exc:
+            raise PeerLost(f"UCX cannot receive: {exc}") from exc
+        return _Operation(request, into, message)
 
     def settled(self) -> bool:
         sends, receives = self._sends.settled(), self._receives.settled()

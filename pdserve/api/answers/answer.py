@@ -13,6 +13,7 @@ from pdserve.api.answers.logprobs import ShownToken, WholeLogprobs, without_infi
 from pdserve.api.answers.openai_response import (
     Choice,
     Completion,
+    CompletionTokensDetails,
     Envelope,
     Finish,
     PromptTokensDetails,
@@ -61,7 +62,7 @@ class WholeAnswer:
             self._ids[delta.choice].extend(delta.token_ids)
             if delta.tokens:
                 if self._options.logprobs:
-                    shown = self._options.shown(delta.choice, delta.tokens)
+                    shown = self._options.shown(delta.choice, self._scored(delta))
                     self._logprobs[delta.choice].add(self._form.logprobs(shown))
                 if self._options.journaled:
                     self._reported[delta.choice].extend(delta.tokens)
@@ -70,6 +71,10 @@ class WholeAnswer:
             if delta.outcome is not None:
                 self._finishes[delta.choice] = delta.outcome.finish
                 self._stop_reasons[delta.choice] = delta.stop_reason
+
+    def _scored(self, delta: TextDelta) -> Sequence[ShownToken]:
+        """Returns the tokens of ``delta`` whose log probabilities the answer shows."""
+        return delta.tokens
 
     def entries(self) -> bytes:
         """Returns the entries of the tokens that have none yet, in this node's response or in another node's."""
@@ -218,7 +223,8 @@ def usage_of(generation: TextGeneration) -> Usage:
     prompt, output = record.prompt_tokens, record.answer_tokens
     # Several choices of one prompt find it in the cache each; OpenAI counts a prompt once.
     cached = min(record.cached_tokens, prompt)
-    return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+    reasoning = CompletionTokensDetails(generation.reasoning_tokens)
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(cached), reasoning)
 
 
 def _entry_of(choice: int, tokens: Sequence[ShownToken]) -> bytes:

@@ -215,6 +215,8 @@ class AnswerOptions:
     token_ids: bool = False
     tokens_as_ids: bool = False
     """Whether log probabilities name tokens by their ids."""
+    named_tokens: bool = False
+    """Whether the client has named the tokens that are reported beside each chosen one."""
     plain: PlainChoices | None = None
     """The plain choices of the form, for the fast path; None if every answer takes the full one."""
     journaled: bool = False
@@ -234,6 +236,10 @@ class AnswerOptions:
     """How many of the likeliest tokens are reported beside each token of an echoed prompt, if any are reported."""
     prompt_logprobs: int | None = None
     """The same in the list of ``prompt_logprobs``."""
+    cached_block: int = 0
+    """How many tokens each block has that a prefix cache keeps of the prompt; 0 if there is no cache."""
+    kept: bool = False
+    """Whether the proxy keeps the answer, so that the client can ask for it again."""
     detokenizer: Callable[[int], Detokenizer] = _no_detokenizer
     """Returns a detokenizer for the echoed prompt of a choice."""
 
@@ -252,4 +258,5 @@ class AnswerOptions:
 
     def shown(self, choice: int, tokens: Sequence[ShownToken]) -> ShownLogprobs:
         """Returns what an answer or chunk reports of these tokens."""
-        return ShownLogprobs(tokens, self.token_bytes, len(self.echoes[choice]), self.tokens_as_ids)
+        offset = len(self.echoes[choice])
+        return ShownLogprobs(tokens, self.token_bytes, offset, self.tokens_as_ids, self.named_tokens)

@@ -13,6 +13,7 @@ from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_body, error_form, error_headers, internal_error
 from pdserve.http.request import JSON, PIECE_BYTES, HttpRequest
+from pdserve.wire.journal import room_line
 from pdserve.wire.whole_answer import JOURNALED_ANSWER, AnswerHead
 
 JOURNAL_INTERVAL_S = 0.25
@@ -42,7 +43,7 @@ async def respond_journaled(
     """
     answer.add(first)
     while (ended := await _end_within(JOURNAL_INTERVAL_S, request, headers, generation, answer)) is None:
-        await _send_entries(request, answer.entries())
+        await _send_entries(request, answer.entries() + room_line(generation.take_room()))
     if ended.head is None:
         await request.send(b"", more=False)
     elif request.answered:

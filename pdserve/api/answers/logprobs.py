@@ -87,6 +87,8 @@ class ShownLogprobs:
     """How many characters the client sees before the answer."""
     as_ids: bool = False
     """Whether tokens are named by their ids."""
+    beside_named: bool = False
+    """Whether the client has named the tokens beside each chosen one, which a chat then lists among them."""
 
     def for_chat(self) -> ChatLogprobs:
         return ChatLogprobs([self._chat_token(token) for token in self.tokens])
@@ -103,6 +105,8 @@ class ShownLogprobs:
         logprobs = token.logprobs or _NOTHING_KNOWN
         own = self._entry(token.token_id, logprobs.chosen)
         top = [self._entry(token_id, logprob) for token_id, logprob in logprobs.top]
+        if self.beside_named and all(token_id != token.token_id for token_id, _ in logprobs.top):
+            top.insert(0, own)
         return ChatTokenLogprob(own.token, own.logprob, own.bytes, top)
 
     def _entry(self, token_id: int, logprob: float) -> TopLogprob:
@@ -110,12 +114,13 @@ class ShownLogprobs:
         return TopLogprob(_id_name(token_id) if self.as_ids else _escaped(data), finite(logprob), list(data))
 
     def _by_name(self, token: ShownToken) -> dict[str, float] | None:
-        """Returns the likeliest tokens and the chosen one. Where two have one name, the likelier has it."""
+        """Returns the chosen token, and after it the likeliest ones. Where two have one name, the likelier has it."""
         if token.logprobs is None:
             return None
-        named: dict[str, float] = {}
-        for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.chosen)):
-            named.setdefault(self._name(token_id), finite(logprob))
+        named = {self._name(token.token_id): finite(token.logprobs.chosen)}
+        for token_id, logprob in token.logprobs.top:
+            name = self._name(token_id)
+            named[name] = max(finite(logprob), named.get(name, LEAST))
         return named
 
     def _name(self, token_id: int) -> str:

@@ -16,11 +16,17 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+    """The tokens with which the model thinks, with their markers."""
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Envelope(msgspec.Struct):
@@ -188,6 +194,33 @@ class TokenizeResponse(msgspec.Struct):
     tokens: list[int]
     token_strs: list[str] | None = None
     """How the vocabulary spells each token, where a space may be another character."""
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that the tokeniser finds in a text before all others."""
+
+    content: str
+    lstrip: bool
+    normalized: bool
+    rstrip: bool
+    single_word: bool
+    special: bool
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """What ``/tokenizer_info`` says of the model's tokeniser, under the names of ``tokenizer_config.json``."""
+
+    tokenizer_class: str
+    model_max_length: int
+    """How many tokens the model's context has here."""
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    additional_special_tokens: list[str]
+    added_tokens_decoder: dict[str, AddedToken]
+    """The added tokens by their ids."""
+    chat_template: str | None
 
 
 class DetokenizeResponse(msgspec.Struct):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
 
@@ -18,10 +18,12 @@ import msgspec
 from pdserve.api.answers.detokenizer import Detokenizer
 from pdserve.api.answers.logprobs import ShownToken, ShownTokens
 from pdserve.api.answers.openai_response import StopReason
+from pdserve.api.answers.parsed_tokens import ParsedTokens, cut_at_tokens
 from pdserve.api.answers.stop_strings import StopStrings
 from pdserve.api.generation import TURN_TOKENS, ChoiceOutput, Generation
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import CallPiece, MessageParts, joined
+from pdserve.api.message.reasoning_tokens import ReasoningTokens
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
 from pdserve.api.request_log import RequestRecord, log_request
@@ -50,6 +52,13 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """Pieces of tool calls, which are not in ``text``."""
     prompt_logprobs: PromptLogprobs | None = None
     """The log probabilities of the choice's prompt. Other choices may have the same prompt."""
+    parsed_tokens: Sequence[ShownToken] | None = None
+    """Those of ``tokens``, and of earlier deltas, that ``text`` is made of; None if all of ``tokens`` are."""
+
+    @property
+    def text_tokens(self) -> Sequence[ShownToken]:
+        """The tokens of ``text``, without those of reasoning, calls and markers."""
+        return self.tokens if self.parsed_tokens is None else self.parsed_tokens
 
     @property
     def shows(self) -> bool:
@@ -78,15 +87,22 @@ class ChoiceText:
         resumable: bool = False,
         parser: MessageParser | None = None,
         scores_only: bool = False,
+        reports_end: bool = False,
+        reasoning: ReasoningTokens | None = None,
     ) -> None:
         """``shown_stop_ids`` are those of the stop tokens, ``stop_ids``, whose text belongs to the answer.
 
         The model's own end is one of the ``special_ids``, but only the engine knows which.
         No stop string ends with the text of the first ``min_tokens`` tokens. Where another node may go on with a choice
         that fails here (``resumable``), the failure does not show what is held back. Without ``parser`` all text is
-        content. With ``scores_only``, the choice has no tokens, and ends where its first would be.
+        content. With ``scores_only``, the choice has no tokens, and ends where its first would be. With
+        ``reports_end``, the log probabilities also have the token without text that ends the answer. ``reasoning``
+        counts the tokens with which the choice thinks, if any do.
         """
+        self._reasoning = reasoning
+        self._parsed_tokens = ParsedTokens()
         self._scores_only = scores_only
+        self._reports_end = reports_end
         self._choice = choice
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
@@ -135,7 +151,13 @@ class ChoiceText:
             self._num_chars = len(text)
             self._shown_tokens.skip(self._num_chars)
         delta = TextDelta(self._choice, text, token_ids[:read], None)
+        self._count(delta)
         return delta if self._parser is None else _with_parts(delta, [self._parser.add(text)])
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of the choice's tokens so far are those with which the model thinks."""
+        return 0 if self._reasoning is None else self._reasoning.count
 
     @property
     def stopped(self) -> bool:
@@ -153,7 +175,12 @@ class ChoiceText:
         The delta's outcome is ``STOP`` also when a stop string was found and the engine is still at work on the choice.
         """
         delta = self._add(output)
+        self._count(delta)
         return delta if self._parser is None else self._parsed(delta, self._parser)
+
+    def _count(self, delta: TextDelta) -> None:
+        if self._reasoning is not None:
+            self._reasoning.add(delta.token_ids)
 
     def end_stopped(self) -> TextDelta:
         """Returns the last delta of a choice that tokens of another node have ended, with all their text."""
@@ -176,6 +203,9 @@ class ChoiceText:
                 token_ids = token_ids[:read]
         else:
             text = self._detokenize(shown, logprobs)
+        if self._reports_end and logprobs is not None and not self._stop_strings.found:
+            for token_id, own in zip(token_ids[len(shown) :], logprobs[len(shown) :], strict=False):
+                self._shown_tokens.add(token_id, own, "")
         last = finish is not None and (finish.is_answer or not self._resumable)
         if last and not self._stop_strings.found:
             text += self._rest()
@@ -194,21 +224,36 @@ class ChoiceText:
         if self._resumable:
             return TextDelta(self._choice, "", (), None)
         delta = self._reported(self._rest(), (), None, over=True)
-        return (
-            delta if self._parser is None else _with_parts(delta, [self._parser.add(delta.text), self._parser.finish()])
-        )
+        if self._parser is None:
+            return delta
+        parts = [*self._read(delta, self._parser), rest := self._parser.finish()]
+        self._parsed_tokens.shown(rest)
+        return _with_parts(self._with_parsed_tokens(delta), parts)
 
     def _parsed(self, delta: TextDelta, parser: MessageParser) -> TextDelta:
         """Returns ``delta`` with its text taken apart. Its last text also shows what was held back."""
-        parts, outcome = [parser.add(delta.text)], delta.outcome
+        parts, outcome = self._read(delta, parser), delta.outcome
         if outcome is not None and (outcome.is_answer or not self._resumable):
             rest = parser.finish()
             # A resumed choice that ends without a token has shown all of its text with the tokens that end it.
             if not self._resumed or delta.token_ids:
+                self._parsed_tokens.shown(rest)
                 parts.append(rest)
         if outcome is ChoiceOutcome.STOP and parser.called:
             delta = msgspec.structs.replace(delta, outcome=ChoiceOutcome.TOOL_CALLS)
-        return _with_parts(delta, parts)
+        return _with_parts(self._with_parsed_tokens(delta), parts)
+
+    def _read(self, delta: TextDelta, parser: MessageParser) -> list[MessageParts]:
+        """Returns what ``parser`` shows of the text of ``delta``."""
+        if not delta.tokens:
+            return [parser.add(delta.text)]
+        # Log probabilities are told apart by the kind of text that their tokens make.
+        pieces = cut_at_tokens(delta.text, self._num_chars - len(delta.text), delta.tokens)
+        return [self._parsed_tokens.read(piece, parser) for piece in pieces]
+
+    def _with_parsed_tokens(self, delta: TextDelta) -> TextDelta:
+        taken = self._parsed_tokens.take()
+        return msgspec.structs.replace(delta, parsed_tokens=taken) if taken or delta.tokens else delta
 
     def _stop_reason(self, output: RequestOutput) -> StopReason:
         last, stopped = output.new_token_ids[-1:] or self._last_resumed, output.finish is FinishReason.STOP
@@ -308,20 +353,24 @@ class TextGeneration:
         metrics: NodeMetrics,
         unshown: Mapping[int, JournaledChoice] = MappingProxyType({}),
         repeated: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        reasoning_before: int = 0,
     ) -> None:
         """``choices`` has the choices by their numbers, those that are over for the client left out.
 
         One that a stop string has ended already, with tokens from another node, ends without the engine. ``unshown``
         are tokens of choices from other nodes that the client has not seen: the first delta of such a choice shows
         them, with what the engine adds. ``repeated`` are tokens from other nodes too: the first delta of such a choice
-        has them alone, with the end of the choice if they are its last ones.
+        has them alone, with the end of the choice if they are its last ones. ``reasoning_before`` is how many tokens
+        of reasoning the choices have that are over for the client.
         """
+        self._reasoning_before = reasoning_before
         self._repeated = dict(repeated)
         self._generation = generation
         self._unshown = dict(unshown)
         self._read: dict[int, list[TextDelta]] = {}
         """What was read of tokens that are ``unshown``, by choices whose next delta begins with it."""
         self._choices = dict(choices)
+        self._texts = tuple(choices.values())
         self._stopped = [number for number, choice in choices.items() if choice.stopped]
         self._last_token: dict[int, float] = {}
         self._record = record
@@ -339,6 +388,11 @@ class TextGeneration:
     def node_failed(self) -> bool:
         """Whether there will be no answer because of this node, and not because of the request."""
         return self._generation.failure is not None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens of the whole answer so far are those with which the model thinks."""
+        return self._reasoning_before + sum(text.reasoning_tokens for text in self._texts)
 
     @property
     def record(self) -> RequestRecord:
@@ -363,6 +417,14 @@ class TextGeneration:
         now = time.monotonic()
         deltas += [delta for item in items if (delta := self._take(item, now)) is not None]
         return deltas if self.failure is None else deltas + self._held()
+
+    def on_room(self, callback: Callable[[int], object] | None) -> None:
+        """Does what ``Generation.on_room`` does."""
+        self._generation.on_room(callback)
+
+    def take_room(self) -> int:
+        """Does what ``Generation.take_room`` does."""
+        return self._generation.take_room()
 
     def close(self) -> None:
         if self._closed:
@@ -477,8 +539,15 @@ def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
         deltas[-1],
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         tokens=[token for delta in deltas for token in delta.tokens],
+        parsed_tokens=_joined_tokens(deltas),
     )
     return _with_parts(whole, [MessageParts(delta.text, delta.reasoning, delta.calls) for delta in deltas])
+
+
+def _joined_tokens(deltas: Sequence[TextDelta]) -> Sequence[ShownToken] | None:
+    if all(delta.parsed_tokens is None for delta in deltas):
+        return None
+    return [token for delta in deltas for token in delta.text_tokens]
 
 
 def _with_parts(delta: TextDelta, parts: Sequence[MessageParts]) -> TextDelta:

@@ -10,9 +10,11 @@ from typing import Protocol
 import msgspec
 
 from pdserve.api.answers.answer_form import AnswerOptions
-from pdserve.api.answers.openai_response import ChatChoice, Completion, Usage
+from pdserve.api.answers.logprobs import ShownToken
+from pdserve.api.answers.openai_response import ChatChoice, ChatLogprobs, ChatTokenLogprob, Completion, Usage
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.outcome import ChoiceOutcome
+from pdserve.errors import RequestError
 
 
 class BlockKind(enum.Enum):
@@ -33,6 +35,8 @@ class Block:
     name: str = ""
     """The name of the function that a call is for."""
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
+    """The log probabilities of the tokens of a text, if the request asked for them."""
 
     @property
     def text(self) -> str:
@@ -59,14 +63,17 @@ class BlockEvents(Protocol):
     def open(self, block: Block) -> list[msgspec.Struct]:
         """Returns the beginning of ``block``."""
 
-    def piece(self, block: Block, text: str) -> msgspec.Struct:
-        """Returns what shows the next ``text`` of ``block``."""
+    def piece(self, block: Block, text: str, logprobs: list[ChatTokenLogprob]) -> msgspec.Struct:
+        """Returns what shows the next ``text`` of ``block``, and the log probabilities of its tokens."""
 
     def close(self, block: Block, *, cut: bool) -> list[msgspec.Struct]:
         """Returns the end of ``block``. ``cut`` says whether the limit of tokens has ended it."""
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
         """Returns what follows all blocks."""
+
+    def fail(self, blocks: Sequence[Block], error: RequestError) -> list[msgspec.Struct]:
+        """Returns what says that the answer breaks off; nothing if the error itself is the last event."""
 
 
 class AnswerBlocks:
@@ -85,7 +92,7 @@ class AnswerBlocks:
         if delta.reasoning:
             events += self._show(BlockKind.REASONING, delta.reasoning)
         if delta.text:
-            events += self._show(BlockKind.TEXT, delta.text)
+            events += self._show(BlockKind.TEXT, delta.text, delta.text_tokens)
         for piece in delta.calls:
             if piece.name is not None:
                 events += self._open(BlockKind.CALL, self._options.call_id(0, piece.index), piece.name)
@@ -99,14 +106,20 @@ class AnswerBlocks:
         events += self._events.close(self._blocks[-1], cut=end.cut)
         return events + self._events.end(self._blocks, end)
 
-    def _show(self, kind: BlockKind, text: str) -> list[msgspec.Struct]:
+    def fail(self, error: RequestError) -> list[msgspec.Struct]:
+        """Returns the events that say that the answer breaks off, if the dialect has any."""
+        return self._events.fail(self._blocks, error)
+
+    def _show(self, kind: BlockKind, text: str, tokens: Sequence[ShownToken] = ()) -> list[msgspec.Struct]:
         """Returns the events of ``text``, for which a block of its kind begins unless the last one is of that kind."""
         events: list[msgspec.Struct] = []
         if not self._blocks or self._blocks[-1].kind is not kind:
             events += self._open(kind)
         block = self._blocks[-1]
         block.pieces.append(text)
-        events.append(self._events.piece(block, text))
+        logprobs = self._options.shown(0, tokens).for_chat().content if tokens else []
+        block.logprobs += logprobs
+        events.append(self._events.piece(block, text, logprobs))
         return events
 
     def _open(self, kind: BlockKind, call_id: str = "", name: str = "") -> list[msgspec.Struct]:
@@ -123,7 +136,8 @@ def whole_blocks(completion: Completion) -> list[Block]:
     if message.reasoning:
         blocks.append(Block(BlockKind.REASONING, 0, pieces=[message.reasoning]))
     if message.content or not (blocks or message.tool_calls):
-        blocks.append(Block(BlockKind.TEXT, len(blocks), pieces=[message.content or ""]))
+        logprobs = [] if choice.logprobs is None else msgspec.json.decode(choice.logprobs, type=ChatLogprobs).content
+        blocks.append(Block(BlockKind.TEXT, len(blocks), pieces=[message.content or ""], logprobs=logprobs))
     for call in message.tool_calls or ():
         function = call.function
         blocks.append(Block(BlockKind.CALL, len(blocks), call.id, function.name or "", [function.arguments]))

@@ -9,6 +9,7 @@ import msgspec
 
 from pdserve.api.answers.answer import WholeAnswer
 from pdserve.api.answers.answer_form import CHAT_FORM, AnswerOptions
+from pdserve.api.answers.logprobs import ShownToken
 from pdserve.api.answers.openai_response import Completion, Usage
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.api.dialects.dialect_request import SamplingRequest, TranslatedChat
@@ -25,22 +26,19 @@ S = TypeVar("S", bound=SamplingRequest)
 class DialectParser(Generic[S]):
     """Reads the bodies of one route of a dialect."""
 
-    def __init__(
-        self,
-        body: type[S],
-        chat_of: Callable[[S], TranslatedChat],
-        unheeded: Callable[[S], tuple[str, ...]] = lambda _: (),
-    ) -> None:
-        """``unheeded`` returns the names of the fields that have no effect."""
+    def __init__(self, body: type[S], unheeded: Callable[[S], tuple[str, ...]] = lambda _: ()) -> None:
+        """``unheeded`` names the fields that have no effect."""
         self._parser = BodyParser(body)
-        self._chat_of = chat_of
         self._unheeded = unheeded
 
-    def parse(self, body: bytes) -> Parsed[TranslatedChat]:
-        """Returns the chat request that ``body`` asks for. Raises InvalidRequest, which names the field at fault."""
+    def parse(self, body: bytes, chat_of: Callable[[S], TranslatedChat]) -> Parsed[TranslatedChat]:
+        """Returns the chat request that ``chat_of`` makes of ``body``.
+
+        Raises InvalidRequest, which names the field at fault.
+        """
         parsed = self._parser.parse(body)
         try:
-            return Parsed(self._chat_of(parsed.request), parsed.ignored + self._unheeded(parsed.request))
+            return Parsed(chat_of(parsed.request), parsed.ignored + self._unheeded(parsed.request))
         except RecursionError as exc:
             raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
 
@@ -51,6 +49,9 @@ class TranslatedAnswer(WholeAnswer):
     def __init__(self, options: AnswerOptions, translate: Callable[[Completion], msgspec.Struct]) -> None:
         super().__init__(CHAT_FORM, options)
         self._translate = translate
+
+    def _scored(self, delta: TextDelta) -> Sequence[ShownToken]:
+        return delta.text_tokens
 
     def encoded(self, usage: Usage) -> bytes:
         return msgspec.json.encode(self._translate(self.completion(usage)))

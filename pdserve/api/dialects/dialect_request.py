@@ -24,7 +24,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     Beside the dialects' own there are those of pdserve's chat that say how tokens are chosen.
     """
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

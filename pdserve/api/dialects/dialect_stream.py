@@ -52,8 +52,13 @@ async def dialect_stream(
             raise
         # A journaled stream that ends without its end is one that another node is to go on with.
         if not (options.journaled and generation.node_failed):
-            yield error_event(error, form, groups.number, generation.record.request_id)
+            yield _failed(error, blocks, groups, form, generation.record.request_id)
     except Exception:
         # Status 200 has gone out: the client learns of a defect here or not at all.
         log.exception("request_id=%s unexpected error in a stream", generation.record.request_id)
         yield error_event(internal_error("node"), form, groups.number, generation.record.request_id)
+
+
+def _failed(error: RequestError, blocks: AnswerBlocks, groups: EventGroups, form: ErrorForm, label: str) -> bytes:
+    """Returns the last event of a stream that breaks off."""
+    return groups.write_unjournaled(blocks.fail(error)) or error_event(error, form, groups.number, label)

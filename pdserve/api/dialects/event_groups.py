@@ -58,6 +58,10 @@ class EventGroups:
             parts.append(self._encode(event))
         return b"".join(parts)
 
+    def write_unjournaled(self, events: Sequence[msgspec.Struct]) -> bytes:
+        """Returns events behind which no node goes on."""
+        return b"".join(map(self._encode, events))
+
     def _encode(self, event: msgspec.Struct) -> bytes:
         data = _encoder.encode(event)
         if self._numbered:

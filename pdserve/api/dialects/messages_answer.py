@@ -8,8 +8,15 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from pdserve.api.answers.answer_form import AnswerOptions
-from pdserve.api.answers.openai_response import Completion, Usage
+from pdserve.api.answers.openai_response import (
+    ChatTokenLogprob,
+    Completion,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind, whole_blocks, whole_end
+from pdserve.errors import RequestError
 
 StopCause: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -35,12 +42,19 @@ class AnthropicToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
 AnthropicBlock: TypeAlias = AnthropicText | AnthropicThinking | AnthropicToolUse
 
 
+class ThinkingTokens(msgspec.Struct):
+    thinking_tokens: int
+    """The tokens with which the model thinks, with their markers."""
+
+
 class AnthropicUsage(msgspec.Struct):
+    """Each token of the prompt is counted once: as new, as one that a cache keeps now, or as one that it had."""
+
     input_tokens: int
-    """The tokens of the prompt that were computed for this request; those of a cache count elsewhere."""
     output_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens_details: ThinkingTokens
 
 
 class AnthropicAnswer(msgspec.Struct, tag_field="type", tag="message"):
@@ -113,13 +127,14 @@ class MessageEvents:
 
     def begin(self) -> list[msgspec.Struct]:
         # What of the prompt was in a cache is known at the end: the last usage says it.
-        usage = AnthropicUsage(len(self._options.prompt_ids[0]), 0)
-        return [MessageStart(self._answer([], None, None, usage))]
+        tokens = len(self._options.prompt_ids[0])
+        usage = Usage(tokens, 0, tokens, PromptTokensDetails(0), CompletionTokensDetails(0))
+        return [MessageStart(self._answer([], None, None, self._usage(usage)))]
 
     def open(self, block: Block) -> list[msgspec.Struct]:
         return [ContentBlockStart(block.index, _block(block))]
 
-    def piece(self, block: Block, text: str) -> msgspec.Struct:
+    def piece(self, block: Block, text: str, logprobs: list[ChatTokenLogprob]) -> msgspec.Struct:
         match block.kind:
             case BlockKind.REASONING:
                 return ContentBlockDelta(block.index, ThinkingPiece(text))
@@ -136,10 +151,20 @@ class MessageEvents:
         change = AnswerChange(answer.stop_reason, answer.stop_sequence)
         return [MessageDelta(change, answer.usage), MessageStop()]
 
+    def fail(self, blocks: Sequence[Block], error: RequestError) -> list[msgspec.Struct]:
+        return []
+
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> AnthropicAnswer:
         """Returns the message when it has ended."""
         content = [_block(block) for block in blocks]
-        return self._answer(content, _stop_cause(blocks, end), end.stop_string, _usage(end.usage))
+        return self._answer(content, _stop_cause(blocks, end), end.stop_string, self._usage(end.usage))
+
+    def _usage(self, usage: Usage) -> AnthropicUsage:
+        prompt, cached = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+        block = self._options.cached_block
+        kept = max(prompt // block * block - cached, 0) if block else 0
+        thinking = ThinkingTokens(usage.completion_tokens_details.reasoning_tokens)
+        return AnthropicUsage(prompt - cached - kept, usage.completion_tokens, kept, cached, thinking)
 
     def _answer(
         self, content: list[AnthropicBlock], cause: StopCause | None, stop_string: str | None, usage: AnthropicUsage
@@ -177,8 +202,3 @@ def _stop_cause(blocks: Sequence[Block], end: AnswerEnd) -> StopCause:
     if any(block.kind is BlockKind.CALL for block in blocks):
         return "tool_use"
     return "end_turn" if end.stop_string is None else "stop_sequence"
-
-
-def _usage(usage: Usage) -> AnthropicUsage:
-    cached = usage.prompt_tokens_details.cached_tokens
-    return AnthropicUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)

@@ -25,13 +25,16 @@ ContentBlocks: TypeAlias = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
 class AnthropicMessage(msgspec.Struct, kw_only=True):
     """One turn of a conversation. The blocks of its content are checked as they are translated."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
+    """What an operator says within the conversation has the role ``system``."""
     content: str | ContentBlocks
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Positive | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """Whether the answer shows what the model thinks. It does if missing."""
 
 
 class PromptRequest(SamplingRequest, kw_only=True):
@@ -124,10 +127,13 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
         messages.append({"role": "system", "content": _text(request.system, "system")})
     for place, message in enumerate(request.messages):
         where = f"messages[{place}].content"
-        if message.role == "user":
-            messages += _user_messages(message.content, where)
-        else:
-            messages.append(_assistant_message(message.content, where))
+        match message.role:
+            case "user":
+                messages += _user_messages(message.content, where)
+            case "assistant":
+                messages.append(_assistant_message(message.content, where))
+            case "system":
+                messages.append({"role": "system", "content": _text(message.content, where)})
     # An answer goes on with an assistant's message at the end, if there is one.
     continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     chosen = _tool_choice(request)
@@ -144,6 +150,7 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
         reasoning_effort=output.effort,
         response_format=None if output.format is None else _response_format(output.format),
         continue_final_message=True if continued else None,
+        include_reasoning=False if request.thinking is not None and request.thinking.display == "omitted" else None,
         tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or ())] or None,
         tool_choice=None if chosen is None else _chat_tool_choice(chosen),
         parallel_tool_calls=False if chosen is not None and chosen.disable_parallel_tool_use else None,
@@ -227,12 +234,17 @@ def _tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_choice(request: PromptRequest) -> AnthropicToolChoice | None:
-    if request.tool_choice is None or not request.tools:
+    if request.tool_choice is None:
         return None
     try:
-        return msgspec.convert(request.tool_choice, AnthropicToolChoice)
+        choice = msgspec.convert(request.tool_choice, AnthropicToolChoice)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"'tool_choice' is not acceptable: {exc}", param="tool_choice") from exc
+    if request.tools:
+        return choice
+    if choice.type in ("any", "tool"):
+        raise InvalidRequest(f"'tool_choice' of type {choice.type!r} needs 'tools'", param="tool_choice")
+    return None
 
 
 def _chat_tool_choice(choice: AnthropicToolChoice) -> str | dict[str, Any]:

@@ -6,21 +6,30 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pdserve.api.answers.answer_form import AnswerOptions
-from pdserve.api.answers.openai_response import Completion, Usage
+from pdserve.api.answers.openai_response import ChatTokenLogprob, Completion, Usage
 from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind, whole_blocks, whole_end
-from pdserve.api.dialects.responses_request import ReasoningSettings, ResponsesRequest, TextFormat, TextSettings
+from pdserve.api.dialects.responses_request import (
+    ReasoningSettings,
+    ResponsesRequest,
+    TextFormat,
+    TextSettings,
+    namespaces_of,
+)
+from pdserve.errors import RequestError
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
@@ -48,6 +57,8 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
+    """The namespace of the function, if it has one."""
 
 
 OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall
@@ -75,13 +86,20 @@ class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"]
 
 
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
 class ResponseObject(msgspec.Struct):
     """OpenAI's ``response`` object."""
 
     id: str
     created_at: int
     model: str
-    status: ItemStatus
+    status: ResponseStatus
     output: list[OutputItem]
     usage: ResponseUsage | None
     incomplete_details: IncompleteDetails | None
@@ -98,7 +116,7 @@ class ResponseObject(msgspec.Struct):
     user: str | None
     object: Literal["response"] = "response"
     background: bool = False
-    error: None = None
+    error: ResponseError | None = None
     max_tool_calls: int | None = None
     previous_response_id: str | None = None
     service_tier: str = "default"
@@ -120,6 +138,10 @@ class ResponseCompleted(msgspec.Struct, tag_field="type", tag="response.complete
 
 
 class ResponseIncomplete(msgspec.Struct, tag_field="type", tag="response.incomplete"):
+    response: ResponseObject
+
+
+class ResponseFailed(msgspec.Struct, tag_field="type", tag="response.failed"):
     response: ResponseObject
 
 
@@ -152,7 +174,7 @@ class OutputTextDelta(msgspec.Struct, tag_field="type", tag="response.output_tex
     output_index: int
     delta: str
     content_index: int = 0
-    logprobs: tuple[()] = ()
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class OutputTextDone(msgspec.Struct, tag_field="type", tag="response.output_text.done"):
@@ -160,7 +182,7 @@ class OutputTextDone(msgspec.Struct, tag_field="type", tag="response.output_text
     output_index: int
     text: str
     content_index: int = 0
-    logprobs: tuple[()] = ()
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class ReasoningTextDelta(msgspec.Struct, tag_field="type", tag="response.reasoning_text.delta"):
@@ -196,6 +218,7 @@ class ResponseEvents:
     def __init__(self, request: ResponsesRequest, options: AnswerOptions) -> None:
         self._request = request
         self._options = options
+        self._namespaces = namespaces_of(request.tools or ())
 
     def begin(self) -> list[msgspec.Struct]:
         response = self._response("in_progress", [], None)
@@ -208,13 +231,13 @@ class ResponseEvents:
         part, item.content = item.content[0], []
         return [OutputItemAdded(block.index, item), ContentPartAdded(item.id, block.index, part)]
 
-    def piece(self, block: Block, text: str) -> msgspec.Struct:
+    def piece(self, block: Block, text: str, logprobs: list[ChatTokenLogprob]) -> msgspec.Struct:
         match block.kind:
             case BlockKind.REASONING:
                 return ReasoningTextDelta(self._id(block), block.index, text)
             case BlockKind.CALL:
                 return ArgumentsDelta(self._id(block), block.index, text)
-        return OutputTextDelta(self._id(block), block.index, text)
+        return OutputTextDelta(self._id(block), block.index, text, logprobs=logprobs)
 
     def close(self, block: Block, *, cut: bool) -> list[msgspec.Struct]:
         item = self._item(block, _status(cut=cut))
@@ -224,15 +247,21 @@ class ResponseEvents:
                 part = ContentPartDone(item.id, block.index, item.content[0])
                 done = [ReasoningTextDone(item.id, block.index, block.text), part]
             case OutputFunctionCall():
-                done = [ArgumentsDone(item.id, block.index, block.name, block.text)]
+                done = [ArgumentsDone(item.id, block.index, item.name, block.text)]
             case OutputMessage():
                 part = ContentPartDone(item.id, block.index, item.content[0])
-                done = [OutputTextDone(item.id, block.index, block.text), part]
+                done = [OutputTextDone(item.id, block.index, block.text, logprobs=list(block.logprobs)), part]
         return [*done, OutputItemDone(block.index, item)]
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
         response = self.whole(blocks, end)
         return [ResponseIncomplete(response) if end.cut else ResponseCompleted(response)]
+
+    def fail(self, blocks: Sequence[Block], error: RequestError) -> list[msgspec.Struct]:
+        items = [self._item(block, _status(cut=block is blocks[-1])) for block in blocks]
+        response = self._response("failed", items, None)
+        response.error = ResponseError(_error_code(error), error.message)
+        return [ResponseFailed(response)]
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> ResponseObject:
         """Returns the response when it has ended."""
@@ -244,13 +273,16 @@ class ResponseEvents:
             case BlockKind.REASONING:
                 return OutputReasoning(self._id(block), status, [ReasoningText(block.text)])
             case BlockKind.CALL:
-                return OutputFunctionCall(self._id(block), status, block.call_id, block.name, block.text)
-        return OutputMessage(self._id(block), status, [OutputText(block.text)])
+                namespace, name = self._namespaces.get(block.name, (UNSET, block.name))
+                return OutputFunctionCall(self._id(block), status, block.call_id, name, block.text, namespace)
+        return OutputMessage(self._id(block), status, [OutputText(block.text, logprobs=list(block.logprobs))])
 
     def _id(self, block: Block) -> str:
         return f"{_ID_PREFIXES[block.kind]}_{self._options.answer.id.hex()}{block.index:02x}"
 
-    def _response(self, status: ItemStatus, output: list[OutputItem], usage: ResponseUsage | None) -> ResponseObject:
+    def _response(
+        self, status: ResponseStatus, output: list[OutputItem], usage: ResponseUsage | None
+    ) -> ResponseObject:
         request, answer = self._request, self._options.answer
         return ResponseObject(
             id=f"resp_{answer.id.hex()}",
@@ -272,6 +304,9 @@ class ResponseEvents:
             top_p=1.0 if request.top_p is None else request.top_p,
             user=request.user,
             max_tool_calls=request.max_tool_calls,
+            previous_response_id=request.previous_response_id,
+            store=self._options.kept,
+            top_logprobs=request.top_logprobs or 0,
         )
 
 
@@ -289,6 +324,12 @@ def _usage(usage: Usage) -> ResponseUsage:
         usage.prompt_tokens,
         CachedInput(usage.prompt_tokens_details.cached_tokens),
         usage.completion_tokens,
-        OutputDetails(0),
+        OutputDetails(usage.completion_tokens_details.reasoning_tokens),
         usage.total_tokens,
     )
+
+
+def _error_code(error: RequestError) -> Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]:
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if error.status == 400 else "server_error"

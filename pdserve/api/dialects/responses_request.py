@@ -16,13 +16,16 @@ from pdserve.api.dialects.dialect_request import (
     read_part,
     translated,
 )
-from pdserve.api.requests.openai_request import MAX_MESSAGES, Positive, StopString
+from pdserve.api.requests.openai_request import MAX_MESSAGES, Positive, StopString, check_values
 from pdserve.errors import InvalidRequest
 
 MAX_TOOLS = 1_024
 MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"
+"""What ``include`` says of log probabilities."""
 
 Parts: TypeAlias = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
+Items: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -53,7 +56,7 @@ class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
 class ResponsesRequest(SamplingRequest, kw_only=True):
     """The body of ``POST /v1/responses``. The items of its ``input`` are checked as they are translated."""
 
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Items
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
@@ -101,6 +104,8 @@ class FunctionCallItem(msgspec.Struct, kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+    status: str | None = None
 
 
 class FunctionCallOutputItem(msgspec.Struct, kw_only=True):
@@ -120,6 +125,14 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class NamespaceTool(msgspec.Struct, kw_only=True):
+    """Functions that belong together. The model knows each of them by the namespace's name and its own."""
+
+    name: str
+    description: str
+    tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class NamedFunction(msgspec.Struct, kw_only=True):
@@ -147,41 +160,51 @@ _TEXTS: Mapping[str, type[msgspec.Struct]] = {
 }
 _REASONING_TEXTS = {"reasoning_text": TextPart, "text": TextPart}
 _SUMMARY_TEXTS = {"summary_text": TextPart}
-_TOOLS = {"function": FunctionTool}
+_TOOLS: Mapping[str, type[msgspec.Struct]] = {"function": FunctionTool, "namespace": NamespaceTool}
+_FUNCTIONS = {"function": FunctionTool}
+_items_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 _TOOL_CHOICES: Mapping[str, type[msgspec.Struct]] = {"function": NamedFunction, "allowed_tools": AllowedFunctions}
 
 
-def chat_of_response(request: ResponsesRequest) -> TranslatedChat:
-    """Returns the chat request that asks for the same. Raises InvalidRequest that names the field."""
-    _refuse_others(request)
+def chat_of_response(request: ResponsesRequest, history: bytes | None = None) -> TranslatedChat:
+    """Returns the chat request that asks for the same.
+
+    ``history`` has the items before the request's own, as a JSON list, where a proxy stores responses. Raises
+    InvalidRequest that names the field.
+    """
+    _refuse_others(request, stored=history is not None)
     messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    if history:
+        check_values(history)
+        _add_messages(messages, _items_decoder.decode(history), "previous_response_id")
     if isinstance(request.input, str):
         messages.append({"role": "user", "content": request.input})
     else:
-        messages += _messages(request.input)
+        _add_messages(messages, request.input, "input")
     reasoning = request.reasoning or ReasoningSettings()
+    scored = bool(request.top_logprobs) or LOGPROBS in (request.include or ())
     return translated(
         request,
         messages,
         max_tokens=request.max_output_tokens,
         stop=request.stop,
-        tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or ())] or None,
-        tool_choice=_tool_choice(request.tool_choice) if request.tools else None,
+        logprobs=scored or None,
+        top_logprobs=request.top_logprobs or None,
+        tools=_functions(request.tools or ()) or None,
+        tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls if request.tools else None,
         response_format=_response_format(request.text),
         reasoning_effort=reasoning.effort,
     )
 
 
-def _refuse_others(request: ResponsesRequest) -> None:
+def _refuse_others(request: ResponsesRequest, *, stored: bool) -> None:
     refused = {
-        "previous_response_id": request.previous_response_id is not None,
+        "previous_response_id": request.previous_response_id is not None and not stored,
         "conversation": request.conversation is not None,
         "prompt": request.prompt is not None,
         "background": bool(request.background),
         "truncation": request.truncation == "auto",
-        "top_logprobs": bool(request.top_logprobs),
-        "include": "message.output_text.logprobs" in (request.include or ()),
     }
     for name, asked in refused.items():
         if asked:
@@ -192,17 +215,16 @@ def _refuse_others(request: ResponsesRequest) -> None:
 
 
 _ADVICE = {
-    "previous_response_id": ", which stores no responses: send the items of the conversation as 'input'",
+    "previous_response_id": " unless its proxy has the setting --store: send the items of the conversation as 'input'",
     "conversation": ", which stores no conversations: send their items as 'input'",
     "truncation": " other than 'disabled'",
 }
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the items as chat messages. What the assistant said and called in a row is one message."""
-    messages: list[dict[str, Any]] = []
+def _add_messages(messages: list[dict[str, Any]], items: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Adds the items of ``name`` as chat messages. What the assistant said and called in a row is one message."""
     for place, raw in enumerate(items):
-        where = f"input[{place}]"
+        where = f"{name}[{place}]"
         match read_part(raw, _ITEMS, where, default="message"):
             case MessageItem(role="assistant", content=content):
                 text = _text(content, f"{where}.content", _TEXTS)
@@ -210,9 +232,11 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
             case MessageItem(role=role, content=content):
                 messages.append({"role": role, "content": _text(content, f"{where}.content", _TEXTS)})
-            case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+            case FunctionCallItem(status="incomplete") if name == "previous_response_id":
+                pass  # The limit of tokens cut its arguments, and no template renders half of a call.
+            case FunctionCallItem(call_id=call_id, name=called, arguments=arguments, namespace=namespace):
                 calls = _assistant_turn(messages).setdefault("tool_calls", [])
-                function = {"name": name, "arguments": arguments}
+                function = {"name": full_name(namespace, called), "arguments": arguments}
                 calls.append({"id": call_id, "type": "function", "function": function})
             case FunctionCallOutputItem(call_id=call_id, output=output):
                 text = _text(output, f"{where}.output", _TEXTS)
@@ -223,7 +247,6 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 )
                 if text:
                     _assistant_turn(messages)["reasoning_content"] = text
-    return messages
 
 
 def _assistant_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -244,8 +267,39 @@ def _text(content: str | list[Any], where: str, kinds: Mapping[str, type[msgspec
     return "\n".join(texts)
 
 
-def _tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    return {"type": "function", "function": drop_nulls(msgspec.structs.asdict(read_part(raw, _TOOLS, where)))}
+def full_name(namespace: str | None, name: str) -> str:
+    """Returns the name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def namespaces_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Returns the namespaces of tools that were translated, and the functions' own names, by their full names."""
+    spaces = [tool for tool in tools if tool["type"] == "namespace"]
+    return {
+        full_name(space["name"], tool["name"]): (space["name"], tool["name"])
+        for space in spaces
+        for tool in space["tools"]
+    }
+
+
+def _functions(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns all functions as a chat has them. Each of a namespace says what the namespace is for."""
+    functions = []
+    for place, raw in enumerate(tools):
+        match read_part(raw, _TOOLS, f"tools[{place}]"):
+            case FunctionTool() as tool:
+                functions.append(_function(tool))
+            case NamespaceTool(name=namespace, description=about, tools=inner):
+                for number, each in enumerate(inner):
+                    tool = read_part(each, _FUNCTIONS, f"tools[{place}].tools[{number}]")
+                    described = f"{about}\n{tool.description}" if tool.description else about
+                    name = full_name(namespace, tool.name)
+                    functions.append(_function(msgspec.structs.replace(tool, name=name, description=described)))
+    return functions
+
+
+def _function(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": drop_nulls(msgspec.structs.asdict(tool))}
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:

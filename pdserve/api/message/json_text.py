@@ -1,20 +1,31 @@
-"""Follows a JSON value character by character, to see where it ends and that it is one."""
+"""Follows a JSON object, list or string character by character, to see where it ends and that it is one."""
 
 from __future__ import annotations
 
 import enum
-import re
 
 MAX_DEPTH = 64
 """How many objects and lists may lie in each other."""
 
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_NUMBER_START = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE](?:[+-]?[0-9]*))?)?")
 _WORDS = ("true", "false", "null")
 _SPACE = " \t\n\r"
 _HEX = "0123456789abcdefABCDEF"
-MAX_SCALAR = 64
-"""How many characters a number may have."""
+
+_NUMBER_STEPS = {
+    "": {"-": "-", "0": "0", "1": "1"},
+    "-": {"0": "0", "1": "1"},
+    "0": {".": ".", "e": "e"},
+    "1": {"0": "1", "1": "1", ".": ".", "e": "e"},
+    ".": {"0": "d", "1": "d"},
+    "d": {"0": "d", "1": "d", "e": "e"},
+    "e": {"-": "+", "+": "+", "0": "x", "1": "x"},
+    "+": {"0": "x", "1": "x"},
+    "x": {"0": "x", "1": "x"},
+}
+"""What follows what in a number, by kinds of characters: ``1`` is any digit but 0. Behind the point digits are ``d``,
+and in the exponent ``x``."""
+_NUMBER_ENDS = ("0", "1", "d", "x")
+_KINDS = {**dict.fromkeys("123456789", "1"), "E": "e"}
 
 
 class _Want(enum.Enum):
@@ -34,13 +45,15 @@ class _Want(enum.Enum):
 
 
 class JsonText:
-    """A JSON object or list, as far as its characters have come."""
+    """A JSON object, list or string, as far as its characters have come."""
 
     def __init__(self) -> None:
         self._want = _Want.VALUE
         self._open: list[str] = []
-        self._scalar = ""
-        """A number or a word that is not over."""
+        self._word = ""
+        """A word that is not over."""
+        self._number: str | None = None
+        """Where a number is that is not over, as in ``_NUMBER_STEPS``; None if it is a word."""
         self._hex_left = 0
         self._in_key = False
 
@@ -65,17 +78,16 @@ class JsonText:
             self._want = _Want.HEX if self._hex_left else _Want.STRING
             return char in _HEX
         if want is _Want.SCALAR:
-            if self._continues(self._scalar + char):
-                self._scalar += char
+            if self._continues(char):
                 return True
-            if not _is_scalar(self._scalar):
+            if self._word not in _WORDS if self._number is None else self._number not in _NUMBER_ENDS:
                 return False
             self._want = _Want.COMMA_OR_END
         return char in _SPACE or self._add_outside(char)
 
     def _add_to_string(self, char: str) -> bool:
         if char == '"':
-            self._want = _Want.COLON if self._in_key else _Want.COMMA_OR_END
+            self._want = _Want.COLON if self._in_key else self._behind_value()
         elif char == "\\":
             self._want = _Want.ESCAPE
         return char >= " "
@@ -110,25 +122,29 @@ class JsonText:
             self._open.append("]")
             self._want = _Want.VALUE_OR_END
             return len(self._open) <= MAX_DEPTH
-        if not self._open:
-            return False
         if char == '"':
             self._in_key, self._want = False, _Want.STRING
             return True
-        self._scalar, self._want = char, _Want.SCALAR
-        return self._continues(char)
+        self._word, self._want = "", _Want.SCALAR
+        self._number = None if char.isalpha() else ""
+        return bool(self._open) and self._continues(char)
 
     def _close(self, char: str) -> bool:
         if self._open.pop() != char:
             return False
-        self._want = _Want.COMMA_OR_END if self._open else _Want.NOTHING
+        self._want = self._behind_value()
         return True
 
-    def _continues(self, scalar: str) -> bool:
-        if len(scalar) > MAX_SCALAR:
-            return False
-        return any(word.startswith(scalar) for word in _WORDS) or _NUMBER_START.fullmatch(scalar) is not None
+    def _behind_value(self) -> _Want:
+        return _Want.COMMA_OR_END if self._open else _Want.NOTHING
 
-
-def _is_scalar(text: str) -> bool:
-    return text in _WORDS or _NUMBER.fullmatch(text) is not None
+    def _continues(self, char: str) -> bool:
+        """Takes the next character of a number or a word. Returns whether it belongs there."""
+        if self._number is None:
+            longer = self._word + char
+            belongs = any(word.startswith(longer) for word in _WORDS)
+            self._word = longer if belongs else self._word
+            return belongs
+        after = _NUMBER_STEPS[self._number].get(_KINDS.get(char, char))
+        self._number = self._number if after is None else after
+        return after is not None

@@ -1,6 +1,7 @@
 """Calls that are written as in Python: Llama 3.2 and 4, Gemma.
 
 [f(a=1, b="x"), g()]
+[f(**{"a b": 1})]
 ```tool_code
 f(a=1)
 ```
@@ -8,6 +9,7 @@ f(a=1)
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -21,13 +23,16 @@ PYTHONIC = CallMarkers(("<|python_tag|>", "<|python_start|>"), "<|python_end|>",
 GEMMA = CallMarkers(("```tool_code", "```tool_call"), "```", bare="[", separators=" \t\r\n,;[]")
 
 MAX_NAME = 128
+MAX_NUMBER = 64
+"""How many characters a number may have that JSON would write otherwise."""
 _OPEN, _CLOSE = "([{", ")]}"
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
     r"""|(?P<number>-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"""
-    r"""|(?P<name>[A-Za-z_][\w.-]*)|(?P<sign>[()\[\]{},:=]))""",
+    r"""|(?P<name>[A-Za-z_][\w.-]*)|(?P<sign>\*\*|[()\[\]{},:=]))""",
     re.DOTALL,
 )
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
@@ -45,7 +50,7 @@ class PythonCallParser(CallParser):
         self._escaped = False
 
     def _begins_call(self, char: str) -> bool:
-        return char.isalpha() or char == "_"
+        return char.isalnum() or char in "_.-"
 
     def _call(self) -> bool:
         self._read, self._depth, self._quote, self._escaped = 0, 0, "", False
@@ -103,14 +108,13 @@ class PythonCallParser(CallParser):
 
 def _call_of(text: str) -> tuple[str, str] | None:
     """Returns the name and the arguments, as JSON, of a call; None if it is none."""
+    name, _, arguments = text.partition("(")
     try:
-        reader = _LiteralReader(text)
-        name = reader.take("name")
-        reader.take_sign("(")
-        arguments = dict(reader.pairs(")", "=", "name"))
+        reader = _LiteralReader(arguments)
+        given = dict(reader.arguments())
         reader.take_end()
-        return name, msgspec.json.encode(arguments).decode()
-    except (_NoCall, OverflowError, ValueError):
+        return name, msgspec.json.encode(given).decode()
+    except (_NoCall, ValueError):
         return None
 
 
@@ -119,7 +123,7 @@ class _NoCall(Exception):
 
 
 class _LiteralReader:
-    """Reads the literals of one call."""
+    """Reads the literals of one call, from behind its opening bracket."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -142,14 +146,28 @@ class _LiteralReader:
         if self._next is not None or self._text[self._at :].strip():
             raise _NoCall
 
-    def pairs(self, end: str, between: str, key_kind: str) -> Iterator[tuple[str, object]]:
-        """Yields keys and values up to ``end``."""
-        while not self._took(end):
-            key = self.take(key_kind)
-            self.take_sign(between)
-            yield (key if key_kind == "name" else _string(key)), self._value()
+    def arguments(self) -> Iterator[tuple[str, object]]:
+        """Yields names and values up to the closing bracket."""
+        while not self._took(")"):
+            if self._took("**"):
+                self.take_sign("{")
+                yield from self._pairs()
+            else:
+                name = self.take("name")
+                self.take_sign("=")
+                yield name, self._value()
             if not self._took(","):
-                self.take_sign(end)
+                self.take_sign(")")
+                return
+
+    def _pairs(self) -> Iterator[tuple[str, object]]:
+        """Yields the keys and values of a dictionary, behind its opening bracket."""
+        while not self._took("}"):
+            key = _string(self.take("string"))
+            self.take_sign(":")
+            yield key, self._value()
+            if not self._took(","):
+                self.take_sign("}")
                 return
 
     def _value(self) -> object:
@@ -165,7 +183,7 @@ class _LiteralReader:
                 raise _NoCall
             return _WORDS[word]
         if self._took("{"):
-            return dict(self.pairs("}", ":", "string"))
+            return dict(self._pairs())
         self.take_sign("[")
         return list(self._items())
 
@@ -199,7 +217,13 @@ def _unescaped(escape: str) -> str:
     return _ESCAPED.get(escape, escape if escape in "\"'\\/" else "\\" + escape)
 
 
-def _number(text: str) -> float | int:
-    if len(text) > 64:
+def _number(text: str) -> object:
+    """Returns a number as it is written, if JSON has it so: no digit of it is lost."""
+    if _JSON_NUMBER.fullmatch(text):
+        return msgspec.Raw(text.encode())
+    if len(text) > MAX_NUMBER:
         raise _NoCall
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+    value = float(text)
+    if not math.isfinite(value):
+        raise _NoCall
+    return value

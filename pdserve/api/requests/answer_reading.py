@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.reasoning import ReasoningParser
+from pdserve.api.message.reasoning_tokens import ReasoningTokens
 from pdserve.api.requests.openai_request import ChatRequest, GenerationRequest
 from pdserve.api.requests.tools import NO_TOOLS, ToolUse, tool_use
 from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.errors import InvalidRequest
-
-_NOT_JSON = (ToolFormat.QWEN_XML, ToolFormat.PYTHONIC, ToolFormat.GEMMA)
-"""The formats whose arguments are not JSON, so that no grammar has them with their schema. Forced calls are JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,13 @@ class AnswerReading:
             return None
         return MessageParser(reasoning, calls, show_reasoning=self.show_reasoning, tells_calls=not tools.named)
 
+    def reasoning_tokens(self, prompt_ending: str, token_bytes: Callable[[int], bytes]) -> ReasoningTokens | None:
+        """Returns a new count of the tokens with which one answer thinks; None if none of them does."""
+        markers = self.formats.reasoning_markers
+        if markers is None:
+            return None
+        return ReasoningTokens(markers, self.formats.reasoning_start(prompt_ending), token_bytes)
+
 
 def answer_reading(request: GenerationRequest, formats: MessageFormats, *, structured: bool = False) -> AnswerReading:
     """Returns how answers of a model that writes ``formats`` are read. Raises InvalidRequest.
@@ -53,8 +59,6 @@ def answer_reading(request: GenerationRequest, formats: MessageFormats, *, struc
     tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
     if not tools.callable:
         formats = replace(formats, calls=ToolFormat.NONE)
-    elif tools.forced and formats.calls in _NOT_JSON:
-        formats = replace(formats, calls=ToolFormat.HERMES)
     elif tools.forced and formats.calls is ToolFormat.NONE:
         raise InvalidRequest(
             "this server reads no tool calls: 'tool_choice' can only be 'none' or 'auto'", param="tool_choice"

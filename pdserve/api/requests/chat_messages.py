@@ -31,6 +31,12 @@ def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def last_answer(request: ChatRequest) -> str:
+    """Returns the text of the last message if the model has written it, and nothing otherwise."""
+    last = plain_messages(request.messages[-1:])[0]
+    return str(last["content"]) if last["role"] == "assistant" else ""
+
+
 def unread_part_fields(messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """Returns the names of the fields that parts of contents have beside their text, each once."""
     contents = (message.get("content") for message in messages)

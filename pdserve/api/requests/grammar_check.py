@@ -3,6 +3,8 @@
 The process starts with the first grammar. One that takes too long, or that a grammar has ended, is replaced by the
 next. Outcomes are kept by content, refusals too, so that a client who sends the same schema with every request waits
 for it once. Requests that come with the same schema at a time wait for one trial.
+
+One grammar is tried at a time. Clients take turns, so that one with many slow grammars delays another's by one trial.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from pathlib import Path
 import msgspec
 
 from pdserve.api.outcome import shutting_down
+from pdserve.api.requests.client_turns import ClientTurns
 from pdserve.config import GrammarConfig
-from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from pdserve.errors import DeadlineExceeded, InvalidRequest, TooManyRequests, Unavailable
 from pdserve.process import AnsweringProcess, ChildDied, python_program
 from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial, TriedGrammar
 
 START_S = 60.0
 """The process has this long to start and to read the vocabulary."""
-MAX_WAITING = 64
+MAX_WAITING = 128
 """This many grammars may wait to be tried before others get 503. Any number of requests may wait for one of them."""
+MAX_OF_CLIENT = 32
+"""This many of them may wait for one client before its others get 429."""
 STOP_S = 0.1
 RETRY_AFTER_S = 1
 
@@ -51,7 +56,7 @@ class WantedGrammar:
 class _Trying:
     """The trial of a grammar for which requests wait."""
 
-    task: asyncio.Task[TriedGrammar | None]
+    outcome: asyncio.Future[TriedGrammar | None]
     """Its result is None if the trial takes too long."""
     requests: int = 0
     begun: bool = False
@@ -72,17 +77,21 @@ class GrammarCheck:
         self._config = config
         self._outcomes: OrderedDict[GrammarTrial, TriedGrammar] = OrderedDict()
         self._trying: dict[GrammarTrial, _Trying] = {}
-        self._turn = asyncio.Lock()
+        """The trial under way, and those that wait for their turn."""
+        self._turns: ClientTurns[GrammarTrial] = ClientTurns()
+        self._trials: asyncio.Task[None] | None = None
+        """Makes the trials, while any is left."""
         self._closed = False
         # The kernel ends a child with the thread that started it, so one thread does everything with it.
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: AnsweringProcess | None = None
         """Only the thread uses it, but for its end."""
 
-    async def compiled(self, wanted: WantedGrammar, timeout_s: float) -> Grammar:
-        """Returns the grammar as engines get it.
+    async def compiled(self, wanted: WantedGrammar, timeout_s: float, client: bytes = b"") -> Grammar:
+        """Returns the grammar as engines get it. ``client`` is whose turn it is tried in.
 
-        Raises InvalidRequest if it does not compile in time, Unavailable if too many wait, and DeadlineExceeded.
+        Raises InvalidRequest if it does not compile in time, TooManyRequests if too many of the client's wait,
+        Unavailable if too many of all clients wait, and DeadlineExceeded.
         """
         size = len(wanted.trial.grammar.text.encode())
         if size > self._config.max_bytes:
@@ -93,7 +102,7 @@ class GrammarCheck:
             )
         tried = self._outcomes.get(wanted.trial)
         if tried is None:
-            tried = await self._tried(wanted, timeout_s)
+            tried = await self._tried(wanted, timeout_s, client)
         else:
             self._outcomes.move_to_end(wanted.trial)
         if tried.refusal:
@@ -106,8 +115,10 @@ class GrammarCheck:
     def close(self) -> None:
         """Tries no more grammars, and ends the process, whatever it is at work on, without waiting for it."""
         self._closed = True
+        if self._trials is not None:
+            self._trials.cancel()
         for trying in self._trying.values():
-            trying.task.cancel()
+            trying.outcome.cancel()
         if self._process is not None:
             # The thread may do the same just now.
             with contextlib.suppress(OSError):
@@ -115,16 +126,16 @@ class GrammarCheck:
         self._thread.submit(self._end_process)
         self._thread.shutdown(wait=False)
 
-    async def _tried(self, wanted: WantedGrammar, timeout_s: float) -> TriedGrammar:
+    async def _tried(self, wanted: WantedGrammar, timeout_s: float, client: bytes) -> TriedGrammar:
         """Returns the outcome of the trial that all requests with this grammar share.
 
         A trial that has begun goes on without them, because its outcome is kept. Any other ends with the last of them.
         """
-        trying = self._trying.get(wanted.trial) or self._begin(wanted.trial)
+        trying = self._joined(wanted.trial, client)
         trying.requests += 1
         try:
             async with asyncio.timeout(timeout_s):
-                tried = await asyncio.shield(trying.task)
+                tried = await asyncio.shield(trying.outcome)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the request's deadline passed before its grammar was compiled", code="deadline_exceeded"
@@ -132,7 +143,7 @@ class GrammarCheck:
         finally:
             trying.requests -= 1
             if not (trying.requests or trying.begun):
-                trying.task.cancel()
+                self._turns.discard(wanted.trial)
                 self._trying.pop(wanted.trial, None)
         if tried is None:
             # A busy machine may be at fault, so this is not kept.
@@ -143,26 +154,57 @@ class GrammarCheck:
             )
         return tried
 
-    def _begin(self, trial: GrammarTrial) -> _Trying:
-        if len(self._trying) >= MAX_WAITING:
-            raise Unavailable("too many grammars wait to be compiled", code="overloaded", retry_after_s=RETRY_AFTER_S)
-        trying = self._trying[trial] = _Trying(asyncio.create_task(self._try(trial), name="grammar"))
-        trying.task.add_done_callback(_look_at)
+    def _joined(self, trial: GrammarTrial, client: bytes) -> _Trying:
+        """Returns the trial of a grammar, which gets its turn when this client has one, or another that waits for it.
+
+        Raises TooManyRequests or Unavailable.
+        """
+        if self._closed:
+            raise shutting_down()
+        trying = self._trying.get(trial)
+        if trying is None:
+            if self._turns.count(client) >= MAX_OF_CLIENT:
+                raise TooManyRequests(
+                    f"{MAX_OF_CLIENT} new grammars of this client wait to be compiled",
+                    code="rate_limit_exceeded",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            if len(self._trying) >= MAX_WAITING:
+                raise Unavailable(
+                    "too many grammars wait to be compiled", code="overloaded", retry_after_s=RETRY_AFTER_S
+                )
+            trying = self._trying[trial] = _Trying(asyncio.get_running_loop().create_future())
+            trying.outcome.add_done_callback(_look_at)
+        if not trying.begun:
+            self._turns.add(client, trial)
+        if self._trials is None:
+            self._trials = asyncio.create_task(self._make_trials(), name="grammars")
         return trying
 
-    async def _try(self, trial: GrammarTrial) -> TriedGrammar | None:
-        """Returns the outcome of a trial, and keeps it; None if it takes too long. Raises Unavailable."""
-        async with self._turn:
-            self._trying[trial].begun = True
-            try:
-                tried = await asyncio.wrap_future(self._thread.submit(self._ask, trial))
-            finally:
-                del self._trying[trial]
-        if tried is not None:
-            self._outcomes[trial] = tried
-            if len(self._outcomes) > self._config.cached:
-                self._outcomes.popitem(last=False)
-        return tried
+    async def _make_trials(self) -> None:
+        try:
+            while (trial := self._turns.take()) is not None:
+                trying = self._trying[trial]
+                trying.begun = True
+                try:
+                    tried = await asyncio.wrap_future(self._thread.submit(self._ask, trial))
+                except Exception as exc:
+                    # Whatever it is, it belongs to the requests that wait for this trial.
+                    trying.outcome.set_exception(exc)
+                else:
+                    self._keep(trial, tried)
+                    trying.outcome.set_result(tried)
+                finally:
+                    del self._trying[trial]
+        finally:
+            self._trials = None
+
+    def _keep(self, trial: GrammarTrial, tried: TriedGrammar | None) -> None:
+        if tried is None:
+            return
+        self._outcomes[trial] = tried
+        if len(self._outcomes) > self._config.cached:
+            self._outcomes.popitem(last=False)
 
     def _ask(self, trial: GrammarTrial) -> TriedGrammar | None:
         """Returns the outcome of a trial; None if it takes too long. Raises Unavailable; blocks."""
@@ -201,7 +243,7 @@ class GrammarCheck:
             self._process = None
 
 
-def _look_at(task: asyncio.Task[TriedGrammar | None]) -> None:
+def _look_at(outcome: asyncio.Future[TriedGrammar | None]) -> None:
     """Takes note of an error for which no request waits any more, so that asyncio does not report it as lost."""
-    if not task.cancelled():
-        task.exception()
+    if not outcome.cancelled():
+        outcome.exception()

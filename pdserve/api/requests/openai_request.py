@@ -101,7 +101,8 @@ class StreamOptions(msgspec.Struct):
 class GenerationRequest(StructuredFields, kw_only=True):
     """The fields that chat and text completions share. ``None`` is OpenAI's ``null``, the same as no field."""
 
-    model: str
+    model: str | None = None
+    """It may be missing, as there is one model here. A proxy asks for it where its cluster has several."""
     max_tokens: Positive | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -232,6 +233,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """How much the model is to think. It has an effect where the chat template knows such a choice."""
     include_reasoning: bool | None = None
     """Whether the answer shows what the model thinks. It does if missing."""
+    echo: bool | None = None
+    """Whether the answer begins with the last message, if that has the answer's role."""
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -294,6 +297,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+
+
+class TokenizerInfoRequest(msgspec.Struct, kw_only=True):
+    """The body of ``POST /tokenizer_info``, or the query of ``GET /tokenizer_info``."""
+
+    model: str | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

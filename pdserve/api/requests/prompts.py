@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from pdserve.api.requests.chat_messages import render_chat
+from pdserve.api.requests.chat_messages import last_answer, render_chat
 from pdserve.api.requests.openai_request import (
     MAX_CHOICES,
     MAX_ITEMS,
@@ -51,7 +51,9 @@ class ModelLimits:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
             raise InvalidRequest(
-                f"token id {wrong} is out of vocabulary: the model has ids from 0 to {self.vocab_size - 1}", param=param
+                f"token id {wrong} is out of vocabulary: the model has {self.vocab_size} ids, from 0 to "
+                f"{self.vocab_size - 1}",
+                param=param,
             )
         return list(token_ids)
 
@@ -137,7 +139,22 @@ def chat_prompts(
     special, cut = bool(request.add_special_tokens), request.truncate_prompt_tokens is not None
     token_ids = limits.encode(text, tokenizer, "messages", add_special_tokens=special, cut=cut)
     fitted, max_tokens = limits.fit(token_ids, request, "messages")
-    return [Prompt(fitted, max_tokens, ending=text[-ENDING_CHARS:])]
+    return [Prompt(fitted, max_tokens, _echoed_answer(request, text), ending=text[-ENDING_CHARS:])]
+
+
+def _echoed_answer(request: ChatRequest, text: str) -> str:
+    """Returns what is shown before the answer to a chat, which the template has rendered as ``text``.
+
+    Raises InvalidRequest where it may be longer than the prompt: every choice repeats it.
+    """
+    if not request.echo:
+        return ""
+    if request.truncate_prompt_tokens is not None:
+        raise InvalidRequest("'echo' of a chat excludes 'truncate_prompt_tokens'", param="echo")
+    echoed = last_answer(request)
+    if len(echoed) > len(text):
+        raise InvalidRequest("the model's chat template does not show the last message to echo", param="echo")
+    return echoed
 
 
 def completion_prompts(

@@ -16,7 +16,7 @@ from pdserve.api.requests.openai_request import GenerationRequest
 from pdserve.api.requests.prompts import Prompt
 from pdserve.errors import InvalidRequest, Unauthorized
 from pdserve.wire.journal import Journal, JournaledChoice, JournalError, digest, parse
-from pdserve.wire.ticket import Resume
+from pdserve.wire.ticket import Resume, Storing
 
 
 def split_body(data: bytes, resume: Resume) -> tuple[bytes, bytes]:
@@ -26,6 +26,19 @@ def split_body(data: bytes, resume: Resume) -> tuple[bytes, bytes]:
     if end < 0 or not compare_digest(digest(entries), resume.digest):
         raise Unauthorized("the proxy's ticket is for another journal than the request has", code="bad_ticket")
     return data[:end], entries
+
+
+def split_history(data: bytes, storing: Storing | None) -> tuple[bytes, bytes | None]:
+    """Returns the client's body and the items of earlier responses behind it; None if no proxy stores any.
+
+    Raises Unauthorized if there are fewer bytes than the ticket says.
+    """
+    if storing is None:
+        return data, None
+    end = len(data) - storing.history_bytes
+    if end < 0:
+        raise Unauthorized("the proxy's ticket announces more items than the request has", code="bad_ticket")
+    return data[:end], data[end:]
 
 
 def read_journal(entries: bytes, request: GenerationRequest, prompts: Sequence[Prompt], vocab_size: int) -> Journal:

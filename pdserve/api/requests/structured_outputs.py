@@ -7,7 +7,7 @@ together out of several parts is left as it is, because no part of it knows the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -85,18 +85,18 @@ def wanted_grammar(request: StructuredFields) -> WantedGrammar | None:
     """Returns the grammar that a request asks for, or None. Raises InvalidRequest if it asks for several."""
     wanted = [*_of_response_format(request.response_format), *_of_structured_outputs(request.structured_outputs)]
     for param, schema in (("guided_json", request.guided_json), ("json_schema", request.json_schema)):
-        if schema:
+        if schema is not None and (schema != "" or param == "guided_json"):
             wanted.append(_of_schema(schema, param))
-    for param, pattern in (("guided_regex", request.guided_regex), ("regex", request.regex)):
-        if pattern:
-            wanted.append(_wanted(GrammarKind.REGEX, pattern, param))
-    for param, text in (
-        ("guided_grammar", request.guided_grammar),
-        ("ebnf", request.ebnf),
-        ("grammar", request.grammar),
-    ):
+    if request.guided_regex is not None:
+        wanted.append(_of_text(GrammarKind.REGEX, request.guided_regex, "guided_regex"))
+    if request.guided_grammar is not None:
+        wanted.append(_of_text(GrammarKind.LARK, request.guided_grammar, "guided_grammar"))
+    # Clients of SGLang and llama.cpp leave these fields empty where they ask for nothing.
+    if request.regex:
+        wanted.append(_of_text(GrammarKind.REGEX, request.regex, "regex"))
+    for param, text in (("ebnf", request.ebnf), ("grammar", request.grammar)):
         if text:
-            wanted.append(_wanted(GrammarKind.LARK, text, param, ebnf=True))
+            wanted.append(_of_text(GrammarKind.LARK, text, param))
     if request.guided_choice:
         wanted.append(_of_choices(request.guided_choice, "guided_choice"))
     if len(wanted) > 1:
@@ -145,12 +145,18 @@ def _of_structured_outputs(asked: StructuredOutputs | None) -> Iterator[WantedGr
         yield _of_schema(asked.json, "structured_outputs.json", compact=compact)
     if asked.json_object:
         yield _any_object("structured_outputs.json_object", compact=compact)
-    if asked.regex:
-        yield _wanted(GrammarKind.REGEX, asked.regex, "structured_outputs.regex")
+    if asked.regex is not None:
+        yield _of_text(GrammarKind.REGEX, asked.regex, "structured_outputs.regex")
     if asked.choice:
         yield _of_choices(asked.choice, "structured_outputs.choice")
-    if asked.grammar:
-        yield _wanted(GrammarKind.LARK, asked.grammar, "structured_outputs.grammar", ebnf=True)
+    if asked.grammar is not None:
+        yield _of_text(GrammarKind.LARK, asked.grammar, "structured_outputs.grammar")
+
+
+def _of_text(kind: GrammarKind, text: str, param: str) -> WantedGrammar:
+    if not text:
+        raise InvalidRequest(f"{param!r} is empty, and no answer could follow it", param=param)
+    return _wanted(kind, text, param, ebnf=kind is GrammarKind.LARK)
 
 
 def _wanted(kind: GrammarKind, text: str, param: str, *, ebnf: bool = False) -> WantedGrammar:
@@ -169,8 +175,13 @@ def _any_object(param: str, *, compact: bool = False) -> WantedGrammar:
 
 def _of_choices(choices: Choices, param: str) -> WantedGrammar:
     """Returns a grammar of one terminal, which takes thousands of choices where a rule would take hundreds."""
-    terminal = " | ".join(msgspec.json.encode(choice).decode() for choice in choices)
+    terminal = " | ".join(_quoted(choice) for choice in choices)
     return _wanted(GrammarKind.LARK, f"start: CHOICE\nCHOICE: {terminal}\n", param)
+
+
+def _quoted(choice: str) -> str:
+    """Returns the text as Lark reads it: like JSON, but a delete character has to be escaped."""
+    return msgspec.json.encode(choice).decode().replace("\x7f", "\\u007f")
 
 
 def _of_schema(asked: Schema, param: str, *, lenient: bool = False, compact: bool = False) -> WantedGrammar:
@@ -182,7 +193,7 @@ def _of_schema(asked: Schema, param: str, *, lenient: bool = False, compact: boo
         if not isinstance(decoded, dict):
             raise InvalidRequest(f"{param!r} is no JSON Schema: it takes an object", param=param)
         asked = decoded
-    subschemas = list(_objects(asked, param))
+    subschemas = check_depth(asked, param)
     closes = not any("allOf" in one or ("properties" in one and _JOINING & one.keys()) for one in subschemas)
     schema = _closed(asked) if closes else dict(asked)
     # A client's own options of the compiler have no place here.
@@ -196,18 +207,20 @@ def _of_schema(asked: Schema, param: str, *, lenient: bool = False, compact: boo
     return _wanted(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode(), param)
 
 
-def _objects(schema: dict[str, Any], param: str) -> Iterator[dict[str, Any]]:
-    """Yields all objects of a schema. Raises InvalidRequest if it is nested too deeply."""
+def check_depth(schema: Mapping[str, Any], param: str) -> list[Mapping[str, Any]]:
+    """Returns all objects of a schema. Raises InvalidRequest if it is nested too deeply."""
+    objects: list[Mapping[str, Any]] = []
     waiting: list[tuple[Any, int]] = [(schema, 1)]
     while waiting:
         value, depth = waiting.pop()
         if depth > MAX_DEPTH:
             raise InvalidRequest(f"{param!r} is nested too deeply: at most {MAX_DEPTH} levels are allowed", param=param)
-        if isinstance(value, dict):
-            yield value
+        if isinstance(value, Mapping):
+            objects.append(value)
             waiting += [(inner, depth + 1) for inner in value.values()]
         elif isinstance(value, list):
             waiting += [(inner, depth + 1) for inner in value]
+    return objects
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pdserve.api.answers.detokenizer import (
     byte_level_bytes,
     piece_bytes,
 )
+from pdserve.api.answers.openai_response import AddedToken, TokenizerInfo
 from pdserve.errors import InvalidRequest, ModelError
 from pdserve.models.checkpoint.gguf_file import is_gguf
 
@@ -65,6 +66,30 @@ class Tokenizer:
     def chat_template(self) -> str:
         """The text of the chat template; empty if there is none."""
         return self._dates.template
+
+    def info(self, max_model_len: int) -> TokenizerInfo:
+        """Returns what clients may know of the tokeniser of a model with contexts of ``max_model_len`` tokens."""
+        named = (self._chat.bos_token, self._chat.eos_token, self._chat.pad_token, self._chat.unk_token)
+        bos, eos, pad, unk = (None if token is None else str(token) for token in named)
+        added = sorted(self._backend.get_added_tokens_decoder().items())
+        return TokenizerInfo(
+            tokenizer_class="PreTrainedTokenizerFast",
+            model_max_length=max_model_len,
+            bos_token=bos,
+            eos_token=eos,
+            pad_token=pad,
+            unk_token=unk,
+            additional_special_tokens=[
+                token.content for _, token in added if token.special and token.content not in {bos, eos, pad, unk}
+            ],
+            added_tokens_decoder={
+                str(token_id): AddedToken(
+                    token.content, token.lstrip, token.normalized, token.rstrip, token.single_word, token.special
+                )
+                for token_id, token in added
+            },
+            chat_template=self._chat.get_chat_template() if self.has_chat_template else None,
+        )
 
     def encode(
         self, text: str, *, add_special_tokens: bool, check: Callable[[int], None] = lambda _: None

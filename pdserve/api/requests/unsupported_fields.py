@@ -23,7 +23,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "early_stopping": (False,),
-    "echo": (False,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "function_call": ("none", "auto"),

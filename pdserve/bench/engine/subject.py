@@ -13,6 +13,7 @@ from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.kept_blocks import keeps_blocks
 from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
 from pdserve_kernels.contract import Kernels
 from pdserve_kernels.kv_layout import KvLayout
@@ -96,6 +97,7 @@ def open_subject(
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
     backend = open_backend(choose_device(model.device), cpu_kernels)
+    kept = keeps_blocks(folder, model, kernels=backend.block_kernels is not None)
     runner = ModelRunner(
         folder,
         config,
@@ -105,6 +107,7 @@ def open_subject(
         steps.longest,
         backend.kernels,
         backend.device,
+        block_kernels=backend.block_kernels if kept else None,
     )
     # Memory that was never written is one shared page of zeros, and reading it is faster than reading a cache in use.
     runner.kv_cache.fill_(0.01)

@@ -20,7 +20,7 @@ import torch
 
 from pdserve.bench.transfer.messages import Assignment, Serving, TransferSetup
 from pdserve.config import Switch
-from pdserve.engine.kv_connector.return_offers import OFFERS_PER_S
+from pdserve.engine.kv_connector.return_offers import RETURNS_PER_S
 from pdserve.engine.kv_connector.transfer_memory import region_of, transport_for
 from pdserve.errors import BenchError
 from pdserve.wire.ids import TransferId, new_id
@@ -223,7 +223,7 @@ class OfferingEngine:
         """
         self._answer()
         if now >= self._next_at:
-            self._next_at = now + 1 / OFFERS_PER_S
+            self._next_at = now + 1 / RETURNS_PER_S
             self.offer()
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from pdserve.bench.transfer.moves import Moves
 from pdserve.bench.transfer.returning_steps import ReturnTimes
 from pdserve.bench.transfer.yardsticks import NixlRate
 from pdserve.config import Switch
-from pdserve.engine.kv_connector.return_offers import OFFERS_PER_S
+from pdserve.engine.kv_connector.return_offers import RETURNS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def return_row(model: str, batch: int, times: ReturnTimes) -> Row:
         Figure("CPU alone", statistics.median(cost.cpu_s for cost in alone) * 1e3, Unit.MS, Better.LOWER),
         Figure("CPU returning : alone", times.cpu_ratio, Unit.RATIO, Better.LOWER),
         Figure("CPU of a return", times.return_cpu_s * 1e3, Unit.MS, Better.LOWER),
-        Figure("all returns' share of a core", times.return_cpu_s * OFFERS_PER_S, Unit.RATIO, Better.LOWER),
+        Figure("all returns' share of a core", times.return_cpu_s * RETURNS_PER_S, Unit.RATIO, Better.LOWER),
     )
     return Row("decode step while blocks return", {"model": model, "batch": batch}, figures)
 

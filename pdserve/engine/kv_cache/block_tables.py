@@ -78,6 +78,10 @@ class BlockTables:
         """Returns how many blocks a request's known tokens need beside those that it has or has found."""
         return self._pool.blocks_for(len(request.token_ids)) - len(request.block_table) - len(found)
 
+    def missing_for(self, request: Request, tokens: int) -> int:
+        """Returns how many blocks a request needs for its first ``tokens`` tokens beside those that it has."""
+        return max(0, self._pool.blocks_for(tokens) - len(request.block_table))
+
     def free_beside(self, found: Sequence[int]) -> int:
         """Returns how many blocks could be taken after those found were shared."""
         return self._pool.free_beside(found)

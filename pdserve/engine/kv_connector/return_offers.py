@@ -9,10 +9,14 @@ from pdserve.wire.transfer import MAX_HASHES
 
 OFFER_S = 0.25
 """Offers are made so often, and at the end of each request."""
-OFFERS_PER_S = 6
-"""Of many streams, each is offered less often: an offer costs each node a transfer, some 3 ms of CPU time, and all of
-them together are to take less than 2 % of a core. Requests that end come first, because nothing is offered of them
+RETURNS_PER_S = 6
+"""Where there are many streams, each is offered less often: a transfer costs each node some 3 ms of CPU time, and all
+of them together are to take less than 2 % of a core. Requests that end come first, because nothing is offered of them
 later."""
+ALONE = 4
+"""So many texts may come in transfers of their own, when they are offered together (``returning_connector``)."""
+TEXT_SHARE = 0.1
+"""What each text costs at most that is offered with others, its offer included, as a part of what a transfer costs."""
 MAX_AHEAD_S = 2.0
 """Where more requests end than offers may be made, those beyond this are not offered."""
 BLOCKS_FOR_ONE = 256
@@ -40,13 +44,13 @@ class ReturnOffers:
         if now < self._next_at:
             return
         made = sum(self._offer(work.request, BLOCKS_FOR_ONE) for work in plan.work)
-        self._next_at = now + max(OFFER_S, made / OFFERS_PER_S)
+        self._next_at = now + max(OFFER_S, together(made) / RETURNS_PER_S)
 
     def ended(self, request: Request) -> None:
         """Offers what has become full since the last time. The request still has its blocks."""
         if self._ends_at - self._now < MAX_AHEAD_S and self._offer(request, 0):
-            self._ends_at = max(self._ends_at, self._now) + 1 / OFFERS_PER_S
-            self._next_at = max(self._next_at, self._now) + 1 / OFFERS_PER_S
+            self._ends_at = max(self._ends_at, self._now) + 1 / RETURNS_PER_S
+            self._next_at = max(self._next_at, self._now) + 1 / RETURNS_PER_S
 
     def _offer(self, request: Request, blocks_for_one: int) -> bool:
         """Returns whether the request had something to offer."""
@@ -60,3 +64,8 @@ class ReturnOffers:
         request.offered_blocks = full
         self._transfers.offer(target, tuple(request.block_hashes[:full]), request.request_id)
         return True
+
+
+def together(texts: int) -> float:
+    """Returns how many transfers of one text cost as much as those of so many texts that are offered together."""
+    return min(texts, ALONE + TEXT_SHARE * texts)

@@ -11,11 +11,15 @@ from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.ids import TransferId, new_id
-from pdserve_kvtransfer.events import BlocksOffered, CachedFetchOrder, FetchEnd, FetchFailed
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import MAX_HASHES
+from pdserve_kvtransfer.events import BlocksOffered, CachedFetchOrder, FetchEnd, FetchFailed, FetchLanded
 
 log = logging.getLogger(__name__)
 
 MAX_FETCHES = 4
+MAX_TEXTS = 16
+"""The texts of one fetch. Each fetch costs both nodes the time of a transfer, however little it brings."""
 MAX_WAITING = 256
 """The offers that wait for a fetch."""
 POOL_SHARE = 8
@@ -33,14 +37,21 @@ class ReturnStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Return:
-    """A fetch under way. The first blocks of ``table`` were here; those of ``hashes`` are to come behind them."""
+class _Text:
+    """One text of a fetch. The first blocks of ``table`` were here; those of ``hashes`` are to come behind them."""
 
     offer: BlocksOffered
     table: list[int]
     hashes: tuple[bytes, ...]
     whole: bool
     """Whether these are all that was missing of the offer."""
+    begun: int
+    """What ``_Waiting.begun`` was."""
+
+    @property
+    def new_blocks(self) -> list[int]:
+        """The blocks for ``hashes``."""
+        return self.table[len(self.table) - len(self.hashes) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,7 @@ class ReturningConnector:
 
     A block that has landed rests in the prefix cache like one that was computed here. A fetch that fails is not
     repeated: the next offer of the same text names its blocks too. Of offers that continue each other, only the
-    latest waits.
+    latest waits. One fetch brings several texts of one engine, one behind the other.
     """
 
     def __init__(
@@ -77,7 +88,7 @@ class ReturningConnector:
         self._finish_writes = finish_writes
         self._waiting: list[_Waiting] = []
         """The offers in the order of their texts' first ones."""
-        self._fetches: dict[TransferId, _Return] = {}
+        self._fetches: dict[TransferId, list[_Text]] = {}
         self._cancelled: set[TransferId] = set()
         self._blocks_returned = 0
         self._offers_dropped = 0
@@ -117,78 +128,107 @@ class ReturningConnector:
             return
         if not self._waiting or not self._blocks_left or scheduler.copies_are_pending:
             return
-        coming = {fetch.hashes[0] for fetch in self._fetches.values()}
+        coming = {text.hashes[0] for texts in self._fetches.values() for text in texts}
+        blocks_left, fetches_left = self._blocks_left, MAX_FETCHES - len(self._fetches)
+        batches: dict[PrefillTarget, list[_Text]] = {}
         for waiting in list(self._waiting):
-            if not self._blocks_left:
+            holder = waiting.offer.holder
+            batch = batches.get(holder, [])
+            if blocks_left <= 0:
                 break
-            if waiting.missing not in coming:
-                self._fetch(waiting, scheduler.blocks_wanted, coming)
+            if waiting.missing in coming or len(batch) >= MAX_TEXTS or (not batch and len(batches) == fetches_left):
+                continue
+            # One message names all blocks of a fetch.
+            most = min(blocks_left, MAX_HASHES - sum(len(text.hashes) for text in batch))
+            text = self._reserve(waiting, most, scheduler.blocks_wanted, coming) if most > 0 else None
+            if text is not None:
+                batches[holder] = [*batch, text]
+                blocks_left -= len(text.hashes)
+        for holder, texts in batches.items():
+            self._fetch(holder, texts)
 
     @property
     def _blocks_left(self) -> int:
         """The number of blocks that may be fetched beside those under way."""
         if len(self._fetches) >= MAX_FETCHES:
             return 0
-        taken = sum(len(fetch.hashes) for fetch in self._fetches.values())
+        taken = sum(len(text.hashes) for texts in self._fetches.values() for text in texts)
         return max(1, self._blocks.num_blocks // POOL_SHARE) - taken
 
-    def _fetch(self, waiting: _Waiting, reserved: int, coming: set[bytes]) -> None:
+    def _reserve(self, waiting: _Waiting, blocks_left: int, reserved: int, coming: set[bytes]) -> _Text | None:
+        """Returns what can be fetched now of an offer that waits, with blocks for it; None if that is nothing."""
         offer = waiting.offer
         found = self._match(offer)
         lacked = offer.hashes[len(found) :]
         if lacked and lacked[0] in coming:
             # What was missing first is here by now, and another offer's fetch brings what comes next.
             self._waiting[self._waiting.index(waiting)] = replace(waiting, missing=lacked[0])
-            return
+            return None
         self._waiting.remove(waiting)
         if not lacked:
-            return
-        room = min(self._blocks.free_beside(found) - reserved, self._blocks_left)
+            return None
+        room = min(self._blocks.free_beside(found) - reserved, blocks_left)
         hashes = lacked[: max(0, room)]
         if not hashes or len(found) < waiting.begun:
             self._offers_dropped += 1
-            return
+            return None
         table: list[int] = []
         self._blocks.share(table, found)
         self._blocks.grow(table, (len(found) + len(hashes)) * self._blocks.block_size)
-        transfer = TransferId(new_id(), 0, self._boot_id)
-        self._fetches[transfer] = _Return(offer, table, hashes, len(hashes) == len(lacked))
         coming.add(hashes[0])
-        log.debug(
-            "request_id=%s transfer=%s holder=%s blocks=%d returned after %d",
-            offer.request_id or "-",
-            transfer,
-            offer.holder.name,
-            len(hashes),
-            len(found),
-        )
+        return _Text(offer, table, hashes, len(hashes) == len(lacked), waiting.begun)
+
+    def _fetch(self, holder: PrefillTarget, texts: list[_Text]) -> None:
+        transfer = TransferId(new_id(), 0, self._boot_id)
+        self._fetches[transfer] = texts
+        for text in texts:
+            log.debug(
+                "request_id=%s transfer=%s holder=%s blocks=%d returned after %d",
+                text.offer.request_id or "-",
+                transfer,
+                holder.name,
+                len(text.hashes),
+                len(text.table) - len(text.hashes),
+            )
         self._finish_writes()
         self._transfers.fetch(
             CachedFetchOrder(
                 transfer_id=transfer,
-                target=offer.holder,
-                hashes=hashes,
-                block_ids=tuple(table[len(found) :]),
+                target=holder,
+                hashes=tuple(block_hash for text in texts for block_hash in text.hashes),
+                block_ids=tuple(block for text in texts for block in text.new_blocks),
                 deadline_s=TIMEOUT_S,
-                request_id=offer.request_id,
+                request_id=texts[0].offer.request_id,
             )
         )
 
     def on_event(self, event: FetchEnd) -> None:
         """Lets the blocks of a fetch rest in the prefix cache that ended with this event, as many as have landed."""
-        fetch = self._fetches.pop(event.transfer_id)
+        texts = self._fetches.pop(event.transfer_id)
         self._cancelled.discard(event.transfer_id)
         self._blocks.quarantine(event.quarantined)
         if isinstance(event, FetchFailed):
             log.debug("transfer=%s failed (%s): %s", event.transfer_id, event.kind.value, event.reason)
-        first = len(fetch.table) - len(fetch.hashes)
-        end = first + event.landed
-        for block, block_hash in zip(fetch.table[first:end], fetch.hashes, strict=False):
-            self._blocks.remember(block, block_hash)
+        whole = self._rest(texts, event.landed)
+        again = [(text.offer, len(text.table)) for text in whole if not text.whole]
+        if isinstance(event, FetchLanded):
+            # The engine has no more of the text behind these. What it has of the others, it was not asked yet.
+            again += [(text.offer, text.begun) for text in texts[len(whole) + 1 :]]
+        for text in texts:
+            self._blocks.free(text.table)
         self._blocks_returned += event.landed
-        self._blocks.free(fetch.table)
-        if event.landed == len(fetch.hashes) and not fetch.whole:
-            self._wait(fetch.offer, end)
+        for offer, begun in again:
+            self._wait(offer, begun)
+
+    def _rest(self, texts: list[_Text], landed: int) -> list[_Text]:
+        """Lets the first ``landed`` blocks of all texts be found. Returns the texts that have landed whole."""
+        for number, text in enumerate(texts):
+            for block, block_hash in zip(text.new_blocks[:landed], text.hashes, strict=False):
+                self._blocks.remember(block, block_hash)
+            landed -= len(text.hashes)
+            if landed < 0:
+                return texts[:number]
+        return texts
 
     def _match(self, offer: BlocksOffered) -> list[int]:
         return list(self._blocks.match(offer.hashes, len(offer.hashes), Match()))

@@ -32,9 +32,9 @@ _RADIX_LATER_SHIFTS = (10, 0)
 _RADIX_LATER_BUCKETS = 2**10
 
 
-def uniform(seed: int, position: int) -> float:
-    """Returns a number in [0, 1), the same on every machine."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+def uniform(seed: int, position: int, *, again: bool = False) -> float:
+    """Returns a number in [0, 1), the same on every machine; for a second draw at one position, another one."""
+    digest = hashlib.blake2b(f"{seed}:{position}{':again' if again else ''}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 

@@ -1,5 +1,7 @@
 """Says which tokens the grammar of one answer lets it go on with.
 
+A *mask* names all of these tokens. To ask about one token takes a tenth of the time, or far less with a large grammar.
+
 The state is a function of the answer's tokens, which are only ever appended to. So it stays right when a request is
 preempted, and is made anew from the tokens where another node goes on with the answer.
 """
@@ -11,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
 
-from pdserve.grammars.compiling import trouble
+from pdserve.grammars.compiling import CompiledGrammar, trouble
 
 TokenBits = npt.NDArray[np.uint8]
 """One bit for each token of the vocabulary, the first in the lowest bit of the first byte."""
@@ -28,22 +29,40 @@ of it. Of an ambiguous grammar, a mask may take a second, in which all other ans
 class GrammarMatcher:
     """The state of one answer's grammar."""
 
-    __slots__ = ("_left_s", "_matcher", "_now", "_num_read", "failure")
+    __slots__ = ("_left_s", "_matcher", "_now", "_num_read", "_num_tokens", "failure")
 
     def __init__(
-        self, compiled: LLMatcher, answer: Sequence[int] = (), now: Callable[[], float] = time.thread_time
+        self, compiled: CompiledGrammar, answer: Sequence[int] = (), now: Callable[[], float] = time.thread_time
     ) -> None:
-        """``compiled`` is a grammar in its first state, and ``answer`` has the tokens that the answer begins with.
+        """``answer`` has the tokens that the answer begins with.
 
         ``now`` is the thread's clock, which stands still while other threads run.
         """
         self._now = now
-        self._matcher = compiled.deep_copy()
+        self._matcher, self._num_tokens = compiled.matcher.deep_copy(), compiled.num_tokens
         self._num_read = 0
         self._left_s = MASKS_S
         self.failure: str | None = None
         """Why the answer cannot go on; None while it can."""
         self._read(answer)
+
+    def allows(self, answer: Sequence[int], token_id: int) -> bool:
+        """Returns whether the token may follow ``answer``. If the answer cannot go on, ``open_bits`` says why.
+
+        Where the grammar leaves one text to write next, ``open_bits`` names only the first of the tokens that the
+        tokenizer would write it with. Any other token that writes some of this text is allowed as well. Where it leaves
+        nothing to write, only ``open_bits`` knows that the answer may end.
+        """
+        began = self._now()
+        self._read(answer)
+        if self.failure is not None or self._left_s < 0 or token_id >= self._num_tokens:
+            return False
+        allowed = self._matcher.validate_tokens([token_id]) == 1
+        self._left_s -= self._now() - began
+        if allowed:
+            # For another token, the mask is made next.
+            self._left_s += MASK_S
+        return allowed
 
     def open_bits(self, answer: Sequence[int], vocab_size: int) -> TokenBits:
         """Returns the tokens that may follow ``answer``. There are none once ``failure`` says why.

@@ -1,7 +1,6 @@
 """Compiles the grammars of new requests in a thread beside the step loop.
 
-A request waits, and others run, until it has its matcher. The thread starts, and reads the vocabulary, with the first
-request that has a grammar.
+A request waits, and others run, until it has its matcher. The thread starts with the first request that has a grammar.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import GrammarRefused, ModelError
-from pdserve.grammars.compiling import compile_grammar, thread_with_deep_stack
+from pdserve.grammars.compiling import CompiledGrammar, compile_grammar, thread_with_deep_stack
 from pdserve.wire.grammar import Grammar
 
 log = logging.getLogger(__name__)
@@ -49,11 +48,18 @@ class GrammarOpener:
 
     def __init__(self, load: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
         """``load`` reads the vocabulary, and ``wake`` is called when ``take`` has something to do; both in a thread."""
-        self._load = load
+        self._compiler = _Compiler(load)
         self._wake = wake
         self._orders: queue.SimpleQueue[_OpeningOrder | None] = queue.SimpleQueue()
         self._opened: deque[_Opened] = deque()
         self._thread: threading.Thread | None = None
+
+    def prepare(self) -> None:
+        """Reads the vocabulary now, in a thread that ends with that, so that no stream stands still for it later.
+
+        Where this fails, the requests that have a grammar are told so.
+        """
+        thread_with_deep_stack(self._compiler.prepare, "vocabulary")
 
     def open(self, parent: Request) -> None:
         """Begins to make matchers for a new request and its children, if they have a grammar."""
@@ -83,10 +89,11 @@ class GrammarOpener:
             self._thread.join(CLOSE_S)
 
     def _serve(self) -> None:
-        compiler = _Compiler(self._load)
         while (order := self._orders.get()) is not None:
+            if all(member.ended for member in order.family):
+                continue
             try:
-                compiled = compiler.compile(order.grammar)
+                compiled = self._compiler.compile(order.grammar)
                 opened = _Opened(order, tuple(GrammarMatcher(compiled, answer) for answer in order.answers))
             except GrammarRefused as exc:
                 opened = _Opened(order, (), f"the grammar cannot be compiled: {exc}")
@@ -103,15 +110,28 @@ class GrammarOpener:
 class _Compiler:
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load = load
+        self._reading = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
-    def compile(self, grammar: Grammar) -> LLMatcher:
+    def prepare(self) -> None:
+        try:
+            self._read_vocabulary()
+        except BaseException as exc:
+            # A tokenizer may be of a kind at which llguidance panics.
+            log.info("grammars: the vocabulary cannot be read: %s", exc)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Returns the compiled grammar. Raises GrammarRefused or ModelError."""
-        if self._vocabulary is None:
-            self._vocabulary = self._load()
-        compiled = self._compiled.pop(grammar, None) or compile_grammar(grammar, self._vocabulary)
+        vocabulary = self._read_vocabulary()
+        compiled = self._compiled.pop(grammar, None) or compile_grammar(grammar, vocabulary)
         self._compiled[grammar] = compiled
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         return compiled
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+            return self._vocabulary

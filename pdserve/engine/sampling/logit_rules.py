@@ -26,14 +26,32 @@ FORBIDDEN = float("-inf")
 
 def has_rules(row: SamplingRow) -> bool:
     """Returns whether ``apply_rules`` would change the row's logits."""
+    return has_own_rules(row) or row.sampling.grammar is not None
+
+
+def has_own_rules(row: SamplingRow) -> bool:
+    """Returns whether a row has rules beside its grammar."""
+    return moves_logits(row) or closes_tokens(row)
+
+
+def moves_logits(row: SamplingRow) -> bool:
+    """Returns whether a row has penalties or biases."""
     sampling = row.sampling
     return (
         sampling.repetition_penalty != 1.0
         or sampling.frequency_penalty != 0.0
         or sampling.presence_penalty != 0.0
-        or row.position < sampling.min_tokens
-        or bool(sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words)
-        or sampling.grammar is not None
+        or bool(sampling.logit_bias)
+    )
+
+
+def closes_tokens(row: SamplingRow) -> bool:
+    """Returns whether a row forbids tokens, apart from those that its grammar does."""
+    sampling = row.sampling
+    return (
+        row.position < sampling.min_tokens
+        or bool(sampling.allowed_token_ids or sampling.bad_words)
+        or (sampling.ignore_eos and sampling.grammar is not None)
     )
 
 

@@ -14,8 +14,9 @@ import torch
 
 from pdserve.engine.sampling.drawing import draw, uniform
 from pdserve.engine.sampling.logit_rules import has_rules
-from pdserve.engine.sampling.sampler import GREEDY_BELOW, draw_groups, sample
+from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.sampling.token_choice import GREEDY_BELOW, draw_groups
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kernels.host_to_device import to_device
 

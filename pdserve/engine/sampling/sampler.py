@@ -6,6 +6,9 @@ with the batch by rounding: below 1e-4 in fp32, with which no answer was seen to
 a close choice.) Log probabilities are by the model's own distribution.
 
 A parameter that no request sets costs nothing: a greedy row takes part in one ``max`` over all rows.
+
+A model that was asked for JSON writes JSON nearly everywhere. So a row with a grammar mostly gets a token as if it had
+none, of which its grammar is then asked (``_proposes``). Only where it says no, all of its tokens have to be known.
 """
 
 from __future__ import annotations
@@ -14,16 +17,10 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from pdserve.engine.sampling.drawing import draw, uniform
-from pdserve.engine.sampling.logit_rules import apply_rules, grammar_bits, has_rules
+from pdserve.engine.sampling.logit_rules import closes_tokens, grammar_bits
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.sampling.token_choice import GREEDY_BELOW, TokenChoice
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would give the same token, or overflow."""
-
-CPU_LOGITS_AT_ONCE = 2**17
-"""On a CPU, rows are drawn in groups of about so many logits, which stay in its caches (3 times as fast)."""
 
 
 def sample(
@@ -34,52 +31,44 @@ def sample(
     ``logits`` is fp32 ``[rows, vocab_size]`` and is not changed. ``min_tokens`` forbids ``eos_token_ids`` as well as a
     request's own stop tokens.
     """
+    on_gpu, vocab_size = logits.device.type != "cpu", logits.shape[-1]
+    constrained = [index for index, row in enumerate(rows) if row.sampling.grammar is not None]
+    proposing = {index for index in constrained if _proposes(rows[index])}
     # A GPU may still compute the logits meanwhile.
-    grammars = {
-        index: grammar_bits(row, logits.shape[-1], eos_token_ids)
-        for index, row in enumerate(rows)
-        if row.sampling.grammar is not None
+    masks = {
+        index: grammar_bits(rows[index], vocab_size, eos_token_ids)
+        for index in constrained
+        if on_gpu or index not in proposing
     }
-    best = logits.max(-1)
-    tokens: list[int] = best.indices.tolist()
-    finite: list[bool] = best.values.isfinite().tolist()
-    for index, bits in grammars.items():
-        finite[index] &= bits is not None
-    ruled = {index for index, row in enumerate(rows) if finite[index] and has_rules(row)}
-    drawn = {i for i, row in enumerate(rows) if finite[i] and row.sampling.temperature >= GREEDY_BELOW}
-
-    def choosable(group: list[int]) -> torch.Tensor:
-        """Returns a copy of the group's logits after the rules. The copy stays in a CPU's caches until the choice."""
-        own = torch.stack([logits[index] for index in group])
-        if ruled.isdisjoint(group):
-            return own
-        constrained = {at: bits for at, index in enumerate(group) if (bits := grammars.get(index)) is not None}
-        own = apply_rules(own, [rows[index] for index in group], eos_token_ids, constrained)
-        for at, sane in enumerate(own.amax(-1).isfinite().tolist()):
-            if not sane:
-                finite[group[at]] = False
-                own[at] = 0.0
-        return own
-
-    for group in draw_groups(sorted(ruled - drawn), logits):
-        for index, token in zip(group, choosable(group).argmax(-1).tolist(), strict=True):
-            tokens[index] = token
-    for group in draw_groups(sorted(drawn), logits):
-        own = choosable(group)
-        params = [rows[index].sampling for index in group]
-        uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in group]
-        for index, token in zip(group, draw(own, params, uniforms).tolist(), strict=True):
-            tokens[index] = token
+    choice = TokenChoice(logits, rows, eos_token_ids)
+    choice.drop(index for index, bits in masks.items() if bits is None)
+    choice.choose(choice.left(range(len(rows))), {i: bits for i, bits in masks.items() if i not in proposing})
+    rejected = [index for index in choice.left(proposing) if not _allows(rows[index], choice.tokens[index])]
+    for index in rejected:
+        if index not in masks:
+            masks[index] = grammar_bits(rows[index], vocab_size, eos_token_ids)
+    choice.drop(index for index in rejected if masks[index] is None)
+    choice.choose(choice.left(rejected), masks, again=True)
+    tokens, finite = choice.tokens, choice.finite
     reports = _reports(logits, rows, tokens, finite)
     return [SampledToken(token, reports.get(index)) if finite[index] else None for index, token in enumerate(tokens)]
 
 
-def draw_groups(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
-    """Divides ``rows`` into the groups that are drawn together."""
-    if not rows:
-        return []
-    size = max(CPU_LOGITS_AT_ONCE // logits.shape[-1], 1) if logits.device.type == "cpu" else len(rows)
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+def _proposes(row: SamplingRow) -> bool:
+    """Returns whether the token of a row with a grammar is first chosen without the grammar.
+
+    If the grammar allows that token, it is the answer's, and otherwise one is drawn among those that the grammar
+    allows. The chances of each are the same as if it had been drawn among those at first. Where the distribution is
+    cut by its best tokens, or tokens are forbidden besides, they would not be: the grammar comes before these.
+    """
+    sampling = row.sampling
+    greedy = sampling.temperature < GREEDY_BELOW
+    whole = sampling.top_p >= 1 and not sampling.top_k and not sampling.min_p
+    return (greedy or whole) and not closes_tokens(row)
+
+
+def _allows(row: SamplingRow, token: int) -> bool:
+    return row.matcher is not None and row.matcher.allows(row.token_ids[row.num_prompt_tokens :], token)
 
 
 def _reports(

@@ -140,6 +140,8 @@ class SchedulerCounters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    moves_wanted: int = 0
+    """The client requests that were to leave this node (``room_watch``)."""
     prefix_cache_queries: int = 0
     """The tokens of all admitted prompts."""
     prefix_cache_hits: int = 0

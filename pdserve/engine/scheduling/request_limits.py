@@ -79,6 +79,10 @@ class StopRule:
             return FinishReason.LENGTH
         return None
 
+    def most_tokens(self, request: Request) -> int:
+        """Returns how many tokens the request may have in the end, those of its prompt included."""
+        return min(request.num_prompt_tokens + request.sampling.max_tokens, self.max_model_len)
+
     def next_is_last(self, request: Request) -> bool:
         """Returns whether the request's next token will be its last, whichever token it is."""
         return (

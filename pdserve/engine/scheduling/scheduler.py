@@ -27,7 +27,8 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
-from pdserve.wire.engine import FinishReason
+from pdserve.engine.scheduling.room_watch import RoomWatch
+from pdserve.wire.engine import FinishReason, RoomWanted
 from pdserve.wire.prompt_logprobs import PromptLogprobs, joined
 from pdserve.wire.sampling_params import SampledToken
 
@@ -53,6 +54,7 @@ class Scheduler:
         self._blocks = BlockTables(blocks)
         self._queues = Queues()
         self._admission = BatchAdmission(self._queues, self._blocks, config, self.counters, release, placement)
+        self._room = RoomWatch(self._queues, self._blocks, stop)
         self._max_step_tokens = config.max_step_tokens
         self._static = config.batching is Batching.STATIC
         self._stop = stop
@@ -220,6 +222,12 @@ class Scheduler:
             else:
                 self._settle_children(request)
         return failed
+
+    def room_wanted(self, now: float, step_s: float) -> Sequence[RoomWanted]:
+        """Returns the client requests that should leave this node now, if blocks run out soon (``room_watch``)."""
+        wanted = self._room.look(now, step_s)
+        self.counters.moves_wanted += len(wanted)
+        return wanted
 
     def scored(self, request: Request, logprobs: PromptLogprobs) -> None:
         """Takes log probabilities of the prompt's next tokens. The client gets them when it can have all of them."""

@@ -1,4 +1,4 @@
-"""Reads tensors of a GGUF file by transformers' names, in transformers' order, and dequantises them one by one."""
+"""Reads tensors of a GGUF file by transformers' names, in transformers' order: in blocks, or dequantised one by one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gguf.quants import dequantize
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.gguf_config import ROTARY_DIVISORS, gguf_settings
 from pdserve.models.checkpoint.gguf_file import GgufTensor, read_gguf
+from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
@@ -54,7 +55,8 @@ class GgufTensors:
         inner = GEMMA3_INNER if self._gemma else INNER
         self._tensors = {_name(name, inner): found for name, found in file.tensors.items() if name != ROTARY_DIVISORS}
         try:
-            self._data = np.memmap(path, np.uint8, "r")
+            # Tensors share this memory, and may be written to; the file never is.
+            self._data = np.memmap(path, np.uint8, "c")
         except (OSError, ValueError) as exc:
             raise ModelError(f"weights in {path} cannot be read: {exc}") from exc
 
@@ -69,13 +71,33 @@ class GgufTensors:
         """See ``weights.TensorFiles``."""
         stored = self._stored(name, self._tensors[name])
         wanted = np.arange(stored.shape[0])[rows]
-        if any(f".{projection}." in name for projection in self._interleaved):
+        if self._interleaves(name):
             wanted = self._interleaving(name, stored.shape[0])[rows]
         kind = GGMLQuantizationType(self._tensors[name].kind)
         each = max(1, AT_ONCE // self._tensors[name].shape[-1])
         parts = [self._plain(name, stored[wanted[i : i + each]], kind) for i in range(0, len(wanted), each)]
         tensor = torch.cat([part.to(dtype) for part in parts]) if len(parts) > 1 else parts[0].to(dtype)
         return tensor if columns == slice(None) else tensor[:, columns].contiguous()
+
+    def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
+        """See ``weights.TensorFiles``."""
+        tensor = self._tensors[name]
+        if tensor.kind not in BLOCK_FORMATS or len(tensor.shape) != 2:
+            return None
+        found = BlockFormat(tensor.kind)
+        first, end, _ = columns.indices(tensor.shape[1])
+        if tensor.shape[1] % found.elements or first % found.elements or end % found.elements:
+            return None
+        stored = self._stored(name, tensor)
+        mine = stored[self._interleaving(name, stored.shape[0])[rows]] if self._interleaves(name) else stored[rows]
+        if not len(mine) or end <= first:
+            return None
+        part = slice(first // found.elements * found.block_bytes, end // found.elements * found.block_bytes)
+        # A large weight is not copied: what it takes for a moment would stay with the process.
+        return BlockWeight(found, torch.from_numpy(mine[:, part]))
+
+    def _interleaves(self, name: str) -> bool:
+        return any(f".{projection}." in name for projection in self._interleaved)
 
     def _stored(self, name: str, tensor: GgufTensor) -> np.ndarray:
         """Returns a tensor's bytes as ``[rows, bytes of a row]``. Each element of a vector is a row."""

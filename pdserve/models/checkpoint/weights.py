@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve_kernels.contract import BlockWeight
 
 ALL = slice(None)
 SAMPLES = 64
@@ -31,6 +32,9 @@ class TensorFiles(Protocol):
 
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """Returns a part of one of ``names()``. Raises ModelError if it cannot be read."""
+
+    def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
+        """Returns a part of one of ``names()`` in blocks, or None if that part does not consist of blocks."""
 
 
 class SafetensorsFiles:
@@ -56,6 +60,9 @@ class SafetensorsFiles:
             stored = opened.get_slice(name)
             tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
         return tensor.to(dtype)
+
+    def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
+        return None
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[Any]:
@@ -93,9 +100,31 @@ class Checkpoint:
         self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL
     ) -> torch.Tensor | None:
         """Does what ``take`` does, and returns None for a tensor that is missing or was taken before."""
-        stored = self._left.pop(name, None)
+        stored = self._left.get(name)
         if stored is None:
             return None
+        self._check_shape(name, stored, shape)
+        del self._left[name]
+        return self._files.read(stored, rows, columns, self._dtype).to(self.device)
+
+    def take_blocks(
+        self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL
+    ) -> BlockWeight | None:
+        """Returns a tensor, or a part of it, as blocks.
+
+        Returns None if it is not there or that part does not consist of blocks; it may then be taken as ``take`` does.
+        Raises ModelError if it has another shape.
+        """
+        stored = self._left.get(name)
+        if stored is None:
+            return None
+        self._check_shape(name, stored, shape)
+        weight = self._files.read_blocks(stored, rows, columns)
+        if weight is not None:
+            del self._left[name]
+        return weight
+
+    def _check_shape(self, name: str, stored: str, shape: tuple[int, ...]) -> None:
         found = self._files.shape(stored)
         # A part of a larger tensor would be read without an error, and the model would answer nonsense.
         if found != shape:
@@ -103,7 +132,6 @@ class Checkpoint:
                 f"tensor {name!r} of {self.path} has the shape {list(found)}; with this configuration it needs to be "
                 f"{list(shape)}"
             )
-        return self._files.read(stored, rows, columns, self._dtype).to(self.device)
 
     def drop(self, name: str) -> None:
         """Marks a tensor as taken, without reading it, because the model does not need it."""
@@ -146,8 +174,14 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def fingerprint(path: Path) -> str:
+IN_BLOCKS = "blocks-"
+"""The fingerprint of weights that are kept in blocks begins so: the same weights dequantised give other KV blocks."""
+
+
+def fingerprint(path: Path, *, in_blocks: bool = False) -> str:
     """Returns a digest of configuration and weights. Equal models have equal digests; other fine-tunes have others.
+
+    ``in_blocks`` says whether the model is computed from the file's blocks, and not from dequantised weights.
 
     Weights are sampled (their headers, and 64 evenly spaced parts of each file), so that a model of any size is
     fingerprinted in about a second.
@@ -156,7 +190,7 @@ def fingerprint(path: Path) -> str:
     try:
         if is_gguf(path):
             _add_samples(digest, path)
-            return digest.hexdigest()
+            return (IN_BLOCKS if in_blocks else "") + digest.hexdigest()
         config = json.loads((path / "config.json").read_text())
         for volatile in ("_name_or_path", "_model_name_or_path", "transformers_version"):
             config.pop(volatile, None)

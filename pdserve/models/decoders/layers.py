@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 
+from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.checkpoint.weights import Checkpoint
+from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.tp.shares import TpGroup, kv_share, share, spread, vocab_part, vocab_share
-from pdserve_kernels.contract import Attention, HeadNorms, Kernels, Linear
+from pdserve_kernels.contract import Attention, BlockKernels, BlockLinear, BlockWeight, HeadNorms, Kernels, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,25 @@ class Building:
     checkpoint: Checkpoint
     kernels: Kernels
     tp: TpGroup
+    block_kernels: BlockKernels | None = None
+    """The kernels for weights that stay in the blocks of their file. Without them, all weights are dequantised."""
+
+    def weight(
+        self, name: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
+    ) -> torch.Tensor | BlockWeight:
+        """Takes a weight in the form in which it is multiplied. See ``Checkpoint.take``."""
+        if self.block_kernels is not None:
+            blocks = self.checkpoint.take_blocks(name, shape, rows, columns)
+            if blocks is not None:
+                return blocks
+        return self.checkpoint.take(name, shape, rows, columns)
+
+    def linear(self, weight: torch.Tensor | BlockWeight, bias: torch.Tensor | None = None) -> Linear:
+        """Returns the product with a weight in either form."""
+        if not isinstance(weight, BlockWeight):
+            return self.kernels.linear(weight, bias)
+        assert self.block_kernels is not None
+        return self.block_kernels.block_linear(weight, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +59,41 @@ class Projection:
 
 
 def column_parallel(building: Building, inputs: int, parts: Sequence[Projection]) -> Linear:
-    """Returns one product for several projections of the same ``inputs``."""
-    take = building.checkpoint
-    weights = [take.take(f"{part.name}.weight", (part.outputs, inputs), rows=part.mine) for part in parts]
-    found = [take.take_optional(f"{part.name}.bias", (part.outputs,), rows=part.mine) for part in parts]
-    biases = [bias for bias in found if bias is not None]
-    return building.kernels.linear(torch.cat(weights), torch.cat(biases) if biases else None)
+    """Returns one product for several projections of the same ``inputs``, or one for each number format among them."""
+    weights = [building.weight(f"{part.name}.weight", (part.outputs, inputs), rows=part.mine) for part in parts]
+    found = [building.checkpoint.take_optional(f"{part.name}.bias", (part.outputs,), rows=part.mine) for part in parts]
+    lacking = [part.name for part, bias in zip(parts, found, strict=True) if bias is None]
+    if 0 < len(lacking) < len(parts):
+        raise ModelError(f"{building.checkpoint.path}: {lacking[0]!r} has no bias, but the layers beside it have one")
+    linears: list[Linear] = []
+    for _, group in groupby(zip(weights, found, strict=True), key=lambda each: _form(each[0])):
+        alike = list(group)
+        biases = [bias for _, bias in alike if bias is not None]
+        linears.append(building.linear(_stacked([each for each, _ in alike]), torch.cat(biases) if biases else None))
+    return linears[0] if len(linears) == 1 else SideBySide(tuple(linears))
+
+
+def _form(weight: torch.Tensor | BlockWeight) -> object:
+    return weight.format if isinstance(weight, BlockWeight) else None
+
+
+def _stacked(weights: Sequence[torch.Tensor | BlockWeight]) -> torch.Tensor | BlockWeight:
+    """Returns one weight with the outputs of several, which have the same form."""
+    blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+    if blocks:
+        whole = blocks[0].blocks if len(blocks) == 1 else torch.cat([weight.blocks for weight in blocks])
+        return BlockWeight(blocks[0].format, whole)
+    return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Several products of the same inputs, with their outputs side by side."""
+
+    linears: tuple[Linear, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([linear(x) for linear in self.linears], 1)
 
 
 class RowParallel:
@@ -51,11 +101,11 @@ class RowParallel:
 
     def __init__(self, building: Building, name: str, shape: tuple[int, int], columns: slice) -> None:
         """Takes this rank's ``columns`` of the weight, which has ``shape`` as a whole."""
-        weight = building.checkpoint.take(f"{name}.weight", shape, columns=columns)
+        weight = building.weight(f"{name}.weight", shape, columns=columns)
         bias = building.checkpoint.take_optional(f"{name}.bias", shape[:1])
         self._tp = building.tp
         # Only rank 0 adds the bias, because the sum over the ranks has to have it once.
-        self._linear = building.kernels.linear(weight, bias if self._tp.rank == 0 else None)
+        self._linear = building.linear(weight, bias if self._tp.rank == 0 else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._tp.all_reduce(self._linear(x))
@@ -68,24 +118,36 @@ class VocabParallelEmbedding:
         self._tp = building.tp
         self._part = vocab_share(self._tp, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
-        self.weight = building.checkpoint.take(f"{name}.weight", shape, rows=self._part)
+        self.table = _table(building, building.weight(f"{name}.weight", shape, rows=self._part))
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._tp.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self._vectors(token_ids)
         mine = (token_ids >= self._part.start) & (token_ids < self._part.stop)
-        vectors = F.embedding((token_ids - self._part.start).where(mine, 0), self.weight)
+        vectors = self._vectors((token_ids - self._part.start).where(mine, 0))
         return self._tp.all_reduce(vectors.masked_fill(~mine.unsqueeze(-1), 0))
+
+    def _vectors(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.table) if isinstance(self.table, torch.Tensor) else self.table.rows(ids)
+
+
+def _table(building: Building, weight: torch.Tensor | BlockWeight) -> torch.Tensor | BlockLinear:
+    """Returns a weight in the form in which rows are looked up. That of blocks is multiplied by, too."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    assert building.block_kernels is not None
+    return building.block_kernels.block_linear(weight)
 
 
 class VocabParallelHead:
     """The head. Each rank computes the logits of a part of the vocabulary, and rank 0 gets all of them."""
 
-    def __init__(self, building: Building, weight: torch.Tensor, vocab_size: int) -> None:
-        """Takes ``weight``, which is this rank's rows of the whole weight."""
-        self._tp, self._vocab_size = building.tp, vocab_size
-        self._padding = vocab_part(self._tp, vocab_size) - weight.shape[0]
-        self._linear = building.kernels.linear(weight)
+    def __init__(self, tp: TpGroup, linear: Linear, vocab_size: int) -> None:
+        """Takes the product with this rank's rows of the whole weight."""
+        self._tp, self._vocab_size = tp, vocab_size
+        mine = vocab_share(tp, vocab_size)
+        self._padding = vocab_part(tp, vocab_size) - (mine.stop - mine.start)
+        self._linear = linear
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps ``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``, on ranks other than 0 to ``[rows, 0]``."""
@@ -106,11 +168,16 @@ def vocab_parallel_head(
     name, shape = "lm_head.weight", (config.vocab_size, config.hidden_size)
     part = vocab_share(building.tp, config.vocab_size)
     if not config.tied_embeddings:
-        weight = building.checkpoint.take(name, shape, rows=part)
+        linear = building.linear(building.weight(name, shape, rows=part))
     else:
-        own = building.checkpoint.take_optional(name, shape, rows=part)
-        weight = embedding.weight if own is None or torch.equal(own, embedding.weight) else own
-    return VocabParallelHead(building, weight, config.vocab_size)
+        linear = _tied_head(building, embedding.table, building.checkpoint.take_optional(name, shape, rows=part))
+    return VocabParallelHead(building.tp, linear, config.vocab_size)
+
+
+def _tied_head(building: Building, table: torch.Tensor | BlockLinear, own: torch.Tensor | None) -> Linear:
+    if isinstance(table, torch.Tensor):
+        return building.linear(table if own is None or torch.equal(own, table) else own)
+    return table if own is None else building.linear(own)
 
 
 class SelfAttention:

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pdserve_proxy.relay.journal import JournalBudget
-from pdserve_proxy.relay.relayed_request import MoveOutcome, RelayedRequest, RelayOutcome, ResumeOutcome
+from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayOutcome, ResumeOutcome
 
 # The log keeps the name that operators have set levels for, whatever the module is called.
 log = logging.getLogger("pdserve_proxy.requests")
@@ -52,7 +52,7 @@ class RequestCounts(Collector):
         self.journals = JournalBudget(0, 0)
         """The budget of the relay's journals, which the relay puts here."""
         self._first_bytes = _Durations(FIRST_BYTE_BOUNDS_S)
-        self.moves = {outcome.value: 0 for outcome in MoveOutcome}
+        self._moves = {reason: dict.fromkeys(MoveOutcome, 0) for reason in MoveReason}
         self._gaps = {kind: _Durations(GAP_BOUNDS_S) for kind in GapKind}
 
     def began(self) -> None:
@@ -67,10 +67,11 @@ class RequestCounts(Collector):
         if gap_s is not None:
             self._gaps[GapKind.LOST].add(gap_s)
 
-    def moved(self, gap_s: float) -> None:
-        """Counts an answer that has moved to another node, with the time in which its client got nothing."""
-        self.moves[MoveOutcome.MOVED] += 1
-        self._gaps[GapKind.MOVED].add(gap_s)
+    def move_ended(self, reason: MoveReason, outcome: MoveOutcome, gap_s: float | None = None) -> None:
+        """Counts an answer that was to move; if it left its node, with the time in which its client got nothing."""
+        self._moves[reason][outcome] += 1
+        if gap_s is not None:
+            self._gaps[GapKind.MOVED].add(gap_s)
 
     def ended(self, relayed: RelayedRequest) -> None:
         """Counts ``relayed``, which has ended, and writes its line in the access log."""
@@ -113,12 +114,8 @@ class RequestCounts(Collector):
         for outcome, count in self.resumes.items():
             resumes.add_metric([outcome], count)
         yield resumes
-        moves = CounterMetricFamily(
-            "pdserve_proxy_moves", "Answers whose node drained, by what became of them.", labels=["outcome"]
-        )
-        for outcome, count in self.moves.items():
-            moves.add_metric([outcome], count)
-        yield moves
+        yield self._moves_for(MoveReason.DRAIN, "pdserve_proxy_moves", "Answers whose node drained")
+        yield self._moves_for(MoveReason.ROOM, "pdserve_proxy_room_moves", "Answers whose node ran out of blocks")
         gaps = HistogramMetricFamily(
             "pdserve_proxy_resume_gap_seconds",
             "From a node's loss, or from its last event before a move, to what the next node says of an answer.",
@@ -138,6 +135,12 @@ class RequestCounts(Collector):
         for reason, count in self.journals.dropped.items():
             dropped.add_metric([reason.value], count)
         yield dropped
+
+    def _moves_for(self, reason: MoveReason, name: str, what: str) -> Metric:
+        family = CounterMetricFamily(name, f"{what}, by what became of them.", labels=["outcome"])
+        for outcome, count in self._moves[reason].items():
+            family.add_metric([outcome.value], count)
+        return family
 
 
 class _Durations:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -11,8 +13,8 @@ from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
-from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
-from pdserve.wire.version import RESUMED_ANSWERS
+from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.version import CLIENT_TURNS, RESUMED_ANSWERS
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
@@ -24,6 +26,9 @@ from pdserve_proxy.upstream.node_pool import NodePool
 REFUSALS = (401, 503)
 """Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
 
+SPARE_SHARE = 8
+"""A node keeps one of so many blocks free when an answer moves there for want of room, or it would soon be the next."""
+
 
 class NodeRequest(msgspec.Struct, frozen=True):
     """The parts of a client's request that go to a node."""
@@ -33,6 +38,10 @@ class NodeRequest(msgspec.Struct, frozen=True):
     accept: str | None
     answer: AnswerIdentity | None = None
     """The answer's identity, the same in all attempts; None if no other node is to go on with the answer."""
+    client: bytes = b""
+    """Stands for the client among all clients."""
+    storing: Storing | None = None
+    """What the proxy stores of responses; None if it stores none."""
 
 
 class Dispatch:
@@ -49,6 +58,8 @@ class Dispatch:
         self._idle_timeout_s = config.relay.idle_timeout_s
         self._registry = registry
         self._attempts = attempts
+        self._coming_tokens: Counter[bytes] = Counter()
+        """The tokens that go to a node for want of room elsewhere, by its boot id. Its load does not show them yet."""
         self._router = Router(config.routing.policy)
         self._tickets = tickets
         self._pool = pool
@@ -69,6 +80,20 @@ class Dispatch:
         """Returns whether a request would begin at once at ``node``, which is registered."""
         load, most = self._attempts.loads(self._registry.snapshot())(node), node.capacity.max_running
         return load + min(body.answers, most) <= most
+
+    def has_blocks(self, tokens: int, node: NodeInfo) -> bool:
+        """Returns whether ``node``, which is registered, could take so many tokens now and would have some blocks left.
+
+        Where requests wait, it could not: they come first.
+        """
+        load, capacity = self._registry.snapshot().loads[node.boot_id], node.capacity
+        wanted = -(-(tokens + self._coming_tokens[node.boot_id]) // max(capacity.block_size, 1))
+        return not load.waiting and load.free_blocks - wanted >= capacity.num_blocks // SPARE_SHARE
+
+    def expect_tokens(self, tokens: int, node: NodeInfo) -> Callable[[], None]:
+        """Counts tokens as taken at ``node``, until the caller calls what this returns."""
+        self._coming_tokens[node.boot_id] += tokens
+        return partial(self._coming_tokens.subtract, {node.boot_id: tokens})
 
     def expect(self, body: GenerationBody, node: NodeInfo) -> Attempt:
         """Counts a request as load of ``node``, which it will go to, until the caller ends what this returns."""
@@ -105,6 +130,8 @@ class Dispatch:
             answer=request.answer if writes_journals(node) else None,
             resume=resume,
             holders=holders,
+            client=request.client if node.protocol >= CLIENT_TURNS else b"",
+            storing=request.storing,
         )
         headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
@@ -135,6 +162,8 @@ class TicketSigner:
         answer: AnswerIdentity | None = None,
         resume: Resume | None = None,
         holders: Sequence[NodeInfo] = (),
+        client: bytes = b"",
+        storing: Storing | None = None,
     ) -> str:
         """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
         ticket = Ticket(
@@ -145,7 +174,9 @@ class TicketSigner:
             prefill=_targets(route.prefill),
             answer=answer,
             resume=resume,
+            storing=storing,
             holders=_targets(holders),
+            client=client,
         )
         return to_header(self._sealer.seal(ticket))
 

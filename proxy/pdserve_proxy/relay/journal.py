@@ -9,8 +9,9 @@ and cannot be resumed.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
-from pdserve.wire.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, cut, parse
+from pdserve.wire.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, cut, cut_room_blocks, parse
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.whole_events import WholeEvents
 
@@ -58,7 +59,7 @@ class JournalBudget:
 class RelayJournal:
     """The journal of one stream, which has to be freed in the end."""
 
-    __slots__ = ("_budget", "_done", "_entryless", "_freed", "_taken", "entries", "request", "room")
+    __slots__ = ("_budget", "_done", "_entryless", "_freed", "_taken", "entries", "on_room", "request", "room")
 
     def __init__(self, budget: JournalBudget, request: NodeRequest) -> None:
         self._budget = budget
@@ -79,6 +80,8 @@ class RelayJournal:
         """Whether an event without an entry has come."""
         self._freed = 0
         """The number of entries that the journal had, and has no more."""
+        self.on_room: Callable[[int], None] | None = None
+        """Called when the node wishes that another one goes on, with the tokens for which that should have room."""
 
     @property
     def resumable(self) -> bool:
@@ -133,6 +136,11 @@ class RelayJournal:
         """Adds entries in the form that ``cut`` gives."""
         self.keep(b"".join([b":%b\n" % line for line in entries.splitlines()]))
 
+    def want_room(self, tokens: int) -> None:
+        """Passes a wish of the node on, if there is one: ``tokens`` is 0 otherwise."""
+        if tokens and self.on_room is not None:
+            self.on_room(tokens)
+
     def drop(self, reason: DropReason) -> None:
         """Frees the journal, whose stream goes on, and counts it at the first call."""
         if self.request is not None:
@@ -150,6 +158,7 @@ class RelayJournal:
         self._budget.give_back(self._taken)
         self._taken = 0
         self.request = None
+        self.on_room = None
         self._forget()
         self.room = -1
 
@@ -198,6 +207,9 @@ class JournaledEvents(WholeEvents):
 
     def _cut(self, before: bytes, events: bytes) -> bytes:
         """Returns ``events``, which follow ``before``, without entries."""
+        if not before:
+            events, tokens = cut_room_blocks(events)
+            self._journal.want_room(tokens)
         if not events:
             return b""
         shown, entries = cut(before + events)

@@ -1,4 +1,4 @@
-"""Moves the answers of nodes that drain to other nodes, while the old ones go on with them.
+"""Moves the answers of nodes that drain, or run out of blocks, to other nodes, while the old ones go on with them.
 
     waiting ──a node, a turn──▶ preparing ──prepared──▶ cutting over ──its first events──▶ moved
        ▲                            │                        └──it declines──▶ another node, as after a loss
@@ -11,6 +11,9 @@ block of a stream is full, it is asked once more, which takes it little time (``
 response is closed behind an event, and the new node gets the journal as it is now. It lacks a few tokens then. The
 bytes of two nodes never reach a client together: there is one response that is read, and the next one is asked for when
 it is closed. While no other node has a free place, the answer goes on where it is.
+
+A node that runs out of blocks names an answer that should go on where there are more (``RelayJournal.on_room``), before
+it has to preempt it. There is one attempt at that, at a node that has them now. If it fails, nothing has changed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import asyncio
 import logging
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.config import RelayConfig
 from pdserve.errors import Unavailable
@@ -30,7 +33,7 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.cut_point import FullBlockWatch
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch
-from pdserve_proxy.relay.relayed_request import MoveOutcome, RelayedRequest
+from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest
 from pdserve_proxy.relay.resume import NEXT_EVENT_S, NO_WORK, Declined, LostStream, ResumeFailed, Resumes, Resumption
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
@@ -45,10 +48,14 @@ MAX_LATER_BYTES = 2**15
 """Entries are read within the event loop. Where more than this has come, the node prepares once more without a look."""
 CUT_OVER_S = 10.0
 """Seconds for which an answer keeps its turn when its node is prepared. A client that reads slowly may take longer."""
+LOAD_SHOWS_S = 2.0
+"""After so long a node's load, which it tells every second, has the blocks of an answer that has moved there."""
 LOOK_S = 0.1
 """Seconds until an answer of which nothing has come yet is looked at again."""
 MAX_LOSSES = 2
 """The nodes that may be lost while they prepare for one answer: it may be what they die of."""
+MAX_ROOM_MOVES = 2
+"""How often one answer leaves a node for want of room: where all nodes are short of blocks, it would only go around."""
 OF_THE_NODE = (*REFUSALS, 408, 413)
 """Status codes below 500 that are no word about the answer: another node may prepare for it."""
 
@@ -71,10 +78,11 @@ class PreparedNode:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An answer's way from a node that drains to another one."""
+    """An answer's way from its node to another one."""
 
     task: asyncio.Task[None]
     old: NodeInfo
+    reason: MoveReason
 
 
 class PlannedMoves:
@@ -105,8 +113,10 @@ class PlannedMoves:
             move.task.cancel()
 
     def watch(self, relayed: RelayedRequest, resumption: Resumption) -> None:
-        """From now on moves the answer whenever its node drains, until ``ended`` is called."""
+        """From now on moves the answer whenever its node drains or wants room, until ``ended`` is called."""
         self._answers[relayed] = resumption
+        if resumption.journal is not None:
+            resumption.journal.on_room = lambda tokens: self._want_room(relayed, resumption, tokens)
         self._look_at(relayed, resumption)
 
     def ended(self, relayed: RelayedRequest) -> None:
@@ -117,7 +127,7 @@ class PlannedMoves:
         if move is not None and not move.task.done():
             move.task.cancel()
             if relayed.route is not None and relayed.route.decode is move.old:
-                self._counts.moves[MoveOutcome.ENDED] += 1
+                self._counts.move_ended(move.reason, MoveOutcome.ENDED)
 
     def _look(self) -> None:
         """Begins to move the answers of the nodes that drain."""
@@ -133,7 +143,17 @@ class PlannedMoves:
             return
         if old.boot_id in self._registry.draining:
             task = asyncio.create_task(self._move(relayed, resumption, old), name="move")
-            self._moves[relayed] = Move(task, old)
+            self._moves[relayed] = Move(task, old, MoveReason.DRAIN)
+
+    def _want_room(self, relayed: RelayedRequest, resumption: Resumption, tokens: int) -> None:
+        """Begins to move an answer to a node with free blocks for so many tokens, if it does not move already."""
+        if relayed.route is None or relayed not in self._answers or resumption.planned:
+            return
+        old, move = relayed.route.decode, self._moves.get(relayed)
+        if old.boot_id in self._registry.draining or (move is not None and not move.task.done()):
+            return
+        task = asyncio.create_task(self._move_for_room(relayed, resumption, old, tokens), name="move for room")
+        self._moves[relayed] = Move(task, old, MoveReason.ROOM)
 
     async def _move(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo) -> None:
         try:
@@ -144,8 +164,54 @@ class PlannedMoves:
         if result is None or not resumption.is_at(old):  # so that it can move again
             self._moves.pop(relayed, None)
             return
-        self._counts.moves[MoveOutcome.KEPT] += 1
+        self._counts.move_ended(MoveReason.DRAIN, MoveOutcome.KEPT)
         log.warning("request_id=%s stays at %s: %s", relayed.request_id, relayed.decode_name, result.why)
+
+    async def _move_for_room(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo, tokens: int) -> None:
+        try:
+            result = await self._leave_for_room(resumption, old, tokens)
+        except Exception:
+            log.exception("request_id=%s a move failed inside the proxy", relayed.request_id)
+            result = Unfit("the proxy failed")
+        if result is not None and resumption.is_at(old):
+            self._counts.move_ended(MoveReason.ROOM, MoveOutcome.KEPT)
+            # Where all nodes are short of blocks, there may be many such lines. A node that was asked is rare.
+            level = logging.INFO if isinstance(result, Declined) else logging.DEBUG
+            log.log(level, "request_id=%s stays at %s: %s", relayed.request_id, old.name, result.why)
+        self._moves.pop(relayed, None)
+        if relayed in self._answers:
+            self._look_at(relayed, resumption)  # its node may drain by now
+
+    async def _leave_for_room(self, resumption: Resumption, old: NodeInfo, tokens: int) -> Unfit | Declined | None:
+        """Returns when the answer is elsewhere, or why it stays at its ``old`` node. It waits for no node."""
+        if resumption.moves_for_room >= MAX_ROOM_MOVES:
+            return Unfit(f"it has moved for want of room {MAX_ROOM_MOVES} times already")
+        stream = resumption.leaving()
+        if stream is None:
+            return Unfit("there is no whole journal of it")
+        stream = replace(stream, room_tokens=tokens)
+        route = self._resumes.choose(stream, {old.boot_id: math.inf})
+        if route is None:
+            return Unfit("no other node has room")
+        if self._turns.locked():
+            return Unfit("other answers move now")
+        log.info(
+            "request_id=%s is to leave %s for room: to=%s tokens=%d",
+            stream.relayed.request_id,
+            old.name,
+            route.decode.name,
+            tokens,
+        )
+        with ExitStack() as expected:
+            have_come = self._dispatch.expect_tokens(tokens, route.decode)
+            expected.callback(self._loop.call_later, LOAD_SHOWS_S, have_come)
+            async with self._turns:
+                attempt = self._dispatch.expect(stream.request.body, route.decode)
+                expected.callback(attempt.end_everywhere)
+                prepared = await self._prepare(stream, route)
+            if isinstance(prepared, PreparedNode) and not _has_blocks_of(prepared.prepared):
+                return Declined(f"{route.decode.name} could not fetch its blocks")
+            return await self._go(prepared, stream, route, resumption, old, MoveReason.ROOM)
 
     async def _leave(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo) -> Unfit | None:
         """Returns when the answer is elsewhere, or why it stays at its ``old`` node."""
@@ -189,6 +255,7 @@ class PlannedMoves:
         route: Route,
         resumption: Resumption,
         old: NodeInfo,
+        reason: MoveReason = MoveReason.DRAIN,
     ) -> Declined | Unfit | None:
         """Moves the answer to the node of ``route``, which is ``prepared``. Returns why not, if it stays."""
         again = isinstance(prepared, PreparedNode) and await self._near_full_block(prepared, stream, resumption, old)
@@ -201,7 +268,7 @@ class PlannedMoves:
                 return None
             if not self._resumes.takes_work(stream.query, route.decode):
                 return NO_WORK
-            gone = resumption.move_to(route)
+            gone = resumption.move_to(route, reason)
             done, _ = await asyncio.wait([gone], timeout=CUT_OVER_S)
             return gone.result() if done else None
 
@@ -254,6 +321,14 @@ class PlannedMoves:
         why = f"it answered with status {response.status}"
         another_may = response.status in OF_THE_NODE or response.status >= 500
         return Declined(why) if another_may else Unfit(f"{node.name}: {why}")
+
+
+def _has_blocks_of(prepared: Prepared) -> bool:
+    """Returns whether the node has what can be had of an answer's blocks: all but the last two of each choice.
+
+    The last one is not full, and the one before may have become full just now.
+    """
+    return max(prepared.lacking.values(), default=0) <= 2 * prepared.block_tokens
 
 
 async def _read_off(response: NodeResponse) -> bytes:

@@ -63,8 +63,17 @@ class ResumeOutcome(enum.StrEnum):
     FAILED = "failed"
 
 
+class MoveReason(enum.StrEnum):
+    """Why an answer is to go on at another node though its own has it."""
+
+    DRAIN = "drain"
+    """Its node drains."""
+    ROOM = "room"
+    """Its node runs out of blocks, and another one has some."""
+
+
 class MoveOutcome(enum.StrEnum):
-    """What became of an answer whose node drains."""
+    """What became of an answer that was to go on at another node."""
 
     MOVED = "moved"
     ENDED = "ended"

@@ -1,4 +1,4 @@
-"""Has another node go on with a stream whose node was lost, or drains.
+"""Has another node go on with a stream whose node was lost, drains, or runs out of blocks.
 
     RELAYING ──▶ lost ──▶ a node ──▶ a turn ──▶ its first events ──▶ RELAYING
                              │                       └──▶ it is lost too, or gives an unfit answer: failed
@@ -24,7 +24,7 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, writes_journals
 from pdserve_proxy.relay.journal import RelayJournal
-from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayPhase, ResumeOutcome
+from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 
@@ -72,6 +72,8 @@ class LostStream:
     """Nodes that may hold blocks of the answer's KV cache, the likeliest first."""
     needs_room: bool = False
     """Whether only nodes with places for all of its answers can go on: it can stay where it is until there is one."""
+    room_tokens: int = 0
+    """Only nodes with free blocks for so many tokens can go on: it leaves a node that has too few."""
 
     @property
     def entries(self) -> bytes:
@@ -86,6 +88,15 @@ class Declined:
     why: str
     lost: bool = False
     """Whether the node was lost with the stream, which may be what killed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCut:
+    """An answer leaves its node by plan."""
+
+    to: Route
+    """The nodes that are prepared."""
+    reason: MoveReason
 
 
 NO_WORK = Declined("it takes no requests any more")
@@ -111,8 +122,10 @@ class Resumption:
         """What the stream can be resumed from; None if its node writes no journal."""
         self._count = 0
         self._holders: tuple[NodeInfo, ...] = ()
-        self._prepared: Route | None = None
-        """The node that is prepared to go on, if the present one is left by plan."""
+        self._cut: PlannedCut | None = None
+        """Set when the present node is left by plan."""
+        self.moves_for_room = 0
+        """How often the answer has left a node that had no blocks left."""
         self._left_s = 0.0
         """When the last event of a node came that is left by plan, or a little later."""
         self._gone: asyncio.Future[Declined | None] | None = None
@@ -121,7 +134,7 @@ class Resumption:
     @property
     def planned(self) -> bool:
         """Whether the present node is left by plan, and not lost."""
-        return self._prepared is not None
+        return self._cut is not None
 
     @property
     def may_be_resumable(self) -> bool:
@@ -140,7 +153,7 @@ class Resumption:
         relayed = self._relayed
         return relayed.phase is not RelayPhase.RESUMING and relayed.route is not None and relayed.route.decode is node
 
-    def move_to(self, route: Route) -> asyncio.Future[Declined | None]:
+    def move_to(self, route: Route, reason: MoveReason = MoveReason.DRAIN) -> asyncio.Future[Declined | None]:
         """Leaves the present node after its next event, for that of ``route``, which is prepared.
 
         Returns a future that is done when the stream is elsewhere, or has to stay. It has a result if that is because
@@ -160,7 +173,7 @@ class Resumption:
             else:
                 now_s = loop.time()
                 self._left_s = now_s if now_s < asked_s + NEXT_EVENT_S else asked_s
-                self._prepared = route
+                self._cut = PlannedCut(route, reason)
                 self._relayed.leave_node()
 
         self._relayed.after_next_event(NEXT_EVENT_S, cut_over)
@@ -178,15 +191,15 @@ class Resumption:
     async def _go_on(self, begin: Begin) -> bytes:
         relayed, counts = self._relayed, self._resumes.counts
         loop = asyncio.get_running_loop()
-        prepared, self._prepared = self._prepared, None
-        from_s = loop.time() if prepared is None else self._left_s
+        cut, self._cut = self._cut, None
+        from_s = loop.time() if cut is None else self._left_s
         try:
             # It cannot stay any more: if need be, it waits for a place.
-            stream = replace(self._lost_stream(left=prepared is not None), needs_room=False)
+            stream = replace(self._lost_stream(left=cut is not None), needs_room=False)
             self._holders = stream.holders
             events = stream.journal.count
             relayed.begin_resuming()
-            data = await self._resumes.resume(stream, begin, prepared)
+            data = await self._resumes.resume(stream, begin, cut)
         except ResumeFailed as exc:
             counts.resume_ended(exc.outcome)
             raise
@@ -195,15 +208,17 @@ class Resumption:
                 counts.resume_ended(ResumeOutcome.FAILED)
             raise
         gap_s = loop.time() - from_s
-        if prepared is None:
+        if cut is None:
             counts.resume_ended(ResumeOutcome.RESUMED, gap_s)
             self._count += 1
         else:
-            counts.moved(gap_s)
+            self.moves_for_room += cut.reason is MoveReason.ROOM
+            back = relayed.route is not None and relayed.route.decode.boot_id == stream.node.boot_id
+            counts.move_ended(cut.reason, MoveOutcome.KEPT if back else MoveOutcome.MOVED, gap_s)
         log.info(
             "request_id=%s %s from=%s to=%s events=%d gap_s=%.3f",
             relayed.request_id,
-            "resumed" if prepared is None else "moved",
+            "resumed" if cut is None else "moved",
             stream.node.name,
             relayed.decode_name,
             events,
@@ -252,19 +267,23 @@ class Resumes:
         """Set when the registry has changed since a stream last looked for a node."""
         registry.on_change(self._changed.set)
 
-    async def resume(self, stream: LostStream, begin: Begin, prepared: Route | None = None) -> bytes:
+    async def resume(self, stream: LostStream, begin: Begin, cut: PlannedCut | None = None) -> bytes:
         """Returns the first events of the node that goes on with ``stream``. Raises ResumeFailed.
 
-        A node that is ``prepared`` is asked first, without a turn: its own move has one.
+        After a ``cut``, the node that is prepared is asked first, without a turn: its own move has one. A node that was
+        left for want of room may be asked again, if that one declines. It may still have the answer's blocks in its
+        prefix cache, but it may also refuse the request like any other.
         """
         until_s = self._loop.time() + self._wait_s
-        asked_again_s = {stream.node.boot_id: math.inf}
+        asked_again_s: dict[bytes, float] = {}
+        if cut is None or cut.reason is not MoveReason.ROOM:
+            asked_again_s[stream.node.boot_id] = math.inf
         refusals = 0
-        if prepared is not None:
-            answer = await self._ask_prepared(stream, prepared, begin)
+        if cut is not None:
+            answer = await self._ask_prepared(stream, cut.to, begin)
             if isinstance(answer, bytes):
                 return answer
-            self._note_declined(stream, prepared.decode, answer, asked_again_s)
+            self._note_declined(stream, cut.to.decode, answer, asked_again_s)
         while True:
             route = await self.route(stream, asked_again_s, until_s)
             # A stream that no node can go on with takes no turn from others.
@@ -342,13 +361,13 @@ class Resumes:
                     await asyncio.sleep(PAUSE_S)
 
     def choose(self, stream: LostStream, asked_again_s: Mapping[bytes, float]) -> Route | None:
-        """Returns a route to a node that may be asked now, if there is one."""
+        """Returns a route to a node that may be asked now, if there is one: if possible one with the same kernels."""
         now_s = self._loop.time()
-        excluded = frozenset(boot_id for boot_id, at_s in asked_again_s.items() if at_s > now_s)
-        try:
-            return self._dispatch.choose(stream.query, excluded | self._unfit(stream))
-        except Unavailable:
-            return None
+        excluded = self._unfit(stream).union(boot_id for boot_id, at_s in asked_again_s.items() if at_s > now_s)
+        for others in (self._of_other_kernels(stream), frozenset[bytes]()):
+            with suppress(Unavailable):
+                return self._dispatch.choose(stream.query, excluded | others)
+        return None
 
     def takes_work(self, query: RouteQuery, node: NodeInfo) -> bool:
         """Returns whether ``node`` is one of those that requests go to now."""
@@ -360,6 +379,11 @@ class Resumes:
         known = self._registry.snapshot().loads
         return [node for node in holders if node.control and node.boot_id in known and node.boot_id != asking.boot_id]
 
+    def _of_other_kernels(self, stream: LostStream) -> frozenset[bytes]:
+        """Returns the decode nodes that may round differently than the node that the answer comes from."""
+        pairs = self._registry.snapshot().pairings.get(stream.query.model, ())
+        return frozenset(pair.decode.boot_id for pair in pairs if pair.decode.kernels != stream.node.kernels)
+
     def _unfit(self, stream: LostStream) -> frozenset[bytes]:
         """Returns the decode nodes that cannot go on exactly where the lost node was, or have no room.
 
@@ -369,6 +393,8 @@ class Resumes:
         unfit = {node.boot_id for node in nodes if not _goes_on_like(stream.node, node)}
         if stream.needs_room:
             unfit |= {node.boot_id for node in nodes if not self._dispatch.has_room(stream.request.body, node)}
+        if stream.room_tokens:
+            unfit |= {node.boot_id for node in nodes if not self._dispatch.has_blocks(stream.room_tokens, node)}
         return frozenset(unfit)
 
 

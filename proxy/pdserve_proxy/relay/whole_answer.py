@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from pdserve.errors import BadUpstream
+from pdserve.wire.journal import cut_room_lines
 from pdserve.wire.whole_answer import JOURNALED_ANSWER, AnswerError, AnswerReader
 from pdserve_proxy.relay.dispatch import REFUSALS
 from pdserve_proxy.relay.journal import RelayJournal
@@ -125,11 +126,12 @@ class JournaledAnswer:
         except TimeoutError as exc:
             raise NodeLost(f"silent for {self._silence_s:g} s") from exc
         try:
-            entries = self._reader.feed(piece)
+            entries, tokens = cut_room_lines(self._reader.feed(piece))
         except AnswerError as exc:
             name = self._relayed.decode_name
             raise BadUpstream(f"node {name} gave an unexpected answer: {exc}", code="upstream_invalid") from exc
         self._journal.keep(entries)
+        self._journal.want_room(tokens)
         return bool(entries) or self._reader.head is not None
 
 

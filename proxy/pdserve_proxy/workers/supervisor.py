@@ -28,8 +28,9 @@ from pdserve.wire.proxy_workers import Credentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.roles.controller import RoleController
-from pdserve_proxy.serving import Addresses
+from pdserve_proxy.serving import Addresses, store_limits
 from pdserve_proxy.workers.worker import WORKER_COMMAND, WorkerLaunch
 from pdserve_proxy.workers.worker_channel import WorkerChannel
 
@@ -69,7 +70,11 @@ async def supervise(
         changed = asyncio.Event()
         registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats)
         registry.on_change(changed.set)
-        channel = owned.enter_context(WorkerChannel(address, registry, changed, metrics))
+        limits = store_limits(config.store)
+        store = None if limits is None else ResponseStore(limits)
+        if store is not None:
+            metrics.watch_store(store)
+        channel = owned.enter_context(WorkerChannel(address, registry, changed, metrics, store))
         listeners = bind_shared(config.http, config.workers.count)
         for listener in listeners:
             owned.enter_context(listener)

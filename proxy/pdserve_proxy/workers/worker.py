@@ -26,6 +26,7 @@ from pdserve.errors import ConfigError, Unavailable
 from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup, stop_signals
 from pdserve.wire.proxy_workers import (
+    AbandonResponse,
     Collect,
     Counts,
     Credentials,
@@ -33,6 +34,8 @@ from pdserve.wire.proxy_workers import (
     Renewed,
     Scrape,
     Scraped,
+    StoreQuestion,
+    StoreReply,
     ToSupervisor,
     ToWorker,
     WorkerHello,
@@ -44,7 +47,8 @@ from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.serving import ProcessState, serve_clients
+from pdserve_proxy.serving import ProcessState, serve_clients, store_limits
+from pdserve_proxy.workers.stored_responses import SupervisorStorage
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +85,8 @@ class SupervisorChannel:
         self._metrics = metrics
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
+        self._questions: dict[int, asyncio.Future[StoreReply]] = {}
+        self._posts: set[asyncio.Task[None]] = set()
         self.has_nodes = asyncio.Event()
         """Set when the first message with the nodes has come."""
         self._context = zmq.asyncio.Context()
@@ -95,6 +101,8 @@ class SupervisorChannel:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        for post in self._posts:
+            post.cancel()
         self._socket.close(linger=0)
         self._context.term()
 
@@ -116,6 +124,10 @@ class SupervisorChannel:
                     answer = self._scrapes.get(number)
                     if answer is not None and not answer.done():
                         answer.set_result(text)
+                case StoreReply() as reply:
+                    waiting = self._questions.get(reply.number)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(reply)
 
     def _renew(self, credentials: Credentials) -> None:
         try:
@@ -125,6 +137,25 @@ class SupervisorChannel:
 
     async def send(self, message: ToSupervisor) -> None:
         await self._socket.send(_encoder.encode(message))
+
+    def post(self, message: AbandonResponse) -> None:
+        """Sends a message soon, from where nothing can wait."""
+        task = asyncio.create_task(self.send(message))
+        self._posts.add(task)
+        task.add_done_callback(self._posts.discard)
+
+    async def ask(self, question: StoreQuestion) -> StoreReply:
+        """Returns what the supervisor's store answers. Raises Unavailable if it does not."""
+        answer: asyncio.Future[StoreReply] = asyncio.get_running_loop().create_future()
+        self._questions[question.number] = answer
+        try:
+            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
+                await self.send(question)
+                return await answer
+        except TimeoutError as exc:
+            raise Unavailable("the proxy's store of responses does not answer", retry_after_s=1) from exc
+        finally:
+            del self._questions[question.number]
 
     async def scrape(self) -> bytes:
         """Returns the metrics of the whole proxy. Raises Unavailable if the supervisor does not answer."""
@@ -153,7 +184,9 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
             serving_channel = tasks.create_task(channel.run())
             async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
                 await channel.has_nodes.wait()
-            state = ProcessState(mirror, attempts, metrics, channel.scrape)
+            limits = store_limits(launch.config.store)
+            storage = None if limits is None else SupervisorStorage(limits, channel.ask, channel.post)
+            state = ProcessState(mirror, attempts, metrics, channel.scrape, storage)
             announcing: list[asyncio.Task[None]] = []
 
             def listening() -> None:

@@ -18,12 +18,17 @@ import zmq
 import zmq.asyncio
 
 from pdserve.wire.proxy_workers import (
+    AbandonResponse,
+    BeginResponse,
     Collect,
     Counts,
     Credentials,
+    DeleteResponse,
     Family,
+    FinishResponse,
     KnownNode,
     Nodes,
+    ReadResponse,
     Renewed,
     Scrape,
     Scraped,
@@ -36,6 +41,8 @@ from pdserve.wire.proxy_workers import (
 )
 from pdserve_proxy.metrics import ProxyMetrics, lasting_families, render_families, sum_families
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.responses.store import ResponseStore
+from pdserve_proxy.workers.stored_responses import abandon, answer
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +90,16 @@ class _Collection:
 class WorkerChannel:
     """The owner of the channel: binds it when it is made, and closes it as a context manager."""
 
-    def __init__(self, address: str, registry: Registry, changed: asyncio.Event, metrics: ProxyMetrics) -> None:
-        """``changed`` is set at every change of ``registry``."""
+    def __init__(
+        self,
+        address: str,
+        registry: Registry,
+        changed: asyncio.Event,
+        metrics: ProxyMetrics,
+        store: ResponseStore | None = None,
+    ) -> None:
+        """``changed`` is set at every change of ``registry``. ``store`` has the responses that are kept."""
+        self._store = store
         self._registry = registry
         self._metrics = metrics
         self._changed = changed
@@ -123,6 +138,8 @@ class WorkerChannel:
     def retire(self, name: bytes) -> None:
         """Forgets the worker ``name``, which is gone, and keeps what it counted."""
         self._health.pop(name, None)
+        if self._store is not None:
+            self._store.abandon_all(name)
         self._retired = sum_families([self._retired, lasting_families(self._workers.pop(name, ()))])
         for collection in self._collections.values():
             collection.answered(name)
@@ -180,6 +197,12 @@ class WorkerChannel:
                         collection.answered(name)
                 case Scrape(number=number):
                     self._begin(self._scrape(name, number))
+                case BeginResponse() | FinishResponse() | ReadResponse() | DeleteResponse() as question:
+                    if self._store is not None:
+                        await self._send(name, answer(self._store, name, question))
+                case AbandonResponse() as gone:
+                    if self._store is not None:
+                        abandon(self._store, name, gone)
 
     def _begin(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)

@@ -24,6 +24,7 @@ from pdserve.errors import Internal
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput
 from pdserve.wire.ticket import AnswerIdentity
 from tests.api.node import WAIT_S
+from tests.examples import examples
 
 PIECES = [b"a", b"b", b" c", b"\xc3", b"\xa9", b"d"]
 EOS = len(PIECES)
@@ -141,7 +142,7 @@ async def test_one_choice_that_fails_takes_no_text_of_the_others_along() -> None
     assert aborted == [1, 2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.integers(1, 12),
     st.lists(st.lists(st.integers(0, len(PIECES) - 1), max_size=25), min_size=1, max_size=3),

@@ -22,6 +22,7 @@ from pdserve.api.answers.detokenizer import (
     piece_bytes,
 )
 from pdserve.api.requests.tokenizer import Tokenizer
+from tests.examples import examples
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 SPECIAL = 2
@@ -72,7 +73,7 @@ CUTS = st.lists(st.integers(0, 1_000), max_size=20)
 
 
 @given(text=TEXTS, cuts=CUTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_byte_level_text(byte_level: Backend, text: str, cuts: list[int]) -> None:
     ids = byte_level.encode(text, add_special_tokens=False).ids
     detokenizer = BytesDetokenizer(TokenBytes(byte_level.id_to_token, byte_level_bytes), frozenset())
@@ -80,7 +81,7 @@ def test_byte_level_text(byte_level: Backend, text: str, cuts: list[int]) -> Non
 
 
 @given(ids=st.lists(st.integers(0, 49_151), max_size=40), cuts=CUTS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_byte_level_any_tokens(byte_level: Backend, ids: list[int], cuts: list[int]) -> None:
     """The ids may also be tokens whose bytes together are not valid UTF-8."""
     detokenizer = BytesDetokenizer(TokenBytes(byte_level.id_to_token, byte_level_bytes), frozenset())
@@ -88,7 +89,7 @@ def test_byte_level_any_tokens(byte_level: Backend, ids: list[int], cuts: list[i
 
 
 @given(text=TEXTS, cuts=CUTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_window_agrees_on_byte_level_text(byte_level: Backend, text: str, cuts: list[int]) -> None:
     ids = byte_level.encode(text, add_special_tokens=False).ids
     assume(byte_level.decode(ids) == text)  # This vocabulary lacks the tokens of a few bytes.
@@ -96,20 +97,20 @@ def test_window_agrees_on_byte_level_text(byte_level: Backend, text: str, cuts: 
 
 
 @given(text=TEXTS, cuts=CUTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_sentencepiece_text(sentencepiece: Backend, text: str, cuts: list[int]) -> None:
     ids = sentencepiece.encode(text).ids
     assert "".join(pieces(window(sentencepiece), ids, cuts)) == sentencepiece.decode(ids, skip_special_tokens=False)
 
 
 @given(ids=st.lists(st.integers(259, 357), max_size=40), cuts=CUTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_sentencepiece_any_tokens_that_are_text(sentencepiece: Backend, ids: list[int], cuts: list[int]) -> None:
     assert "".join(pieces(window(sentencepiece), ids, cuts)) == sentencepiece.decode(ids)
 
 
 @given(text=TEXTS, at=st.integers(0, 100), cuts=CUTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_skipped_tokens_leave_no_trace(sentencepiece: Backend, text: str, at: int, cuts: list[int]) -> None:
     ids = sentencepiece.encode(text).ids
     with_special = [*ids[:at], SPECIAL, *ids[at:]]

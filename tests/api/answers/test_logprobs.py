@@ -14,6 +14,7 @@ from pdserve.api.requests.tokenizer import Tokenizer
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import post
+from tests.api.scripted_engine import EOS
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 
@@ -62,6 +63,7 @@ def test_text(stream: bool, seed: int, client: openai.OpenAI) -> None:
     assert chosen == [-1.0] * len(tokens)
     assert [by_name[name] for by_name, name in zip(top, tokens, strict=True)] == chosen
     assert {len(by_name) for by_name in top} == {2}, "the likeliest and the chosen one"
+    assert [next(iter(by_name)) for by_name in top] == tokens
     assert [REPLY_TEXT[offset:].startswith(name) for offset, name in zip(offsets, tokens, strict=True)]
     assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
     for choice in choices:
@@ -101,6 +103,25 @@ def test_a_stop_string_cuts_them_with_the_text(stream: bool, client: openai.Open
         assert all(token.token in shown for shown, token in whole)
         # Several tokens come in one chunk if the reader is late.
         assert text == "" or text.endswith(" wo"), "it is reported when its fate is known"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [None, " How"])
+def test_beside_token_ids_each_of_them_has_its_log_probability(
+    stop: str | None, stream: bool, node: NodeUnderTest
+) -> None:
+    """That of the token that ended the answer is there too."""
+    body = {"model": MODEL, "prompt": "x", "seed": 0, "logprobs": 0, "stop": stop, "stream": stream}
+    answer = post(f"{node.url}/v1/completions", {**body, "return_token_ids": True, "return_tokens_as_token_ids": True})
+    lines = answer.text.split("\n\n") if stream else [f"data: {answer.text}"]
+    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    ids = [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
+    named = [name for choice in choices if choice.get("logprobs") for name in choice["logprobs"]["tokens"]]
+    assert ids
+    # Of a stop string's last token only a part may be shown, and then it is not reported.
+    assert named == [f"token_id:{token_id}" for token_id in ids[: len(named)]]
+    if stop is None:
+        assert (len(named), ids[-1]) == (len(ids), EOS)
 
 
 def test_a_stop_token_is_reported_if_it_is_shown(client: openai.OpenAI) -> None:

@@ -16,6 +16,7 @@ from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.sampling_params import TokenLogprobs
+from tests.examples import examples
 
 PIECES = [b"a", b"b", b"ab", b"ba", b" ", "é".encode(), b"\xc3", b"\xa9", b"\xa9a", b"\xf0\x9f", b"\x98", b"\x80", b""]
 EOS = len(PIECES)
@@ -82,7 +83,7 @@ def meaning(tokens: list[int], stops: list[str], include: bool, min_tokens: int)
     return Meaning(shown[:cut], [i for i in range(len(tokens)) if lengths[i] < cut], ends)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(
     st.lists(st.integers(0, len(PIECES) - 1), max_size=14),
     st.lists(st.sampled_from(["a", "ab", "bb", "aab", "é", "aé", "\ufffd"]), max_size=2),
@@ -107,7 +108,7 @@ def test_tokens_go_out_with_their_text(
     assert [delta.outcome for delta in deltas] == [None] * (len(deltas) - 1) + [ChoiceOutcome.STOP]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.integers(0, len(PIECES) - 1), max_size=14),
     st.lists(st.sampled_from(["a", "ab", "bb", "aab", "é", "aé", "\ufffd"]), max_size=2),
@@ -126,7 +127,7 @@ def test_an_answer_does_not_depend_on_how_many_tokens_come_at_once(
     assert answer_of(cuts) == answer_of(set(range(1, 15)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(
     st.lists(st.integers(0, len(PIECES) - 1), max_size=14),
     st.lists(st.sampled_from(["a", "ab", "bb", "aab", "é", "aé", "\ufffd"]), max_size=2),

@@ -36,10 +36,11 @@ def test_a_whole_message(node: NodeUnderTest) -> None:
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {
-            "input_tokens": 28,
+            "input_tokens": 15,
             "output_tokens": 9,
-            "cache_creation_input_tokens": 0,
+            "cache_creation_input_tokens": 13,
             "cache_read_input_tokens": 3,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 
@@ -65,7 +66,8 @@ def test_tokens_are_counted_as_the_prompt_has_them(node: NodeUnderTest) -> None:
         counted = post(f"{node.url}/v1/messages/count_tokens", body)
         assert submits() == []
     usage = ask(node, system="Be brief.").json()["usage"]
-    assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert counted.json() == {"input_tokens": sum(usage[part] for part in parts)}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +77,10 @@ def test_tokens_are_counted_as_the_prompt_has_them(node: NodeUnderTest) -> None:
         ({"model": "x"}, 404, "not_found_error"),
         ({"messages": []}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "system", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
         ({"mcp_servers": [{}]}, 400, "invalid_request_error"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),
         ({"seed": Behaviour.ERROR}, 500, "api_error"),
         ({"seed": Behaviour.DEADLINE}, 504, "timeout_error"),
     ],
@@ -131,6 +135,17 @@ def test_blocks_become_messages() -> None:
     assert (asked.wanted_tokens, asked.stops, asked.continue_final_message) == (9, ["x"], None)
 
 
+@pytest.mark.parametrize("content", ["In French.", [{"type": "text", "text": "In French."}]], ids=["text", "blocks"])
+def test_a_conversation_may_have_system_messages(content: Any) -> None:
+    said = [{"role": "user", "content": "Hi"}, {"role": "system", "content": content}]
+    assert chat([*said, {"role": "user", "content": "Go on"}], system="Be brief.").messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "system", "content": "In French."},
+        {"role": "user", "content": "Go on"},
+    ]
+
+
 def test_an_answer_goes_on_with_an_assistant_s_message() -> None:
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel"}]
     assert chat(said).continue_final_message
@@ -169,6 +184,8 @@ def test_thinking_is_an_argument_of_the_template() -> None:
         asked = chat(said, thinking={"type": kind, "budget_tokens": 1024})
         assert asked.chat_template_kwargs == {"enable_thinking": thinks}
     assert chat(said).chat_template_kwargs is None
+    assert chat(said).include_reasoning is None
+    assert chat(said, thinking={"type": "adaptive", "display": "omitted"}).include_reasoning is False
 
 
 @pytest.mark.parametrize("depth", [100, 990, 5_000])

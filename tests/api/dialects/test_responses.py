@@ -80,7 +80,9 @@ def test_a_node_names_the_fields_that_it_does_not_know(node: NodeUnderTest) -> N
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "namespace", "name": "n", "description": "d", "tools": [{}]}]}, "tools[0].tools[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
@@ -158,3 +160,62 @@ def test_a_schema_of_the_answer_is_that_of_a_chat() -> None:
 def test_text_of_any_kind_asks_for_nothing() -> None:
     for text in (None, {"verbosity": "low"}, {"format": {"type": "text"}}):
         assert cast("Any", chat_of_response(request(text=text))).messages == [{"role": "user", "content": "Hi"}]
+
+
+def test_a_request_may_leave_the_model_out(client: openai.OpenAI) -> None:
+    answer = client.responses.create(input="x", extra_body={"seed": 0})
+    assert (answer.model, answer.output_text) == (MODEL, REPLY_TEXT)
+
+
+def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
+    """They are in the answer, and in the stream's pieces, as in a chat."""
+    asked: dict[str, Any] = {"model": MODEL, "input": "x", "top_logprobs": 2, "extra_body": {"seed": 0}}
+    whole = client.responses.create(include=["message.output_text.logprobs"], **asked)
+    part = cast("Any", whole.output[0]).content[0]
+    assert "".join(each.token for each in part.logprobs) == part.text == REPLY_TEXT
+    assert [len(each.top_logprobs) for each in part.logprobs] == [2] * len(part.logprobs)
+    assert whole.top_logprobs == 2
+    pieces: list[Any] = []
+    for event in client.responses.create(stream=True, **asked):
+        if event.type == "response.output_text.delta":
+            pieces += [each.to_dict() for each in event.logprobs]
+        elif event.type == "response.completed":
+            final = cast("Any", event.response.output[0]).content[0]
+    assert pieces == [each.to_dict() for each in final.logprobs] == [each.to_dict() for each in part.logprobs]
+
+
+NAMESPACE = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [{"type": "function", "name": "find", "description": "Finds one."}],
+}
+
+
+def test_a_function_of_a_namespace_has_both_names() -> None:
+    call = {**CALL, "name": "find", "namespace": "crm"}
+    chat = chat_of_response(request(tools=[NAMESPACE], input=[{"role": "user", "content": "x"}, call]))
+    assert chat.tools is not None
+    [tool] = chat.tools
+    assert (tool.function.name, tool.function.description) == ("crm.find", "Customers.\nFinds one.")
+    assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "crm.find"
+
+
+def test_the_items_of_earlier_responses_come_before_the_input() -> None:
+    history = msgspec.json.encode([{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}])
+    asked = request(input=[{"role": "assistant", "content": "Three"}], instructions="Help.", previous_response_id="r")
+    assert chat_of_response(asked, history).messages == [
+        {"role": "system", "content": "Help."},
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Two\nThree"},
+    ]
+
+
+def test_a_call_that_the_limit_of_tokens_has_cut_is_not_shown_to_the_model() -> None:
+    cut = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a', "status": "incomplete"}
+    history = msgspec.json.encode([{"role": "user", "content": "One"}, cut])
+    asked = request(input="Two", previous_response_id="r")
+    assert chat_of_response(asked, history).messages == [
+        {"role": "user", "content": "One"},
+        {"role": "user", "content": "Two"},
+    ]

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from pdserve.api.message.formats import MessageFormats
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.config import ReasoningFormat, ToolFormat
-from pdserve.wire.journal import DONE_ENTRY, cut
+from pdserve.wire.journal import DONE_ENTRY, cut, digest
+from pdserve.wire.ticket import Resume, Storing
 from tests.api.dialects.sse import events_in
 from tests.api.node import MODEL
 from tests.api.scripted_engine import EOS
-from tests.api.stepped_node import SteppedNode, stepped_node
+from tests.api.stepped_node import ANSWER, SteppedNode, stepped_node
 from tests.api.test_resumed_answers import alphabet, events_of, journal_of, words
+from tests.examples import examples
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
@@ -63,14 +65,14 @@ def check_messages(events: list[dict[str, Any]], whole: dict[str, Any]) -> None:
     assert events[-2]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     assert events[-2]["usage"] == whole["usage"]
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**whole["usage"], "output_tokens": 0}
+    begun["usage"] = {**whole["usage"], "output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
     assert events[0]["message"] == begun
 
 
 CHECKS = {RESPONSES: check_responses, MESSAGES: check_messages}
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(sorted(CHECKS)),
     tokens=st.integers(1, 8),
@@ -148,11 +150,14 @@ async def failed(node: SteppedNode, path: str) -> dict[str, Any]:
     return events_in((await node.begin(path, body)).body)[-1]
 
 
-async def test_a_request_that_fails_ends_with_the_error_event_of_its_route(tokenizer: Tokenizer) -> None:
+async def test_a_request_that_fails_ends_with_the_event_of_its_route(tokenizer: Tokenizer) -> None:
     async with stepped_node(tokenizer, words(tokenizer), fail_after=2) as node:
-        error = await failed(node, RESPONSES)
-        assert error.pop("message")
-        assert error == {"type": "error", "code": "engine_error", "param": None, "sequence_number": 6}
+        last = await failed(node, RESPONSES)
+        assert (last["type"], last["sequence_number"]) == ("response.failed", 6)
+        response = last["response"]
+        assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+        assert response["error"]["message"]
+        assert [(item["status"], bool(shown(item))) for item in response["output"]] == [("incomplete", True)]
         error = await failed(node, MESSAGES)
         assert (error["type"], error["error"]["type"], error["request_id"]) == ("error", "api_error", "r")
 
@@ -201,6 +206,9 @@ async def test_reasoning_and_calls_are_blocks_and_can_be_resumed_anywhere(
         for count in range(len(events)):
             rest = await node.resume(path, {**body, "stream": True}, journal_of(events[:count]))
             assert events[:count] + events_of(rest.body) == events, f"after {count}"
+    thought = tokenizer.encode(CALLING.partition("\nI add.")[0], add_special_tokens=False)
+    details = whole["usage"]["output_tokens_details"]
+    assert details == {"reasoning_tokens" if path == RESPONSES else "thinking_tokens": len(thought)}
     if path == RESPONSES:
         kinds = [(item["type"], item["status"], shown(item)) for item in whole["output"]]
         assert kinds == [(kind, "completed", text) for kind, text in RESPONSE_ITEMS]
@@ -259,3 +267,65 @@ async def test_a_call_that_is_cut_has_no_input(tokenizer: Tokenizer) -> None:
     async with stepped_node(tokenizer, (), formats=FORMATS, script=tokens) as node:
         whole = json.loads((await node.begin(MESSAGES, body)).body)
     assert (whole["stop_reason"], whole["content"][0]["input"]) == ("max_tokens", {})
+
+
+@pytest.mark.parametrize("group", [1, 3, 100])
+async def test_log_probabilities_of_a_response_are_those_of_its_text_alone(group: int, tokenizer: Tokenizer) -> None:
+    """However many tokens come at once, and without a journal, which has none."""
+    tokens = [*tokenizer.encode(CALLING, add_special_tokens=False), EOS]
+    tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("add", "stop")]
+    body = request(RESPONSES, len(tokens), [], tools=tools, include=["message.output_text.logprobs"])
+    async with stepped_node(tokenizer, (), group, formats=FORMATS, script=tokens) as node:
+        whole = json.loads((await node.begin(RESPONSES, body)).body)
+        stream = (await node.begin(RESPONSES, {**body, "stream": True})).body
+    assert cut(stream) == (stream, b"")
+    last = events_in(stream)[-1]["response"]
+    [part] = last["output"][1]["content"]
+    assert "".join(each["token"] for each in part["logprobs"]) == part["text"] == "I add.\n"
+    assert last == whole
+
+
+async def test_a_response_says_whether_it_is_kept_and_what_it_goes_on_from(tokenizer: Tokenizer) -> None:
+    history = b'[{"role":"user","content":"Hello"},{"role":"assistant","content":"you"}]'
+    body = request(RESPONSES, 3, [], previous_response_id="resp_1", store=True)
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        refused = await node.begin(RESPONSES, body)
+        assert (refused.status, refused.error["param"]) == (400, "previous_response_id")
+        assert "--store" in refused.error["message"]
+        ticket = node.ticket(answer=ANSWER, storing=Storing(True, len(history)))
+        told = json.loads((await node.ask(RESPONSES, json.dumps(body).encode() + history, ticket)).body)
+        assert (told["store"], told["previous_response_id"]) == (True, "resp_1")
+        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "you"}]
+        alone = {**body, "input": [*said, {"role": "user", "content": "Hi"}], "previous_response_id": None}
+        same = json.loads((await node.begin(RESPONSES, alone)).body)
+        assert (same["usage"], same["store"]) == (told["usage"], False)
+        short = node.ticket(answer=ANSWER, storing=Storing(True, 10**6))
+        assert (await node.ask(RESPONSES, json.dumps(body).encode(), short)).status == 401
+
+
+async def test_a_response_with_a_history_can_be_resumed(tokenizer: Tokenizer) -> None:
+    history = b'[{"role":"user","content":"Hello"}]'
+    body = request(RESPONSES, 4, [], seed=5, ignore_eos=True, stream=True, previous_response_id="resp_1")
+    data, storing = json.dumps(body).encode() + history, Storing(True, len(history))
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        events = events_of((await node.ask(RESPONSES, data, node.ticket(answer=ANSWER, storing=storing))).body)
+        for count in (3, len(events) - 2):
+            journal = journal_of(events[:count])
+            resume = Resume(len(journal), digest(journal))
+            ticket = node.ticket(answer=ANSWER, storing=storing, resume=resume)
+            assert events[:count] + events_of((await node.ask(RESPONSES, data + journal, ticket)).body) == events
+
+
+async def test_a_call_names_its_namespace_apart(tokenizer: Tokenizer) -> None:
+    text = '<tool_call>\n{"name": "crm.find", "arguments": {}}\n</tool_call>'
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+    function = {"type": "function", "name": "find"}
+    space = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [function]}
+    body = request(RESPONSES, len(tokens), [], tools=[space])
+    async with stepped_node(tokenizer, (), formats=FORMATS, script=tokens) as node:
+        whole = json.loads((await node.begin(RESPONSES, body)).body)
+        events = events_in((await node.begin(RESPONSES, {**body, "stream": True})).body)
+    [call] = whole["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "crm", "find")
+    assert events[-1]["response"] == whole
+    assert [event["name"] for event in events if event["type"].endswith("arguments.done")] == ["find"]

@@ -18,7 +18,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 def length(text: str) -> int | None:
-    """Returns where the object or list at the beginning of ``text`` ends; None if there is none."""
+    """Returns where the object, list or string at the beginning of ``text`` ends; None if there is none."""
     reader = JsonText()
     for index, char in enumerate(text):
         if not reader.add(char):
@@ -28,7 +28,11 @@ def length(text: str) -> int | None:
     return None
 
 
-@given(st.lists(VALUES, max_size=3) | st.dictionaries(st.text(max_size=3), VALUES, max_size=3), st.booleans())
+@given(
+    st.lists(VALUES, max_size=3) | st.dictionaries(st.text(max_size=3), VALUES, max_size=3) | st.text(max_size=9),
+    st.booleans(),
+)
+@example([10**200, -1e-300, 1.5e200], True)
 def test_whole_values_end_where_they_end(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=None if ascii_only else 1)
     assert length(text + " {") == len(text)
@@ -41,14 +45,16 @@ def test_whole_values_end_where_they_end(value: Any, ascii_only: bool) -> None:
 @example('["\\u00g0"]')
 @example("[1,]")
 @example("[-]")
+@example(" []")
 def test_what_is_followed_to_its_end_is_json(text: str) -> None:
     end = length(text)
+    start = len(text) - len(text.lstrip(" "))
     try:
-        _, wanted = json.JSONDecoder(parse_constant=lambda name: 1 / 0).raw_decode(text)
+        _, wanted = json.JSONDecoder(parse_constant=lambda name: 1 / 0).raw_decode(text, start)
     except ValueError:
         wanted = None
-    is_container = text[:1] in ("{", "[")
-    assert end == (wanted if is_container else None)
+    is_followed = text[start : start + 1] in ("{", "[", '"')
+    assert end == (wanted if is_followed else None)
 
 
 def test_depth_is_bounded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +17,14 @@ from pdserve.api.message.parts import MessageParts, joined
 from pdserve.api.message.python_calls import PYTHONIC, PythonCallParser
 from pdserve.api.message.reasoning import ReasoningParser, ReasoningStart
 from pdserve.api.message.tool_schemas import ToolSchema
+from pdserve.api.message.xml_calls import is_plain_text
 from pdserve.config import ReasoningFormat, ToolFormat
+from tests.examples import examples
 
 TOOLS = {
     "f": ToolSchema("f", {"type": "object", "properties": {"text": {"type": "string"}}}),
     "get_weather": ToolSchema("get_weather"),
+    "-1.a": ToolSchema("-1.a"),
 }
 FORMATS = [form for form in ToolFormat if form not in (ToolFormat.AUTO, ToolFormat.NONE)]
 
@@ -48,6 +52,9 @@ Call = tuple[str, dict[str, object]]
 WEATHER: Call = ("get_weather", {"city": 'Köln "am" Rhein', "days": 3, "deep": {"a": [1, {"b": None}], "c": True}})
 PLAIN: Call = ("f", {"text": "x"})
 EMPTY: Call = ("f", {})
+TAGGED: Call = ("get_weather", {"city": "</parameter>", "deep": ["a</parameter>\n<", {"b": "\\"}]})
+EXACT = "12345678901234567890.10"
+"""A number that no float is equal to."""
 ARGS = json.dumps(WEATHER[1])
 GOOD: dict[ToolFormat, dict[str, list[Call]]] = {
     ToolFormat.HERMES: {
@@ -79,6 +86,10 @@ GOOD: dict[ToolFormat, dict[str, list[Call]]] = {
         f"{WEATHER[1]['city']}\n</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=deep>\n"
         f"{json.dumps(WEATHER[1]['deep'])}\n</parameter>\n</function>\n</tool_call>\n"
         "<tool_call><function=f></function></tool_call>": [WEATHER, EMPTY],
+        "<tool_call>\n<function=get_weather>\n" + ARGS + "\n</function>\n</tool_call>": [WEATHER],
+        "<tool_call><function=get_weather><parameter=city>\n"
+        f"{json.dumps(TAGGED[1]['city'])}\n</parameter><parameter=deep>{json.dumps(TAGGED[1]['deep'])}"
+        "</parameter></function></tool_call>": [TAGGED],
     },
     ToolFormat.PYTHONIC: {
         "[get_weather(city='Köln \"am\" Rhein', days=3, deep={'a': [1, {\"b\": None}], 'c': True}), f()]": [
@@ -86,9 +97,12 @@ GOOD: dict[ToolFormat, dict[str, list[Call]]] = {
             EMPTY,
         ],
         '<|python_start|>[f(text="x",)]<|python_end|>': [PLAIN],
+        f"[get_weather(**{ARGS}), f(text='x', **{{}})]": [WEATHER, PLAIN],
+        '[-1.a(text="x"), get_weather(days=-.5e1)]': [("-1.a", {"text": "x"}), ("get_weather", {"days": -5.0})],
     },
     ToolFormat.GEMMA: {'```tool_code\nf(text="x")\nf()\n```': [PLAIN, EMPTY], '[f(text="\\u0078")]': [PLAIN]},
 }
+TEXT_SCHEMAS: dict[str, Any] = {"plain": {"type": "string"}, "dated": {"type": "string", "format": "date"}, "any": {}}
 CASES = [(form, text) for form, texts in GOOD.items() for text in texts]
 
 
@@ -102,7 +116,7 @@ def test_calls_of_every_format(form: ToolFormat, text: str) -> None:
 
 @pytest.mark.parametrize(("form", "text"), CASES)
 def test_content_and_reasoning_stand_around_calls(form: ToolFormat, text: str) -> None:
-    if not text.startswith(("{", "[f", "[g")):  # these are calls only where the answer begins with them
+    if not text.startswith(("{", "[f", "[g", "[-")):  # these are calls only where the answer begins with them
         parts = parse([f"I look.\n{text} Done. "], form)
         assert parts.content.startswith("I look.\n")
         assert calls(parts) == GOOD[form][text]
@@ -115,6 +129,43 @@ def test_content_and_reasoning_stand_around_calls(form: ToolFormat, text: str) -
 def test_only_the_first_call_counts_where_calls_are_not_parallel(form: ToolFormat, text: str) -> None:
     parts = parse([text], form, parallel=False)
     assert (calls(parts), parts.content) == (GOOD[form][text][:1], "")
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("12", {"plain": "12", "dated": "12", "any": 12}),
+        ('"12"', {"plain": '"12"', "dated": "12", "any": "12"}),
+        ('"a', {"plain": '"a', "dated": '"a', "any": '"a'}),
+        ("True", {"plain": "True", "dated": "True", "any": True}),
+        ("[1, 2", {"plain": "[1, 2", "dated": "[1, 2", "any": "[1, 2"}),
+    ],
+)
+def test_values_between_tags_are_read_by_their_schema(written: str, read: dict[str, object]) -> None:
+    tools = {"f": ToolSchema("f", {"type": "object", "properties": TEXT_SCHEMAS})}
+    body = "".join(f"<parameter={name}>\n{written}\n</parameter>\n" for name in TEXT_SCHEMAS)
+    formats = MessageFormats(ToolFormat.QWEN_XML, ReasoningFormat.NONE)
+    reader = MessageParser(None, formats.call_parser(tools, parallel=True))
+    parts = joined([reader.add(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"), reader.finish()])
+    assert calls(parts) == [("f", read)]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (ToolFormat.PYTHONIC, f"[f(text={EXACT})]"),
+        (ToolFormat.QWEN_XML, f"<tool_call><function=get_weather><parameter=text>{EXACT}</parameter></function>"),
+        (ToolFormat.HERMES, '<tool_call>{"name": "f", "arguments": {"text": ' + EXACT + "}}"),
+    ],
+)
+def test_no_digit_of_a_number_is_lost(form: ToolFormat, text: str) -> None:
+    [call] = parse([text], form).calls
+    assert EXACT in call.arguments
+
+
+@pytest.mark.parametrize(("form", "text"), CASES)
+def test_calls_that_come_character_by_character(form: ToolFormat, text: str) -> None:
+    assert parse(list(text), form) == parse([text], form)
 
 
 FRAGMENTS = [
@@ -136,13 +187,14 @@ FRAGMENTS = [
         "x=",
         "1,",
     ),
+    *('<parameter=b>\n"a</parameter>', '**{"a": 1}', "<function=f>\n{"),
     *("<function=f>", "<parameter=text>", "\n</parameter>", "</function>", "<parameter=b>", " ", "\n", "é", "-0.5e3"),
     *('{"name": "unknown", "arguments": {}}', "unknown(a=1)", " " * 70, "null", ",", ";", "'", "\x00"),
 ]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=9).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(FORMATS), TEXTS, st.sets(st.integers(1, 200), max_size=12), st.booleans(), st.booleans())
 def test_any_split_of_any_text_gives_the_same(
     form: ToolFormat, text: str, cuts: set[int], reasoning: bool, parallel: bool
@@ -158,7 +210,7 @@ def test_any_split_of_any_text_gives_the_same(
     assert joined([*told, reader.finish()]) == parse([text], form, reasoning=reasoning, parallel=parallel)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(st.sampled_from(FORMATS), TEXTS)
 def test_what_is_no_call_becomes_text(form: ToolFormat, text: str) -> None:
     """Without functions there are no calls, and no character is lost."""
@@ -191,3 +243,10 @@ def test_a_text_of_many_beginnings_of_calls_is_followed_once(ending: str) -> Non
 def test_no_more_is_held_back_before_a_call_than_is_allowed(form: ToolFormat) -> None:
     marker = MessageFormats(form, ReasoningFormat.NONE).call_markers[0]
     assert parser(form).add(marker + "\n" * MAX_HELD).content
+
+
+@pytest.mark.parametrize(
+    "schema", [{"enum": 5, "const": "a"}, {"enum": None, "const": "a"}, {"enum": [5]}, {"const": 5}]
+)
+def test_a_parameter_whose_schema_is_odd_is_no_plain_text(schema: dict[str, Any]) -> None:
+    assert not is_plain_text({"type": "string", **schema})

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.api.requests.grammar_check import MAX_WAITING, GrammarCheck, WantedGrammar
+from pdserve.api.requests.grammar_check import MAX_OF_CLIENT, MAX_WAITING, GrammarCheck, WantedGrammar
 from pdserve.config import GrammarConfig
-from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from pdserve.errors import DeadlineExceeded, InvalidRequest, TooManyRequests, Unavailable
 from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial
 from tests.tiny_vocabulary import save_tiny_tokenizer
+
+pytestmark = pytest.mark.integration
 
 ANSWERS = """
 import json, os, sys, time
@@ -110,7 +112,7 @@ async def test_a_request_waits_no_longer_than_its_deadline(tmp_path: Path) -> No
 
 async def test_requests_with_the_same_new_grammar_wait_for_one_trial(tmp_path: Path) -> None:
     async with checking(tmp_path, scripted) as check:
-        many = [check.compiled(wanted("x"), 30.0) for _ in range(MAX_WAITING + 1)]
+        many = [check.compiled(wanted("x"), 30.0, b"%d" % number) for number in range(MAX_WAITING + 1)]
         assert len(set(await asyncio.gather(*many))) == 1
     assert asked(tmp_path) == ["x"]
 
@@ -118,9 +120,33 @@ async def test_requests_with_the_same_new_grammar_wait_for_one_trial(tmp_path: P
 async def test_more_new_grammars_than_may_wait_are_refused(tmp_path: Path) -> None:
     async with checking(tmp_path, scripted) as check:
         outcomes = await asyncio.gather(
-            *(check.compiled(wanted(f"x{number}"), 30.0) for number in range(MAX_WAITING + 1)), return_exceptions=True
+            *(
+                check.compiled(wanted(f"x{number}"), 30.0, b"%d" % (number // MAX_OF_CLIENT))
+                for number in range(MAX_WAITING + 1)
+            ),
+            return_exceptions=True,
         )
     assert [type(outcome) for outcome in outcomes] == [Grammar] * MAX_WAITING + [Unavailable]
+
+
+async def test_a_client_with_many_new_grammars_keeps_no_other_waiting(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted) as check:
+        many = [f"a{number}" for number in range(MAX_OF_CLIENT)]
+        asking = [(text, b"a") for text in (*many, "one more")] + [(text, b"b") for text in ("b0", "a5", "b1")]
+        outcomes = await asyncio.gather(
+            *(check.compiled(wanted(text), 30.0, client) for text, client in asking), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes].count(Grammar) == len(asking) - 1
+        assert isinstance(outcomes[len(many)], TooManyRequests)
+    # The grammar that both have is tried in the first turn that comes to it.
+    assert asked(tmp_path) == ["a0", "b0", "a1", "a5", "a2", "b1", "a3", "a4", *many[6:]]
+
+
+async def test_nothing_is_tried_after_the_close(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted) as check:
+        pass
+    with pytest.raises(Unavailable):
+        await check.compiled(wanted("x"), 30.0)
 
 
 async def test_a_grammar_whose_last_request_has_left_is_tried_only_if_that_has_begun(tmp_path: Path) -> None:

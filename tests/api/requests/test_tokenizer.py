@@ -116,6 +116,7 @@ def test_a_template_that_asks_for_the_date_gets_that_of_the_request(model_dir: P
     assert re.fullmatch(r"2023-11-14\d\d'\d\d/20/\{x\}", text), "a format that is no plain literal gets the node's time"
 
 
+@pytest.mark.integration
 def test_api_process_never_imports_torch(model_dir: Path) -> None:
     program = (
         "import sys, pathlib, pdserve.api.server, pdserve.api.requests.tokenizer as t\n"

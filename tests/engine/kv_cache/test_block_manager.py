@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.errors import EngineError
+from tests.examples import examples
 
 
 def test_grow_gives_exactly_the_blocks_that_are_missing() -> None:
@@ -113,4 +114,4 @@ class BlockLife(RuleBasedStateMachine):
 
 
 TestBlockLife = BlockLife.TestCase
-TestBlockLife.settings = settings(max_examples=50, deadline=None)
+TestBlockLife.settings = settings(max_examples=examples(50))

@@ -15,6 +15,7 @@ from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.errors import EngineError
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer, talkative
+from tests.examples import examples
 
 PROMPT = list(range(100, 120))
 """A prompt of five full blocks."""
@@ -370,4 +371,4 @@ class CacheLife(RuleBasedStateMachine):
 
 
 TestCacheLife = CacheLife.TestCase
-TestCacheLife.settings = settings(max_examples=60, deadline=None)
+TestCacheLife.settings = settings(max_examples=examples(60))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
+from tests.examples import examples
 
 NUM_BLOCKS, STAGING = 12, 8
 PATIENCE_S = 30.0
@@ -35,7 +36,7 @@ class Moving:
         return done
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, min_size=1, max_size=STAGING),
     order=st.permutations(range(STAGING)),

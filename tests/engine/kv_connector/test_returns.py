@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from pdserve.engine.kv_cache.prefix_cache import Match
-from pdserve.engine.kv_connector.return_offers import MAX_AHEAD_S, OFFER_S, OFFERS_PER_S, ReturnOffers
+from pdserve.engine.kv_connector import returning_connector
+from pdserve.engine.kv_connector.return_offers import MAX_AHEAD_S, OFFER_S, RETURNS_PER_S, ReturnOffers, together
 from pdserve.engine.kv_connector.returning_connector import MAX_FETCHES, MAX_WAITING, POOL_SHARE
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
@@ -90,16 +91,21 @@ def test_many_streams_are_offered_less_often() -> None:
     assert len(thread.offered) == len(streams)
     for stream in streams:
         stream.num_computed_tokens = 8
-    offers.stepped(plan, 1.0 + len(streams) / OFFERS_PER_S - 0.01)
+    offers.stepped(plan, 1.0 + together(len(streams)) / RETURNS_PER_S - 0.01)
     assert len(thread.offered) == len(streams)
-    offers.stepped(plan, 1.0 + len(streams) / OFFERS_PER_S)
+    offers.stepped(plan, 1.0 + together(len(streams)) / RETURNS_PER_S)
     assert len(thread.offered) == 2 * len(streams)
+
+
+def test_texts_that_are_offered_together_cost_less() -> None:
+    assert [together(texts) for texts in (0, 1, 4)] == [0, 1, 4], "they may be fetched one by one"
+    assert 4 < together(16) < 16
 
 
 def test_not_all_of_too_many_endings_are_offered() -> None:
     offers = ReturnOffers(thread := cast(Any, ScriptedThread()), BLOCK_SIZE)
     offers.stepped(BatchPlan(), 1.0)
-    most = int(MAX_AHEAD_S * OFFERS_PER_S)
+    most = int(MAX_AHEAD_S * RETURNS_PER_S)
     for _ in range(3 * most):
         ended = streaming(8)
         offers.ended(ended)
@@ -121,7 +127,7 @@ def test_the_offers_of_many_streams_leave_those_of_endings_alone() -> None:
         offers.ended(stream)
     assert len(thread.offered) == len(streams) + 5
     # Both together are no more than a node makes.
-    at = 1.0 + (len(streams) + 5) / OFFERS_PER_S
+    at = 1.0 + (together(len(streams)) + 5) / RETURNS_PER_S
     offers.stepped(plan, at - 0.01)
     assert len(thread.offered) == len(streams) + 5
     offers.stepped(plan, at + 0.01)
@@ -242,6 +248,58 @@ def test_texts_that_begin_alike_are_both_fetched() -> None:
     assert bench.thread.asked[-1].hashes == texts[1][1:]
     bench.land(bench.thread.asked[-1])
     assert [bench.has(text) for text in texts] == [2, 2]
+    assert bench.all_free
+
+
+def test_several_texts_of_one_engine_come_in_one_fetch() -> None:
+    bench = Returning()
+    texts = [hashes([token] * 4) for token in range(10, 10 + MOST)]
+    (order,) = bench.offer(*texts)
+    assert order.hashes == tuple(name for text in texts for name in text)
+    assert len(set(order.block_ids)) == MOST
+    bench.land(order)
+    assert [bench.has(text) for text in texts] == [1] * MOST
+    assert bench.connector.returns().blocks_returned == MOST
+    assert len(bench.thread.asked) == 1
+    assert bench.all_free
+
+
+def test_the_texts_of_two_engines_come_in_two_fetches() -> None:
+    bench = Returning()
+    texts = [hashes([token] * 4) for token in (10, 11)]
+    bench.report(BlocksOffered(DECODE, texts[0]), BlocksOffered(PREFILL, texts[1]))
+    assert [(order.target, order.hashes) for order in bench.thread.asked] == [(DECODE, texts[0]), (PREFILL, texts[1])]
+
+
+def test_so_many_texts_come_in_one_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(returning_connector, "MAX_TEXTS", 1)
+    bench = Returning()
+    (order,) = bench.offer(*[hashes([token] * 4) for token in (10, 11)])
+    assert len(order.hashes) == 1
+    bench.report()
+    assert len(bench.thread.asked) == 2
+
+
+def test_a_text_that_the_engine_has_no_more_costs_those_behind_it_nothing() -> None:
+    """A fetch ends with the first block that is not there. What is behind that is asked for in the next one."""
+    bench = Returning()
+    texts = [hashes([token] * 4) for token in range(10, 10 + MOST)]
+    (order,) = bench.offer(*texts)
+    bench.land(order, 0)
+    again = bench.thread.asked[-1]
+    assert again.hashes == order.hashes[1:]
+    bench.land(again)
+    assert [bench.has(text) for text in texts] == [0, *[1] * (MOST - 1)]
+    assert len(bench.thread.asked) == 2
+    assert bench.all_free
+
+
+def test_a_failed_fetch_of_several_texts_is_not_repeated() -> None:
+    bench = Returning()
+    (order,) = bench.offer(*[hashes([token] * 4) for token in range(10, 10 + MOST)])
+    bench.report(FetchFailed(order.transfer_id, "gone", 1, (), FailureKind.PEER_LOST))
+    assert bench.has(order.hashes[:1]) == 1
+    assert len(bench.thread.asked) == 1
     assert bench.all_free
 
 

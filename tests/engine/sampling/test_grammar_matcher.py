@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from pdserve.engine.sampling.grammar_matcher import MASK_S, MASKS_S, GrammarMatcher, TokenBits
 from pdserve.engine.sampling.logit_rules import grammar_bits
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve.grammars.compiling import compile_grammar
+from pdserve.grammars.compiling import CompiledGrammar, compile_grammar
 from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
 from tests.tiny_models import VOCAB_SIZE
@@ -66,6 +67,40 @@ def test_tokens_that_the_model_lacks_are_not_open(vocabulary: LLTokenizer) -> No
     assert matcher.failure == "the model has no token that the grammar allows here"
 
 
+GRAMMARS = (
+    Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "string"}}'),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"properties": {"ab": {"enum": [1, "x\\u00e9", null]}}, "required": ["ab"]}'),
+    Grammar(GrammarKind.REGEX, "(ab|cd){0,3}[^a]?"),
+    Grammar(GrammarKind.LARK, 'start: "ab" /(?s:.*)/'),
+    Grammar(GrammarKind.LARK, 'start: "ab" (<[1]> "c")*'),
+)
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.text)
+def test_each_token_that_may_follow_is_allowed_and_no_other(vocabulary: LLTokenizer, grammar: Grammar) -> None:
+    compiled, rng = compile_grammar(grammar, vocabulary), random.Random(1)
+    for _ in range(6):
+        answer: list[int] = []
+        matcher = GrammarMatcher(compiled)
+        while len(answer) < 12 and EOS not in answer:
+            masked = named(matcher.open_bits(answer, VOCAB_SIZE)) or set()
+            allowed = {token for token in range(VOCAB_SIZE + 9) if matcher.allows(answer, token)}
+            assert matcher.failure is None
+            # Where nothing but its end may follow, an answer needs the mask.
+            assert masked <= allowed | {EOS}
+            # Of tokens that write the one text that may come next, the mask has the first one alone.
+            other = compiled.matcher.deep_copy()
+            assert other.consume_tokens(answer)
+            for token in allowed - masked:
+                assert other.deep_copy().consume_token(token)
+            answer.append(rng.choice(sorted(allowed | masked)))
+
+
+def test_no_token_is_allowed_where_an_answer_cannot_go_on(vocabulary: LLTokenizer) -> None:
+    matcher = GrammarMatcher(compile_grammar(ONLY_X, vocabulary), [Y])
+    assert not any(matcher.allows([Y], token) for token in range(VOCAB_SIZE))
+
+
 def test_a_grammar_with_too_many_places_at_once_fails(vocabulary: LLTokenizer) -> None:
     """Masks take time by the square of this count."""
     grammar = Grammar(GrammarKind.LARK, "start: " + " ".join(f'("x" | "y{i}")*' for i in range(600)))
@@ -101,12 +136,12 @@ MASKS = 1_000
 
 
 @pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> LLMatcher:
+def letters(tmp_path_factory: pytest.TempPathFactory) -> CompiledGrammar:
     grammar = Grammar(GrammarKind.REGEX, "a{1,2000}")
     return compile_grammar(grammar, tiny_vocabulary(tmp_path_factory.mktemp("vocabulary")))
 
 
-def masks_until_failure(compiled: LLMatcher, seconds_each: float) -> tuple[int, str | None]:
+def masks_until_failure(compiled: CompiledGrammar, seconds_each: float) -> tuple[int, str | None]:
     """Returns how many masks an answer gets, each of which takes so long, and why it cannot go on."""
     clock = [0.0]
 
@@ -121,7 +156,7 @@ def masks_until_failure(compiled: LLMatcher, seconds_each: float) -> tuple[int, 
     return len(answer), matcher.failure
 
 
-def test_an_answer_whose_masks_take_long_again_and_again_ends(letters: LLMatcher) -> None:
+def test_an_answer_whose_masks_take_long_again_and_again_ends(letters: CompiledGrammar) -> None:
     masks, why = masks_until_failure(letters, 2 * MASKS_S)
     assert masks == 1
     assert why is not None
@@ -130,5 +165,20 @@ def test_an_answer_whose_masks_take_long_again_and_again_ends(letters: LLMatcher
     assert MASKS_S / (3 * MASK_S) < masks < MASKS
 
 
-def test_an_answer_of_usual_masks_goes_on(letters: LLMatcher) -> None:
+def test_asking_for_tokens_takes_of_the_same_time(letters: CompiledGrammar) -> None:
+    clock = [0.0]
+
+    def now() -> float:
+        clock[0] += MASKS_S
+        return clock[0]
+
+    matcher = GrammarMatcher(letters, now=now)
+    assert matcher.allows([], A)
+    assert matcher.allows([A], A)
+    assert not matcher.allows([A, A], A)
+    assert not matcher.open_bits([A, A], VOCAB_SIZE).any()
+    assert "too much work" in (matcher.failure or "")
+
+
+def test_an_answer_of_usual_masks_goes_on(letters: CompiledGrammar) -> None:
     assert masks_until_failure(letters, MASK_S / 2) == (MASKS, None)

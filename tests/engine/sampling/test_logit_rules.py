@@ -14,6 +14,7 @@ from pdserve.engine.sampling.logit_rules import _array, _Identity, apply_rules, 
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SamplingParams
+from tests.examples import examples
 
 VOCAB = 12
 EOS = frozenset({2, 9})
@@ -65,7 +66,7 @@ def ends_with(tokens: list[int], ending: tuple[int, ...]) -> bool:
     return not ending or tuple(tokens[-len(ending) :]) == ending
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(TOKENS, TOKENS, RULES), min_size=1, max_size=3), st.integers(0, 2**32 - 1))
 def test_rules_mean_what_they_say(rows: list[tuple[list[int], list[int], dict[str, Any]]], torch_seed: int) -> None:
     torch.manual_seed(torch_seed)
@@ -75,7 +76,7 @@ def test_rules_mean_what_they_say(rows: list[tuple[list[int], list[int], dict[st
     torch.testing.assert_close(changed, torch.tensor(wanted), atol=1e-4, rtol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(TOKENS, TOKENS, RULES, st.integers(0, 2**32 - 1))
 def test_rows_without_rules_are_left_alone(
     prompt: list[int], answer: list[int], rules: dict[str, Any], torch_seed: int

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.sampling import drawing, sampler
+from pdserve.engine.sampling import drawing, token_choice
 from pdserve.engine.sampling.drawing import BEST_FEW
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SamplingParams
+from tests.examples import examples
 
 VOCAB = 50
 EOS = frozenset({3, 4})
@@ -89,7 +90,7 @@ def by_sorting(weights: torch.Tensor, share: float) -> torch.Tensor:
     return kept
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([2, 63, 64, 65, 700]),
@@ -134,7 +135,7 @@ PARAMETERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.lists(st.tuples(PARAMETERS, st.integers(0, 8)), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
 def test_a_token_does_not_depend_on_batch_mates(rows: list[tuple[dict[str, Any], int]], torch_seed: int) -> None:
     torch.manual_seed(torch_seed)
@@ -153,7 +154,7 @@ def test_a_token_does_not_depend_on_how_rows_are_grouped(monkeypatch: pytest.Mon
     rows = [row(i, seed=i, **kinds[i % 4]) for i in range(12)]
     grouped = []
     for at_once in (1, 100_000, 10**9):
-        monkeypatch.setattr(sampler, "CPU_LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(token_choice, "CPU_LOGITS_AT_ONCE", at_once)
         grouped.append(ids(logits, *rows))
     assert grouped[0] == grouped[1] == grouped[2]
     assert len(set(grouped[0])) > 6

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+from tests.examples import examples
 
 
 def chosen(logits: torch.Tensor, *counts: int | None, **changes: Any) -> list[SampledToken]:
@@ -24,7 +25,7 @@ def chosen(logits: torch.Tensor, *counts: int | None, **changes: Any) -> list[Sa
     return tokens
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(st.lists(st.none() | st.integers(0, 30), min_size=1, max_size=4), st.integers(0, 2**32 - 1), st.booleans())
 def test_they_are_those_of_log_softmax(counts: list[int | None], torch_seed: int, coarse: bool) -> None:
     torch.manual_seed(torch_seed)

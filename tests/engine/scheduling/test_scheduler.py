@@ -21,6 +21,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from tests.engine.placements import make_placement
+from tests.examples import examples
 
 EOS = 2
 BLOCK_SIZE = 4
@@ -155,7 +156,7 @@ def test_decoding_comes_before_prompts_and_shares_their_budget() -> None:
     assert [(work.request.local_id, work.num_tokens) for work in plan.work] == [(1, 1), (2, 15)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(6, 20))
 def test_a_decoding_request_never_waits_for_a_prompt(prompts: list[int], budget: int) -> None:
     """Every request that decodes gets a token in every step, whatever prompts are being computed."""
@@ -382,7 +383,7 @@ def test_expired_lists_waiting_and_running() -> None:
     assert {request.local_id for request in bench.scheduler.expired(100)} == {1, 2}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=10),
     st.integers(8, 30),

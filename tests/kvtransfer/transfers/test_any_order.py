@@ -80,6 +80,7 @@ from pdserve_kvtransfer.sides import (
     PushBlocks,
 )
 from pdserve_kvtransfer.stats import TransferStats
+from tests.examples import examples
 from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from tests.kvtransfer.rig import CONFIG, SAMPLING, SECRET, SPEC
 
@@ -759,7 +760,7 @@ RANKS = [(1, 1), (2, 2), (1, 2)]
 
 @pytest.mark.parametrize(("ranks", "other_ranks"), RANKS)
 def test_every_transfer_ends_once_and_every_block_is_free_again(ranks: int, other_ranks: int) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60))
     @given(steps)
     def run(taken: list[Step]) -> None:
         with pytest.MonkeyPatch.context() as patch, world(ranks, other_ranks, patch) as made:

@@ -352,10 +352,11 @@ def test_closing_the_decode_engine_tells_the_prefill_engine() -> None:
 
 def test_a_decode_engine_that_was_frozen_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode engine does not give up a living prefill engine because of its own pause."""
-    with pair() as rig:
+    config = TransferConfig(heartbeat_ms=50, lease_ms=5_000)
+    with pair(config=config) as rig:
         transfer = rig.fetch((0, 1))
         rig.prefill.next(PushWanted)
-        skip = CONFIG.lease_ms / 1000 * 3
+        skip = config.lease_ms / 1000 * 3
         real = time.monotonic
         monkeypatch.setattr("pdserve_kvtransfer.thread.time", _Clock(lambda: real() + skip))
         rig.prefill.thread.push(transfer, 0, (0, 1))

@@ -101,7 +101,7 @@ def test_pings_go_on_while_blocks_are_quarantined(rig: Pair, fabric: Fabric) -> 
     wanted = stop_in_the_middle(rig, fabric)
     rig.decode.thread.cancel_fetch(wanted.transfer_id)
     rig.decode.next(FetchCancelled)
-    assert not rig.decode.woken_within(rig.decode.config.lease_ms / 1000 * 1.5), "no lease ran out"
+    assert not rig.decode.has_news_within(rig.decode.config.lease_ms / 1000 * 1.5), "no lease ran out"
     fabric.release()
     rig.decode.next(BlocksReleased)
 

@@ -304,7 +304,7 @@ def test_late_commands_are_ignored() -> None:
 def test_silence_between_transfers_is_not_death() -> None:
     with pair() as rig:
         complete(rig, (0,))
-        assert not rig.decode.woken_within(CONFIG.lease_ms / 1000 * 1.5)
+        assert not rig.decode.has_news_within(CONFIG.lease_ms / 1000 * 1.5)
         complete(rig, (1,))
         assert rig.decode.thread.stats().handshakes == 1
 
@@ -313,7 +313,7 @@ def test_heartbeats_keep_a_slow_prefill_alive() -> None:
     with pair() as rig:
         transfer = rig.fetch((0,))
         rig.prefill.next(PushWanted)
-        assert not rig.decode.woken_within(CONFIG.lease_ms / 1000 * 1.5)
+        assert not rig.decode.has_news_within(CONFIG.lease_ms / 1000 * 1.5)
         rig.prefill.thread.push(transfer, 0, (0,))
         rig.prefill.thread.first_token(transfer, (SampledToken(1),), 0)
         rig.decode.next(FirstTokenArrived)

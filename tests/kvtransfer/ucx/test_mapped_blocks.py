@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -387,12 +388,18 @@ def test_a_receiver_that_closes_copies_nothing_more_whatever_is_stuck(transport:
     stranger.close()
 
 
+class Rendezvous(UcxTransport):
+    """A transport whose receivers have to ask for every message, however small it is."""
+
+    def _context(self) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("UCX_RNDV_THRESH", "1")
+            return super()._context()
+
+
 @pytest.fixture
-def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[UcxTransport]:
-    """Yields a transport whose receivers have to ask for every message, however small it is."""
-    with monkeypatch.context() as patch:
-        patch.setenv("UCX_RNDV_THRESH", "1")
-        made = UcxTransport("", make_poster=compiled_poster())
+def rendezvous() -> Iterator[UcxTransport]:
+    made = Rendezvous("", make_poster=compiled_poster())
     yield made
     made.close()
 

@@ -37,8 +37,10 @@ def by_label(moved: MovedMessage) -> int:
 class Two:
     """Two links with memories of their own. The receiver may have mapped a ``shared`` memory of the sender's."""
 
-    def __init__(self, transport: UcxTransport, size: int = 4 * SIZE, shared: bool = False) -> None:
-        self.memory = bytearray(size)
+    def __init__(
+        self, transport: UcxTransport, size: int = 4 * SIZE, shared: bool = False, memory: bytearray | None = None
+    ) -> None:
+        self.memory = bytearray(size) if memory is None else memory
         self.shared = SharedMemory(size) if shared else None
         self.source = memoryview(bytearray(size)) if self.shared is None else self.shared.bytes
         self.sender = transport.open_link(self.shared or self.source)
@@ -215,6 +217,25 @@ def test_a_closed_link_keeps_no_memory(poster: MakePoster) -> None:
     del two
     gc.collect()
     assert offer.name not in Path("/proc/self/maps").read_text()
+
+
+def test_a_link_that_ends_in_the_middle_leaves_nothing_for_others_to_touch(poster: MakePoster) -> None:
+    """Both links receive into the same memory. UCX lets go of memory for both when the last of them does."""
+    transport = UcxTransport("", make_poster=poster)
+    first = Two(transport)
+    second = Two(transport, memory=first.memory)
+    second.source[:] = b"s" * len(second.source)
+    for two in (first, second):
+        two.sender.send([0], 4 * SIZE, [1])
+        two.arrivals()
+        two.receiver.receive([0])
+        two.receiver.progress()
+    first.receiver.close()
+    second.finish(1, 1)
+    assert second.memory == second.source
+    first.close()
+    second.close()
+    transport.close()
 
 
 def test_a_closed_link_does_nothing(two: Two) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import msgspec
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Opener, Purpose
@@ -116,13 +119,22 @@ class Nodes:
 
 @asynccontextmanager
 async def nodes(
-    running: Cluster, *behaviours: Behaviour, count: int | None = None, role: Role = Role.MIXED
+    running: Cluster,
+    *behaviours: Behaviour,
+    count: int | None = None,
+    role: Role = Role.MIXED,
+    kernels: Mapping[int, str] = MappingProxyType({}),
 ) -> AsyncIterator[Nodes]:
-    """Runs ``count`` nodes of one role, one for each of ``behaviours`` by default."""
+    """Runs ``count`` nodes of one role, one for each of ``behaviours`` by default.
+
+    ``kernels`` are those of the nodes with these numbers.
+    """
     found = Nodes(behaviours)
     async with AsyncExitStack() as stack:
         for _ in range(len(behaviours) if count is None else count):
             found.made.append(await stack.enter_async_context(FakeNode(found.behave)))
         infos = [node_info(f"n{number}", role, node.url) for number, node in enumerate(found.made)]
-        await running.add(*infos)
+        await running.add(
+            *[msgspec.structs.replace(info, kernels=kernels.get(number, "")) for number, info in enumerate(infos)]
+        )
         yield found

@@ -80,6 +80,10 @@ async def test_the_proxy_s_own_errors_have_the_form_of_the_route() -> None:
             error = json.loads(await response.read())
             assert (response.status, error["type"], error["error"]["type"]) == (503, "error", "overloaded_error")
             assert error["request_id"] == response.headers["x-request-id"]
+        async with running.http.get("/v1/messages/batches") as response:
+            error = json.loads(await response.read())
+            assert (response.status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+            assert error["request_id"] == response.headers["x-request-id"]
         async with running.http.post("/v1/responses", json={"model": "m"}) as response:
             assert set(json.loads(await response.read())["error"]) == {"message", "type", "param", "code"}
 

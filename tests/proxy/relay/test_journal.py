@@ -16,10 +16,12 @@ from pdserve_proxy.relay.journal import GROWTH_BYTES, DropReason, JournalBudget,
 from pdserve_proxy.relay.whole_events import MAX_EVENT_BYTES
 from pdserve_proxy.requests.request_body import read_body
 from tests.cpu_time import least_cpu_s
+from tests.examples import examples
 from tests.proxy.relay.journaling_nodes import ANSWER
 
 REQUEST = NodeRequest("/v1/completions", read_body(b'{"model": "m", "prompt": "p"}'), None)
 TOKEN = entry(0, [314]) + b'data: {"text": "a: b"}\n\n'
+MOST_EVENTS = 8
 EVENTS = st.lists(
     st.sampled_from(
         [
@@ -30,7 +32,8 @@ EVENTS = st.lists(
             USAGE_ENTRY + b"data: {}\n\n",
             DONE_ENTRY + b"data: [DONE]\n\n",
         ]
-    )
+    ),
+    max_size=MOST_EVENTS,
 )
 
 
@@ -53,6 +56,26 @@ def test_events_and_entries_are_parted_however_they_are_cut(events: list[bytes],
     assert journal.done == (bool(events) and events[-1].startswith(DONE_ENTRY))
 
 
+@given(events=EVENTS, places=st.lists(st.integers(0, MOST_EVENTS)), cuts=st.data())
+def test_wishes_between_events_are_told_and_leave_no_trace(
+    events: list[bytes], places: list[int], cuts: st.DataObject
+) -> None:
+    """The proxy hears the last of the wishes that come at once."""
+    pieces = [*events]
+    for number, place in enumerate(sorted(places, reverse=True)):
+        pieces.insert(min(place, len(events)), wire.room_block(len(places) - number))
+    data, journal, told = b"".join(pieces), new_journal(), list[int]()
+    journal.on_room = told.append
+    stream, out = JournaledEvents(journal), b""
+    edges = sorted({0, *cuts.draw(st.lists(st.integers(0, len(data)))), len(data)})
+    for start, end in itertools.pairwise(edges):
+        out += stream.feed(data[start:end])
+    assert (out, journal.lines() if journal.entries else b"") == cut(b"".join(events))
+    assert journal.resumable == bool(events)
+    assert told == sorted(set(told))
+    assert told[-1:] == [len(places)] * bool(places)
+
+
 @given(
     events=st.lists(st.sampled_from([TOKEN, TOKEN * 3, b"data: no entry\n\n", b"event: error\ndata: {}\n\n"])),
     cuts=st.lists(st.integers(0, 200)),
@@ -68,7 +91,7 @@ def test_a_journal_is_dropped_when_an_event_has_no_entry(events: list[bytes], cu
     assert journal.resumable == (bool(events) and all(event.startswith(b":") for event in events))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(cuts=st.lists(st.integers(-12, 12)), around=st.sampled_from([0, MAX_EVENT_BYTES]))
 def test_an_event_too_large_to_be_held_back_drops_the_journal_and_shows_no_entry(cuts: list[int], around: int) -> None:
     huge = entry(0, [1]) + b"data: " + b"x" * MAX_EVENT_BYTES + b"\n\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import logging
 import re
@@ -10,6 +11,7 @@ import re
 import msgspec
 import pytest
 
+from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import Role
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget
 from tests.proxy.cluster import cluster, metric, node_info, proxy_config, ticket_of
@@ -111,6 +113,28 @@ async def test_an_ordinary_body_reaches_the_node_byte_for_byte() -> None:
             async with running.http.post("/v1/completions", data=io.BytesIO(body)) as response:
                 assert response.status == 200
             assert node.requests[-1].body == body
+
+
+async def test_the_ticket_stands_for_the_client_without_its_name() -> None:
+    """It is the owner of the key, or else the address."""
+    keys = ("a-key-of-alice-0123", "a-key-of-bob-4567")
+
+    async def clients(config: ProxyConfig, *given: str) -> list[bytes]:
+        async with FakeNode() as node, cluster(config) as running:
+            await running.add(node_info("x", Role.MIXED, node.url))
+            for key in given:
+                headers = {"authorization": f"Bearer {key}"}
+                async with running.http.post("/v1/completions", data=b'{"model": "m"}', headers=headers) as response:
+                    assert response.status == 200
+            return [ticket_of(node, number).client for number in range(len(given))]
+
+    keyed = dataclasses.replace(proxy_config(), admission=AdmissionConfig(api_keys=keys))
+    alice, bob, again = await clients(keyed, *keys, keys[0])
+    assert alice == again
+    assert len({alice, bob, b""}) == 3
+    first, second = await clients(proxy_config(), "any", "other")
+    assert first == second
+    assert first not in (alice, bob, b"")
 
 
 async def test_the_ticket_names_the_node_the_prefill_nodes_and_the_time_that_is_left() -> None:

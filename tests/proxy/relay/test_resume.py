@@ -581,3 +581,10 @@ async def test_the_load_is_where_the_stream_is() -> None:
                 assert counts.journals.taken_bytes > 0
             assert [load(info) for info in decode] == [0, 0]
             assert counts.journals.taken_bytes == 0
+
+
+@pytest.mark.parametrize(("other", "count", "second"), [(1, 3, 2), (2, 3, 1), (1, 2, 1)])
+async def test_a_node_with_the_same_kernels_goes_on_if_there_is_one(other: int, count: int, second: int) -> None:
+    async with cluster() as running, nodes(running, dies_at(2), complete, count=count, kernels={other: "o"}) as asked:
+        assert await ask(running) == SHOWN
+        assert [number for number, node in enumerate(asked.made) if node.requests] == [0, second]

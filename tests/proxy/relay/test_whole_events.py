@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve_proxy.relay.whole_events import MAX_EVENT_BYTES, WholeEvents
 from tests.cpu_time import least_cpu_s
+from tests.examples import examples
 
 ENDINGS = (b"\n\n", b"\r\n\r\n")
 EVENTS = st.lists(
@@ -68,7 +69,7 @@ def test_an_event_without_end_is_held_back_up_to_a_bound_only() -> None:
 
 
 @given(size=st.integers(MAX_EVENT_BYTES, MAX_EVENT_BYTES + 4), cut=st.integers(1, 4))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_end_of_a_huge_event_is_seen_wherever_it_is_cut(size: int, cut: int) -> None:
     relay = WholeEvents()
     data = b"x" * size + b"\r\n\r\n"

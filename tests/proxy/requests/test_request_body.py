@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pdserve.errors import InvalidRequest
 from pdserve_proxy.requests.request_body import MAX_ANSWERS, MAX_FIELDS, MAX_HITS, PROMPT_START_BYTES, read_body
 from tests.cpu_time import least_cpu_s
+from tests.examples import examples
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -93,7 +94,7 @@ def read_any(body: bytes) -> None:
         read_body(body)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([b"", b'{"a":', b'{"a":[', b'{"a":"', b'{"prompt":["', b"[" * 65, b"[" * 65 + b'"']),
     st.lists(PIECES, min_size=1, max_size=4).map(b"".join),

@@ -1,6 +1,4 @@
 // Computes x @ weight.T + bias in bf16 or fp32.
-#include <sys/mman.h>
-
 #include "kept.h"
 #include "panel.h"
 
@@ -10,15 +8,6 @@ namespace {
 // While several rows are multiplied, the panel is prefetched so many bytes ahead. With one or two rows, the loads
 // themselves keep memory busy.
 constexpr long kAhead = 4096;
-constexpr uintptr_t kHugePage = 1 << 21;
-
-// Weights are read once a step from end to end: large pages save most of the address translation.
-void ask_for_large_pages(void* from, size_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  const uintptr_t first = ((uintptr_t)from + 4095) & ~uintptr_t(4095), end = (uintptr_t)from + bytes;
-  if (end > first + kHugePage) madvise((void*)first, end - first, MADV_HUGEPAGE);
-#endif
-}
 
 #if defined(__AVX512F__)
 // Returns `count` values as those by which panels are multiplied.
@@ -67,7 +56,6 @@ template <class T>
 void pack(const T* weight, T* panels, long inner, long outer) {
   constexpr long kP = kPair<T>;
   const long depth = padded_to(inner, kP), count = padded_to(outer, kColumns) / kColumns;
-  ask_for_large_pages(panels, count * kColumns * depth * sizeof(T));
 #pragma omp parallel for
   for (long p = 0; p < count; p++) {
     for (long k = 0; k < depth; k++) {
@@ -86,6 +74,17 @@ void pack(const T* weight, T* panels, long inner, long outer) {
 // Returns 1 if pdserve_linear is fast on this CPU. With smaller registers the sums of a panel would not stay in them.
 extern "C" int pdserve_linear_is_fast() {
 #if defined(__AVX512F__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// Returns which instructions decide how results are rounded: 2 for AVX512_BF16, 1 for AVX-512 without it, 0 for less.
+extern "C" int pdserve_instructions() {
+#if defined(__AVX512BF16__)
+  return 2;
+#elif defined(__AVX512F__)
   return 1;
 #else
   return 0;

@@ -1,20 +1,18 @@
 """A plugin of pytest that points vLLM's tests at a running server: ``python -m pytest -p compat_plugin …``.
 
-It runs in an environment without vLLM and without pdserve. The runner (``tests/compat/vllm_tests/runner.py``) starts it
+It runs in an environment without vLLM and without pdserve. The runner (``tests/compat/server_tests/run.py``) starts it
 with this folder on the path, and reads the outcomes from the file of ``--outcomes``.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from pathlib import Path
 
 import pytest
+from outcomes_file import OutcomesFile, add_options
 from stand_ins import Target, install
-
-LONGEST_MESSAGE = 2000
 
 ABSENT_FLAGS = {
     "--api-key": "the cluster of these tests has no keys",
@@ -39,15 +37,12 @@ CONFTESTS = ("tests.entrypoints.conftest", "tests.entrypoints.openai.responses.c
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("compat")
-    group.addoption("--server-url", required=True, help="the server that the tests ask")
-    group.addoption("--tokenizer", required=True, type=Path, help="the folder with its tokeniser")
-    group.addoption("--outcomes", required=True, type=Path, help="this file gets one line of JSON for each test")
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     install(Target(config.getoption("--server-url"), config.getoption("--tokenizer")), ABSENT_FLAGS)
-    config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
+    config.pluginmanager.register(OutcomesFile(config))
     # Their fixtures. The conftest modules above them set up vLLM, and are not loaded (--noconftest).
     for module in CONFTESTS:
         config.pluginmanager.import_plugin(module)
@@ -76,32 +71,3 @@ def _asks_a_server(item: pytest.Item) -> bool:
     if any(SERVER_FIXTURE.fullmatch(fixture) for fixture in item.fixturenames):
         return True
     return SERVER_CLASS in inspect.getsource(item.function)
-
-
-class _Outcomes:
-    """Writes each test's outcome as soon as it is known, so that a run which is cut short leaves what it has found."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.write_text("")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or not report.passed:
-            self._add(report.nodeid, report.outcome, _message(report))
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if not report.passed:
-            self._add(report.nodeid, report.outcome, _message(report))
-
-    def _add(self, test: str, outcome: str, message: str) -> None:
-        with self._path.open("a") as lines:
-            lines.write(json.dumps({"test": test, "outcome": outcome, "message": message}) + "\n")
-
-
-def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
-    if report.passed:
-        return ""
-    if report.skipped and isinstance(report.longrepr, tuple):
-        return str(report.longrepr[2])[-LONGEST_MESSAGE:]
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash is not None else report.longrepr)[:LONGEST_MESSAGE]

@@ -1,13 +1,11 @@
 """What vLLM's tests import, without vLLM: modules that stand in for ``vllm`` and for the tests' own ``tests.utils``.
 
-Most names of vLLM that these tests import are needed by tests of vLLM's insides alone. Such a name is an ``Absent``
-class, and a test that uses it is skipped at that point. The few names that tests of a server need are written here.
+Most names of vLLM that these tests import are needed by tests of vLLM's insides alone, and are absent. The few names
+that tests of a server need are written here.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import socket
 import sys
@@ -15,15 +13,19 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any
 
 import anthropic
 import openai
 import pytest
+from absent_modules import AbsentFinder, AbsentModule
 from transformers import AutoTokenizer
 
-CLIENT_TIMEOUT_S = 120.0
+CLIENT_TIMEOUT_S = 600.0
+
+ABSENT_PACKAGES = ("vllm", "torch", "fastapi")
+"""These packages are not installed here. Only tests of vLLM's insides use torch and FastAPI."""
 
 
 @dataclass(frozen=True)
@@ -32,62 +34,6 @@ class Target:
 
     url: str
     tokenizer: Path
-
-
-class _Absence(type):
-    """The type of absent classes: whatever is done with such a class skips the test that does it."""
-
-    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
-        pytest.skip(f"needs vLLM's own {cls.__name__}", allow_module_level=True)
-
-    def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return absent(f"{cls.__name__}.{name}")
-
-    def __getitem__(cls, key: object) -> type:
-        return cls
-
-
-class Absent(Exception, metaclass=_Absence):
-    """A name of vLLM that has no meaning for a server. It is an exception so that tests can name it in ``raises``."""
-
-
-def absent(name: str) -> type:
-    return _Absence(name, (Absent,), {})
-
-
-class _AbsentModule(ModuleType):
-    """A module of vLLM whose every name is absent, apart from those that were set."""
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return absent(name)
-
-
-ABSENT_PACKAGES = ("vllm", "torch", "fastapi")
-"""These packages are not installed here. Only tests of vLLM's insides use torch and FastAPI."""
-
-
-class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module of the absent packages. All names are absent in those that ``given`` does not name."""
-
-    def __init__(self, given: dict[str, dict[str, object]]) -> None:
-        self._given = given
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in ABSENT_PACKAGES:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _AbsentModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(self._given.get(module.__name__, {}))
 
 
 class _Platform:
@@ -196,6 +142,7 @@ def install(target: Target, absent_flags: dict[str, str]) -> None:
     def _client_options(options: dict[str, Any]) -> dict[str, Any]:
         return {"api_key": RemoteOpenAIServer.DUMMY_API_KEY, "timeout": CLIENT_TIMEOUT_S, "max_retries": 0} | options
 
+    environment: dict[str, object] = {"VLLM_USE_RUST_FRONTEND": False}
     given: dict[str, dict[str, object]] = {
         "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
         "vllm.config": {"ModelConfig": ModelConfig},
@@ -203,11 +150,12 @@ def install(target: Target, absent_flags: dict[str, str]) -> None:
         "vllm.transformers_utils.repo_utils": {"hf_api": _Hub},
         "vllm.utils.network_utils": {"get_open_port": _free_port},
         "vllm.version": {"__version__": _version(target.url)},
-        "vllm.envs": {"VLLM_USE_RUST_FRONTEND": False},
+        "vllm": {"envs": SimpleNamespace(**environment)},
+        "vllm.envs": environment,
         "torch": {"long": "int64", "iinfo": lambda _: SimpleNamespace(min=-(2**63), max=2**63 - 1)},
     }
-    sys.meta_path.insert(0, _AbsentFinder(given))
-    utils = _AbsentModule("tests.utils")
+    sys.meta_path.insert(0, AbsentFinder(ABSENT_PACKAGES, given))
+    utils = AbsentModule("tests.utils")
     vars(utils).update(
         RemoteOpenAIServer=RemoteOpenAIServer,
         ROCM_EXTRA_ARGS=[],
@@ -218,4 +166,4 @@ def install(target: Target, absent_flags: dict[str, str]) -> None:
         create_new_process_for_each_test=_decorator,
     )
     sys.modules["tests.utils"] = utils
-    sys.modules["tests.conftest"] = _AbsentModule("tests.conftest")
+    sys.modules["tests.conftest"] = AbsentModule("tests.conftest")

@@ -1,4 +1,4 @@
-"""What the outcomes of vLLM's tests mean: which failures are deliberate differences, and which are defects."""
+"""What the outcomes of others' tests mean: which failures are deliberate differences, and which are defects."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import msgspec
 
 from tests.compat.outcomes import ReportedOutcome
 from tests.compat.results import Check, Outcome
-
-DIFFERENCES = Path(__file__).parent / "differences.toml"
 
 
 class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +31,7 @@ class NotRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Differences(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of deliberate differences."""
+    """A file of deliberate differences."""
 
     not_run: tuple[NotRun, ...]
     difference: tuple[Difference, ...]
@@ -42,7 +40,7 @@ class Differences(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((found.reason for found in self.difference if found.covers(test)), None)
 
 
-def read_differences(path: Path = DIFFERENCES) -> Differences:
+def read_differences(path: Path) -> Differences:
     return msgspec.toml.decode(path.read_bytes(), type=Differences)
 
 

@@ -1,0 +1,66 @@
+"""What the grammars of all forms of calls say: how a call reads, and what stands around calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdserve.api.call_grammars.rules import quoted
+
+SpecialId = Callable[[str], int | None]
+"""Returns the id of the special token that has a text; None if no special token has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Triggers:
+    """What the parser of a form takes for the beginning of calls wherever it comes in a text."""
+
+    tokens: tuple[str, ...]
+    """Special tokens, behind which calls have to follow."""
+    letters: tuple[str, ...]
+    """Literals, behind which calls have to follow."""
+    shut_out: tuple[str, ...]
+    """Literals that no text may have: they look like a special token, or like one that the model does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A form of calls. Each part but ``rules`` is an expression, empty if there is nothing."""
+
+    rules: tuple[str, ...]
+    """Among them is ``call``."""
+    triggers: Triggers
+    opening: str = ""
+    """What a forced answer begins with."""
+    entry: str = ""
+    """What stands between ``opening``, or a trigger, and the first call."""
+    between: str = ""
+    closing: str = ""
+    bare_call: str = ""
+    """The first call of an answer that begins with calls, though it need not have any, with what stands before it."""
+    not_first: str = ""
+    """The terminal of what no other answer begins with, because the parser would take it for the beginning of calls."""
+    text_follows: bool = True
+    """Whether the parser sees where calls end, so that text may follow."""
+
+    def calls(self, first: str, *, parallel: bool) -> str:
+        """Returns the expression of a first call, and perhaps more, up to their closing."""
+        return f"{first} {f'({self.between} call)* ' if parallel else ''}{self.closing}"
+
+
+def marker(text: str, special_id: SpecialId) -> str:
+    """Returns the expression of a marker: the special token that has this text, or its letters."""
+    token_id = special_id(text)
+    return quoted(text) if token_id is None else f"<[{token_id}]>"
+
+
+def triggers_of(openings: Sequence[str], special_id: SpecialId, *, in_letters: bool) -> Triggers:
+    """Returns the triggers of a form. ``in_letters`` says whether models without special tokens write the openings."""
+    markers = {text: marker(text, special_id) for text in openings}
+    letters = [written for text, written in markers.items() if written == quoted(text)]
+    tokens = [written for written in markers.values() if written not in letters]
+    return Triggers(
+        tuple(tokens),
+        tuple(letters) if in_letters else (),
+        tuple(quoted(text) for text in openings if not (in_letters and quoted(text) in letters)),
+    )

@@ -1,0 +1,54 @@
+"""Compiles the CPU kernels in a process beside ``pdserve up``, which converts the demo model and starts nodes.
+
+Each engine would compile them otherwise, on its own cores alone, while the others wait for it. If this process fails,
+the engines still do, and say why.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdserve.compiled_library import BuildError, built_library, needs_compiling
+from pdserve.config import CpuKernels, Device, NodeConfig
+from pdserve.process import ChildProcess, die_with_parent, python_program
+from pdserve_kernels.cpu.library import CPU_KERNELS
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+
+
+@contextmanager
+def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[None]:
+    """Compiles within the block, if nodes with these settings need it. What has not ended with the block is killed."""
+    if not computes_on_cpu(node) or not needs_compiling(CPU_KERNELS, cache_dir):
+        yield
+        return
+    command = python_program("pdserve.cli.kernel_compiler", str(cache_dir))
+    child = ChildProcess("kernel compiler", command, stderr=subprocess.DEVNULL, own_session=True)
+    try:
+        yield
+    finally:
+        child.reap(0.0)
+
+
+def computes_on_cpu(node: NodeConfig) -> bool:
+    """Returns whether nodes need the compiled kernels, as far as this shows without loading torch."""
+    if node.cpu.kernels is CpuKernels.TORCH or node.model.device is Device.CUDA:
+        return False
+    return node.model.device is Device.CPU or not NVIDIA_DRIVER.exists()
+
+
+def main(cache_dir: str) -> int:
+    die_with_parent()
+    try:
+        built_library(CPU_KERNELS, Path(cache_dir))
+    except BuildError:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

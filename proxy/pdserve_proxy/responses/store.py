@@ -1,0 +1,237 @@
+"""Holds the responses of one proxy in memory, within bounds of bytes, number and age, without any I/O.
+
+    begin ──▶ finish ──▶ …      the response is kept, until it is deleted, too old, or in the way of newer ones
+          ──▶ abandon           it never came
+
+A response belongs to an owner, and no other owner can tell it from one that there never was. It holds the items of
+those before it in its conversation (``Items``), which are kept once, however many responses share them. So a
+conversation goes on when an earlier response in it has been deleted or has become too old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+OVERHEAD_BYTES = 512
+"""What the store counts for a response beside its bytes."""
+SHARE = 8
+"""One response may take this part of the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    memory_bytes: int
+    responses: int
+    ttl_s: float
+    """Seconds that a response is kept."""
+
+    @property
+    def share_bytes(self) -> int:
+        """The memory that one response with its input may take."""
+        return self.memory_bytes // SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseKey:
+    """Names a response that has begun."""
+
+    asker: bytes
+    """The process that has begun it."""
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a response that has begun goes on from."""
+
+    history: bytes = b""
+    """The items before its own, as a JSON list; empty if there are none."""
+    prompt_start: bytes = b""
+    """The first bytes of the conversation's prompt, by which its first request was routed."""
+    kept: bool = False
+    """Whether the response will be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedResponse:
+    """A response that is over."""
+
+    id: str
+    output: bytes
+    """Its items, as a JSON list."""
+    body: bytes
+    """All of it, as JSON."""
+
+
+class Items:
+    """Some items of a conversation, behind those of ``before``. Every list of items is JSON."""
+
+    __slots__ = ("before", "holders", "items", "prompt_start")
+
+    def __init__(self, items: bytes, before: Items | None, prompt_start: bytes) -> None:
+        self.items = items
+        self.before = before
+        self.prompt_start = prompt_start
+        self.holders = 0
+        """How many responses and later items hold these."""
+
+    @property
+    def size(self) -> int:
+        """The bytes that these items take, without those before."""
+        start = len(self.prompt_start) if self.before is None else 0
+        return len(self.items) + start + OVERHEAD_BYTES
+
+    def chain(self) -> Iterator[Items]:
+        """Yields these items and all those before them, the last ones first."""
+        items: Items | None = self
+        while items is not None:
+            yield items
+            items = items.before
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    body: bytes
+    input: Items
+    output: Items
+    until_s: float
+
+
+class ResponseStore:
+    """The responses of all owners. Times are those of any one clock."""
+
+    def __init__(self, limits: StoreLimits) -> None:
+        self.limits = limits
+        self.taken_bytes = 0
+        self._begun: dict[ResponseKey, tuple[str, Items]] = {}
+        """The owner and the input of each response that has begun."""
+        self._kept: dict[tuple[str, str], _Kept] = {}
+        """The responses by owner and id, the oldest first."""
+
+    def __len__(self) -> int:
+        """The number of responses that are kept."""
+        return len(self._kept)
+
+    def begin(
+        self, key: ResponseKey, owner: str, previous: str | None, items: bytes, prompt_start: bytes, now: float
+    ) -> Begun | None:
+        """Begins a response with these ``items`` as its own input. Returns None if there is no ``previous`` one.
+
+        The response will not be kept if ``items`` are empty, or take too much memory.
+        """
+        self._expire(now)
+        before = None
+        if previous is not None:
+            if (last := self._kept.get((owner, previous))) is None:
+                return None
+            before, prompt_start = last.output, last.output.prompt_start
+        own = Items(items, before, prompt_start)
+        self._hold(own)
+        kept = bool(items) and self._make_room(0, own.size)
+        if kept:
+            self._begun[key] = owner, own
+        found = Begun(_joined(before), b"" if before is None else prompt_start, kept)
+        if not kept:
+            self._release(own)
+        return found
+
+    def finish(self, key: ResponseKey, response: FinishedResponse, now: float) -> bool:
+        """Keeps the response that has begun as ``key``. Returns whether it could be kept."""
+        owner, own = self._begun.pop(key, (None, None))
+        if owner is None or own is None:
+            return False
+        self._expire(now)
+        try:
+            output = Items(response.output, own, own.prompt_start)
+            size = output.size + len(response.body)
+            if not self._make_room(size, own.size + size):
+                return False
+            self._hold(output)
+            self.taken_bytes += len(response.body)
+            own.holders += 1
+            place = owner, response.id
+            self._drop(place)  # nodes never give two responses one id
+            self._kept[place] = _Kept(response.body, own, output, now + self.limits.ttl_s)
+            return True
+        finally:
+            self._release(own)
+
+    def abandon(self, key: ResponseKey) -> None:
+        """Ends a response that has begun and will not come. Does nothing if it has ended."""
+        _, own = self._begun.pop(key, (None, None))
+        if own is not None:
+            self._release(own)
+
+    def abandon_all(self, asker: bytes) -> None:
+        """Ends all responses that a process had begun which is gone."""
+        for key in [key for key in self._begun if key.asker == asker]:
+            self.abandon(key)
+
+    def body(self, owner: str, response: str, now: float) -> bytes | None:
+        """Returns the whole response, as JSON; None if this owner has no such response."""
+        self._expire(now)
+        kept = self._kept.get((owner, response))
+        return None if kept is None else kept.body
+
+    def input_items(self, owner: str, response: str, now: float) -> bytes | None:
+        """Returns the items of which the response was made, as a JSON list; None if there is no such response."""
+        self._expire(now)
+        kept = self._kept.get((owner, response))
+        return None if kept is None else _joined(kept.input)
+
+    def delete(self, owner: str, response: str, now: float) -> bool:
+        """Deletes a response. Returns whether this owner had it."""
+        self._expire(now)
+        return self._drop((owner, response))
+
+    def _make_room(self, needed: int, share: int) -> bool:
+        """Drops the oldest responses until ``needed`` more bytes can be kept. Returns whether they can.
+
+        ``share`` are all bytes of the response for which they are.
+        """
+        limits = self.limits
+        if share > limits.share_bytes:
+            return False
+        while self._kept and (self.taken_bytes + needed > limits.memory_bytes or len(self) >= limits.responses):
+            self._drop(next(iter(self._kept)))
+        return self.taken_bytes + needed <= limits.memory_bytes
+
+    def _expire(self, now: float) -> None:
+        while self._kept:
+            place, kept = next(iter(self._kept.items()))
+            if kept.until_s > now:
+                return
+            self._drop(place)
+
+    def _drop(self, place: tuple[str, str]) -> bool:
+        kept = self._kept.pop(place, None)
+        if kept is None:
+            return False
+        self.taken_bytes -= len(kept.body)
+        self._release(kept.output)
+        self._release(kept.input)
+        return True
+
+    def _hold(self, items: Items) -> None:
+        """Holds items that are new, and with them those before."""
+        items.holders = 1
+        self.taken_bytes += items.size
+        if items.before is not None:
+            items.before.holders += 1
+
+    def _release(self, items: Items) -> None:
+        """Gives items up, and all those before them that nothing else holds."""
+        for each in items.chain():
+            each.holders -= 1
+            if each.holders:
+                return
+            self.taken_bytes -= each.size
+
+
+def _joined(items: Items | None) -> bytes:
+    """Returns a JSON list of these items and all those before them; nothing if there are none."""
+    if items is None:
+        return b""
+    lists = [each.items[1:-1] for each in items.chain()]
+    return b"[%b]" % b",".join([each for each in reversed(lists) if each.strip()])

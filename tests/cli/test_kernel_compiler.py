@@ -1,0 +1,61 @@
+"""Tests that ``pdserve up`` compiles the CPU kernels beside it when they are needed, and leaves no compiler behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli import kernel_compiler
+from pdserve.cli.kernel_compiler import compiling_kernels, computes_on_cpu
+from pdserve.config import CpuConfig, CpuKernels, Device, ModelConfig, NodeConfig
+from pdserve.process import ChildProcess
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "driver", "wanted"),
+    [
+        (Device.AUTO, CpuKernels.AUTO, False, True),
+        (Device.AUTO, CpuKernels.AUTO, True, False),
+        (Device.CPU, CpuKernels.COMPILED, True, True),
+        (Device.CPU, CpuKernels.TORCH, False, False),
+        (Device.CUDA, CpuKernels.AUTO, False, False),
+    ],
+)
+def test_they_are_compiled_where_a_cpu_computes(
+    device: Device, kernels: CpuKernels, driver: bool, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_compiler, "NVIDIA_DRIVER", tmp_path if driver else tmp_path / "none")
+    node = NodeConfig(model=ModelConfig(device=device), cpu=CpuConfig(kernels=kernels))
+    assert computes_on_cpu(node) is wanted
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ChildProcess]]:
+    """Yields the processes that are started."""
+    children: list[ChildProcess] = []
+    start = ChildProcess.__init__
+
+    def note(child: ChildProcess, *args: object, **options: object) -> None:
+        start(child, *args, **options)  # type: ignore[arg-type]
+        children.append(child)
+
+    monkeypatch.setattr(ChildProcess, "__init__", note)
+    yield children
+
+
+@pytest.mark.integration
+def test_a_compiler_that_still_works_ends_with_the_block(started: list[ChildProcess], tmp_path: Path) -> None:
+    node = NodeConfig(model=ModelConfig(device=Device.CPU))
+    with compiling_kernels(node, tmp_path / "cache"):
+        (child,) = started
+        os.kill(child.pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+
+
+def test_without_need_none_is_started(started: list[ChildProcess], tmp_path: Path) -> None:
+    with compiling_kernels(NodeConfig(model=ModelConfig(device=Device.CUDA)), tmp_path):
+        assert started == []

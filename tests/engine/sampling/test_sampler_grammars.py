@@ -1,0 +1,149 @@
+"""Tests the choice of tokens by a grammar: which are chosen, how often, and that masks are made only where needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLTokenizer
+
+from pdserve.engine.sampling import few_tokens
+from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
+from pdserve.engine.sampling.sampler import sample
+from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.grammars.compiling import CompiledGrammar, compile_grammar
+from pdserve.wire.grammar import Grammar, GrammarKind
+from pdserve.wire.sampling_params import SamplingParams
+from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_vocabulary import EOS, FIRST_BYTE, tiny_vocabulary
+
+X, Y, Z = (FIRST_BYTE + byte for byte in b"xyz")
+X_OR_MORE = Grammar(GrammarKind.REGEX, "x[xy]*")
+NO_CAPITALS = Grammar(GrammarKind.REGEX, "(?s:[^A-Z])*")
+EVERY_WAY: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {},
+    "hot": {"temperature": 1.7},
+    "top-p": {"top_p": 0.8},
+    "wide top-p": {"top_p": 0.99},
+    "top-k": {"top_k": 5},
+    "min-p": {"min_p": 0.05},
+    "bias": {"logit_bias": ((X, 2.0), (Z, 5.0))},
+    "penalties": {"presence_penalty": 1.0, "repetition_penalty": 1.3},
+    "bans": {"bad_words": ((X,),), "min_tokens": 5},
+    "allowed": {"allowed_token_ids": (X, Y)},
+    "everything": {"top_p": 0.9, "frequency_penalty": 0.5, "ignore_eos": True, "logprobs": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
+    return tiny_vocabulary(tmp_path_factory.mktemp("vocabulary"))
+
+
+def row(compiled: CompiledGrammar, answer: Sequence[int] = (), seed: int = 1, **how: Any) -> SamplingRow:
+    sampling = SamplingParams(max_tokens=100, seed=seed, grammar=X_OR_MORE, **how)
+    return SamplingRow(sampling, [5, 6, *answer], 2, matcher=GrammarMatcher(compiled, answer))
+
+
+def ids(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
+    return [None if token is None else token.token_id for token in sample(logits, rows, {EOS})]
+
+
+@pytest.mark.parametrize("grammar", [X_OR_MORE, NO_CAPITALS], ids=["few tokens", "many tokens"])
+def test_tokens_are_as_likely_as_if_there_were_no_others(vocabulary: LLTokenizer, grammar: Grammar) -> None:
+    torch.manual_seed(3)
+    compiled, count = compile_grammar(grammar, vocabulary), 3_000
+    logits = torch.randn(VOCAB_SIZE)
+    logits[[X, Y, Z, EOS]] = torch.tensor([7.0, 6.5, 6.0, 5.0])
+    logits[FIRST_BYTE + ord("A")] = 7.5
+    mask = GrammarMatcher(compiled, [X]).open_bits([X], VOCAB_SIZE)
+    closed = torch.from_numpy(np.unpackbits(mask, bitorder="little")) == 0
+    wanted = logits.masked_fill(closed, -torch.inf).softmax(-1)
+    rows = [row(compiled, [X], seed) for seed in range(count)]
+    drawn = Counter(ids(logits.expand(count, -1), rows))
+    for token, chance in enumerate(wanted.tolist()):
+        assert abs(drawn[token] / count - chance) < 0.04
+        assert chance or not drawn[token]
+
+
+@pytest.mark.parametrize("how", EVERY_WAY.values(), ids=EVERY_WAY)
+def test_the_best_or_a_drawn_token_is_one_that_the_grammar_allows(vocabulary: LLTokenizer, how: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    compiled = compile_grammar(X_OR_MORE, vocabulary)
+    for seed in range(30):
+        logits = torch.randn(1, VOCAB_SIZE) * 3
+        assert set(ids(logits, [row(compiled, [X], seed, **how)])) <= {X, Y, EOS}
+    if how == {"temperature": 0.0}:
+        logits = torch.randn(1, VOCAB_SIZE)
+        assert ids(logits, [row(compiled, [X], **how)]) == [max((X, Y, EOS), key=lambda token: float(logits[0, token]))]
+
+
+def test_a_token_does_not_depend_on_batch_mates(vocabulary: LLTokenizer) -> None:
+    torch.manual_seed(5)
+    few, many = compile_grammar(X_OR_MORE, vocabulary), compile_grammar(NO_CAPITALS, vocabulary)
+    kinds = [(compiled, how) for compiled in (few, many) for how in EVERY_WAY.values()]
+
+    def rows() -> list[SamplingRow]:
+        return [row(compiled, [X], seed, **how) for seed, (compiled, how) in enumerate(kinds)]
+
+    free = SamplingRow(SamplingParams(max_tokens=100, seed=1), [5, 6], 2)
+    logits = torch.randn(len(kinds) + 1, VOCAB_SIZE) * 3
+    before = logits.clone()
+    together = sample(logits, [*rows(), free], {EOS})
+    assert together == [sample(logits[i : i + 1], [one], {EOS})[0] for i, one in enumerate([*rows(), free])]
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("how", EVERY_WAY.values(), ids=EVERY_WAY)
+def test_among_few_tokens_the_choice_is_that_among_all(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    torch.manual_seed(6)
+    compiled = compile_grammar(X_OR_MORE, vocabulary)
+    logits = torch.randn(40, VOCAB_SIZE) * 2
+    among_few = ids(logits, [row(compiled, [X], seed, **how) for seed in range(40)])
+    monkeypatch.setattr(few_tokens, "MAX_BYTES", -1)
+    assert ids(logits, [row(compiled, [X], seed, **how) for seed in range(40)]) == among_few
+
+
+def test_an_answer_that_follows_its_grammar_by_itself_needs_no_mask(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*_: Any) -> Any:
+        raise AssertionError("a mask was made")
+
+    compiled = compile_grammar(X_OR_MORE, vocabulary)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, Y] = 60.0
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarMatcher, "open_bits", made)
+        for how in ({"temperature": 0.0}, {}, {"logit_bias": ((Z, 1.0),)}):
+            assert ids(logits, [row(compiled, [X], **how)]) == [Y]
+        with pytest.raises(AssertionError, match="a mask was made"):
+            ids(logits, [row(compiled, [], temperature=0.0)])
+    assert ids(logits, [row(compiled, [], temperature=0.0)]) == [X]
+
+
+@pytest.mark.parametrize("how", EVERY_WAY.values(), ids=EVERY_WAY)
+def test_tokens_that_the_model_rules_out_are_not_chosen(vocabulary: LLTokenizer, how: dict[str, Any]) -> None:
+    compiled = compile_grammar(X_OR_MORE, vocabulary)
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[0, [X, Y, EOS]] = -torch.inf
+    rows = [row(compiled, [X], **how), row(compiled, [X], **how)]
+    assert [token is None for token in ids(logits, rows)] == [True, False]
+
+
+def test_few_tokens_are_those_of_the_mask() -> None:
+    bits = np.zeros(1_000, np.uint8)
+    for token in (0, 7, 8, 4_001, 7_999):
+        bits[token // 8] |= 1 << token % 8
+    found = few_tokens.few_tokens(bits)
+    assert found is not None
+    assert found.tolist() == [0, 7, 8, 4_001, 7_999]
+    bits[: few_tokens.MAX_BYTES + 1] = 1
+    assert few_tokens.few_tokens(bits) is None
