@@ -17,6 +17,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 # In the order of their names: what takes long does not begin last.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+AGAIN = echo "What failed runs once more, alone." && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1
 STAMP := $(VENV)/.installed
 # Hundreds of test processes load the same modules. Python compiles them once, even where the environment forbids it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -45,8 +46,10 @@ check: WORKERS := 4
 check: lint
 	$(PYTEST) -m "not integration and not nightly" --hypothesis-profile=quick $(ARGS)
 
+# Others may use the machine, and then a test that has to meet a lease or a heartbeat can be too late. What failed runs
+# once more, alone, and must pass then. The first failure stays in the output, and is a defect of the test at least.
 test: $(STAMP)
-	$(PYTEST) -m "not nightly" $(ARGS)
+	$(PYTEST) -m "not nightly" $(ARGS) || { [ $$? -eq 1 ] && $(AGAIN) -m "not nightly" $(ARGS); }
 
 test-all: $(STAMP)
 	$(PYTEST) $(ARGS)
