@@ -18,7 +18,7 @@ from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.launched_step import StepRunner
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
@@ -104,7 +104,7 @@ def assemble(
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
     bytes_per_token = layout.block_bytes * tp.size / block_size
-    placement = Placement(PrefillRate(), config.transfer, config.scheduler, block_size, bytes_per_token)
+    placement = Placement(StepCost(), config.transfer, config.scheduler, block_size, bytes_per_token)
     secrets = Secrets(config.secret)
     connector, control = open_connector(
         config,

@@ -234,7 +234,7 @@ class StepLoop:
         self._steps += 1
         now = time.monotonic()
         if not step.plan.replays and step.scores is None:
-            self._placement.rate.step(step.plan.num_prompt_tokens, step.plan.num_decoding, now - began, now)
+            self._observe(step.plan, now - began, now)
         for request in self._scheduler.postprocess(step.plan, sampled, now):
             if (why := _grammar_failure(request)) is not None:
                 self._connector.give_up(request, why, FailureCause.PROMPT)
@@ -244,8 +244,19 @@ class StepLoop:
             self._blocks.taint(request.block_table)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         self._connector.stepped(self._scheduler, step.plan, now)
-        for wanted in self._scheduler.room_wanted(now, self._placement.rate.decode_step_s):
+        for wanted in self._scheduler.room_wanted(now, self._placement.step_cost.decode_step_s):
             self._api.send(wanted)
+
+    def _observe(self, plan: BatchPlan, seconds: float, now: float) -> None:
+        """Learns what such a step takes. The requests of the plan are as they were before it."""
+        self._placement.step_cost.observe(
+            plan.num_decoding,
+            plan.context_tokens,
+            plan.num_prompt_tokens,
+            seconds,
+            prompt_context=plan.prompt_context,
+            now=now,
+        )
 
     # ------------------------------------------------------------ output
 

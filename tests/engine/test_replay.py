@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve.config import Dtype
-from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Status
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
@@ -326,10 +326,19 @@ def test_a_step_that_replays_is_no_measure_of_others(
 ) -> None:
     measured: list[tuple[int, int]] = []
 
-    def step(rate: PrefillRate, prompt_tokens: int, decoding: int, seconds: float, now: float) -> None:
-        measured.append((prompt_tokens, decoding))
+    def observe(
+        cost: StepCost,
+        rows: int,
+        context_tokens: int,
+        prompt_tokens: int,
+        seconds: float,
+        *,
+        prompt_context: float = 0.0,
+        now: float = 0.0,
+    ) -> None:
+        measured.append((prompt_tokens, rows))
 
-    monkeypatch.setattr(PrefillRate, "step", step)
+    monkeypatch.setattr(StepCost, "observe", observe)
     with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
         client.together([asked("greedy", max_tokens=13)], "", [[(7,) * 10]])
     assert measured == [(16, 0), (2, 0), (0, 1), (0, 1)]

@@ -98,7 +98,7 @@ def open_connector(
         prompts.misfit,
         config.scheduler.max_waiting,
         PushSchedule(transfer.overlap),
-        placement.rate,
+        placement.step_cost,
         memory.finish_writes,
     )
     reusing = ReusingConnector(

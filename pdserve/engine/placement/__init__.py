@@ -1,6 +1,6 @@
 """Decides where a prompt is computed: on this decode node, or on the prefill node that the proxy has named.
 
-``prefill_rate`` measures this engine's own speed, ``prefill_node`` keeps what is known of each prefill node,
+``step_cost`` learns what this engine's own steps cost, ``prefill_node`` keeps what is known of each prefill node,
 ``prefill_cost`` estimates what a prompt costs in either place, and ``placement`` decides. The package has neither I/O
 nor clocks: measurements and times are passed in.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
 from pdserve.engine.placement.prefill_cost import LocalMeasures, PromptSize, local_cost, remote_cost, remote_time
 from pdserve.engine.placement.prefill_node import PrefillNode
-from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillDecisions, PrefillNodeStats, PrefillReason, PrefillSource, PrefillStats
 from pdserve.wire.ids import BootId
 from pdserve.wire.ticket import PrefillTarget
@@ -39,13 +39,13 @@ class Placement:
 
     def __init__(
         self,
-        rate: PrefillRate,
+        step_cost: StepCost,
         transfer: TransferConfig,
         scheduler: SchedulerConfig,
         block_size: int,
         bytes_per_token: float,
     ) -> None:
-        self.rate = rate
+        self.step_cost = step_cost
         self._mode = transfer.disaggregation
         self._stall_weight = transfer.stall_weight
         self._max_step_tokens = scheduler.max_step_tokens
@@ -71,7 +71,7 @@ class Placement:
             return PlacementDecision(PrefillSource.REMOTE, PrefillReason.PROBE)
         if node.failing:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.FAILED)
-        local = LocalMeasures(self._own_rate(prompt, node, now), self.rate.decode_step_s, self._max_step_tokens)
+        local = LocalMeasures(self._own_rate(prompt, node, now), self.step_cost.decode_step_s, self._max_step_tokens)
         self._local_s = local_cost(prompt, local, self._stall_weight)
         remote = node.measures(now, self.bytes_per_token, local.tokens_per_s)
         self._remote_s = remote_cost(prompt, remote, self._max_step_tokens, self._stall_weight)
@@ -85,12 +85,12 @@ class Placement:
         A node of which nothing is known, or nothing new, is taken to be like the other one. An old measurement is set
         aside for prompts of one chunk only, which do little harm if it was right.
         """
-        other = node.tokens_per_s or self.rate.tokens_per_s
-        if not self.rate.known:
+        other = node.tokens_per_s or self.step_cost.tokens_per_s
+        if not self.step_cost.known:
             return other
-        if now - self.rate.measured_at > STALE_S and prompt.missing_tokens <= self._max_step_tokens:
-            return max(other, self.rate.tokens_per_s)
-        return self.rate.tokens_per_s
+        if now - self.step_cost.measured_at > STALE_S and prompt.missing_tokens <= self._max_step_tokens:
+            return max(other, self.step_cost.tokens_per_s)
+        return self.step_cost.tokens_per_s
 
     def count(self, decision: PlacementDecision) -> None:
         """Counts a decision by which a prompt was admitted."""
@@ -104,9 +104,9 @@ class Placement:
         if node is None:
             self._forget_idle()
             node = self._nodes[target.boot_id] = PrefillNode(target.name)
-        remote = node.measures(now, self.bytes_per_token, self.rate.tokens_per_s)
+        remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s)
         expected_s = remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
-        node.ordered(order, tokens, cached_tokens, expected_s, tokens / self.rate.tokens_per_s, now)
+        node.ordered(order, tokens, cached_tokens, expected_s, tokens / self.step_cost.tokens_per_s, now)
         return node
 
     def needed_s(self, target: PrefillTarget, tokens: int, cached_tokens: int, now: float) -> float:
@@ -115,15 +115,15 @@ class Placement:
         The time includes what is queued there, and assumes that the node's prefix cache has nothing of the prompt.
         """
         node = self._nodes.get(target.boot_id) or PrefillNode(target.name)
-        remote = node.measures(now, self.bytes_per_token, self.rate.tokens_per_s)
+        remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s)
         # That the node is late is no reason to wait longer.
         remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0, held_share=0.0)
         return remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
 
     def queued_s(self, tokens: int, streams: int) -> float:
         """Returns how long this node takes for ``tokens`` of prompts, beside the decode steps of ``streams``."""
-        steps_s = self.rate.decode_step_s * tokens / self._max_step_tokens if streams else 0.0
-        return tokens / self.rate.tokens_per_s + steps_s
+        steps_s = self.step_cost.decode_step_s * tokens / self._max_step_tokens if streams else 0.0
+        return tokens / self.step_cost.tokens_per_s + steps_s
 
     def met(self, boot_id: BootId, max_prompt_tokens: int) -> None:
         """Notes the longest prompt that a prefill node takes, as the node has said."""
@@ -160,8 +160,8 @@ class Placement:
         return PrefillStats(
             decisions=tuple(PrefillDecisions(made.source, made.reason, count) for made, count in decisions),
             nodes=tuple(nodes.values()),
-            tokens_per_s=self.rate.tokens_per_s if self.rate.known else 0.0,
-            decode_step_s=self.rate.decode_step_s,
+            tokens_per_s=self.step_cost.tokens_per_s if self.step_cost.known else 0.0,
+            decode_step_s=self.step_cost.decode_step_s,
             last_local_s=self._local_s,
             last_remote_s=self._remote_s,
         )

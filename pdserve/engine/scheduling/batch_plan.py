@@ -123,6 +123,18 @@ class BatchPlan:
         return sum(work.num_tokens == 1 for work in self.work)
 
     @property
+    def context_tokens(self) -> int:
+        """Returns the number of tokens that those requests' contexts have together."""
+        return sum(work.request.num_computed_tokens + 1 for work in self.work if work.num_tokens == 1)
+
+    @property
+    def prompt_context(self) -> float:
+        """Returns the number of tokens of its prompt before a token's chunk, on average over the chunks' tokens."""
+        chunks = [(work.num_tokens, work.request.num_computed_tokens) for work in self.work if work.is_chunk]
+        tokens = sum(tokens for tokens, _ in chunks)
+        return sum(tokens * before for tokens, before in chunks) / tokens if tokens else 0.0
+
+    @property
     def replays(self) -> bool:
         """Whether tokens of answers are replayed, so that the step's time is neither a prompt's nor a decode step's."""
         return any(work.replays for work in self.work)

@@ -28,7 +28,7 @@ from pdserve.engine.kv_connector.pushing_connector import PushingConnector, Push
 from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 from pdserve.engine.placement.placement import PlacementDecision
 from pdserve.engine.placement.prefill_cost import PromptSize
-from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import OutputCollector
@@ -168,10 +168,10 @@ class Bench:
         self.thread = ScriptedThread()
         thread: Any = self.thread
         self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=prefix_cache)
-        self.rate = PrefillRate()
-        self.placement = make_placement(BLOCK_SIZE, rate=self.rate)
+        self.step_cost = StepCost()
+        self.placement = make_placement(BLOCK_SIZE, step_cost=self.step_cost)
         fetching = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB)
-        pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.rate)
+        pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.step_cost)
         self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, self.thread.finish_writes)
         self.collector = OutputCollector()
         self.scheduler = Scheduler(
@@ -448,7 +448,7 @@ def test_what_decides_is_how_much_has_to_be_pushed(monkeypatch: pytest.MonkeyPat
 
 def test_the_first_token_says_how_fast_the_node_is_and_what_else_it_has_to_do() -> None:
     bench, order = Bench(), wanted(prompt=8)
-    bench.rate.step(256, 0, 0.128, 1.0)
+    bench.step_cost.observe(0, 0, 256, 0.128, now=1.0)
     bench.report(order, wanted(prompt=14), wanted(prompt=9))
     assert bench.thread.told == PrefillLoad(8 + 14 + 9, 2000.0), "to those who wait, while they wait"
     bench.step()

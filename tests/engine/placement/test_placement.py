@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdserve.config import Disaggregation
 from pdserve.engine.placement.placement import STALE_S, Placement, PlacementDecision
 from pdserve.engine.placement.prefill_cost import PromptSize
-from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import PrefillTarget
@@ -26,9 +26,9 @@ def measured(
     remote_rate: float = RATE, queued: int = 0, local_rate: float = RATE, remote_streams: int = 0
 ) -> Placement:
     """Returns a placement for which this node and a prefill node have both computed a prompt at 0 s."""
-    rate = PrefillRate()
-    rate.step(256, 0, 256 / local_rate, 0.0)
-    placement = make_placement(16, Disaggregation.AUTO, rate)
+    step_cost = StepCost()
+    step_cost.observe(0, 0, 256, 256 / local_rate, now=0.0)
+    placement = make_placement(16, Disaggregation.AUTO, step_cost)
     seconds = 256 / remote_rate
     node = placement.ordered(TARGET, "first", 256, 0, -seconds)
     node.answered("first", 0, PrefillLoad(queued, remote_rate, remote_streams), 0.0)

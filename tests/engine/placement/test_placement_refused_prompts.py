@@ -11,7 +11,7 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.placement.placement import PlacementDecision
 from pdserve.engine.placement.prefill_cost import PromptSize
-from pdserve.engine.placement.prefill_rate import PrefillRate
+from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import StopRule
@@ -36,10 +36,10 @@ class Node:
     """A decode node that has measured itself and its prefill node, by a clock that a test sets."""
 
     def __init__(self, mode: Disaggregation = Disaggregation.AUTO) -> None:
-        rate = PrefillRate()
-        rate.step(256, 0, 0.128, 0.0)
+        step_cost = StepCost()
+        step_cost.observe(0, 0, 256, 0.128, now=0.0)
         self.now = 1.0
-        self.placement = make_placement(BLOCK_SIZE, mode, rate)
+        self.placement = make_placement(BLOCK_SIZE, mode, step_cost)
         self.placement.ordered(TARGET, "first", 256, 0, 0.0).answered("first", 0, PrefillLoad(0, 4000.0), 0.1)
         self.thread = ScriptedThread()
         thread: Any = self.thread
