@@ -629,27 +629,36 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetsConfig:
+    """How soon tokens should come. 0 is no target of the operator's: each part goes by what it measures or knows."""
+
+    target_ttft_ms: float = setting(
+        "target-ttft-ms",
+        "A prompt's first token should come within this many milliseconds. With 0, a node aims at four times what it "
+        "takes for the prompt alone, and --roles auto at 1000.",
+        0.0,
+        minimum=0,
+        maximum=600_000,
+    )
+    target_itl_ms: float = setting(
+        "target-itl-ms",
+        "A step in which answers are decoded should take at most this many milliseconds: nodes cut the prompts beside "
+        "them to fit. With 0, a decode node aims at twice what the step takes without prompts, other nodes at "
+        "nothing, and --roles auto at 100.",
+        0.0,
+        minimum=0,
+        maximum=60_000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RolesConfig:
-    """The nodes' roles, and the targets by which the proxy moves nodes between them."""
+    """The nodes' roles, and how the proxy moves nodes between them."""
 
     roles: RoleChoice = setting(
         "roles",
         "'auto' moves nodes between prefill and decode by load. Of several proxies of a cluster, one does so.",
         RoleChoice.FIXED,
-    )
-    target_ttft_ms: float = setting(
-        "target-ttft-ms",
-        "With --roles auto, prompts should wait for less than this many milliseconds.",
-        1000.0,
-        minimum=1,
-        maximum=600_000,
-    )
-    target_itl_ms: float = setting(
-        "target-itl-ms",
-        "With --roles auto, decode steps should take less than this many milliseconds.",
-        100.0,
-        minimum=0.1,
-        maximum=60_000,
     )
     interval_ms: int = setting(
         "roles-interval-ms",
@@ -814,6 +823,7 @@ class EngineConfig:
     transfer: TransferConfig
     cpu: CpuConfig
     log: LogConfig
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
     has_peers: bool = True
@@ -861,6 +871,7 @@ class NodeConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
@@ -910,6 +921,7 @@ class ProxyConfig:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
@@ -946,6 +958,7 @@ class UpConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
     stream: StreamConfig = field(default_factory=StreamConfig)
     message: MessageConfig = field(default_factory=MessageConfig)

@@ -201,6 +201,7 @@ class NodeServer:
             transfer=config.transfer,
             cpu=config.cpu,
             log=config.log,
+            targets=config.targets,
             parallel=config.parallel,
             stream=config.stream,
             has_peers=bool(config.discovery.proxies),

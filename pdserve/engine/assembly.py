@@ -17,6 +17,7 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.launched_step import StepRunner
+from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend
@@ -104,7 +105,9 @@ def assemble(
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
     bytes_per_token = layout.block_bytes * tp.size / block_size
-    placement = Placement(StepCost(), config.transfer, config.scheduler, block_size, bytes_per_token)
+    step_cost = StepCost()
+    targets = LatencyTargets(config.targets, step_cost, config.role)
+    placement = Placement(step_cost, config.transfer, config.scheduler, block_size, bytes_per_token, targets)
     secrets = Secrets(config.secret)
     connector, control = open_connector(
         config,

@@ -116,7 +116,7 @@ async def run(
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(discovery.run())]
             if config.roles.roles is RoleChoice.AUTO:
-                controller = RoleController(config.roles, registry, live.secrets, live.trust, metrics)
+                controller = RoleController(config.roles, config.targets, registry, live.secrets, live.trust, metrics)
                 background.append(tasks.create_task(controller.run()))
             await serve_clients(config, live, state, listener, stop, lambda: announce(addresses))
             for task in background:

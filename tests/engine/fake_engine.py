@@ -13,6 +13,7 @@ from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
 from pdserve.engine.launched_step import decodes_on
+from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
@@ -69,10 +70,11 @@ class FakeEngine:
         batching: Batching = Batching.CONTINUOUS,
         prefix_cache: bool = True,
         overlap: bool = False,
+        placement: Placement | None = None,
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
         self.model = FakeModel(num_blocks, BLOCK_SIZE)
-        placement = make_placement(BLOCK_SIZE)
+        placement = placement or make_placement(BLOCK_SIZE)
         self.connector: KvConnector
         if thread is None:
             self.connector = NoTransferConnector(self.blocks)

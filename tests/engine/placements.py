@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
+from pdserve.config import Disaggregation, SchedulerConfig, TargetsConfig, TransferConfig
+from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
+from pdserve.wire.discovery import Role
 
 BYTES_PER_TOKEN = 20_000.0
 
@@ -16,12 +18,19 @@ def make_placement(
     *,
     stall_weight: float = 2.0,
     max_step_tokens: int = 256,
+    target_itl_ms: float = 0.0,
+    role: Role = Role.MIXED,
 ) -> Placement:
-    """Returns a placement that, by default, sends a prompt that lacks more than one block to a prefill node."""
+    """Returns a placement that, by default, sends a prompt that lacks more than one block to a prefill node.
+
+    By default steps have no ITL target.
+    """
+    step_cost = step_cost or StepCost()
     return Placement(
-        step_cost or StepCost(),
+        step_cost,
         TransferConfig(disaggregation=disaggregation, stall_weight=stall_weight),
         SchedulerConfig(max_step_tokens=max_step_tokens),
         block_size,
         BYTES_PER_TOKEN,
+        LatencyTargets(TargetsConfig(target_itl_ms=target_itl_ms), step_cost, role),
     )

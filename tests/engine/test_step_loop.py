@@ -22,6 +22,7 @@ from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.launched_step import StepRunner
+from pdserve.engine.placement.placement import Placement
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
@@ -178,6 +179,7 @@ def engine(
     connect: Callable[[ModelRunner, BlockManager, WakeUp], KvConnector] | None = None,
     own_runner: ModelRunner | None = None,
     prefix_cache: bool = True,
+    placement: Placement | None = None,
 ) -> Iterator[Client]:
     """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``."""
     config = read_decoder_config(folder)
@@ -197,7 +199,7 @@ def engine(
             config=SchedulerConfig(max_running=8, max_step_tokens=16),
             stop=StopRule(frozenset(config.eos_token_ids), MAX_LEN),
             prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
-            placement=make_placement(BLOCK_SIZE),
+            placement=placement or make_placement(BLOCK_SIZE),
             ahead_runner=runner if overlap else None,
             grammars=GrammarOpener(lambda: tiny_vocabulary(folder), wake_up.set),
         )

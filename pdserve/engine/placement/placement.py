@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
+from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.prefill_cost import LocalMeasures, PromptSize, local_cost, remote_cost, remote_time
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.step_cost import StepCost
@@ -44,8 +45,10 @@ class Placement:
         scheduler: SchedulerConfig,
         block_size: int,
         bytes_per_token: float,
+        targets: LatencyTargets,
     ) -> None:
         self.step_cost = step_cost
+        self.targets = targets
         self._mode = transfer.disaggregation
         self._stall_weight = transfer.stall_weight
         self._max_step_tokens = scheduler.max_step_tokens

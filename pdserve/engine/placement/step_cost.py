@@ -71,16 +71,6 @@ class StepCost:
         fixed_s, tokens = self._parts[_ALONE], self._chunk_tokens
         return tokens / (fixed_s + tokens * self._token_s(self._chunk_context))
 
-    @property
-    def prompt_token_s(self) -> float:
-        """What one more token of a prompt adds to a step."""
-        return self._parts[_TOKEN]
-
-    @property
-    def chunk_s(self) -> float:
-        """What a chunk adds to a step of decoding requests before its first token counts."""
-        return self._parts[_BESIDE]
-
     def observe(
         self,
         rows: int,
@@ -117,6 +107,10 @@ class StepCost:
             return decoding_s
         fixed_s = max(self._parts[_ALONE], decoding_s + self._parts[_BESIDE]) if rows else self._parts[_ALONE]
         return fixed_s + prompt_tokens * self._token_s(prompt_context)
+
+    def prompt_s(self, prompt_tokens: int, prompt_context: float = 0.0) -> float:
+        """Returns what so many more tokens of a prompt add to a step that has a chunk."""
+        return prompt_tokens * self._token_s(prompt_context)
 
     def prompt_tokens_within(
         self, seconds: float, rows: int, context_tokens: int, *, prompt_context: float = 0.0

@@ -12,6 +12,7 @@ from pdserve.engine.placement.prefill_cost import PromptSize
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Reuse, SchedulerCounters
 from pdserve.engine.scheduling.queues import Queues
+from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.wire.prompt_logprobs import can_be_sent
 
 _MAX_TRIED = 32
@@ -79,19 +80,21 @@ class BatchAdmission:
                 break
         return None
 
-    def admit(self, plan: BatchPlan, budget: int, now: float) -> int:
-        """Admits requests and adds their work to ``plan``: at most ``budget`` tokens. Returns the budget left."""
+    def admit(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
+        """Admits requests and adds their work to ``plan``, as much as ``budget`` allows."""
         if not self._queues.waiting or not self.has_place or (self._static and self._queues.num_admitted):
-            return budget
-        budget = self._admit_landed(plan, budget, now)
+            return
+        self._admit_landed(plan, budget, now)
+        prompt_budget = budget.for_prompt()
         tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.uncomputed_prompt_tokens
         for request in self._queues.in_turn():
             if not self.has_place or not tries:
-                return budget
+                return
             if request.awaits_grammar:
                 continue
             # A static batch takes every request; a continuous one those that it, or a prefill node, can compute now.
-            no_budget = budget == 0 and not self._static
+            left = budget.tokens if request.prompt_is_computed else prompt_budget
+            no_budget = not left and not self._static
             if no_budget and not (request.targets or request.may_ask_holders or request.fetch_only):
                 continue
             found = self._blocks.find(request)
@@ -111,7 +114,7 @@ class BatchAdmission:
                 tries -= 1
                 continue
             if not self._has_room(request, found):
-                return budget
+                return
             self._blocks.admit(request, found)
             if reuses:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
@@ -130,22 +133,22 @@ class BatchAdmission:
                 continue
             self._queues.move(request, Status.RUNNING)
             queued += request.num_uncomputed_tokens
-            if budget and (work := plan.next_work(request, budget)) is not None:
+            if (work := plan.next_work(request, budget.for_request(request))) is not None:
                 plan.work.append(work)
-                budget -= work.num_tokens
-        return budget
+                budget.spend(work)
+                prompt_budget = budget.for_prompt()
 
-    def _admit_landed(self, plan: BatchPlan, budget: int, now: float) -> int:
-        """Admits requests whose whole prompts are in their blocks. Returns the budget left.
+    def _admit_landed(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
+        """Admits requests whose whole prompts are in their blocks.
 
         They need few blocks or none, so they do not wait behind a request for which there are not enough. They do wait
         for their turn behind a request that can begin now.
         """
-        if not budget or not any(map(_landed, self._queues.waiting)):
-            return budget
+        if not budget.tokens or not any(map(_landed, self._queues.waiting)):
+            return
         first = self.next_in_turn(now)
         for request in filter(_landed, self._queues.in_turn()):
-            if not self.has_place or not budget:
+            if not self.has_place or not budget.tokens:
                 break
             if first is not None and self._comes_before(first, request):
                 continue
@@ -154,10 +157,9 @@ class BatchAdmission:
                 if request.admitted is None:
                     self._first_admission(request, now)
                 self._queues.move(request, Status.RUNNING)
-                if (work := plan.next_work(request, budget)) is not None:
+                if (work := plan.next_work(request, budget.for_request(request))) is not None:
                     plan.work.append(work)
-                    budget -= work.num_tokens
-        return budget
+                    budget.spend(work)
 
     def _comes_before(self, first: Request, landed: Request) -> bool:
         """Returns whether the request that is next in turn, if not landed itself, goes before one that has landed."""

@@ -93,8 +93,10 @@ class BatchPlan:
         keys and values are rounded otherwise than a chunk's, and then the answer would depend on where the prompt was
         cut. Only a budget of less than three tokens leaves no choice.
 
-        Returns None if the step replays as many tokens as it may already.
+        Returns None if there is no budget, or the step replays as many tokens as it may already.
         """
+        if not budget:
+            return None
         if not request.prompt_is_computed:
             left = request.num_prompt_tokens - request.num_computed_tokens
             return Work(request, budget - 1 if left == budget + 1 > 3 else min(left, budget))

@@ -1,11 +1,11 @@
 """Decides which tokens the next step computes: the continuous batch.
 
 ``schedule`` plans a step, the step loop runs it, and ``postprocess`` takes its tokens. Decoding requests come first
-(one token each), then answers that are replayed, then prompts in chunks, within ``max_step_tokens``; then waiting
-requests are admitted while blocks last. When a running request needs a block and none is free, a running request is
-preempted, the youngest of the client request that holds the most places: its blocks go back, and later its prompt is
-computed again and its answer replayed (``batch_plan``), so the answer does not change. The same happens where a client
-request has no place at all, and none is free, while another one has several.
+(one token each), then answers that are replayed, then prompts in chunks, within the step's tokens and the ITL target
+(``step_budget``); then waiting requests are admitted while blocks last. When a running request needs a block and none
+is free, a running request is preempted, the youngest of the client request that holds the most places: its blocks go
+back, and later its prompt is computed again and its answer replayed (``batch_plan``), so the answer does not change.
+The same happens where a client request has no place at all, and none is free, while another one has several.
 
 Static batching, the baseline that continuous batching is measured against, admits a batch only when the one before it
 is over, and computes all its prompts before it decodes.
@@ -28,6 +28,7 @@ from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.room_watch import RoomWatch
+from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.wire.engine import FinishReason, RoomWanted
 from pdserve.wire.prompt_logprobs import PromptLogprobs, joined
 from pdserve.wire.sampling_params import SampledToken
@@ -56,6 +57,9 @@ class Scheduler:
         self._admission = BatchAdmission(self._queues, self._blocks, config, self.counters, release, placement)
         self._room = RoomWatch(self._queues, self._blocks, stop)
         self._max_step_tokens = config.max_step_tokens
+        self._step_cost = placement.step_cost
+        # A static batch computes prompts before it decodes, so that no stream waits for them.
+        self._targets = None if config.batching is Batching.STATIC else placement.targets
         self._static = config.batching is Batching.STATIC
         self._stop = stop
         self._collector = collector
@@ -147,7 +151,8 @@ class Scheduler:
             self._preempt(preempted)
         plan = BatchPlan(copies=self._blocks.take_copies())
         preemptions = self.counters.preemptions
-        budget = self._schedule_running(plan)
+        budget = StepBudget(self._max_step_tokens, self._step_cost, self._targets)
+        self._schedule_running(plan, budget)
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:
             self._admit(plan, budget, now)
@@ -155,14 +160,14 @@ class Scheduler:
         plan.refused.extend(self._orders_without_blocks())
         return plan
 
-    def _admit(self, plan: BatchPlan, budget: int, now: float) -> None:
+    def _admit(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
         """Admits waiting requests, those among them that begin to wait because their parents were only to be fetched.
 
         No event would follow that admits them later.
         """
         ended, children_wait = 0, True
         while children_wait:
-            budget = self._admission.admit(plan, budget, now)
+            self._admission.admit(plan, budget, now)
             fetched, ended = plan.fetched[ended:], len(plan.fetched)
             children_wait = any(request.children for request in fetched)
             for request in fetched:
@@ -333,9 +338,9 @@ class Scheduler:
 
     # ------------------------------------------------------------ running requests
 
-    def _schedule_running(self, plan: BatchPlan) -> int:
-        """Plans work of running requests: all that decode, then replays, then prompts. Returns the budget left."""
-        budget, running = self._max_step_tokens, self._queues.running
+    def _schedule_running(self, plan: BatchPlan, budget: StepBudget) -> None:
+        """Plans work of running requests: all that decode, then replays, then prompts."""
+        running = self._queues.running
         decoding = [request for request in running if request.num_uncomputed_tokens == 1]
         others = [request for request in running if request.num_uncomputed_tokens > 1]
         # A client who has read a part of its answer waits longest for the rest.
@@ -345,15 +350,14 @@ class Scheduler:
             if self._static and plan.work:
                 break
             for request in turn:
-                if request.status is not Status.RUNNING or budget == 0:
+                if request.status is not Status.RUNNING:
                     continue
-                work = plan.next_work(request, budget)
+                work = plan.next_work(request, budget.for_request(request))
                 if work is None:
                     continue
                 if self._make_room(request, request.num_computed_tokens + work.num_tokens, plan):
                     plan.work.append(work)
-                    budget -= work.num_tokens
-        return budget
+                    budget.spend(work)
 
     def _make_room(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
         """Grows a running request's block table; blocks come from waiting requests, then from the youngest running.

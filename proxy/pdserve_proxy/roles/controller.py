@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdserve.config import RolesConfig
+from pdserve.config import RolesConfig, TargetsConfig
 from pdserve.errors import PdserveError
 from pdserve.http.tls import Trust
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandResult, CommandSigner, SetRole
@@ -22,6 +22,8 @@ from pdserve_proxy.upstream.node_pool import NodePool
 
 log = logging.getLogger(__name__)
 
+USUAL_TTFT_MS = 1000.0
+USUAL_ITL_MS = 100.0
 COMMAND_S = 10.0
 """How long a node may take for a command."""
 _MAX_CONNECTIONS = 4
@@ -32,8 +34,10 @@ class CommandRefused(PdserveError):
     """A node has not changed its role."""
 
 
-def targets_of(config: RolesConfig) -> Targets:
-    return Targets(config.target_ttft_ms / 1000, config.target_itl_ms / 1000, config.looks, config.rest_s)
+def targets_of(config: RolesConfig, latency: TargetsConfig) -> Targets:
+    """Returns what the controller aims at: the operator's targets, or else usual ones."""
+    ttft_ms, itl_ms = latency.target_ttft_ms or USUAL_TTFT_MS, latency.target_itl_ms or USUAL_ITL_MS
+    return Targets(ttft_ms / 1000, itl_ms / 1000, config.looks, config.rest_s)
 
 
 class RoleController:
@@ -42,6 +46,7 @@ class RoleController:
     def __init__(
         self,
         config: RolesConfig,
+        targets: TargetsConfig,
         registry: RegistryView,
         secrets: Secrets,
         trust: Trust,
@@ -49,7 +54,7 @@ class RoleController:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._interval_s = config.interval_ms / 1000
-        self._decider = RoleDecider(targets_of(config))
+        self._decider = RoleDecider(targets_of(config, targets))
         self._registry = registry
         self._signer = CommandSigner(secrets)
         self._trust = trust

@@ -107,7 +107,7 @@ async def supervise(
                 owned.enter_context(on_renewal(renew))
                 background = [tasks.create_task(channel.run()), tasks.create_task(discovery.run())]
                 if config.roles.roles is RoleChoice.AUTO:
-                    controller = RoleController(config.roles, registry, secrets, trust, metrics)
+                    controller = RoleController(config.roles, config.targets, registry, secrets, trust, metrics)
                     background.append(tasks.create_task(controller.run()))
                 running = [tasks.create_task(worker.run(stop)) for worker in workers]
                 for worker in workers:

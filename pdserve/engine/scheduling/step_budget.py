@@ -1,0 +1,62 @@
+"""Bounds what one step computes: the number of its tokens, and the time for which prompts hold up requests that decode.
+
+A step takes as long for each request that decodes in it as for its prompts. So prompts are cut into chunks that keep a
+step within the ITL target, by what steps were measured to cost (``placement.step_cost``). A few tokens are always
+computed, so that every prompt comes to its end. Where nobody decodes, nobody is held up, and chunks are as long as the
+number of tokens allows.
+"""
+
+from __future__ import annotations
+
+from pdserve.engine.placement.latency_targets import LatencyTargets
+from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.request import Request
+from pdserve.engine.scheduling.batch_plan import Work
+
+LEAST_PROMPT_TOKENS = 8
+"""So many tokens of prompts are computed in a step however long it takes."""
+_LEAST_CHUNK = 3
+"""A smaller chunk could leave a prompt's last token alone (``BatchPlan.next_work``)."""
+
+
+class StepBudget:
+    """What the step that is being planned may still compute."""
+
+    def __init__(self, tokens: int, step_cost: StepCost, targets: LatencyTargets | None) -> None:
+        """The step has at most ``tokens``, and takes any time where there are no ``targets``."""
+        self.tokens = tokens
+        self._step_cost = step_cost
+        self._targets = targets
+        self._rows = 0
+        self._context_tokens = 0
+        self._prompt_tokens = 0
+        self._prompt_s = 0.0
+        self._decodes = False
+
+    def spend(self, work: Work) -> None:
+        """Notes work that the step does."""
+        before, tokens = work.request.num_computed_tokens, work.num_tokens
+        self.tokens -= tokens
+        if work.is_chunk:
+            self._prompt_tokens += tokens
+            self._prompt_s += self._step_cost.prompt_s(tokens, before)
+            return
+        self._rows += tokens
+        self._context_tokens += tokens * (before + 1)
+        self._decodes |= not work.replays and work.request.prompt_is_computed
+
+    def for_request(self, request: Request) -> int:
+        """Returns how many of a request's tokens the step may compute."""
+        return self.tokens if request.prompt_is_computed else self.for_prompt(request.num_computed_tokens)
+
+    def for_prompt(self, before: int = 0) -> int:
+        """Returns how many tokens of a prompt the step may compute that has so many tokens ``before`` them."""
+        target_s = None
+        if self._targets is not None and self._decodes:
+            target_s = self._targets.itl_s(self._rows, self._context_tokens)
+        if target_s is None:
+            return self.tokens
+        left_s = target_s - self._prompt_s
+        within = self._step_cost.prompt_tokens_within(left_s, self._rows, self._context_tokens, prompt_context=before)
+        within = max(within, LEAST_PROMPT_TOKENS - self._prompt_tokens)
+        return min(self.tokens, within) if within >= _LEAST_CHUNK else 0

@@ -1,0 +1,235 @@
+"""Tests that prompts hold up requests that decode for no longer than the ITL target says, and come to their ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.config import Batching
+from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.request import Request
+from pdserve.engine.scheduling.batch_plan import BatchPlan
+from pdserve.engine.scheduling.step_budget import LEAST_PROMPT_TOKENS
+from pdserve.wire.discovery import Role
+from tests.engine.fake_engine import FakeEngine, FakeLaunchedStep
+from tests.engine.fake_model import answer, talkative
+from tests.engine.placements import make_placement
+from tests.examples import examples
+
+TOKEN_S = 0.001
+"""What a token of a prompt takes on the machine of these tests."""
+ROW_S = 0.002
+"""What a request that decodes takes."""
+PROMPT = list(range(3, 35))
+
+
+def learned(token_s: float = TOKEN_S, row_s: float = ROW_S, beside_s: float = 0.0) -> StepCost:
+    """Returns the cost of steps on a machine where each part takes the same time everywhere."""
+    cost = StepCost()
+    for _ in range(10):
+        for rows in (1, 2, 5, 8):
+            cost.observe(rows, 0, 0, rows * row_s)
+            for tokens in (8, 16, 32):
+                cost.observe(rows, 0, tokens, rows * row_s + beside_s + tokens * token_s)
+    return cost
+
+
+def engine(
+    target_itl_ms: float = 0.0,
+    role: Role = Role.DECODE,
+    cost: StepCost | None = None,
+    *,
+    max_step_tokens: int = 48,
+    batching: Batching = Batching.CONTINUOUS,
+    overlap: bool = False,
+    num_blocks: int = 128,
+) -> FakeEngine:
+    placement = make_placement(4, step_cost=cost or learned(), target_itl_ms=target_itl_ms, role=role)
+    return FakeEngine(
+        placement=placement,
+        num_blocks=num_blocks,
+        max_step_tokens=max_step_tokens,
+        max_len=200,
+        batching=batching,
+        overlap=overlap,
+    )
+
+
+def stream(engine: FakeEngine, local_id: int, max_tokens: int = 60) -> Request:
+    """Adds a request, and has it decode."""
+    prompt = [5 + local_id, 6, 7, 8]
+    request = engine.add(local_id, prompt, max_tokens, [talkative(prompt, max_tokens)])
+    engine.step()
+    return request
+
+
+def chunks(plan: BatchPlan) -> list[int]:
+    return [work.num_tokens for work in plan.work if work.is_chunk]
+
+
+# ------------------------------------------------------------ which steps have a bound
+
+
+def test_a_prompt_beside_a_stream_is_cut_to_fit_into_the_target() -> None:
+    bounded = engine(target_itl_ms=14)
+    stream(bounded, 0)
+    bounded.add(1, PROMPT)
+    sizes = [chunks(bounded.step()) for _ in range(3)]
+    # A stream takes 2 ms of 14. The last chunk is what is left of 32 tokens, and may have more than one token only.
+    assert sum(sizes[0] + sizes[1] + sizes[2]) == len(PROMPT)
+    assert all(11 <= tokens <= 12 for tokens in sizes[0] + sizes[1])
+
+
+def test_without_a_stream_a_chunk_is_as_long_as_a_step_allows() -> None:
+    bounded = engine(target_itl_ms=14)
+    bounded.add(0, PROMPT)
+    bounded.add(1, [9, *PROMPT])
+    assert chunks(bounded.step()) == [32, 16]
+
+
+def test_a_decode_node_aims_at_twice_what_its_step_takes_without_prompts() -> None:
+    bounded = engine()
+    for local_id in range(6):
+        stream(bounded, local_id)
+    bounded.add(6, PROMPT)
+    # Six streams take 12 ms, so there are 12 ms for the prompt.
+    assert all(11 <= tokens <= 12 for tokens in chunks(bounded.step()))
+
+
+@pytest.mark.parametrize("role", [Role.MIXED, Role.PREFILL])
+def test_other_nodes_have_the_operators_target_or_none(role: Role) -> None:
+    for target_itl_ms, longest in ((0.0, 32), (14.0, 12)):
+        bounded = engine(target_itl_ms, role)
+        stream(bounded, 0)
+        bounded.add(1, PROMPT)
+        assert longest - 1 <= max(chunks(bounded.step())) <= longest
+
+
+def test_before_a_decode_step_was_measured_a_decode_node_has_no_bound() -> None:
+    bounded = engine(cost=StepCost())
+    stream(bounded, 0)
+    bounded.add(1, PROMPT)
+    assert chunks(bounded.step()) == [32]
+
+
+def test_a_static_batch_has_no_bound() -> None:
+    bounded = engine(target_itl_ms=14, batching=Batching.STATIC)
+    for local_id in range(2):
+        bounded.add(local_id, [local_id + 5, *PROMPT], 3)
+    assert chunks(bounded.step()) == [33, 15]
+    bounded.run()
+
+
+# ------------------------------------------------------------ how much is always computed
+
+
+@pytest.mark.parametrize("target_itl_ms", [0.001, 1.0])
+def test_a_prompt_goes_on_however_tight_the_target_is(target_itl_ms: float) -> None:
+    bounded = engine(target_itl_ms)
+    stream(bounded, 0)
+    bounded.add(1, PROMPT)
+    bounded.add(2, [9, *PROMPT])
+    sizes = [chunks(bounded.step()) for _ in range(9)]
+    # The second prompt has 33 tokens: the last one is not left alone.
+    assert sizes == [[LEAST_PROMPT_TOKENS]] * 7 + [[LEAST_PROMPT_TOKENS - 1], [2]]
+
+
+def test_several_prompts_share_what_fits() -> None:
+    bounded = engine(target_itl_ms=14)
+    stream(bounded, 0)
+    for local_id in range(1, 5):
+        bounded.add(local_id, [local_id + 5, 6, 7, 8, 9])
+    assert chunks(bounded.step()) == [5, 5]
+
+
+def test_a_prompt_that_has_landed_needs_no_time_for_prompts() -> None:
+    """A replayed answer is no prompt, either: only chunks wait for a step with more time."""
+    bounded = engine(target_itl_ms=0.001)
+    stream(bounded, 0)
+    bounded.add(1, PROMPT)
+    plan = bounded.step()
+    assert chunks(plan) == [LEAST_PROMPT_TOKENS]
+    resumed = bounded.add(2, [5, 6, 7, 8], 20, emitted=[answer([5, 6, 7, 8], 0, 3, 200)])
+    plans = [bounded.step() for _ in range(6)]
+    assert resumed.first_token_at is not None, [chunks(plan) for plan in plans]
+
+
+# ------------------------------------------------------------ any traffic
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    max_tokens: int
+    after: int
+    """The steps after the request before."""
+
+
+class WatchedEngine(FakeEngine):
+    """An engine that checks each step's plan before it computes it."""
+
+    def __init__(self, cost: StepCost, target_itl_ms: float, *, overlap: bool, num_blocks: int) -> None:
+        placement = make_placement(4, step_cost=cost, target_itl_ms=target_itl_ms)
+        super().__init__(placement=placement, overlap=overlap, num_blocks=num_blocks, max_step_tokens=48, max_len=200)
+        self._cost = cost
+        self._target_s = target_itl_ms / 1000
+
+    def _launch(self) -> FakeLaunchedStep:
+        schedule = self.scheduler.schedule
+
+        def checked(now: float) -> BatchPlan:
+            plan = schedule(now)
+            self._check(plan)
+            return plan
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.scheduler, "schedule", checked)
+            return super()._launch()
+
+    def _check(self, plan: BatchPlan) -> None:
+        assert all(tokens > 1 for tokens in chunks(plan))
+        decoding = [work for work in plan.work if work.num_tokens == 1 and work.request.prompt_is_computed]
+        rows = sum(work.num_tokens for work in plan.work if not work.is_chunk)
+        tokens = plan.num_prompt_tokens
+        if decoding and tokens > LEAST_PROMPT_TOKENS:
+            assert self._cost.estimate_s(rows, 0, tokens) <= self._target_s * 1.01
+
+
+asked = st.builds(Asked, st.lists(st.integers(3, 39), min_size=1, max_size=60), st.integers(1, 20), st.integers(0, 6))
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(asked, min_size=1, max_size=10),
+    st.floats(0.5, 40),
+    st.floats(1e-4, 3e-3),
+    st.floats(1e-4, 3e-3),
+    st.floats(0, 5e-3),
+    st.booleans(),
+    st.sampled_from([20, 64]),
+)
+def test_steps_stay_within_the_target_and_every_answer_is_the_same(
+    traffic: list[Asked],
+    target_itl_ms: float,
+    token_s: float,
+    row_s: float,
+    beside_s: float,
+    overlap: bool,
+    num_blocks: int,
+) -> None:
+    cost = learned(token_s, row_s, beside_s)
+    bounded = WatchedEngine(cost, target_itl_ms, overlap=overlap, num_blocks=num_blocks)
+    for local_id, one in enumerate(traffic):
+        for _ in range(one.after):
+            bounded.step()
+        bounded.add(local_id, one.prompt, one.max_tokens)
+    for _ in range(2000):
+        bounded.step()
+        if bounded.idle:
+            break
+    assert bounded.outputs == {
+        local_id: answer(one.prompt, 0, one.max_tokens, 200) for local_id, one in enumerate(traffic)
+    }
