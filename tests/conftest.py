@@ -11,7 +11,6 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from pdserve.config import CpuKernels
-from pdserve.models.checkpoint.demo import demo_model_dir
 from pdserve.settings import cache_folder
 from tests.examples import load_profiles
 
@@ -69,17 +68,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., object
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """Returns the folder of SmolLM2-135M-Instruct, which is converted once into the user's cache, as ``pdserve up``
-    does it.
+    """Returns a bf16 folder of SmolLM2-135M-Instruct, which is made once in the user's cache.
 
     This also compiles the CPU kernels, so that no node compiles them while a test waits for it.
     """
-    # The import is here because it loads torch, which many tests do not need.
+    # The imports are here because they load torch, which many tests do not need.
     from pdserve.engine.runner_loading import cpu_kernels
+    from tests.demo_folder import demo_folder
 
     cache = cache_folder(os.environ)
     cpu_kernels(CpuKernels.AUTO, cache)
-    return demo_model_dir(cache)
+    return demo_folder(cache)
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,7 @@ def _engine(config: BenchEngineConfig, environ: Mapping[str, str]) -> Report:
     from pdserve.models.checkpoint.demo import resolve_model
 
     cache_dir = cache_folder(environ)
-    folder = resolve_model(config.model.path, cache_dir)
+    folder = resolve_model(config.model.path)
     return benchmark.run(config, folder, lambda: cpu_kernels(config.cpu.kernels, cache_dir))
 
 
@@ -132,7 +132,7 @@ def _transfer(config: BenchTransferConfig, environ: Mapping[str, str]) -> Report
     from pdserve.models.checkpoint.demo import resolve_model
 
     cache_dir = cache_folder(environ)
-    folder = resolve_model(config.model.path, cache_dir)
+    folder = resolve_model(config.model.path)
     return benchmark.run(config, folder, cores, environ, cache_dir)
 
 

@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels in a process beside ``pdserve up``, which converts the demo model and starts nodes.
+"""Compiles the CPU kernels in a process beside ``pdserve up``, which starts nodes.
 
 Each engine would compile them otherwise, on its own cores alone, while the others wait for it. If this process fails,
 the engines still do, and say why.

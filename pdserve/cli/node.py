@@ -32,7 +32,7 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     from pdserve.models.checkpoint.demo import resolve_model, served_name
 
     cache_dir = cache_folder(environ)
-    model_dir = resolve_model(config.model.path, cache_dir)
+    model_dir = resolve_model(config.model.path)
     name = config.model.served_name or served_name(config.model.path, model_dir)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_name=name))
 

@@ -39,7 +39,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     cache_dir = cache_folder(environ)
     node = load(NodeConfig, [], child_environ(config, environ, secret, file), prog="pdserve decode")
     with compiling_kernels(node, cache_dir):
-        folder = resolve_model(config.model.path, cache_dir)
+        folder = resolve_model(config.model.path)
         name = config.model.served_name or served_name(config.model.path, folder)
         config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
         console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)

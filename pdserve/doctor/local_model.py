@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pdserve.compiled_library import has_compiler
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig
 from pdserve.models.backend import choose_device
@@ -15,12 +13,12 @@ from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
 
-def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cache_dir: Path) -> EngineSpec:
+def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels) -> EngineSpec:
     """Returns the specification of one rank.
 
     Raises ModelError if there is no such model, and ConfigError if its device is not there.
     """
-    folder = resolve_model(model.path, cache_dir)
+    folder = resolve_model(model.path)
     decoder = read_decoder_config(folder)
     compiled = choose_device(model.device).type == "cpu" and kernels is not CpuKernels.TORCH and has_compiler()
     return EngineSpec(

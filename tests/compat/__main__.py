@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from pdserve.models.checkpoint.demo import DEMO_NAME, demo_model_dir
+from pdserve.models.checkpoint.demo import DEMO_NAME
 from pdserve.settings import cache_folder
 from tests.compat.environments import InstallError
 from tests.compat.lm_eval_reference import write_reference
@@ -22,6 +22,7 @@ from tests.compat.program_runs import PROGRAMS_IN_PYTHON, Program, Target, run_a
 from tests.compat.results import Check, Outcome, ToolResult, details, table
 from tests.compat.sglang_tests.run import run_sglang_tests
 from tests.compat.vllm_tests.run import run_vllm_tests
+from tests.demo_folder import demo_folder
 from tests.processes import pdserve
 
 CHECKOUT = Path(__file__).parents[2]
@@ -31,9 +32,9 @@ READY = "OpenAI-compatible API: "
 
 
 @contextmanager
-def demo_cluster() -> Iterator[str]:
-    """Runs ``pdserve up`` with the demo model, and yields its URL without ``/v1``."""
-    with pdserve("up", *CLUSTER, PDSERVE_CORS_ORIGINS="*") as up:
+def demo_cluster(model: Path) -> Iterator[str]:
+    """Runs ``pdserve up`` with the demo model, of which ``model`` is the folder, and yields its URL without ``/v1``."""
+    with pdserve("up", *CLUSTER, "--model", str(model), "--served-name", DEMO_NAME, PDSERVE_CORS_ORIGINS="*") as up:
         line = up.wait_for(lambda line: line.startswith(READY))
         yield line.removeprefix(READY).removesuffix("/v1")
 
@@ -61,11 +62,11 @@ def main() -> int:
         tools["sglang_tests"] = lambda target: run_sglang_tests(target, cache, options.checkout)
     if unknown := set(options.tools) - set(tools):
         parser.error(f"no such tools: {', '.join(sorted(unknown))}; there are {', '.join(tools)}")
-    model = demo_model_dir(cache_folder(os.environ))
+    model = demo_folder(cache_folder(os.environ))
     chosen = {name: run for name, run in tools.items() if not options.tools or name in options.tools}
     if "lm_eval_tasks" in chosen:
         write_reference(model, cache / "lm_eval_reference.json")
-    with demo_cluster() if options.url is None else nullcontext(options.url) as url:
+    with demo_cluster(model) if options.url is None else nullcontext(options.url) as url:
         target = Target(url, DEMO_NAME, model)
         results = [_run(name, run, target) for name, run in chosen.items()]
     print(details(results))

@@ -1,4 +1,4 @@
-"""Measures a step of the demo model, and its linear layers alone, with each CPU kernel set in turn.
+"""Measures a step of the demo model in bf16, and its linear layers alone, with each CPU kernel set in turn.
 
     taskset -c 0 python -m tests.kernels.cpu_benchmark
 
@@ -19,12 +19,12 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.checkpoint.demo import demo_model_dir
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import Kernels, Linear
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.demo_folder import demo_folder
 
 BLOCK_SIZE = 16
 DECODE = [(batch, context, 1) for context in (300, 1500) for batch in (1, 4, 8, 16, 32)]
@@ -83,7 +83,7 @@ def measure(runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
 def main() -> None:
     cache = cache_folder(os.environ)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    folder: Path = demo_model_dir(cache)
+    folder: Path = demo_folder(cache)
     config = read_decoder_config(folder)
     sets: dict[str, Kernels] = {"torch": TorchKernels(), "compiled": CompiledKernels(cache)}
     blocks = max(batch * -(-context // BLOCK_SIZE) for batch, context, _ in DECODE + PREFILL)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import shutil
 import sys
 import tempfile
 import time
@@ -34,9 +33,10 @@ from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.bench_config import BenchRolesConfig, RolesBenchConfig
 from pdserve.config import RoleChoice
 from pdserve.errors import BenchError, ConfigError
-from pdserve.models.checkpoint.demo import resolve_model
+from pdserve.models.checkpoint.demo import packaged_gguf
+from pdserve.models.checkpoint.gguf_tokenizer import gguf_tokenizer
 from pdserve.process import pdserve_command
-from pdserve.settings import cache_folder, to_environ
+from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
 _SHAPE = Shape(
@@ -82,7 +82,7 @@ def run(config: BenchRolesConfig, environ: Mapping[str, str]) -> Report:
     splits = [_split(name) for name in settings.splits]
     planned = arrivals(settings)
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
-        model = _write_model(Path(folder), cache_folder(environ))
+        model = _write_model(Path(folder))
         outcomes = {split.name: asyncio.run(_measure(config, split, model, planned, environ)) for split in splits}
     return Report(
         "roles",
@@ -106,11 +106,9 @@ def _split(name: str) -> Split:
     return Split(name, int(counts[1]), int(counts[2]), RoleChoice.FIXED)
 
 
-def _write_model(folder: Path, cache_dir: Path) -> Path:
+def _write_model(folder: Path) -> Path:
     write_random_model(_SHAPE, folder)
-    tokenizer = resolve_model("demo", cache_dir)
-    for path in (*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")):
-        shutil.copy(path, folder)
+    gguf_tokenizer(packaged_gguf()).save_pretrained(folder)
     return folder
 
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     config = load(NodeConfig, [], environ, prog="pdserve.bench.stream.mock_node")
     secret = resolve_secret(config.security, [config.http.host], state_folder(environ))
     cache_dir = cache_folder(environ)
-    model_dir = resolve_model(config.model.path, cache_dir)
+    model_dir = resolve_model(config.model.path)
     name = config.model.served_name or served_name(config.model.path, model_dir)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_name=name))
     engine = (sys.executable, "-P", "-m", "pdserve.bench.stream.mock_engine", argv[0])
