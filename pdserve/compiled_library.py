@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +80,39 @@ def needs_compiling(recipe: Recipe, cache_dir: Path) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """How far the compiler of one library has come."""
+
+    done: int
+    sources: int
+
+
+class CompilerWatch:
+    """Tells how far other processes have come that compile a library below ``cache_dir``."""
+
+    def __init__(self, recipe: Recipe, cache_dir: Path) -> None:
+        """Raises BuildError if nothing can be compiled here."""
+        compiler = shutil.which(COMPILER)
+        if compiler is None:
+            raise BuildError(f"there is no {COMPILER}")
+        try:
+            self._target = _target(recipe, compiler, cache_dir)
+            self._sources = len(_units(recipe))
+        except (OSError, subprocess.SubprocessError) as exc:
+            raise BuildError(f"{recipe.title} cannot be compiled: {exc}") from exc
+
+    def look(self) -> Compiling | None:
+        """Returns how far they are, or None if the library is there or nobody compiles it."""
+        if self._target.is_file():
+            return None
+        counts = []
+        for draft in _drafts(self._target):
+            with suppress(OSError):  # It has just become the library.
+                counts.append(sum(name.endswith(".o") for name in os.listdir(draft)))
+        return Compiling(max(counts), self._sources) if counts else None
+
+
 def _target(recipe: Recipe, compiler: str, cache_dir: Path) -> Path:
     return cache_dir / f"{recipe.name}-{_key(recipe, compiler)}.so"
 
@@ -103,6 +137,19 @@ def _sources(recipe: Recipe) -> list[Path]:
     return sorted(path for path in recipe.sources.iterdir() if path.suffix in (".cpp", ".h"))
 
 
+def _units(recipe: Recipe) -> list[Path]:
+    """Returns the sources that are compiled each by itself."""
+    return [path for path in _sources(recipe) if path.suffix == ".cpp"]
+
+
+def _draft_prefix(target: Path) -> str:
+    return f".{target.stem}."
+
+
+def _drafts(target: Path) -> list[Path]:
+    return [path for path in target.parent.glob(f"{_draft_prefix(target)}*") if path.is_dir()]
+
+
 def _cpu() -> str:
     """Returns what ``-march=native`` depends on: the first processor's model and its instruction sets."""
     wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
@@ -114,9 +161,12 @@ def _cpu() -> str:
 
 
 def _compile(recipe: Recipe, compiler: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=f".{target.stem}.", dir=target.parent) as draft:
+    """Compiles into a draft and renames that. The caller holds the lock, so every other draft was left by the dead."""
+    for left in _drafts(target):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_draft_prefix(target), dir=target.parent) as draft:
         made = Path(draft, target.name)
-        sources = [str(path) for path in _sources(recipe) if path.suffix == ".cpp"]
+        sources = [str(path) for path in _units(recipe)]
         # Each source takes a compiler of its own, and the longest one takes a third of the time of all.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             units = [pool.submit(_run, [compiler, *recipe.compile_flags, "-c", source], draft) for source in sources]

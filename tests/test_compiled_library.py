@@ -13,7 +13,15 @@ import pytest
 from filelock import FileLock
 
 from pdserve import compiled_library
-from pdserve.compiled_library import COMPILER, BuildError, Recipe, built_library, needs_compiling
+from pdserve.compiled_library import (
+    COMPILER,
+    BuildError,
+    CompilerWatch,
+    Compiling,
+    Recipe,
+    built_library,
+    needs_compiling,
+)
 
 SOURCES = {"one.cpp": 'extern "C" int one() { return 1; }\n', "two.cpp": 'extern "C" int two() { return 2; }\n'}
 
@@ -53,6 +61,25 @@ def test_processes_that_ask_at_the_same_time_compile_once(recipe: Recipe, tmp_pa
     assert [entry.name for entry in made[0].parent.iterdir() if entry.name.startswith(".")] == []
     library = ctypes.CDLL(str(made[0]))
     assert (library.one(), library.two()) == (1, 2)
+
+
+def test_what_a_killed_compiler_has_left_goes_with_the_next_build(recipe: Recipe, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    target = built_library(recipe, cache)
+    target.unlink()
+    left, other = cache / f".{target.stem}.dead", cache / ".another-library-0.alive"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "one.o").touch()
+    watch = CompilerWatch(recipe, cache)
+    assert watch.look() == Compiling(1, 2)
+    assert built_library(recipe, cache) == target
+    assert watch.look() is None
+    assert (left.exists(), other.exists()) == (False, True)
+
+
+def test_nobody_compiles_where_nobody_has_begun(recipe: Recipe, tmp_path: Path) -> None:
+    assert CompilerWatch(recipe, tmp_path / "cache").look() is None
 
 
 def test_a_library_is_named_for_all_that_it_depends_on(

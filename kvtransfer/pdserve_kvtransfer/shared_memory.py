@@ -7,7 +7,6 @@ it, so a process that reads a mapping of it cannot read past its end.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -31,6 +30,7 @@ _F_SEAL_FUTURE_WRITE = 0x10
 _MADV_POPULATE_WRITE = 23
 _SEALS = _NEEDED_SEALS | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 _KERNEL_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _IPC_NAMESPACE = Path("/proc/self/ns/ipc")
 
 
@@ -47,18 +47,17 @@ class SharedMemory:
         self._name = secrets.token_hex(16)
         self._fd = os.memfd_create(_NAME + self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self._fd)
-        os.ftruncate(self._fd, HEAD_BYTES + nbytes)
-        mapping = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
+        # Memory that is not there shows now, and not when the cache fills.
+        if _gives_huge_pages():
+            os.ftruncate(self._fd, HEAD_BYTES + nbytes)
+            mapping = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
+            _populate(mapping)
+        else:
+            # Small pages are taken here, and zeroed when they are first used: a fifth of the time, before the first
+            # request.
+            os.posix_fallocate(self._fd, 0, HEAD_BYTES + nbytes)
+            mapping = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-        with contextlib.suppress(OSError):
-            # A kernel without huge pages for shared memory raises an error.
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        try:
-            # Memory that is not there shows now, and not when the cache fills.
-            mapping.madvise(_MADV_POPULATE_WRITE)
-        except OSError as exc:
-            if exc.errno != errno.EINVAL:  # A kernel before 5.14 does not know the advice.
-                raise
         self.bytes = memoryview(mapping)[HEAD_BYTES:]
         self._free_cells = list(reversed(range(CELLS)))
 
@@ -72,6 +71,24 @@ class SharedMemory:
     def take_back(self, offer: MemoryOffer) -> None:
         """Ends an offer, whose cell must be empty."""
         self._free_cells.append(offer.cell)
+
+
+def _gives_huge_pages() -> bool:
+    """Returns whether this machine has huge pages for shared memory that asks for them."""
+    try:
+        return re.search(r"\[(always|within_size|advise|force)\]", _HUGE_PAGES.read_text()) is not None
+    except OSError:
+        return False
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Takes the memory of a mapping, in huge pages where they can be had."""
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:  # A kernel before 5.14 does not know the advice to populate.
+            raise
 
 
 def open_offered(offer: MemoryOffer) -> int | None:

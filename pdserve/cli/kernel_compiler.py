@@ -6,13 +6,17 @@ the engines still do, and say why.
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from pdserve.compiled_library import BuildError, built_library, needs_compiling
+from pdserve.compiled_library import BuildError, CompilerWatch, built_library, needs_compiling
 from pdserve.config import CpuKernels, Device, NodeConfig
 from pdserve.process import ChildProcess, die_with_parent, python_program
 from pdserve_kernels.cpu.library import CPU_KERNELS
@@ -21,17 +25,40 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 @contextmanager
-def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[None]:
-    """Compiles within the block, if nodes with these settings need it. What has not ended with the block is killed."""
+def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[Callable[[], str]]:
+    """Compiles within the block, if nodes with these settings need it. What has not ended with the block is killed.
+
+    Yields a function that says how far the compiler is; it returns an empty text when nothing is compiled.
+    """
     if not computes_on_cpu(node) or not needs_compiling(CPU_KERNELS, cache_dir):
-        yield
+        yield str
         return
     command = python_program("pdserve.cli.kernel_compiler", str(cache_dir))
     child = ChildProcess("kernel compiler", command, stderr=subprocess.DEVNULL, own_session=True)
+    over = os.eventfd(0, os.EFD_CLOEXEC)
+    # A thread waits for the child, so that it is not kept as a zombie for as long as the cluster serves.
+    waiting = threading.Thread(target=_reap_first, args=(child, over), name="kernel compiler", daemon=True)
+    waiting.start()
     try:
-        yield
+        yield partial(_progress, CompilerWatch(CPU_KERNELS, cache_dir))
     finally:
-        child.reap(0.0)
+        os.eventfd_write(over, 1)
+        waiting.join()
+        os.close(over)
+
+
+def _reap_first(child: ChildProcess, over: int) -> None:
+    """Waits until the child has ended or ``over`` is set, and then ends it."""
+    poller = select.poll()
+    poller.register(child.pidfd, select.POLLIN)
+    poller.register(over, select.POLLIN)
+    poller.poll()
+    child.reap(0.0)
+
+
+def _progress(watch: CompilerWatch) -> str:
+    found = watch.look()
+    return "" if found is None else f"the CPU kernels are compiled, {found.done} of {found.sources} sources"
 
 
 def computes_on_cpu(node: NodeConfig) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -89,9 +89,19 @@ _PROXY_GRACE_S = 3.0
 class LocalCluster:
     """One proxy and its nodes. The caller has to await ``stop`` in the end, whatever happened before."""
 
-    def __init__(self, console: Console, http: HttpConfig, tls: ssl.SSLContext | None = None) -> None:
-        """``http`` says where the proxy listens. ``tls`` is for requests to the proxy, if it serves HTTPS."""
+    def __init__(
+        self,
+        console: Console,
+        http: HttpConfig,
+        tls: ssl.SSLContext | None = None,
+        compiling: Callable[[], str] = str,
+    ) -> None:
+        """``http`` says where the proxy listens. ``tls`` is for requests to the proxy, if it serves HTTPS.
+
+        ``compiling`` returns what is compiled beside the cluster now, and how far; an empty text if nothing is.
+        """
         self._console = console
+        self._compiling = compiling
         self._http = http
         self._tls = tls
         self._proxy: KeptServer | None = None
@@ -189,9 +199,9 @@ class LocalCluster:
     def _waiting_for(self, missing: Sequence[str]) -> str:
         if not missing:
             return "waiting for the proxy to be ready"
-        return "waiting for " + "; ".join(
-            f"{name} ({_stage(self._nodes[name][1].process.last_line)})" for name in missing
-        )
+        nodes = [f"{name} ({_stage(self._nodes[name][1].process.last_line)})" for name in missing]
+        compiling = self._compiling()
+        return "waiting for " + "; ".join([*nodes, compiling] if compiling else nodes)
 
     async def _pause(self) -> None:
         """Waits until it is worth looking again: for a moment, or until a process ends."""

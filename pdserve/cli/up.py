@@ -8,7 +8,7 @@ import secrets
 import signal
 import ssl
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdserve.cli.ask import AskFailed, ask
@@ -38,14 +38,14 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     secret = _secret(config, environ)
     cache_dir = cache_folder(environ)
     node = load(NodeConfig, [], child_environ(config, environ, secret, file), prog="pdserve decode")
-    with compiling_kernels(node, cache_dir):
+    with compiling_kernels(node, cache_dir) as compiling:
         folder = resolve_model(config.model.path)
         name = config.model.served_name or served_name(config.model.path, folder)
         config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
         console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
         inherited = child_environ(config, environ, secret, file)
         access = _Access(api_key(inherited), proxy_tls(inherited))
-        return asyncio.run(_serve(config, inherited, access, console))
+        return asyncio.run(_serve(config, inherited, access, console, compiling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,10 @@ def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
     return secrets.token_hex(32)
 
 
-async def _serve(config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console) -> int:
-    cluster = LocalCluster(console, config.http, access.tls)
+async def _serve(
+    config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console, compiling: Callable[[], str]
+) -> int:
+    cluster = LocalCluster(console, config.http, access.tls, compiling)
     with stop_signals(signal.SIGHUP, apart_s=_APART_S) as signals:
         work = asyncio.create_task(_work(cluster, config, environ, access, console))
         stop = asyncio.create_task(signals.drain.wait())

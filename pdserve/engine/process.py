@@ -16,6 +16,7 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.tp.tp_ranks import Ranks, rank_cores, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
+from pdserve.models.lean_torch import import_torch
 from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
 from pdserve.wire.engine import EngineFailed, Starting
@@ -86,6 +87,7 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         # torch is imported late: it sizes its thread pool by the cores that it finds then, and loading it takes seconds
         # in which the API process already waits for a message.
         with loading_libraries():
+            import_torch()
             import torch
 
             from pdserve.engine.assembly import assemble

@@ -12,6 +12,7 @@ from pdserve.cli import kernel_compiler
 from pdserve.cli.kernel_compiler import compiling_kernels, computes_on_cpu
 from pdserve.config import CpuConfig, CpuKernels, Device, ModelConfig, NodeConfig
 from pdserve.process import ChildProcess
+from tests.eventually import eventually
 
 
 @pytest.mark.parametrize(
@@ -49,11 +50,26 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ChildProcess]]:
 @pytest.mark.integration
 def test_a_compiler_that_still_works_ends_with_the_block(started: list[ChildProcess], tmp_path: Path) -> None:
     node = NodeConfig(model=ModelConfig(device=Device.CPU))
-    with compiling_kernels(node, tmp_path / "cache"):
+    with compiling_kernels(node, tmp_path / "cache") as progress:
         (child,) = started
         os.kill(child.pid, 0)
+        assert eventually(progress, "the compiler has begun").startswith("the CPU kernels are compiled, ")
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
+
+
+@pytest.mark.integration
+def test_a_compiler_that_has_ended_does_not_stay_until_the_end_of_the_block(
+    started: list[ChildProcess], tmp_path: Path
+) -> None:
+    node = NodeConfig(model=ModelConfig(device=Device.CPU))
+    file = tmp_path / "file"
+    file.touch()
+    # Below a file there can be no cache, so the compiler fails at once.
+    with compiling_kernels(node, file / "cache") as progress:
+        (child,) = started
+        eventually(lambda: not Path(f"/proc/{child.pid}").exists(), "nothing is left of the compiler")
+        assert progress() == ""
 
 
 def test_without_need_none_is_started(started: list[ChildProcess], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import zmq
 from pdserve.config import RankLaunch
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, PdserveError
-from pdserve.models.runner import StepRow
+from pdserve.models.lean_torch import import_torch
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.wire.rank import (
@@ -87,6 +87,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
     """
     pin_to_cores(launch.cores)
     with loading_libraries():
+        import_torch()
         import torch
 
         from pdserve.engine.kv_connector.tp_rank_transfer import rank_transfer
@@ -142,6 +143,8 @@ def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
 
 def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies) -> None:
     """Carries out one order. Raises EngineError if it comes at the wrong time."""
+    from pdserve.models.runner import StepRow
+
     match order:
         case Step(rows):
             runner.run(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._meta_registrations  # what lean_torch leaves out: models are built without memory first
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
