@@ -274,6 +274,10 @@ class ServerProcess(ChildProcess):
         self._relay(self.name, line)
 
 
+END_S = 1.0
+"""A child that closes its pipes has this long to end, to be told how it ended."""
+
+
 class AnsweringProcess(ChildProcess):
     """A child that answers each order, a line of JSON, with a line, and ends when its standard input does."""
 
@@ -290,7 +294,7 @@ class AnsweringProcess(ChildProcess):
             orders.write(msgspec.json.encode(order) + b"\n")
             orders.flush()
         except OSError as exc:
-            raise ChildDied(f"{self.name} has ended") from exc
+            raise self._silence() from exc
         # A poller takes any descriptor; select() takes none above 1,023, which a server with many clients reaches.
         poller = select.poll()
         poller.register(answers, select.POLLIN)
@@ -298,8 +302,17 @@ class AnsweringProcess(ChildProcess):
             raise ChildDied(f"{self.name} did not answer within {within_s:g} s")
         line: bytes = answers.readline()
         if not line:
-            raise ChildDied(f"{self.name} has ended")
+            raise self._silence()
         return line
+
+    @property
+    def killed(self) -> bool:
+        """Whether somebody else has killed it with SIGKILL, as the kernel does where memory is short."""
+        return self.ended() and self._status() == -signal.SIGKILL
+
+    def _silence(self) -> ChildDied:
+        """Returns why a child that has closed its pipes answers no more."""
+        return ChildDied(self.describe_end() if self.ended(END_S) else f"{self.name} has closed its output")
 
     def reap(self, grace_s: float) -> None:
         """Ends the child's standard input, waits this long for the child to end, and then kills it."""

@@ -33,14 +33,21 @@ MAX_WAITING = 128
 """This many grammars may wait to be tried before others get 503. Any number of requests may wait for one of them."""
 MAX_OF_CLIENT = 32
 """This many of them may wait for one client before its others get 429."""
+TRIES = 2
+"""A process that somebody kills is replaced so often for one grammar, less once."""
 STOP_S = 0.1
 RETRY_AFTER_S = 1
 
 _FIRST = GrammarTrial(Grammar(GrammarKind.REGEX, "a"))
 """The answer to this says that the process has started."""
+_TOO_MUCH = "it takes more memory, or deeper nesting, than is allowed"
 _decoder = msgspec.json.Decoder(TriedGrammar)
 
 log = logging.getLogger(__name__)
+
+
+class _Killed(Exception):
+    """The process that tried a grammar was killed by somebody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,35 +214,56 @@ class GrammarCheck:
             self._outcomes.popitem(last=False)
 
     def _ask(self, trial: GrammarTrial) -> TriedGrammar | None:
-        """Returns the outcome of a trial; None if it takes too long. Raises Unavailable; blocks."""
+        """Returns the outcome of a trial; None if it takes too long. Raises Unavailable; blocks.
+
+        Whoever kills the process, such as a kernel without memory, says nothing about the grammar: it is tried again.
+        """
+        for _ in range(TRIES - 1):
+            with contextlib.suppress(_Killed):
+                return self._ask_once(trial)
+        try:
+            return self._ask_once(trial)
+        except _Killed:
+            return TriedGrammar(trial.grammar, _TOO_MUCH)
+
+    def _ask_once(self, trial: GrammarTrial) -> TriedGrammar | None:
+        """Does what ``_ask`` does, but raises _Killed."""
         process = self._running()
         try:
             return _decoder.decode(process.ask(trial, self._config.compile_s))
         except ChildDied as exc:
             if self._closed:
                 raise shutting_down() from exc
-            ended = process.ended(STOP_S)
-            log.warning("a client's grammar was too much: %s", exc)
+            ended, killed = process.ended(STOP_S), process.killed
+            log.warning("a client's grammar was not tried to its end: %s", exc)
             self._end_process()
-            if ended:
-                return TriedGrammar(trial.grammar, "it takes more memory, or deeper nesting, than is allowed")
-            return None
+            if killed:
+                raise _Killed from exc
+            return TriedGrammar(trial.grammar, _TOO_MUCH) if ended else None
 
     def _running(self) -> AnsweringProcess:
         """Returns the process, which is started if there is none. Raises Unavailable if it does not start; blocks."""
-        if self._closed:
-            raise shutting_down()
         if self._process is not None and self._process.ended():
             self._end_process()
-        if self._process is None:
-            try:
-                self._process = AnsweringProcess("the process that tries grammars", self._command)
-                self._process.ask(_FIRST, START_S)
-            except (ChildDied, OSError) as exc:
-                log.error("%s", exc)
-                self._end_process()
-                raise Unavailable("grammars cannot be compiled on this node", code="no_grammars") from exc
+        tries = 0
+        while self._process is None and not self._closed:
+            tries += 1
+            self._start(last=tries == TRIES)
+        if self._process is None or self._closed:
+            raise shutting_down()
         return self._process
+
+    def _start(self, *, last: bool) -> None:
+        """Starts the process. Raises Unavailable if it does not start, but not if it is killed before the last try."""
+        try:
+            self._process = AnsweringProcess("the process that tries grammars", self._command)
+            self._process.ask(_FIRST, START_S)
+        except (ChildDied, OSError) as exc:
+            log.error("%s", exc)
+            killed = self._process is not None and self._process.killed
+            self._end_process()
+            if last or not killed:
+                raise Unavailable("grammars cannot be compiled on this node", code="no_grammars") from exc
 
     def _end_process(self) -> None:
         if self._process is not None:

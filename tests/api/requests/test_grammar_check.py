@@ -21,7 +21,7 @@ from tests.tiny_vocabulary import save_tiny_tokenizer
 pytestmark = pytest.mark.integration
 
 ANSWERS = """
-import json, os, sys, time
+import json, os, signal, sys, time
 for line in sys.stdin:
     trial = json.loads(line)
     text = trial["grammar"]["text"]
@@ -32,9 +32,19 @@ for line in sys.stdin:
             told.write(str(os.getpid()))
     if text == "hang":
         time.sleep(600)
+    if text == "be killed" or (text == "be killed once" and not os.path.exists(sys.argv[1] + ".killed")):
+        open(sys.argv[1] + ".killed", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
     if text == "die":
         os.abort()
     print(json.dumps({"grammar": trial["grammar"], "refusal": "it is bad" if text == "bad" else ""}), flush=True)
+"""
+
+KILLED_ONCE = """
+import os, signal, sys
+if not os.path.exists(sys.argv[1] + ".started"):
+    open(sys.argv[1] + ".started", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -96,6 +106,23 @@ async def test_a_grammar_that_takes_too_long_or_kills_its_process_harms_no_other
         assert "more memory, or deeper nesting" in (await refusal(check, "die")).message
         assert await check.compiled(wanted("y"), 30.0)
     assert asked(tmp_path) == ["hang", "x", "die", "y"]
+
+
+async def test_a_grammar_whose_process_somebody_kills_is_tried_once_more(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted) as check:
+        assert await check.compiled(wanted("be killed once"), 60.0)
+        assert "more memory, or deeper nesting" in (await refusal(check, "be killed")).message
+        assert await check.compiled(wanted("x"), 60.0)
+
+
+async def test_a_process_that_is_killed_at_its_start_is_started_once_more(tmp_path: Path) -> None:
+    async with checking(
+        tmp_path, lambda folder: (sys.executable, "-c", KILLED_ONCE + ANSWERS, str(folder / "asked"))
+    ) as check:
+        assert await check.compiled(wanted("x"), 60.0)
+    async with checking(tmp_path, lambda _: (sys.executable, "-c", "import os; os.abort()")) as check:
+        with pytest.raises(Unavailable, match="cannot be compiled on this node"):
+            await check.compiled(wanted("x"), 60.0)
 
 
 async def test_a_process_that_does_not_start_leaves_the_node_without_grammars(tmp_path: Path) -> None:
