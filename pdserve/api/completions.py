@@ -245,7 +245,7 @@ class CompletionRoute(Generic[R]):
         wanted = {number for number, text in texts.items() if not text.stopped}
         calls = tool_grammar(reading, prompts[0].ending, tokenizer.special_id)
         submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
-        grammar = structure if calls is None else wanted_calls(calls, structure, forced=reading.tools.forced)
+        grammar = structure if calls is None else wanted_calls(calls, reading.tools, structure)
         reasoning = _reasoning_of_ended(body, prompts, tokenizer, journal, reading)
         return PreparedRequest(parsed, prompts, texts, submits, journal, resumed, grammar, reasoning)
 

@@ -19,7 +19,7 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdserve.errors import GrammarRefused
-from pdserve.wire.grammar import Grammar, GrammarKind
+from pdserve.wire.grammar import JSON_WHITESPACE, Grammar, GrammarKind
 
 MAX_SYMBOLS: Final = 8_000
 """The symbols of a grammar's rules. A schema of some 2,000 required properties has so many. The time of a mask
@@ -37,10 +37,6 @@ MAX_LEXER_STATES: Final = 20_000
 STACK_BYTES: Final = 256 * 2**20
 """The stack of threads that compile. Memory is taken only for what is used of it."""
 MAX_MESSAGE_CHARS: Final = 1_000
-
-_WHITESPACE: Final = r"[ ]|\n[ \t]{0,64}"
-"""What may stand between the parts of JSON: nothing, a space, or a line's end and an indentation. With any number of
-spaces, a model that has nothing to say would write spaces until its answer is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,9 @@ def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             try:
-                return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": _WHITESPACE})
+                return LLMatcher.grammar_from_json_schema(
+                    grammar.text, defaults={"whitespace_pattern": JSON_WHITESPACE}
+                )
             except ValueError as exc:
                 raise GrammarRefused(str(exc)[:MAX_MESSAGE_CHARS]) from exc
         case GrammarKind.REGEX:

@@ -19,6 +19,10 @@ import msgspec
 MAX_GRAMMAR_BYTES = 2**18
 """No setting allows a longer grammar: with the longest prompt it has to fit into a frame."""
 
+JSON_WHITESPACE = r"[ ]|\n[ \t]{0,64}"
+"""What may stand between the parts of JSON: nothing, a space, or a line's end and an indentation. With any number of
+spaces, a model that has nothing to say would write spaces until its answer is full."""
+
 
 class GrammarKind(enum.Enum):
     """The language that a grammar is written in."""

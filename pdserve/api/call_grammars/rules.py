@@ -28,19 +28,22 @@ def one_of(expressions: Iterable[str]) -> str:
 class RuleBook:
     """The rules of one grammar that have no name of their own. Two with the same content are one."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "the grammar of the calls that 'tools' ask for", param: str = "tools") -> None:
+        """``name`` is what errors call the grammar, and ``param`` the field of the request that asks for it."""
+        self._name = name
+        self._param = param
         self._names: dict[str, str] = {}
         self._defined: set[str] = set()
         self._size = 0
         self._count = 0
         self.lines: list[str] = []
 
-    def rule(self, body: str) -> str:
-        """Returns the name of the rule that has this body."""
-        name = self._names.get(body)
+    def rule(self, body: str, attributes: str = "") -> str:
+        """Returns the name of the rule that has this body and these attributes, such as ``[lazy]``."""
+        name = self._names.get(attributes + body)
         if name is None:
-            name = self._names[body] = self.new_name()
-            self.define(name, body)
+            name = self._names[attributes + body] = self.new_name()
+            self.define(name + attributes, body)
         return name
 
     def terminal(self, body: str) -> str:
@@ -67,6 +70,6 @@ class RuleBook:
         self._size += len(line.encode()) + 1
         if self._size > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
-                f"the grammar of the calls that 'tools' ask for would have more than {MAX_GRAMMAR_BYTES} bytes",
-                param="tools",
+                f"{self._name} would have more than {MAX_GRAMMAR_BYTES} bytes",
+                param=self._param,
             )

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pdserve.api.message.tool_schemas import ANNOTATIONS, ToolSchema
-from pdserve.api.requests.structured_outputs import check_depth
+from pdserve.api.requests.closed_schemas import check_depth
+from pdserve.api.requests.grammar_check import GrammarPart
+from pdserve.api.requests.tools import ToolUse
 from pdserve.errors import InvalidRequest
+from pdserve.wire.grammar import Grammar, GrammarKind
 
 _COMPACT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is written: as Python's json does, which models are trained on."""
@@ -34,14 +37,14 @@ def argument_schema(tool: ToolSchema, *, forced: bool) -> dict[str, Any]:
     """
     if not (forced or tool.strict):
         return {"type": "object"}
-    check_depth(tool.parameters, "tools")
+    check_depth(tool.parameters, "tools", _named(tool))
     parameters = {key: value for key, value in tool.parameters.items() if key != "x-guidance"}
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest(
-            f"the arguments of {tool.name!r} are an object: the 'type' of its 'parameters' can only be 'object'",
+            f"the arguments of {tool.name!r} are an object: the 'type' of its schema can only be 'object'",
             param="tools",
         )
     return {**parameters, "type": "object"}
@@ -72,6 +75,18 @@ def members(schema: Mapping[str, Any]) -> list[Member] | None:
     ]
 
 
+def schema_parts(tools: ToolUse) -> Iterator[GrammarPart]:
+    """Yields what each function's calls have to follow, by itself."""
+    for tool in tools.callable.values():
+        if tools.forced or tool.strict:
+            parts = SchemaParts(argument_schema(tool, forced=tools.forced), lenient=not tool.strict)
+            yield GrammarPart(_named(tool), Grammar(GrammarKind.JSON_SCHEMA, parts.text()))
+
+
+def _named(tool: ToolSchema) -> str:
+    return f"the schema of the function {tool.name!r}"
+
+
 class SchemaParts:
     """The schema of one function's arguments, of which parts become JSON by themselves."""
 
@@ -82,9 +97,13 @@ class SchemaParts:
         self._written: dict[str, str] = {}
         """The parts that are written, by their own JSON. Many parameters may have the same, with all it refers to."""
 
+    def text(self) -> str:
+        """Returns the whole schema as the compiler gets it."""
+        return json.dumps({**self._schema, "x-guidance": self._options})
+
     def whole(self) -> str:
         """Returns the expression of the arguments as JSON."""
-        return f"%json {json.dumps({**self._schema, 'x-guidance': self._options})}"
+        return f"%json {self.text()}"
 
     @property
     def divisible(self) -> bool:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ RETRY_AFTER_S = 1
 _FIRST = GrammarTrial(Grammar(GrammarKind.REGEX, "a"))
 """The answer to this says that the process has started."""
 _TOO_MUCH = "it takes more memory, or deeper nesting, than is allowed"
+_ROW_NUMBER = re.compile(r"\Aat \d+\(\d+\): ")
+_ROWS = re.compile(r"\n\s*\d+ \| ")
 _decoder = msgspec.json.Decoder(TriedGrammar)
 
 log = logging.getLogger(__name__)
@@ -51,12 +54,23 @@ class _Killed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarPart:
+    """What a client has written of a grammar that this node has made."""
+
+    name: str
+    """What errors call it."""
+    grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True)
 class WantedGrammar:
     """A grammar as a request has it."""
 
     trial: GrammarTrial
     param: str
     """The request's field that has it, for errors."""
+    parts: Callable[[], Iterable[GrammarPart]] | None = None
+    """Of a grammar that this node has made, it returns what the client knows of it."""
 
 
 @dataclass(slots=True)
@@ -107,16 +121,10 @@ class GrammarCheck:
                 param=wanted.param,
                 code="grammar_too_long",
             )
-        tried = self._outcomes.get(wanted.trial)
-        if tried is None:
-            tried = await self._tried(wanted, timeout_s, client)
-        else:
-            self._outcomes.move_to_end(wanted.trial)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        tried = await self._outcome(wanted, deadline, client)
         if tried.refusal:
-            place = f"{wanted.param}.{tried.place}" if tried.place else wanted.param
-            raise InvalidRequest(
-                f"{place!r} cannot be followed: {tried.refusal}", param=wanted.param, code="invalid_grammar"
-            )
+            raise await self._refused(wanted, tried, deadline, client)
         return tried.grammar
 
     def close(self) -> None:
@@ -133,7 +141,32 @@ class GrammarCheck:
         self._thread.submit(self._end_process)
         self._thread.shutdown(wait=False)
 
-    async def _tried(self, wanted: WantedGrammar, timeout_s: float, client: bytes) -> TriedGrammar:
+    async def _refused(
+        self, wanted: WantedGrammar, tried: TriedGrammar, deadline: float, client: bytes
+    ) -> InvalidRequest:
+        """Returns why a grammar is refused, in terms of what the client knows of it."""
+        name, at_fault = repr(wanted.param), tried
+        if wanted.parts is not None:
+            at_fault = msgspec.structs.replace(tried, refusal=_without_rows(tried.refusal))
+            for part in wanted.parts():
+                outcome = await self._outcome(WantedGrammar(GrammarTrial(part.grammar), wanted.param), deadline, client)
+                if outcome.refusal:
+                    name, at_fault = part.name, outcome
+                    break
+        place = f" at {at_fault.place!r}" if at_fault.place else ""
+        return InvalidRequest(
+            f"{name} cannot be followed{place}: {at_fault.refusal}", param=wanted.param, code="invalid_grammar"
+        )
+
+    async def _outcome(self, wanted: WantedGrammar, deadline: float, client: bytes) -> TriedGrammar:
+        """Returns the outcome of a grammar's trial, which may have been made before."""
+        tried = self._outcomes.get(wanted.trial)
+        if tried is None:
+            return await self._tried(wanted, deadline, client)
+        self._outcomes.move_to_end(wanted.trial)
+        return tried
+
+    async def _tried(self, wanted: WantedGrammar, deadline: float, client: bytes) -> TriedGrammar:
         """Returns the outcome of the trial that all requests with this grammar share.
 
         A trial that has begun goes on without them, because its outcome is kept. Any other ends with the last of them.
@@ -141,7 +174,7 @@ class GrammarCheck:
         trying = self._joined(wanted.trial, client)
         trying.requests += 1
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 tried = await asyncio.shield(trying.outcome)
         except TimeoutError:
             raise DeadlineExceeded(
@@ -269,6 +302,11 @@ class GrammarCheck:
         if self._process is not None:
             self._process.reap(STOP_S)
             self._process = None
+
+
+def _without_rows(refusal: str) -> str:
+    """Returns the compiler's reason without the rows of the grammar, which its client has not written."""
+    return _ROWS.split(_ROW_NUMBER.sub("", refusal), maxsplit=1)[0]
 
 
 def _look_at(outcome: asyncio.Future[TriedGrammar | None]) -> None:

@@ -52,7 +52,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "samplers": (),
     "session_params": (),
     "stop_regex": ([], ""),
-    "structural_tag": ("",),
     "suffix": ("",),
     "tfs_z": (1,),
     "thinking_token_budget": (-1,),

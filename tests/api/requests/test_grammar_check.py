@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.api.requests.grammar_check import MAX_OF_CLIENT, MAX_WAITING, GrammarCheck, WantedGrammar
+from pdserve.api.requests.grammar_check import (
+    MAX_OF_CLIENT,
+    MAX_WAITING,
+    GrammarCheck,
+    GrammarPart,
+    WantedGrammar,
+)
 from pdserve.config import GrammarConfig
 from pdserve.errors import DeadlineExceeded, InvalidRequest, TooManyRequests, Unavailable
 from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial
@@ -40,6 +46,7 @@ for line in sys.stdin:
     print(json.dumps({"grammar": trial["grammar"], "refusal": "it is bad" if text == "bad" else ""}), flush=True)
 """
 
+AT_FAULT = "the schema of 'g' cannot be followed at 'properties.a': "
 KILLED_ONCE = """
 import os, signal, sys
 if not os.path.exists(sys.argv[1] + ".started"):
@@ -87,6 +94,25 @@ async def test_a_grammar_is_tried_in_a_process_beside(tmp_path: Path) -> None:
         bad = await refusal(check, "(ab")
     assert (bad.param, bad.code) == ("guided_regex", "invalid_grammar")
     assert "unclosed group" in bad.message
+
+
+async def test_of_a_grammar_that_the_node_has_made_the_part_at_fault_is_named(tmp_path: Path) -> None:
+    save_tiny_tokenizer(tmp_path)
+    good, bad = ('{"properties": {"a": ' + schema + "}}" for schema in ('{"type": "null"}', '{"pattern": "(?=a)"}'))
+    parts = [
+        GrammarPart(f"the schema of {name!r}", Grammar(GrammarKind.JSON_SCHEMA, text))
+        for name, text in (("f", good), ("g", bad))
+    ]
+    async with checking(tmp_path) as check:
+        for known, named in ((parts, AT_FAULT), (parts[:1], "'tools'")):
+            text = f"start: a b\na: %json {good}\nb: %json {bad}\n"
+            wanted = WantedGrammar(GrammarTrial(Grammar(GrammarKind.LARK, text)), "tools", known.copy)
+            with pytest.raises(InvalidRequest) as refused:
+                await check.compiled(wanted, 60.0)
+            assert refused.value.message.startswith(named)
+            assert "look-ahead" in refused.value.message
+            assert "%json" not in refused.value.message
+            assert (refused.value.param, refused.value.code) == ("tools", "invalid_grammar")
 
 
 async def test_outcomes_are_kept_by_content(tmp_path: Path) -> None:

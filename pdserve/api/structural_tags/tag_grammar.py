@@ -1,0 +1,305 @@
+"""Makes the grammar of a structural tag.
+
+A format becomes a row of pieces: fixed texts, rules, and free text. Free text goes up to where the fixed text behind it
+comes for the first time, so only the two together are a part of a grammar. Fixed texts are made of letters; no special
+token stands for one, and none comes in free text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from pdserve.api.call_grammars.rules import RuleBook, one_of, quoted
+from pdserve.api.requests.closed_schemas import MAX_DEPTH, closed_schema
+from pdserve.api.requests.grammar_check import GrammarPart
+from pdserve.api.structural_tags.tag_formats import (
+    AnyText,
+    AnyTimes,
+    ConstString,
+    Either,
+    Format,
+    InOrder,
+    JsonSchemaPart,
+    Maybe,
+    OnceOrMore,
+    RegexPart,
+    Repeated,
+    SeparatedTags,
+    StructuralTag,
+    Tag,
+    TriggeredTags,
+)
+from pdserve.errors import InvalidRequest
+from pdserve.wire.grammar import JSON_WHITESPACE, Grammar, GrammarKind
+
+_OPTIONS = {"lenient": True, "coerce_one_of": True, "whitespace_pattern": JSON_WHITESPACE}
+_NOTHING = '""'
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """One of some texts, none of them empty."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """Text without any of ``excludes``."""
+
+    excludes: tuple[str, ...]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What an expression says."""
+
+    expression: str
+
+
+_Piece: TypeAlias = _Fixed | _Free | _Part
+
+
+@dataclass(frozen=True, slots=True)
+class TagGrammar:
+    """The grammar of a structural tag."""
+
+    grammar: Grammar
+    parts: tuple[GrammarPart, ...]
+    """The schemas and regular expressions in it, to find the one that is at fault."""
+
+
+def tag_grammar(asked: StructuralTag, param: str) -> TagGrammar:
+    """Returns the grammar of a structural tag, which is the field ``param`` of a request. Raises InvalidRequest."""
+    if asked.format is not None:
+        if asked.structures is not None or asked.triggers is not None:
+            raise InvalidRequest(
+                f"'format' and 'structures' with 'triggers' are two ways to say one thing: {param!r} has both",
+                param=param,
+            )
+        wanted, place = asked.format, f"{param}.format"
+    elif asked.structures is None or asked.triggers is None:
+        raise InvalidRequest(f"{param!r} needs 'format', or 'structures' and 'triggers'", param=param)
+    else:
+        tags = [Tag(one.begin, JsonSchemaPart(_or_any(one.schema)), one.end) for one in asked.structures]
+        wanted, place = TriggeredTags(asked.triggers, tags), param
+    builder = _Builder(param)
+    start = builder.expression(wanted, place, last=True)
+    text = "\n".join([f"start: {start}", *builder.book.lines, ""])
+    parts = builder.parts if asked.format is not None else [_of_structure(part) for part in builder.parts]
+    return TagGrammar(Grammar(GrammarKind.LARK, text), tuple(parts))
+
+
+@dataclass
+class _Builder:
+    """The rules of one grammar. ``last`` says whether the answer ends behind a format."""
+
+    param: str
+    book: RuleBook = field(init=False)
+    parts: list[GrammarPart] = field(default_factory=list)
+    _depth: int = 0
+
+    def __post_init__(self) -> None:
+        self.book = RuleBook(f"the grammar of {self.param!r}", self.param)
+        self.book.define("ANY", "/(?s:.*)/")
+
+    def expression(self, wanted: Format, place: str, *, last: bool) -> str:
+        """Returns the expression of a format by itself, which any other may follow."""
+        return self._joined(self._pieces(wanted, place, last=last), last=last)
+
+    def _pieces(self, wanted: Format, place: str, *, last: bool) -> list[_Piece]:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise InvalidRequest(
+                f"{self.param!r} is nested too deeply: at most {MAX_DEPTH} formats within each other are allowed",
+                param=self.param,
+            )
+        try:
+            return self._pieces_within(wanted, place, last=last)
+        finally:
+            self._depth -= 1
+
+    def _pieces_within(self, wanted: Format, place: str, *, last: bool) -> list[_Piece]:
+        match wanted:
+            case ConstString(value=value):
+                return _fixed(value)
+            case JsonSchemaPart(json_schema=schema):
+                return [self._json(schema, f"{place}.json_schema")]
+            case RegexPart(pattern=pattern):
+                return [_Part(self.book.terminal(self._regex(pattern, place)))]
+            case AnyText(excludes=excludes):
+                return [_Free(tuple(excludes), place)]
+            case InOrder(elements=elements):
+                end = len(elements) - 1
+                pieces = (
+                    self._pieces(element, f"{place}.elements[{index}]", last=last and index == end)
+                    for index, element in enumerate(elements)
+                )
+                return [piece for several in pieces for piece in several]
+            case Either(elements=elements):
+                each = (
+                    self.expression(element, f"{place}.elements[{index}]", last=last)
+                    for index, element in enumerate(elements)
+                )
+                return [self._choice(each)]
+            case Maybe(content=content):
+                return [self._repeated(content, place, "?")]
+            case OnceOrMore(content=content):
+                return [self._repeated(content, place, "+")]
+            case AnyTimes(content=content):
+                return [self._repeated(content, place, "*")]
+            case Repeated(content=content):
+                if wanted.max not in (-1, *range(wanted.min, wanted.max + 1)):
+                    raise InvalidRequest(f"'max' of {place!r} must be -1, or 'min' at least", param=self.param)
+                if wanted.max == 0:
+                    return []
+                most = "" if wanted.max < 0 else wanted.max
+                return [self._repeated(content, place, f"{{{wanted.min},{most}}}")]
+            case Tag():
+                return self._tag(wanted, wanted.begin, place)
+            case TriggeredTags():
+                return [self._triggered(wanted, place, last=last)]
+            case SeparatedTags():
+                return [self._separated(wanted, place)]
+
+    def _repeated(self, content: Format, place: str, times: str) -> _Piece:
+        rule = self.book.rule(self.expression(content, f"{place}.content", last=False))
+        return _Part(f"{rule}{times}")
+
+    def _tag(self, tag: Tag, begin: str, place: str) -> list[_Piece]:
+        """Returns the pieces of a tag, of whose beginning ``begin`` is left."""
+        ends = tuple(dict.fromkeys(tag.end)) if isinstance(tag.end, list) else ()
+        closing: list[_Piece] = [_Fixed(ends)] if ends else _fixed(str(tag.end))
+        return [*_fixed(begin), *self._pieces(tag.content, f"{place}.content", last=False), *closing]
+
+    def _triggered(self, wanted: TriggeredTags, place: str, *, last: bool) -> _Piece:
+        triggers = list(dict.fromkeys(wanted.triggers))
+        self._check_triggers(triggers, wanted, place)
+        by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        whole = []
+        for index, tag in enumerate(wanted.tags):
+            trigger = next(one for one in triggers if tag.begin.startswith(one))
+            pieces = self._tag(tag, tag.begin.removeprefix(trigger), f"{place}.tags[{index}]")
+            behind = self.book.rule(self._joined(pieces, last=False))
+            by_trigger[trigger].append(behind)
+            whole.append(f"{quoted(trigger)} {behind}")
+        if wanted.at_least_one and wanted.stop_after_first:
+            return self._choice(whole)
+        if not last:
+            raise InvalidRequest(
+                f"{place!r} has free text at its end, so that nothing can stand behind it", param=self.param
+            )
+        text = self._text((*triggers, *wanted.excludes))
+        heads = (
+            f"{self._lazy(text, (trigger,))} {self._choice(tags).expression}" for trigger, tags in by_trigger.items()
+        )
+        tagged = self.book.rule(one_of(heads))
+        if wanted.stop_after_first:
+            return _Part(self.book.rule(f"{tagged} | {text}"))
+        first = f"{self._choice(whole).expression} " if wanted.at_least_one else ""
+        return _Part(self.book.rule(f"{first}{tagged}* {text}"))
+
+    def _check_triggers(self, triggers: list[str], wanted: TriggeredTags, place: str) -> None:
+        """Raises InvalidRequest unless it is clear which tags may follow each trigger."""
+        for trigger in triggers:
+            if any(other in trigger for other in triggers if other != trigger):
+                raise InvalidRequest(f"{place!r} has a trigger with another one in it: {trigger!r}", param=self.param)
+            if not any(tag.begin.startswith(trigger) for tag in wanted.tags):
+                raise InvalidRequest(f"no tag of {place!r} begins with the trigger {trigger!r}", param=self.param)
+        for tag in wanted.tags:
+            if not tag.begin.startswith(tuple(triggers)):
+                raise InvalidRequest(f"a tag of {place!r} begins with no trigger: {tag.begin!r}", param=self.param)
+
+    def _separated(self, wanted: SeparatedTags, place: str) -> _Piece:
+        tag = self._choice(
+            self._joined(self._tag(tag, tag.begin, f"{place}.tags[{index}]"), last=False)
+            for index, tag in enumerate(wanted.tags)
+        ).expression
+        between = f"{quoted(wanted.separator)} " if wanted.separator else ""
+        several = tag if wanted.stop_after_first else f"{tag} ({between}{tag})*"
+        return _Part(self.book.rule(several) + ("" if wanted.at_least_one else "?"))
+
+    def _choice(self, expressions: Iterable[str]) -> _Part:
+        names = (one if one.isidentifier() else self.book.rule(one) for one in expressions)
+        return _Part(self.book.rule(" | ".join(dict.fromkeys(names))))
+
+    def _joined(self, pieces: list[_Piece], *, last: bool) -> str:
+        """Returns the expression of pieces in their order."""
+        parts = []
+        waiting: _Free | None = None
+        for piece in pieces:
+            match piece:
+                case _Fixed(texts=texts) if waiting is not None:
+                    parts.append(self._lazy(self._text(waiting.excludes), texts))
+                    waiting = None
+                    continue
+                case _Fixed(texts=texts):
+                    parts.append(one_of(map(quoted, texts)))
+                case _Part(expression=expression):
+                    parts.append(expression)
+            if waiting is not None:
+                raise self._endless(waiting)
+            waiting = piece if isinstance(piece, _Free) else None
+        if waiting is not None:
+            if not last:
+                raise self._endless(waiting)
+            parts.append(self._text(waiting.excludes))
+        return " ".join(parts) or _NOTHING
+
+    def _endless(self, free: _Free) -> InvalidRequest:
+        return InvalidRequest(
+            f"{free.place!r} is any text: a fixed text has to follow it, or the end of the answer", param=self.param
+        )
+
+    def _text(self, excludes: tuple[str, ...]) -> str:
+        """Returns the terminal of a text that has none of ``excludes`` in it."""
+        if not excludes:
+            return "ANY"
+        return self.book.terminal(f"ANY & ~(ANY {one_of(map(quoted, dict.fromkeys(excludes)))} ANY)")
+
+    def _lazy(self, text: str, ends: tuple[str, ...]) -> str:
+        """Returns the rule of a text up to the first of some ends, and with it."""
+        return self.book.rule(f"{text} {one_of(map(quoted, ends))}", "[lazy]")
+
+    def _json(self, schema: dict[str, Any] | bool, place: str) -> _Piece:
+        if schema is False:
+            raise InvalidRequest(f"{place!r} is a schema that nothing follows", param=self.param)
+        given = {} if schema is True else schema
+        written = json.dumps(closed_schema(given, place, _OPTIONS)).replace("\x7f", "\\u007f")
+        self.parts.append(GrammarPart(repr(place), Grammar(GrammarKind.JSON_SCHEMA, written)))
+        return _Part(self.book.rule(f"%json {written}"))
+
+    def _regex(self, pattern: str, place: str) -> str:
+        """Returns the terminal of a regular expression, which is one of the whole part."""
+        pattern = pattern.removeprefix("^")
+        if re.search(r"(?<!\\)(\\\\)*\$\Z", pattern):
+            pattern = pattern[:-1]
+        if re.search(r"(?<!\\)(\\\\)*\\\Z", pattern):
+            raise InvalidRequest(f"the pattern of {place!r} ends within an escape", param=self.param)
+        self.parts.append(GrammarPart(repr(f"{place}.pattern"), Grammar(GrammarKind.REGEX, pattern)))
+        # A slash would end it, and a line's end the line. What is escaped already stays as it is.
+        written = re.sub(r"\\.|[/\n\r]", _in_slashes, pattern, flags=re.DOTALL)
+        return f"/(?:{written})/" if written else _NOTHING
+
+
+def _in_slashes(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}.get(match[0], match[0])
+
+
+def _fixed(text: str) -> list[_Piece]:
+    return [_Fixed((text,))] if text else []
+
+
+def _of_structure(part: GrammarPart) -> GrammarPart:
+    """Returns the schema of a tag under the name that it has among ``structures``."""
+    name = part.name.replace(".tags[", ".structures[").replace(".content.json_schema", ".schema")
+    return GrammarPart(name, part.grammar)
+
+
+def _or_any(schema: dict[str, Any] | bool | None) -> dict[str, Any] | bool:
+    return {} if schema is None else schema
