@@ -113,6 +113,7 @@ class NodeCommands:
             check_role(role, confined=self._confined)
             before, self._node.role = self._node.role, role
             if role is not before:
+                self._node.engine.assign(role)
                 log.info("commanded: this node is a %s node now, and was a %s node", role.value, before.value)
             uninformed = await self._announce(role, ANNOUNCE_S)
         return CommandResult(role, before, draining=self._node.phase is NodePhase.DRAINING, uninformed=uninformed)

@@ -21,8 +21,10 @@ from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
 from pdserve.errors import EngineError, Internal, InvalidRequest, RequestError, Unavailable
 from pdserve.process import ChildProcess, python_program
+from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
     Abort,
+    Assign,
     ChildRequest,
     EngineFailed,
     EngineStats,
@@ -134,6 +136,11 @@ class EngineClient:
         self._renewed = Renew(secret)
         if self._state is EngineState.READY:
             self._channel.send(self._renewed)
+
+    def assign(self, role: Role) -> None:
+        """Tells the engine the node's new role."""
+        if self._state is EngineState.READY:
+            self._channel.send(Assign(role))
 
     async def start(self) -> Ready:
         """Starts the engine and returns when it takes requests.

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from pdserve.api.outcome import ChoiceOutcome
-from pdserve.wire.engine import EngineStats, PrefillNodeStats, PrefillSource, PrefillStats, RequestReport
+from pdserve.wire.engine import EngineStats, PrefillNodeStats, PrefillSource, PrefillStats, RequestReport, StepStats
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -147,6 +147,7 @@ class EngineCollector(Collector):
             {"sent": stats.leases_expired_sending, "received": stats.leases_expired_receiving},
         )
         yield from _prefill(stats.prefill)
+        yield from _steps(stats.step)
         yield _counter("stale_blocks_dropped", "blocks of dead transfers refused", stats.stale_blocks_dropped)
 
 
@@ -173,6 +174,18 @@ def _prefill(stats: PrefillStats) -> Iterable[Metric]:
         for node in stats.nodes:
             family.add_metric([node.name], value(node))
         yield family
+
+
+def _steps(stats: StepStats) -> Iterable[Metric]:
+    """Yields what steps take, and how those with prompts beside streams kept their target."""
+    yield _gauge("itl_target_seconds", "of the steps that decode, 0 without a target", stats.itl_target_s)
+    yield _counter("shared_steps", "with chunks of prompts beside requests that decode", stats.shared)
+    yield _counter("shared_steps_prompt_tokens", "in the chunks of those steps", stats.shared_prompt_tokens)
+    yield _counter("shared_steps_late", "of those, the ones that took longer than the target", stats.shared_late)
+    parts = GaugeMetricFamily("pdserve_step_part_seconds", "estimated, of each part of a step", labels=["part"])
+    for name, seconds in stats.parts.items():
+        parts.add_metric([name], seconds)
+    yield parts
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:

@@ -28,8 +28,9 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.wake_up import WakeUp
-from pdserve.wire.engine import Abort, EngineStats, FinishReason, PrefillSource, Renew, Shutdown, Stats, Submit
+from pdserve.wire.engine import Abort, Assign, EngineStats, FinishReason, PrefillSource, Renew, Shutdown, Stats, Submit
 from pdserve.wire.transfer import FailureCause
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class StepLoop:
         self._prompts = prompts
         self._renew = renew
         self._placement = placement
+        self._watch = StepWatch(placement.step_cost, placement.targets)
         self._eos_token_ids = stop.eos_token_ids
         self._steps = 0
         self._stats_sent = EngineStats()
@@ -138,6 +140,8 @@ class StepLoop:
                         self._abort(local_id)
                 case Renew(secret):
                     self._renew(secret)
+                case Assign(role):
+                    self._placement.targets.role = role
                 case Shutdown():
                     self._stopping = True
 
@@ -234,7 +238,7 @@ class StepLoop:
         self._steps += 1
         now = time.monotonic()
         if not step.plan.replays and step.scores is None:
-            self._observe(step.plan, now - began, now)
+            self._watch.note(step.plan, now - began, now)
         for request in self._scheduler.postprocess(step.plan, sampled, now):
             if (why := _grammar_failure(request)) is not None:
                 self._connector.give_up(request, why, FailureCause.PROMPT)
@@ -246,17 +250,6 @@ class StepLoop:
         self._connector.stepped(self._scheduler, step.plan, now)
         for wanted in self._scheduler.room_wanted(now, self._placement.step_cost.decode_step_s):
             self._api.send(wanted)
-
-    def _observe(self, plan: BatchPlan, seconds: float, now: float) -> None:
-        """Learns what such a step takes. The requests of the plan are as they were before it."""
-        self._placement.step_cost.observe(
-            plan.num_decoding,
-            plan.context_tokens,
-            plan.num_prompt_tokens,
-            seconds,
-            prompt_context=plan.prompt_context,
-            now=now,
-        )
 
     # ------------------------------------------------------------ output
 
@@ -316,6 +309,7 @@ class StepLoop:
                 self._placement.queued_s(scheduler.queued_prompt_tokens, scheduler.num_running),
             ),
             prefill=self._placement.stats(now),
+            step=self._watch.stats(),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pdserve.wire.discovery import NodeLoad
+from pdserve.wire.discovery import NodeLoad, Role
 from pdserve.wire.ids import RequestId, RequestUuid
 from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
@@ -79,11 +79,17 @@ class Renew(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         return "Renew(secret=...)"
 
 
+class Assign(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="assign"):
+    """Gives the node another role. The engine serves whatever comes; only its own targets depend on the role."""
+
+    role: Role
+
+
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="shutdown"):
     """Ends the engine: it cancels all requests, closes all sockets, and exits with status 0."""
 
 
-ToEngine: TypeAlias = Submit | Abort | Renew | Shutdown
+ToEngine: TypeAlias = Submit | Abort | Renew | Assign | Shutdown
 
 # ---------------------------------------------------------------- engine → API
 
@@ -164,6 +170,20 @@ class PrefillStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     last_local_s: float = 0.0
     """The cost on this node of the prompt that was compared last."""
     last_remote_s: float = 0.0
+
+
+class StepStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine's steps take, and how those that *share* prompts' tokens with requests that decode kept time."""
+
+    shared: int = 0
+    """The steps that have computed chunks of prompts beside requests that decode."""
+    shared_prompt_tokens: int = 0
+    shared_late: int = 0
+    """Those that took longer than the ITL target."""
+    itl_target_s: float = 0.0
+    """The target in force when requests decoded last; 0 if there was none."""
+    parts: dict[str, float] = {}
+    """The seconds that each part of a step is estimated to take."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -248,6 +268,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     leases_expired_receiving: int = 0
     stale_blocks_dropped: int = 0
     prefill: PrefillStats = PrefillStats()
+    step: StepStats = StepStats()
 
     @property
     def load(self) -> NodeLoad:

@@ -23,6 +23,7 @@ from pdserve.config import EngineLaunch
 from pdserve.process import read_launch
 from pdserve.wire.engine import (
     Abort,
+    Assign,
     ChildRequest,
     EngineFailed,
     EngineStats,
@@ -41,6 +42,7 @@ from pdserve.wire.engine import (
     Starting,
     Stats,
     StepOutput,
+    StepStats,
     Submit,
     ToEngine,
 )
@@ -62,6 +64,7 @@ PREFILL = PrefillStats(
     tokens_per_s=1600.0,
     last_local_s=0.75,
 )
+STEP = StepStats(shared=3, shared_prompt_tokens=48, shared_late=1, itl_target_s=0.05, parts={"batch": 0.012})
 REPORT = RequestReport(
     prefill_source=PrefillSource.REMOTE,
     prefill_node="prefill-7",
@@ -88,7 +91,7 @@ class ScriptedEngine:
         self._tokenizer: Tokenizer = Tokenizer.from_file(f"{launch.config.model_dir}/tokenizer.json")
         self._journal = journal
         self._requests: dict[int, Running] = {}
-        self._stats = EngineStats(total_blocks=100, free_blocks=100, prefill=PREFILL)
+        self._stats = EngineStats(total_blocks=100, free_blocks=100, prefill=PREFILL, step=STEP)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.connect(launch.address)
         self._messages: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -118,7 +121,7 @@ class ScriptedEngine:
                 self._take(message)
             self._step()
 
-    def _take(self, message: Submit | Abort | Renew) -> None:
+    def _take(self, message: Submit | Abort | Renew | Assign) -> None:
         match message:
             case Submit():
                 parent = ChildRequest(message.local_id, message.sampling.seed, message.emitted)
@@ -135,7 +138,7 @@ class ScriptedEngine:
                     self._requests.pop(local_id, None)
                 self._stats = msgspec.structs.replace(self._stats, running=len(self._requests))
                 self._send(Stats(self._stats))
-            case Renew():
+            case Renew() | Assign():
                 pass  # The message is in the journal.
 
     def _reply(self, behaviour: Behaviour) -> list[int]:

@@ -195,6 +195,11 @@ def test_metrics_show_the_engine(node: NodeUnderTest) -> None:
     assert shown['pdserve_prefill_remote_overhead_seconds{node="prefill-7"}'] == 0.004
     assert shown['pdserve_prefill_remote_transfer_bytes_per_second{node="prefill-7"}'] == 3e9
     assert shown["pdserve_prefill_last_local_cost_seconds"] == 0.75
+    assert shown["pdserve_itl_target_seconds"] == 0.05
+    assert shown["pdserve_shared_steps_total"] == 3
+    assert shown["pdserve_shared_steps_prompt_tokens_total"] == 48
+    assert shown["pdserve_shared_steps_late_total"] == 1
+    assert shown['pdserve_step_part_seconds{part="batch"}'] == 0.012
     for name in (
         "num_requests_running",
         "num_requests_waiting",

@@ -99,6 +99,7 @@ def test_a_node_of_a_new_role_does_what_the_role_says(three: Cluster) -> None:
     for number in range(40, 44):
         three.complete(prompt(number), 2)
     eventually(lambda: prefill.metric("prefills_total", source="remote") == fetched + 4, "it fetched four prompts")
+    eventually(lambda: prefill.metric("itl_target_seconds") > 0, "its engine bounds its steps as a decode node's")
     assert first.metric("kv_transfers_total", direction="sent") > 0
     assert second.metric("kv_transfers_total", direction="sent") > 0
     for node, role in [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]:

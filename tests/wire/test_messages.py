@@ -105,6 +105,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             engine.Submit(local_id=4, uuid=OTHER, token_ids=[1], sampling=CONSTRAINED, deadline_s=9.0),
             engine.Abort([1, 2]),
             engine.Renew(b"the new\nthe old"),
+            engine.Assign(discovery.Role.PREFILL),
             engine.Shutdown(),
         ],
     ),
@@ -139,6 +140,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                         nodes=(engine.PrefillNodeStats("p0", 1700.5, 512, 0.004, 3e9),),
                         last_remote_s=0.25,
                     ),
+                    step=engine.StepStats(shared=4, itl_target_s=0.05, parts={"batch": 0.012}),
                 )
             ),
             engine.RoomWanted(7, 912),

@@ -28,6 +28,7 @@ _SWEEPS = 2
 _RESCALE = 1e12
 
 _BATCH, _ROW, _CONTEXT, _ALONE, _BESIDE, _TOKEN, _READ = range(7)
+_NAMES = ("batch", "request", "context_token", "chunk_alone", "chunk_beside", "prompt_token", "prompt_token_read")
 _ORDER = (_ALONE, _BESIDE, _TOKEN, _READ, _BATCH, _ROW, _CONTEXT)
 """What a chunk adds at all moves before what its tokens add: an estimate of that which is too high makes chunks small,
 and these correct it. The other way round it would confirm itself."""
@@ -70,6 +71,11 @@ class StepCost:
             return 1 / PRIOR_TOKEN_S
         fixed_s, tokens = self._parts[_ALONE], self._chunk_tokens
         return tokens / (fixed_s + tokens * self._token_s(self._chunk_context))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds that each part of a step takes."""
+        return dict(zip(_NAMES, self._parts, strict=True))
 
     def observe(
         self,

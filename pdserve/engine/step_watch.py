@@ -1,0 +1,42 @@
+"""Learns from each step what steps cost, and counts how those with prompts beside streams kept the ITL target."""
+
+from __future__ import annotations
+
+from pdserve.engine.placement.latency_targets import LatencyTargets
+from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.scheduling.batch_plan import BatchPlan
+from pdserve.wire.engine import StepStats
+
+
+class StepWatch:
+    """Takes the plan and the time of each step, before the plan's requests move on."""
+
+    def __init__(self, step_cost: StepCost, targets: LatencyTargets) -> None:
+        self._step_cost = step_cost
+        self._targets = targets
+        self._target_s = 0.0
+        self._shared = 0
+        self._shared_prompt_tokens = 0
+        self._shared_late = 0
+
+    def note(self, plan: BatchPlan, seconds: float, now: float) -> None:
+        """Notes a step that took ``seconds`` until ``now``."""
+        rows, context_tokens, prompt_tokens = plan.num_decoding, plan.context_tokens, plan.num_prompt_tokens
+        if rows:
+            self._target_s = self._targets.itl_s(rows, context_tokens) or 0.0
+        if rows and prompt_tokens:
+            self._shared += 1
+            self._shared_prompt_tokens += prompt_tokens
+            self._shared_late += 0 < self._target_s < seconds
+        self._step_cost.observe(
+            rows, context_tokens, prompt_tokens, seconds, prompt_context=plan.prompt_context, now=now
+        )
+
+    def stats(self) -> StepStats:
+        return StepStats(
+            shared=self._shared,
+            shared_prompt_tokens=self._shared_prompt_tokens,
+            shared_late=self._shared_late,
+            itl_target_s=self._target_s,
+            parts=self._step_cost.parts,
+        )

@@ -1,0 +1,73 @@
+"""Tests what an engine counts of steps with prompts beside requests that decode."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.config import TargetsConfig
+from pdserve.engine.placement.latency_targets import LatencyTargets
+from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.request import Request
+from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
+from pdserve.engine.step_watch import StepWatch
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import new_id
+from pdserve.wire.sampling_params import SamplingParams
+
+
+def request(known: int, computed: int) -> Request:
+    return Request(
+        uuid=new_id(),
+        token_ids=[5] * known,
+        num_prompt_tokens=known,
+        sampling=SamplingParams(max_tokens=4, seed=0),
+        arrived=0.0,
+        deadline=100.0,
+        num_computed_tokens=computed,
+    )
+
+
+def watch(target_itl_ms: float, role: Role = Role.MIXED) -> tuple[StepWatch, StepCost]:
+    step_cost = StepCost()
+    return StepWatch(step_cost, LatencyTargets(TargetsConfig(0.0, target_itl_ms), step_cost, role)), step_cost
+
+
+DECODING = Work(request(21, 20), 1)
+CHUNK = Work(request(64, 16), 16)
+
+
+def test_only_chunks_beside_requests_that_decode_share_a_step() -> None:
+    steps, _ = watch(50)
+    steps.note(BatchPlan([DECODING]), 0.2, 1.0)
+    steps.note(BatchPlan([CHUNK]), 0.2, 2.0)
+    assert (steps.stats().shared, steps.stats().shared_late) == (0, 0)
+    steps.note(BatchPlan([DECODING, CHUNK]), 0.049, 3.0)
+    steps.note(BatchPlan([DECODING, CHUNK]), 0.051, 4.0)
+    stats = steps.stats()
+    assert (stats.shared, stats.shared_prompt_tokens, stats.shared_late) == (2, 32, 1)
+    assert stats.itl_target_s == pytest.approx(0.05)
+    assert set(stats.parts) == set(StepCost().parts)
+
+
+def test_without_a_target_no_step_is_late() -> None:
+    steps, _ = watch(0)
+    steps.note(BatchPlan([DECODING, CHUNK]), 10.0, 1.0)
+    assert (steps.stats().shared, steps.stats().shared_late, steps.stats().itl_target_s) == (1, 0, 0.0)
+
+
+def test_a_decode_node_shows_the_target_that_it_has_measured() -> None:
+    steps, _ = watch(0, Role.DECODE)
+    steps.note(BatchPlan([DECODING]), 0.02, 1.0)
+    assert steps.stats().itl_target_s == 0.0
+    steps.note(BatchPlan([DECODING]), 0.02, 2.0)
+    assert steps.stats().itl_target_s == pytest.approx(0.04)
+
+
+def test_the_cost_is_learned_with_what_each_token_reads() -> None:
+    steps, step_cost = watch(0)
+    for at, before in enumerate((0, 4096, 0, 4096)):
+        chunk = Work(request(8192, before), 256)
+        steps.note(BatchPlan([chunk]), 0.256 if before == 0 else 0.512, float(at))
+    assert step_cost.measured_at == 3.0
+    early_s, late_s = (step_cost.estimate_s(0, 0, 256, prompt_context=before) for before in (0, 4096))
+    assert late_s > 1.2 * early_s
