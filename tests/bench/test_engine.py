@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from pdserve.bench.engine import benchmark
-from pdserve.bench.engine.parts import attention_s, linear_shapes
+from pdserve.bench.engine.parts import Product, attention_s, products_of
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import read_report, to_json
@@ -18,15 +20,30 @@ from pdserve.bench_config import BenchEngineConfig, EngineBenchConfig
 from pdserve.config import Device, Dtype, ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.settings import cache_folder
+from pdserve_kernels.contract import BlockFormat
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.rerun_graph import RerunGraphs
+from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vocabulary import save_tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_products")
 
 SMALL = EngineBenchConfig(batches=(1, 3), contexts=(5, 40), chunks=(7, 33), seconds=0.0, copy_mib=1)
+IN_BLOCKS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 SHAPE = Shape(64, 96, 2, 4, 2, 16, 300, 256)
+
+
+def compiled() -> CompiledKernels:
+    return CompiledKernels(cache_folder(os.environ))
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +58,14 @@ def test_every_measurement_is_there(tiny: Path, tmp_path: Path, dtype: Dtype) ->
     model = ModelConfig(served_name="tiny", dtype=dtype, device=Device.CPU)
     report = benchmark.run(BenchEngineConfig(engine=SMALL, model=model), tiny, TorchKernels)
     found = [(row.what, *list(row.at.values())[1:]) for row in report.rows if row.what != "hardware"]
-    decodes = [("decode step", batch, context) for batch in (1, 3) for context in (5, 40)]
+    each = [(batch, context) for batch in (1, 3) for context in (5, 40)]
+    rooflines = [("roofline", "decode", *one) for one in each] + [("roofline", "prefill", 1, n) for n in (7, 33)]
+    decodes = [("decode step", *one) for one in each]
     decodes += [("answers by a schema", batch, 5) for batch in (1, 3)]
     alone = [(what, batch) for what in ("linear layers alone", "sampler") for batch in (1, 3)]
-    assert sorted(found, key=str) == sorted([*decodes, *alone, ("prefill step", 7), ("prefill step", 33)], key=str)
+    assert sorted(found, key=str) == sorted(
+        [*decodes, *rooflines, *alone, ("prefill step", 7), ("prefill step", 33)], key=str
+    )
     # Where there is a GPU, the benchmark measures it too, although the model is on the CPU.
     assert [row.at["device"] for row in report.rows_of("hardware")][:1] == ["cpu"]
     assert all(figure.value > 0 for row in report.rows for figure in row.figures)
@@ -59,10 +80,49 @@ def test_too_long_for_the_model_is_told(tiny: Path) -> None:
 
 
 def test_the_linear_layers_are_all_of_the_models(tiny: Path) -> None:
-    shapes = linear_shapes(read_decoder_config(tiny))
+    products = products_of(read_decoder_config(tiny), {})
     loaded = AutoModelForCausalLM.from_pretrained(tiny)
     linears = [module for module in loaded.modules() if isinstance(module, torch.nn.Linear)]
-    assert shapes.parameters == sum(module.weight.numel() for module in linears)
+    assert products.parameters == sum(module.weight.numel() for module in linears)
+    assert products.nbytes(torch.bfloat16) == 2 * products.parameters
+
+
+def test_weights_in_blocks_count_as_they_are(tmp_path: Path) -> None:
+    config = read_decoder_config(save_tiny_model("llama", tmp_path / "model", **IN_BLOCKS))
+    first = "model.layers.0.self_attn"
+    formats = {
+        f"{first}.q_proj.weight": BlockFormat.Q8_0,
+        f"{first}.k_proj.weight": BlockFormat.Q8_0,
+        f"{first}.v_proj.weight": BlockFormat.Q4_1,
+        "model.embed_tokens.weight": BlockFormat.Q8_0,
+    }
+    products = products_of(config, formats)
+    hidden, keys = config.hidden_size, config.kv_heads * config.head_dim
+    together = config.heads * config.head_dim + keys
+    assert products.layers[0][:2] == (
+        Product(together, hidden, BlockFormat.Q8_0),
+        Product(keys, hidden, BlockFormat.Q4_1),
+    )
+    assert products.layers[0][0].nbytes(torch.bfloat16) == together * hidden // 32 * 34
+    assert products.layers[1] == products_of(config, {}).layers[1]
+    assert products.head == Product(config.vocab_size, hidden, BlockFormat.Q8_0)
+
+
+def test_a_model_in_blocks_is_measured_with_products_of_bytes(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "model", **IN_BLOCKS)
+    path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", quantized=GGMLQuantizationType.Q8_0, widths=(64, 96))
+    subject = open_subject("tiny", path, ModelConfig(device=Device.CPU), 16, Steps((2,), (17,), (20,)), compiled)
+    assert set(subject.formats.values()) == {BlockFormat.Q8_0}
+    config = BenchEngineConfig(engine=SMALL)
+    rows = list(benchmark.subject_rows(config, subject, Steps((2,), (17,), (20,))))
+    (hardware,) = [row for row in rows if row.what == "hardware"]
+    assert hardware.figure("product of bytes").value > 0
+    decode, prefill = [row for row in rows if row.what == "roofline"]
+    assert decode.at == {"model": "tiny", "phase": "decode", "requests": 2, "tokens": 17}
+    weights = products_of(subject.config, subject.formats).nbytes(torch.bfloat16)
+    kv = 2 * 17 * subject.kv_bytes_per_token
+    assert decode.figure("bytes").value == pytest.approx((weights + kv) / 2**20)
+    assert prefill.figure("operations").value > decode.figure("operations").value
 
 
 def test_a_random_model_is_one_that_the_engine_runs(tmp_path: Path) -> None:
@@ -81,7 +141,8 @@ def test_a_random_model_is_measured_like_any_other() -> None:
     rows = benchmark.random_model_rows(
         BenchEngineConfig(engine=SMALL), "random", SHAPE, Steps((2,), (17,), (20,)), TorchKernels
     )
-    assert [row.what for row in rows] == ["hardware", "linear layers alone", "decode step", "sampler", "prefill step"]
+    kinds = ["hardware", "linear layers alone", "decode step", "roofline", "sampler", "prefill step", "roofline"]
+    assert [row.what for row in rows] == kinds
     assert all(row.at["model"] == "random" for row in rows[1:])
 
 

@@ -11,9 +11,9 @@ import torch
 from llguidance import LLTokenizer
 
 from pdserve.bench.engine.hardware import measure
-from pdserve.bench.engine.parts import LinearStack, linear_shapes
+from pdserve.bench.engine.parts import LinearStack, products_of
 from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
-from pdserve.bench.engine.steps import Bench, decode_row, grammar_row, linear_row, prefill_row, sampler_row
+from pdserve.bench.engine.steps import Bench, decode_rows, grammar_row, linear_row, prefill_rows, sampler_row
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Report, Row
@@ -29,6 +29,8 @@ _LARGE_STEPS = Steps(batches=(1, 64), contexts=(1024,), chunks=(1024, 8192))
 _NOTES = (
     "medians; TPOT is a step and the greedy choice of its tokens, without HTTP",
     "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer",
+    "roofline: bytes are the weights in the form in which they are multiplied and the KV read (prefill: written); the "
+    "limits are the faster of copy and triad, and the rate of a large product of the same numbers",
     "copy bandwidth counts bytes read and written; weights + KV are the bytes that a decode step has to read, and "
     "least is the time in which as many are copied",
 )
@@ -48,7 +50,7 @@ def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kerne
     subject = open_subject(name, folder, config.model, config.engine.block_size, steps, cpu_kernels)
     device = subject.device
     vocabulary = load_vocabulary(folder, sorted(subject.config.eos_token_ids))
-    rows = list(_rows(config, subject, steps, vocabulary))
+    rows = list(subject_rows(config, subject, steps, vocabulary))
     del subject
     if device.type == "cuda":
         rows += random_model_rows(config, _LARGE, LLAMA_8B, _LARGE_STEPS, cpu_kernels)
@@ -66,31 +68,32 @@ def random_model_rows(
         _say(f"{name}: writing random weights")
         write_random_model(shape, Path(made))
         subject = open_subject(name, Path(made), config.model, config.engine.block_size, steps, cpu_kernels)
-    return list(_rows(config, subject, steps))
+    return list(subject_rows(config, subject, steps))
 
 
-def _rows(
+def subject_rows(
     config: BenchEngineConfig, subject: Subject, steps: Steps, vocabulary: LLTokenizer | None = None
 ) -> Iterator[Row]:
     budget_s = config.engine.seconds
     _say(f"{subject.name}: hardware")
-    hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s)
+    in_blocks = bool(subject.formats)
+    hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s, byte_products=in_blocks)
     yield hardware.row()
-    shapes = linear_shapes(subject.config)
-    linears = LinearStack(shapes, subject.kernels, subject.dtype, subject.device)
-    bench = Bench(subject, hardware, shapes, linears, budget_s)
+    products = products_of(subject.config, subject.formats)
+    linears = LinearStack(products, subject.kernels, subject.dtype, subject.device, subject.block_kernels)
+    bench = Bench(subject, hardware, products, linears, budget_s)
     for batch in steps.batches:
         _say(f"{subject.name}: decode steps of {batch}")
         linear = linear_row(bench, batch)
         yield linear
         for context in steps.contexts:
-            yield decode_row(bench, batch, context, linear)
+            yield from decode_rows(bench, batch, context, linear)
         yield sampler_row(bench, batch)
         if vocabulary is not None:
             yield grammar_row(bench, batch, steps.contexts[0], vocabulary)
     for chunk in steps.chunks:
         _say(f"{subject.name}: prefill of {chunk} tokens")
-        yield prefill_row(bench, chunk)
+        yield from prefill_rows(bench, chunk)
 
 
 def _say(text: str) -> None:

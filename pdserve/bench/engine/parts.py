@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -18,52 +19,109 @@ from pdserve.grammars.compiling import compile_grammar
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.runner import StepRow
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve_kernels.contract import AttentionRow, Kernels, Linear
+from pdserve_kernels.contract import AttentionRow, BlockFormat, BlockKernels, BlockWeight, Kernels, Linear
 
 _DISTINCT_BYTES = 2 * 2**30
 """No cache holds this many bytes of different weights. Layers beyond them use the same weights again."""
+_ANY_BYTE = 0x2A
+"""The byte that weights in blocks consist of here: as a scale, two of them are a usual number."""
 
 
 @dataclass(frozen=True, slots=True)
-class LinearShapes:
-    """The shape of each product as ``(out, in)``."""
+class Product:
+    """One product with a weight, of which ``format`` says whether it stays in blocks."""
 
-    layer: tuple[tuple[int, int], ...]
-    head: tuple[int, int]
-    num_layers: int
+    outputs: int
+    inputs: int
+    format: BlockFormat | None = None
+
+    @property
+    def parameters(self) -> int:
+        return self.outputs * self.inputs
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of the weight, which is in ``dtype`` if it is not in blocks."""
+        if self.format is None:
+            return self.parameters * dtype.itemsize
+        return self.outputs * (self.inputs // self.format.elements) * self.format.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """All products of a step, in their order."""
+
+    layers: tuple[tuple[Product, ...], ...]
+    head: Product
 
     @property
     def layers_parameters(self) -> int:
-        return self.num_layers * sum(out * into for out, into in self.layer)
+        return sum(product.parameters for layer in self.layers for product in layer)
 
     @property
     def parameters(self) -> int:
         """The number of parameters that a decode step reads."""
-        return self.layers_parameters + self.head[0] * self.head[1]
+        return self.layers_parameters + self.head.parameters
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of weights that a decode step reads."""
+        return sum(product.nbytes(dtype) for layer in self.layers for product in layer) + self.head.nbytes(dtype)
 
 
-def linear_shapes(config: DecoderConfig) -> LinearShapes:
-    """Returns the shapes of a decoder with a gated MLP: projections that share their input are one product."""
+def products_of(config: DecoderConfig, formats: Mapping[str, BlockFormat]) -> Products:
+    """Returns the products of a decoder with a gated MLP: projections that share their input and format are one.
+
+    ``formats`` are those of the weights that stay in blocks, by transformers' names.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = ((queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
-    return LinearShapes(layer, (config.vocab_size, hidden), config.num_layers)
+    parts = (
+        (hidden, (("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys))),
+        (queries, (("self_attn.o_proj", hidden),)),
+        (hidden, (("mlp.gate_proj", inner), ("mlp.up_proj", inner))),
+        (inner, (("mlp.down_proj", hidden),)),
+    )
+
+    def layer(index: int) -> Iterator[Product]:
+        for inputs, projections in parts:
+            found = [(formats.get(f"model.layers.{index}.{name}.weight"), outputs) for name, outputs in projections]
+            for form, group in groupby(found, key=lambda each: each[0]):
+                yield Product(sum(outputs for _, outputs in group), inputs, form)
+
+    form = formats.get("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
+    layers = tuple(tuple(layer(index)) for index in range(config.num_layers))
+    return Products(layers, Product(config.vocab_size, hidden, form))
 
 
 class LinearStack:
-    """A step's products in their order, with random weights, in plain torch and in the form of a kernel set."""
+    """A step's products in their order, with made-up weights, in plain torch and in the form of a kernel set."""
 
-    def __init__(self, shapes: LinearShapes, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        layer_bytes = sum(out * into for out, into in shapes.layer) * dtype.itemsize
-        distinct = min(shapes.num_layers, -(-_DISTINCT_BYTES // layer_bytes))
+    def __init__(
+        self,
+        products: Products,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_kernels: BlockKernels | None = None,
+    ) -> None:
+        """``block_kernels`` are needed if a product is in blocks."""
+        layer_bytes = sum(product.parameters for product in products.layers[0]) * dtype.itemsize
+        distinct = min(len(products.layers), -(-_DISTINCT_BYTES // layer_bytes))
         self._device = device
-        made = [[_random(shape, dtype, device) for shape in shapes.layer] for _ in range(distinct)]
-        order = [weight for i in range(shapes.num_layers) for weight in made[i % distinct]]
-        order.append(_random(shapes.head, dtype, device))
-        kept = {id(weight): kernels.linear(weight) for weight in order}
-        self._plain: list[Linear] = [_Plain(weight) for weight in order]
-        self._kernel = [kept[id(weight)] for weight in order]
-        self._inputs = [weight.shape[1] for weight in order]
+        self._plain: list[Linear] = []
+        self._kernel: list[Linear] = []
+        self._inputs: list[int] = []
+        made: dict[tuple[int, int, Product], tuple[Linear, Linear]] = {}
+        for at, layer in enumerate((*products.layers, (products.head,))):
+            # The head comes after all layers, and has a weight of its own.
+            number = at % distinct if at < len(products.layers) else at
+            for place, product in enumerate(layer):
+                key = (number, place, product)
+                if key not in made:
+                    made[key] = _linears(product, kernels, dtype, device, block_kernels)
+                plain, kernel = made[key]
+                self._plain.append(plain)
+                self._kernel.append(kernel)
+                self._inputs.append(product.inputs)
         self._dtype = dtype
 
     def plain_s(self, rows: int, budget_s: float) -> float:
@@ -83,6 +141,19 @@ class LinearStack:
                 linear(inputs[size])
 
         return seconds_of(call, self._device, budget_s)
+
+
+def _linears(
+    product: Product, kernels: Kernels, dtype: torch.dtype, device: torch.device, block_kernels: BlockKernels | None
+) -> tuple[Linear, Linear]:
+    """Returns a product in plain torch, and with a kernel set."""
+    weight = _random((product.outputs, product.inputs), dtype, device)
+    if product.format is None:
+        return _Plain(weight), kernels.linear(weight)
+    assert block_kernels is not None
+    row_bytes = product.inputs // product.format.elements * product.format.block_bytes
+    blocks = torch.full((product.outputs, row_bytes), _ANY_BYTE, dtype=torch.uint8)
+    return _Plain(weight), block_kernels.block_linear(BlockWeight(product.format, blocks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llguidance import LLTokenizer
 
 from pdserve.bench.engine.hardware import Hardware, seconds_of
-from pdserve.bench.engine.parts import LinearShapes, LinearStack, attention_s, constrained_sampling_s, sampling_s
+from pdserve.bench.engine.parts import LinearStack, Products, attention_s, constrained_sampling_s, sampling_s
 from pdserve.bench.engine.subject import Subject
 from pdserve.bench.report import Better, Figure, Row, Unit
 from pdserve.wire.grammar import Grammar, GrammarKind
@@ -34,7 +35,7 @@ class Bench:
 
     subject: Subject
     hardware: Hardware
-    shapes: LinearShapes
+    products: Products
     linears: LinearStack
     budget_s: float
     """The time that each measurement may take."""
@@ -51,8 +52,8 @@ def linear_row(bench: Bench, batch: int) -> Row:
     return Row("linear layers alone", {"model": bench.subject.name, "batch": batch}, figures)
 
 
-def decode_row(bench: Bench, batch: int, context: int, linear: Row) -> Row:
-    """Returns a row for one decode step of ``batch`` requests. ``linear`` is the ``linear_row`` of that batch."""
+def decode_rows(bench: Bench, batch: int, context: int, linear: Row) -> Iterator[Row]:
+    """Yields the rows for one decode step of ``batch`` requests. ``linear`` is the ``linear_row`` of that batch."""
     subject, budget_s = bench.subject, bench.budget_s
     rows = subject.decode_rows(batch, context)
     step = seconds_of(lambda: subject.runner.run(rows), subject.device, budget_s)
@@ -61,7 +62,8 @@ def decode_row(bench: Bench, batch: int, context: int, linear: Row) -> Row:
     plain, kernel = (linear.figure(name).value / 1e3 for name in ("plain torch", "engine's"))
     kv_bytes = batch * context * subject.kv_bytes_per_token
     copy = bench.hardware.copy_bytes_per_s
-    least = (bench.shapes.parameters * subject.dtype.itemsize + kv_bytes) / copy
+    nbytes = bench.products.nbytes(subject.dtype) + kv_bytes
+    least = nbytes / copy
     figures = (
         _ms("step", step),
         _ms("and choice", chosen),
@@ -74,19 +76,22 @@ def decode_row(bench: Bench, batch: int, context: int, linear: Row) -> Row:
         Figure("KV read", kv_bytes / attention / 1e9, Unit.GB_PER_S, Better.HIGHER),
         Figure("KV read : copy", kv_bytes / attention / copy, Unit.RATIO, Better.HIGHER),
     )
-    return Row("decode step", {"model": subject.name, "batch": batch, "context": context}, figures)
+    yield Row("decode step", {"model": subject.name, "batch": batch, "context": context}, figures)
+    # Each query is multiplied with each key, and each score with each value.
+    scores = 2 * subject.config.num_layers * subject.config.heads * subject.config.head_dim * context
+    operations = 2 * batch * (bench.products.parameters + scores)
+    yield _roofline_row(bench, "decode", batch, context, step, nbytes, operations)
 
 
-def prefill_row(bench: Bench, chunk: int) -> Row:
-    """Returns a row for a whole prompt of ``chunk`` tokens in one step."""
+def prefill_rows(bench: Bench, chunk: int) -> Iterator[Row]:
+    """Yields the rows for a whole prompt of ``chunk`` tokens in one step."""
     subject, config = bench.subject, bench.subject.config
     rows = subject.prefill_rows(chunk)
     step = seconds_of(lambda: subject.runner.run(rows), subject.device, bench.budget_s)
     attention = attention_s(subject, rows, bench.budget_s)
-    head = bench.shapes.head[0] * bench.shapes.head[1]
     # Each token attends to itself and to the tokens before it: half of the square, in two products.
     scores = config.num_layers * config.heads * config.head_dim * chunk * (chunk + 1)
-    flops = 2 * (bench.shapes.layers_parameters * chunk + head + scores)
+    flops = 2 * (bench.products.layers_parameters * chunk + bench.products.head.parameters + scores)
     figures = (
         _ms("step", step),
         Figure("prompt", chunk / step, Unit.TOKENS_PER_S, Better.HIGHER),
@@ -94,7 +99,37 @@ def prefill_row(bench: Bench, chunk: int) -> Row:
         Figure("rate", flops / step / 1e12, Unit.TFLOP_PER_S, Better.HIGHER),
         Figure("rate : matrix product", flops / step / bench.hardware.flops, Unit.RATIO, Better.HIGHER),
     )
-    return Row("prefill step", {"model": subject.name, "chunk": chunk}, figures)
+    yield Row("prefill step", {"model": subject.name, "chunk": chunk}, figures)
+    nbytes = bench.products.nbytes(subject.dtype) + chunk * subject.kv_bytes_per_token
+    yield _roofline_row(bench, "prefill", 1, chunk, step, nbytes, flops)
+
+
+def _roofline_row(
+    bench: Bench, phase: str, requests: int, tokens: int, step_s: float, nbytes: float, operations: float
+) -> Row:
+    """Returns a row that compares a step with both limits of the machine.
+
+    ``tokens`` is the context of each request. Attention is in the model's dtype where weights in blocks are multiplied
+    as bytes; it counts as if it were multiplied so, too.
+    """
+    hardware = bench.hardware
+    rate = hardware.byte_ops if bench.subject.formats else hardware.flops
+    by_memory, by_products = nbytes / hardware.bytes_per_s, operations / rate
+    figures = (
+        _ms("step", step_s),
+        Figure("bytes", nbytes / 2**20, Unit.MIB),
+        Figure("operations", operations / 1e9, Unit.GOP),
+        Figure("memory : its limit", by_memory / step_s, Unit.RATIO, Better.HIGHER),
+        Figure("products : their limit", by_products / step_s, Unit.RATIO, Better.HIGHER),
+        Figure("step : roofline", step_s / max(by_memory, by_products), Unit.RATIO, Better.LOWER),
+    )
+    at: dict[str, int | str] = {
+        "model": bench.subject.name,
+        "phase": phase,
+        "requests": requests,
+        "tokens": tokens,
+    }
+    return Row("roofline", at, figures)
 
 
 def sampler_row(bench: Bench, batch: int) -> Row:

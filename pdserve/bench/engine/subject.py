@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,9 +13,10 @@ from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 from pdserve.models.checkpoint.kept_blocks import keeps_blocks
 from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
-from pdserve_kernels.contract import Kernels
+from pdserve_kernels.contract import BlockFormat, BlockKernels, Kernels
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -42,6 +43,10 @@ class Subject:
     """The kernel set that the runner computes with."""
     graphs: Callable[[], Graph] | None = None
     """The function that makes graphs, if the runner replays its decode steps."""
+    block_kernels: BlockKernels | None = None
+    """The kernels for weights that stay in the blocks of their file, if any do."""
+    formats: Mapping[str, BlockFormat] = field(default_factory=dict)
+    """The formats of these weights, by transformers' names."""
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +103,8 @@ def open_subject(
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
     backend = open_backend(choose_device(model.device), cpu_kernels)
     kept = keeps_blocks(folder, model, kernels=backend.block_kernels is not None)
+    block_kernels = backend.block_kernels if kept else None
+    formats = GgufTensors(folder).block_formats() if kept else {}
     runner = ModelRunner(
         folder,
         config,
@@ -107,12 +114,12 @@ def open_subject(
         steps.longest,
         backend.kernels,
         backend.device,
-        block_kernels=backend.block_kernels if kept else None,
+        block_kernels=block_kernels,
     )
     # Memory that was never written is one shared page of zeros, and reading it is faster than reading a cache in use.
     runner.kv_cache.fill_(0.01)
     if backend.graph_kernels is None or model.cuda_graphs is Switch.OFF:
-        return Subject(name, config, runner, backend.kernels)
+        return Subject(name, config, runner, backend.kernels, block_kernels=block_kernels, formats=formats)
     graphs = CudaGraphs()
     runner.capture_decode(backend.graph_kernels, max(steps.batches), graphs)
     return Subject(name, config, runner, backend.kernels, graphs)

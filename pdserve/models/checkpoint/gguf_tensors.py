@@ -81,12 +81,11 @@ class GgufTensors:
 
     def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
         """See ``weights.TensorFiles``."""
-        tensor = self._tensors[name]
-        if tensor.kind not in BLOCK_FORMATS or len(tensor.shape) != 2:
+        tensor, found = self._tensors[name], self._block_format(name)
+        if found is None:
             return None
-        found = BlockFormat(tensor.kind)
         first, end, _ = columns.indices(tensor.shape[1])
-        if tensor.shape[1] % found.elements or first % found.elements or end % found.elements:
+        if first % found.elements or end % found.elements:
             return None
         stored = self._stored(name, tensor)
         mine = stored[self._interleaving(name, stored.shape[0])[rows]] if self._interleaves(name) else stored[rows]
@@ -95,6 +94,18 @@ class GgufTensors:
         part = slice(first // found.elements * found.block_bytes, end // found.elements * found.block_bytes)
         # A large weight is not copied: what it takes for a moment would stay with the process.
         return BlockWeight(found, torch.from_numpy(mine[:, part]))
+
+    def block_formats(self) -> dict[str, BlockFormat]:
+        """Returns the format of each tensor that ``read_blocks`` reads as a whole."""
+        found = {name: self._block_format(name) for name in self._tensors}
+        return {name: form for name, form in found.items() if form is not None}
+
+    def _block_format(self, name: str) -> BlockFormat | None:
+        tensor = self._tensors[name]
+        if tensor.kind not in BLOCK_FORMATS or len(tensor.shape) != 2:
+            return None
+        found = BlockFormat(tensor.kind)
+        return None if tensor.shape[1] % found.elements else found
 
     def _interleaves(self, name: str) -> bool:
         return any(f".{projection}." in name for projection in self._interleaved)
