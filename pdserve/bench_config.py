@@ -13,9 +13,6 @@ class WorkloadConfig:
     """The requests of a benchmark: random prompts, the same for the same seed."""
 
     seed: int = setting("seed", "Prompts and lengths follow from this seed.", 0, minimum=0)
-    requests: int = setting(
-        "requests", "A run has this many requests. 0 takes 3 times the concurrency, at least 12.", 0, minimum=0
-    )
     min_prompt_tokens: int = setting("min-prompt-tokens", "The shortest prompt has this many tokens.", 16, minimum=1)
     max_prompt_tokens: int = setting("max-prompt-tokens", "The longest prompt has this many tokens.", 128, minimum=1)
     min_output_tokens: int = setting("min-output-tokens", "The shortest answer has this many tokens.", 16, minimum=1)
@@ -34,6 +31,9 @@ class BatchingBenchConfig:
 
     concurrency: tuple[int, ...] = setting(
         "concurrency", "Runs have these numbers of clients at the same time.", (1, 2, 4, 8, 16, 32)
+    )
+    requests: int = setting(
+        "requests", "A run has this many requests. 0 takes 3 times the concurrency, at least 12.", 0, minimum=0
     )
     repeats: int = setting(
         "repeats",
@@ -399,6 +399,91 @@ class BenchTurnsConfig:
 
     report: ReportConfig = field(default_factory=ReportConfig)
     turns: TurnsBenchConfig = field(default_factory=TurnsBenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+class GoodputSystem(enum.Enum):
+    """A system that ``pdserve bench goodput`` starts."""
+
+    MIXED = "mixed"
+    """One mixed node with all cores."""
+    ALWAYS = "always"
+    """A prefill node and a decode node that share the cores, with ``--disaggregation always``."""
+    AUTO = "auto"
+    """The same with ``--disaggregation auto``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputBenchConfig:
+    """Answers within latency targets, from one mixed node and from a prefill and a decode node on the same cores."""
+
+    systems: tuple[str, ...] = setting(
+        "systems",
+        "These systems are measured, in turns: mixed (one node with all cores), always and auto (a prefill and a "
+        "decode node that divide them, with this --disaggregation). The speed of the first sets targets and rates.",
+        tuple(system.value for system in GoodputSystem),
+    )
+    add: tuple[str, ...] = setting(
+        "add",
+        "These servers are measured in the same turns: any that speak OpenAI's API. They have to be up.",
+        (),
+        metavar="NAME=URL",
+    )
+    shapes: tuple[str, ...] = setting(
+        "shapes",
+        "Requests have these shapes: PROMPT/ANSWER in tokens, or mix, with log-uniform lengths.",
+        ("256/64", "64/256", "1024/32", "mix"),
+    )
+    concurrency: tuple[int, ...] = setting("concurrency", "Closed loops have these numbers of clients.", (1, 4, 8, 16))
+    rate_percents: tuple[int, ...] = setting(
+        "rate-percents",
+        "Open loops have these rates, in percent of what the first system does with the most clients.",
+        (50, 75, 100, 125),
+    )
+    seconds: float = setting(
+        "seconds", "The requests of a run begin within this many seconds.", 8.0, minimum=0.1, maximum=3600
+    )
+    repeats: int = setting("repeats", "Each system has each load this often, in turns.", 5, minimum=1, maximum=100)
+    ttft_ms: float = setting(
+        "bench-ttft-ms",
+        "A good answer has its first token in this time. 0 takes 4 times the mean without other load.",
+        0.0,
+        minimum=0,
+        maximum=86_400_000,
+    )
+    tight_itl_ms: float = setting(
+        "tight-itl-ms",
+        "The tight target has the other tokens this far apart. 0 takes twice the median without other load.",
+        0.0,
+        minimum=0,
+        maximum=86_400_000,
+    )
+    loose_itl_ms: float = setting(
+        "loose-itl-ms",
+        "The loose target has the other tokens this far apart. 0 takes 5 times the median without other load.",
+        0.0,
+        minimum=0,
+        maximum=86_400_000,
+    )
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "Each system gets this many seconds to start.", 300.0, minimum=1, maximum=86_400
+    )
+    run_timeout_s: float = setting(
+        "run-timeout-s", "One run may take this many seconds.", 600.0, minimum=1, maximum=86_400
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchGoodputConfig:
+    """The settings of ``pdserve bench goodput``."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    goodput: GoodputBenchConfig = field(default_factory=GoodputBenchConfig)
+    workload: WorkloadConfig = field(
+        default_factory=lambda: WorkloadConfig(min_prompt_tokens=32, max_prompt_tokens=1024)
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)

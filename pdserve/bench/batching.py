@@ -89,7 +89,7 @@ async def _measure(config: BenchBatchingConfig, environ: Mapping[str, str]) -> l
 
 
 async def _pair(config: BenchBatchingConfig, targets: Mapping[Batching, Target], concurrency: int) -> Pair:
-    count = config.workload.requests or max(12, 3 * concurrency)
+    count = config.batching.requests or max(12, 3 * concurrency)
     runs: dict[Batching, list[list[Stream]]] = {mode: [] for mode in targets}
     for turn in range(config.batching.repeats):
         for mode in sorted(targets, key=lambda mode: mode.value, reverse=turn % 2 == 0):

@@ -1,8 +1,9 @@
 """Puts load on a server that speaks OpenAI's API: pdserve, vLLM, SGLang and others.
 
 The requests are random prompts, the same for the same seed on every machine. Prompts are token ids, answers are greedy
-and run to their full length whatever the model says. The loop is closed: each of ``concurrency`` clients streams its
-next request from ``/v1/completions`` as soon as its last one is answered.
+and run to their full length whatever the model says. In a closed loop (``run_jobs``), each of ``concurrency`` clients
+streams its next request from ``/v1/completions`` as soon as its last one is answered. In an open loop
+(``run_arrivals``), requests come at their times, whatever the server does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -143,29 +145,53 @@ async def first_model(url: str) -> str:
         raise BenchError(f"{url} does not tell its models: {exc!r}") from exc
 
 
-async def run_jobs(target: Target, jobs: Sequence[Job], concurrency: int) -> list[Stream]:
+async def run_jobs(target: Target, jobs: Iterable[Job], concurrency: int) -> list[Stream]:
     """Returns the streams of all ``jobs``, in the order of the jobs. A failure is in its stream's ``error``.
 
-    Each request has a time limit. The whole run has none: the caller sets it.
+    A client takes its next job only when its last one is answered, so ``jobs`` may end by the clock. Each request has
+    a time limit. The whole run has none: the caller sets it.
     """
-    streams: list[Stream] = [Stream(0.0) for _ in jobs]
-    queue = iter(enumerate(jobs))
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
-    async with (
-        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-        asyncio.TaskGroup() as clients,
-    ):
-        for _ in range(min(concurrency, len(jobs))):
+    streams: list[Stream] = []
+    queue = iter(jobs)
+    async with _clients() as (session, clients):
+        for _ in range(concurrency):
             clients.create_task(_client(session, target, queue, streams))
     return streams
 
 
-async def _client(
-    session: aiohttp.ClientSession, target: Target, queue: Iterator[tuple[int, Job]], streams: list[Stream]
-) -> None:
-    for index, job in queue:
-        await run_job(session, target, job, streams[index])
+async def _client(session: aiohttp.ClientSession, target: Target, queue: Iterator[Job], streams: list[Stream]) -> None:
+    for job in queue:
+        stream = Stream(0.0)
+        streams.append(stream)
+        await run_job(session, target, job, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request, with the time when it is sent, in seconds from the beginning."""
+
+    at_s: float
+    job: Job
+
+
+async def run_arrivals(target: Target, arrivals: Sequence[Arrival]) -> list[Stream]:
+    """Returns the streams of all ``arrivals``, which are in the order of their times. Limits are as in ``run_jobs``."""
+    streams = [Stream(0.0) for _ in arrivals]
+    async with _clients() as (session, clients):
+        began = time.monotonic()
+        for arrival, stream in zip(arrivals, streams, strict=True):
+            await asyncio.sleep(max(0.0, began + arrival.at_s - time.monotonic()))
+            clients.create_task(run_job(session, target, arrival.job, stream))
+    return streams
+
+
+@asynccontextmanager
+async def _clients() -> AsyncIterator[tuple[aiohttp.ClientSession, asyncio.TaskGroup]]:
+    """Yields a session without a limit on connections, and the group of the tasks that use it."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as clients:
+        yield session, clients
 
 
 async def run_job(session: aiohttp.ClientSession, target: Target, job: Job, stream: Stream) -> Stream:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,17 +17,16 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Job, Target, first_model, run_job
 from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.observation import read_metrics, total, until_known
-from pdserve.bench.process_usage import child_of, cpu_s
-from pdserve.bench.programs import OWN_SETTINGS, Program, Running, running
+from pdserve.bench.observation import read_metrics, total
+from pdserve.bench.process_usage import cpu_s
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.bench_config import BenchTurnsConfig, TurnsBenchConfig
 from pdserve.config import KvReturn
 from pdserve.errors import BenchError
-from pdserve.process import partition_cores, pdserve_command
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
@@ -111,9 +109,7 @@ async def _measure(config: BenchTurnsConfig, environ: Mapping[str, str]) -> dict
     turns = {mode: [Turn() for _ in range(settings.turns)] for mode in MODES}
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        clusters = {
-            mode: await stack.enter_async_context(_running_cluster(config, environ, mode, session)) for mode in MODES
-        }
+        clusters = {mode: await stack.enter_async_context(_running_cluster(config, environ, mode)) for mode in MODES}
         for cluster in clusters.values():
             await _converse(settings, session, cluster, source, [Turn(), Turn()])
         for number in range(settings.conversations):
@@ -161,33 +157,19 @@ async def _computed(session: aiohttp.ClientSession, cluster: Cluster) -> float:
 
 @asynccontextmanager
 async def _running_cluster(
-    config: BenchTurnsConfig, environ: Mapping[str, str], mode: KvReturn, session: aiohttp.ClientSession
+    config: BenchTurnsConfig, environ: Mapping[str, str], mode: KvReturn
 ) -> AsyncIterator[Cluster]:
     settings = config.turns
     own = {
         **environ,
         **to_environ(config),
-        **OWN_SETTINGS,
-        "PDSERVE_SECRET": secrets.token_hex(32),
         "PDSERVE_KV_RETURN": mode.value,
         "PDSERVE_DISAGGREGATION": "always",
     }
     roles = [Role.PREFILL] + [Role.DECODE] * settings.decode
-    cores = partition_cores(sorted(os.sched_getaffinity(0)), len(roles))
-    async with AsyncExitStack() as stack:
-
-        async def start(programs: Sequence[Program]) -> list[Running]:
-            return await stack.enter_async_context(running(programs, settings.startup_timeout_s))
-
-        argv = pdserve_command("proxy", "--control-port", "0")
-        (proxy,) = await start([Program(f"proxy, KV return {mode.value}", argv, own)])
-        nodes = []
-        for number, (role, own_cores) in enumerate(zip(roles, cores, strict=True)):
-            flags = ["--name", f"{role.value}-{number}", "--cores", ",".join(map(str, own_cores))]
-            argv = pdserve_command(role.value, "--proxy", proxy.listening.control, *flags)
-            nodes.append(Program(f"{role.value}-{number}, KV return {mode.value}", argv, own))
-        prefill, *decode = await start(nodes)
-        await until_known(session, proxy.listening.url, len(nodes), settings.startup_timeout_s)
-        model = await first_model(proxy.listening.url)
-        engines = {f"decode-{number}": child_of(node.pid) for number, node in enumerate(decode, 1)}
-        yield Cluster(Target(proxy.listening.url, model, token_ids=True), prefill.listening.url, engines)
+    cores = sorted(os.sched_getaffinity(0))
+    async with running_cluster(f"KV return {mode.value}", roles, cores, own, settings.startup_timeout_s) as cluster:
+        prefill, *decode = cluster.nodes
+        target = Target(cluster.url, await first_model(cluster.url), token_ids=True)
+        engines = {node: cluster.engine(node) for node in decode}
+        yield Cluster(target, cluster.nodes[prefill].listening.url, engines)

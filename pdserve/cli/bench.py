@@ -15,6 +15,7 @@ from pdserve.bench_config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchFailoverConfig,
+    BenchGoodputConfig,
     BenchLoadConfig,
     BenchProxyConfig,
     BenchRolesConfig,
@@ -159,6 +160,12 @@ def _failover(config: BenchFailoverConfig, environ: Mapping[str, str]) -> Report
     return failover.run(config, environ)
 
 
+def _goodput(config: BenchGoodputConfig, environ: Mapping[str, str]) -> Report:
+    from pdserve.bench.goodput import benchmark
+
+    return benchmark.run(config, environ)
+
+
 def _turns(config: BenchTurnsConfig, environ: Mapping[str, str]) -> Report:
     from pdserve.bench import turns
 
@@ -225,6 +232,13 @@ BENCHMARKS = {
         "requests met their targets with --roles auto, and with each static split.",
         BenchRolesConfig,
         _roles,
+    ),
+    "goodput": Benchmark(
+        "answers within latency targets: mixed, prefill and decode apart, other servers",
+        "One mixed node with all cores, a prefill and a decode node that divide them, and any other server that is up, "
+        "under the same closed and open loops in turns: answers a second within targets of TTFT and ITL.",
+        BenchGoodputConfig,
+        _goodput,
     ),
     "turns": Benchmark(
         "conversations, with and without KV return",

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 from pdserve.bench_config import (
     BatchingBenchConfig,
     EngineBenchConfig,
+    GoodputBenchConfig,
+    GoodputSystem,
     LoadConfig,
     StreamBenchConfig,
     TransferBenchConfig,
@@ -30,6 +32,7 @@ from pdserve.errors import ConfigError
 
 _DEVICES = re.compile(r"\^?[^\s,^]+(,[^\s,^]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
+_SHAPE = re.compile(r"mix|[1-9][0-9]{0,6}/[1-9][0-9]{0,6}")
 _PORTS = re.compile(r"(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5})")
 
 
@@ -134,6 +137,31 @@ def _engine_bench(engine: EngineBenchConfig) -> None:
     _check_counts("--chunks", engine.chunks)
 
 
+def _goodput_bench(goodput: GoodputBenchConfig) -> None:
+    known = [system.value for system in GoodputSystem]
+    if len(set(goodput.systems)) < len(goodput.systems) or set(goodput.systems) - set(known):
+        raise ConfigError(
+            f"--systems: {','.join(goodput.systems)!r} was given; it takes names out of {', '.join(known)}, each once"
+        )
+    if not (goodput.systems or goodput.add):
+        raise ConfigError("--systems and --add are both empty: there is nothing to measure")
+    for shape in goodput.shapes:
+        if not _SHAPE.fullmatch(shape):
+            raise ConfigError(f"--shapes: {shape!r} was given; it takes shapes like 256/64, and mix")
+    if not goodput.shapes:
+        raise ConfigError("--shapes: it takes one or more shapes like 256/64, and mix")
+    names = [*goodput.systems]
+    for added in goodput.add:
+        name, _, url = added.partition("=")
+        if not name or name in names or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ConfigError(
+                f"--add: {added!r} was given; it takes a new name and an address, like vllm=http://127.0.0.1:8001"
+            )
+        names.append(name)
+    _check_counts("--concurrency", goodput.concurrency)
+    _check_counts("--rate-percents", goodput.rate_percents)
+
+
 def _stream_bench(streaming: StreamBenchConfig) -> None:
     _check_counts("--streams", streaming.streams)
 
@@ -176,6 +204,7 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     WorkloadConfig: _workload,
     BatchingBenchConfig: _batching_bench,
     EngineBenchConfig: _engine_bench,
+    GoodputBenchConfig: _goodput_bench,
     LoadConfig: _load,
     StreamBenchConfig: _stream_bench,
     TransferBenchConfig: _transfer_bench,

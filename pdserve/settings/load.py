@@ -11,6 +11,7 @@ from pdserve.bench_config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchFailoverConfig,
+    BenchGoodputConfig,
     BenchLoadConfig,
     BenchProxyConfig,
     BenchRolesConfig,
@@ -39,6 +40,7 @@ ROOTS: tuple[type, ...] = (
     BenchFailoverConfig,
     BenchRolesConfig,
     BenchTurnsConfig,
+    BenchGoodputConfig,
     BenchCompareConfig,
 )
 """The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""

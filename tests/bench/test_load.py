@@ -3,88 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from pdserve.bench.load import Job, Target, first_model, run, run_jobs
 from pdserve.bench.streamed_answer import Stream
 from pdserve.bench_config import BenchLoadConfig, LoadConfig
 from pdserve.errors import BenchError
+from tests.bench.openai_server import OpenAiServer
 
 LIMIT_S = 30.0
 
 
-@dataclass
-class Server:
-    """Streams ``max_tokens`` chunks. It keeps the bodies that it received, and the most requests at once."""
-
-    fault: str = ""
-    gathers: int = 1
-    """The server answers the first request when this number of requests has come."""
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    running: int = 0
-    most: int = 0
-    url: str = ""
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.running += 1
-        self.most = max(self.most, self.running)
-        self._together.set() if self.running >= self.gathers else None
-        await asyncio.wait_for(self._together.wait(), LIMIT_S)
-        try:
-            return await self._stream(request, body)
-        finally:
-            self.running -= 1
-
-    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if self.fault == "refuse":
-            return web.json_response({"error": {"message": "full"}}, status=503)
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        tokens = body["max_tokens"] - (1 if self.fault == "short" else 0)
-        for index in range(tokens):
-            if self.fault == "cut" and index == 1:
-                assert request.transport is not None
-                request.transport.close()
-                return response
-            if self.fault == "error event" and index == 1:
-                await response.write(b'event: error\ndata: {"error": {"message": "engine died"}}\n\n')
-                return response
-            choice = {"index": 0, "text": "x", "token_ids": [body["prompt"][0] + index], "finish_reason": None}
-            await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-        if self.fault == "no end":
-            return response
-        usage = {"choices": [], "usage": {"completion_tokens": tokens}}
-        await response.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
-        return response
-
-    async def models(self, _request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "first"}, {"id": "second"}]})
-
-    async def serve(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        self._together = asyncio.Event()
-        app = web.Application()
-        app.add_routes([web.post("/v1/completions", self.answer), web.get("/v1/models", self.models)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            self.url = f"http://{host}:{port}"
-            return await asyncio.wait_for(work(), LIMIT_S)
-        finally:
-            await runner.cleanup()
-
-
-async def streams_of(server: Server, jobs: list[Job], concurrency: int) -> list[Stream]:
+async def streams_of(server: OpenAiServer, jobs: list[Job], concurrency: int) -> list[Stream]:
     async def work() -> list[Stream]:
         return await run_jobs(Target(server.url, "m", token_ids=True), jobs, concurrency)
 
@@ -93,7 +25,7 @@ async def streams_of(server: Server, jobs: list[Job], concurrency: int) -> list[
 
 
 async def test_every_job_is_asked_once_and_answered_in_its_place() -> None:
-    server = Server()
+    server = OpenAiServer()
     jobs = [Job([10 * i, 1], i + 2) for i in range(9)]
     streams = await streams_of(server, jobs, 3)
     for i, stream in enumerate(streams):
@@ -108,7 +40,7 @@ async def test_every_job_is_asked_once_and_answered_in_its_place() -> None:
 
 
 async def test_concurrency_is_reached_and_not_passed() -> None:
-    server = Server(gathers=4)
+    server = OpenAiServer(gathers=4)
     await streams_of(server, [Job([1], 2)] * 12, 4)
     assert server.most == 4
 
@@ -124,7 +56,7 @@ async def test_concurrency_is_reached_and_not_passed() -> None:
     ],
 )
 async def test_a_failure_is_told_and_stops_no_other_request(fault: str, message: str) -> None:
-    streams = await streams_of(Server(fault=fault), [Job([1], 3)] * 4, 2)
+    streams = await streams_of(OpenAiServer(fault=fault), [Job([1], 3)] * 4, 2)
     assert len(streams) == 4
     for stream in streams:
         assert message in stream.error
@@ -138,7 +70,7 @@ async def test_a_server_that_is_not_there() -> None:
 
 
 async def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
-    server = Server()
+    server = OpenAiServer()
 
     async def work() -> Any:
         load = LoadConfig(url=server.url, concurrency=2, requests=5, prompt_tokens=8, output_tokens=4, warm_up=1)
@@ -155,7 +87,7 @@ async def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
 
 
 async def test_no_answer_at_all_is_an_error() -> None:
-    server = Server(fault="refuse")
+    server = OpenAiServer(fault="refuse")
 
     async def work() -> Any:
         load = LoadConfig(url=server.url, requests=2, model="m", warm_up=0)

@@ -11,8 +11,7 @@ import pytest
 
 from pdserve.bench.report import read_report
 from pdserve.bench.roles.pace import Pace
-from pdserve.bench.roles.workload import arrivals, is_good
-from pdserve.bench.streamed_answer import Stream
+from pdserve.bench.roles.workload import arrivals
 from pdserve.bench_config import RolesBenchConfig
 from tests.processes import clean_environ
 
@@ -33,19 +32,6 @@ def test_phases_take_turns_and_are_always_the_same() -> None:
     counts = [sum(arrival.at_s // 50 == phase for arrival in planned) for phase in range(4)]
     assert all(30 < count < 85 for count in counts[::2])
     assert all(40 < count < 95 for count in counts[1::2])
-
-
-def stream(first_s: float, gap_s: float, error: str = "") -> Stream:
-    arrivals_s = [1.0 + first_s + index * gap_s for index in range(5)]
-    return Stream(1.0, arrivals_s, ended=arrivals_s[-1], output_tokens=5, error=error)
-
-
-def test_a_request_is_good_within_both_targets() -> None:
-    assert is_good(stream(0.5, 0.02), 1.0, 0.025)
-    assert not is_good(stream(1.5, 0.02), 1.0, 0.025)
-    assert not is_good(stream(0.5, 0.03), 1.0, 0.025)
-    assert not is_good(stream(0.5, 0.02, "broken off"), 1.0, 0.025)
-    assert not is_good(Stream(1.0), 1.0, 0.025)
 
 
 # tests/cluster/test_role_switch.py shows in `make test` that roles change under load, and tests/proxy/roles when.

@@ -10,6 +10,7 @@ from pdserve.bench_config import (
     BenchCompareConfig,
     BenchEngineConfig,
     BenchFailoverConfig,
+    BenchGoodputConfig,
     BenchLoadConfig,
     BenchProxyConfig,
     BenchRolesConfig,
@@ -66,6 +67,7 @@ _ROOTS = {
     "`pdserve bench failover`": BenchFailoverConfig,
     "`pdserve bench roles`": BenchRolesConfig,
     "`pdserve bench turns`": BenchTurnsConfig,
+    "`pdserve bench goodput`": BenchGoodputConfig,
     "`pdserve bench compare`": BenchCompareConfig,
 }
 

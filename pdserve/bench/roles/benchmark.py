@@ -12,7 +12,6 @@ import re
 import secrets
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,14 +20,15 @@ from pathlib import Path
 import aiohttp
 
 from pdserve.bench.engine.random_model import Shape, write_random_model
-from pdserve.bench.load import Target, first_model, run_job
+from pdserve.bench.latency_targets import LatencyTargets
+from pdserve.bench.load import Arrival, Target, first_model, run_arrivals
 from pdserve.bench.machine import this_machine
 from pdserve.bench.observation import read_metrics, total, until_known
 from pdserve.bench.programs import OWN_SETTINGS, Program, running
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.roles.pace import Pace
 from pdserve.bench.roles.paced_node import paced_node_command
-from pdserve.bench.roles.workload import Arrival, arrivals, is_good
+from pdserve.bench.roles.workload import arrivals
 from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.bench_config import BenchRolesConfig, RolesBenchConfig
 from pdserve.config import RoleChoice
@@ -138,23 +138,19 @@ def _row(name: str, outcome: SplitOutcome, outcomes: Mapping[str, SplitOutcome],
 
 
 def _good(outcome: SplitOutcome, settings: RolesBenchConfig) -> int:
-    return sum(is_good(stream, settings.ttft_ms / 1000, settings.itl_ms / 1000) for stream in outcome.streams)
+    targets = LatencyTargets(settings.ttft_ms / 1000, settings.itl_ms / 1000)
+    return sum(map(targets.met_in_mean, outcome.streams))
 
 
 async def _measure(
     config: BenchRolesConfig, split: Split, model: Path, planned: Sequence[Arrival], environ: Mapping[str, str]
 ) -> SplitOutcome:
     settings = config.splits
-    streams = [Stream(0.0) for _ in planned]
     async with _cluster(config, split, model, environ) as url, aiohttp.ClientSession() as session:
         target = Target(url, await first_model(url), token_ids=True)
         try:
             async with asyncio.timeout(2 * settings.cycles * settings.phase_s + settings.limit_s):
-                began = time.monotonic()
-                async with asyncio.TaskGroup() as clients:
-                    for arrival, stream in zip(planned, streams, strict=True):
-                        await asyncio.sleep(max(0.0, began + arrival.at_s - time.monotonic()))
-                        clients.create_task(run_job(session, target, arrival.job, stream))
+                streams = await run_arrivals(target, planned)
         except TimeoutError as exc:
             raise BenchError(f"{split.name}: not all answers were whole {settings.limit_s:g} s after the end") from exc
         switches = total(await read_metrics(session, url), "pdserve_proxy_role_switches_total", outcome="done")

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
-from pdserve.bench.load import Job, uniform_jobs
-from pdserve.bench.streamed_answer import Stream
+from pdserve.bench.load import Arrival, uniform_jobs
 from pdserve.bench_config import RolesBenchConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request, with the time when it is sent, in seconds from the beginning."""
-
-    at_s: float
-    job: Job
 
 
 def arrivals(config: RolesBenchConfig) -> list[Arrival]:
@@ -35,10 +25,3 @@ def arrivals(config: RolesBenchConfig) -> list[Arrival]:
         jobs = uniform_jobs(len(times), prompt_tokens, output_tokens, config.vocab_size, f"roles:{config.seed}:{phase}")
         found += [Arrival(at_s, job) for at_s, job in zip(times, jobs, strict=True)]
     return found
-
-
-def is_good(stream: Stream, ttft_s: float, itl_s: float) -> bool:
-    """Returns whether a whole answer came within both targets: the first token's, and the mean of the others'."""
-    if stream.error or not stream.arrivals or stream.ttft_s > ttft_s:
-        return False
-    return stream.tpot_s is None or stream.tpot_s <= itl_s

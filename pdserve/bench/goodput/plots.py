@@ -1,0 +1,176 @@
+"""Plots a report of ``pdserve bench goodput``: ``python -m pdserve.bench.goodput.plots REPORT.json FOLDER``.
+
+``goodput.svg`` has goodput over the rate of an open loop, ``goodput-latency.svg`` TTFT against ITL for each number of
+clients of a closed loop. Both can be read on a light and on a dark page: nothing is filled, and the ink is grey.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from pdserve.bench.goodput.figures import ALWAYS, AUTO, MIXED, RATE, SYSTEM, Tightness, goodput_name
+from pdserve.bench.goodput.workload import Loop
+from pdserve.bench.report import Report, Row, read_report
+from pdserve.errors import BenchError
+
+GOODPUT_PLOT, LATENCY_PLOT = "goodput.svg", "goodput-latency.svg"
+_INK = "#7d8590"
+_COLOURS = {AUTO: "#2f81f7", MIXED: "#d1603d", ALWAYS: "#2da44e"}
+_OTHER_COLOURS = ("#a371f7", "#c69026", "#db61a2", "#39a0a8")
+_STYLE = {
+    # Text remains text in the file, so that readers can search it. A fixed salt gives the same file for the same
+    # figures.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "pdserve",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "axes.titlecolor": _INK,
+    "axes.facecolor": "none",
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "grid.color": _INK,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlotPoint:
+    """One system at one load."""
+
+    x: float
+    y: float
+    load: str
+    """What is written beside the point; empty for nothing."""
+
+
+Lines = Mapping[str, Sequence[PlotPoint]]
+"""The points of each system, in the order of the load."""
+
+
+def goodput_lines(report: Report, shape: str, tightness: Tightness) -> Lines:
+    """Returns goodput over the rate of the requests, both a second."""
+    name = goodput_name(tightness)
+    return {
+        system: [PlotPoint(row.figure(RATE).value, row.figure(name).value, "") for row in rows]
+        for system, rows in _rows_by_system(report, Loop.OPEN, shape).items()
+    }
+
+
+def latency_lines(report: Report, shape: str) -> Lines:
+    """Returns ITL p99 over TTFT p50, both in ms. A load without an answer has no point."""
+    return {
+        system: [
+            PlotPoint(row.figure("TTFT p50").value, row.figure("ITL p99").value, str(row.at["clients"]))
+            for row in rows
+            if {"TTFT p50", "ITL p99"} <= {figure.name for figure in row.figures}
+        ]
+        for system, rows in _rows_by_system(report, Loop.CLOSED, shape).items()
+    }
+
+
+def shapes_of(report: Report, loop: Loop) -> list[str]:
+    return list(dict.fromkeys(str(row.at["shape"]) for row in report.rows_of(loop.value)))
+
+
+def _rows_by_system(report: Report, loop: Loop, shape: str) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in report.rows_of(loop.value):
+        if row.at["shape"] == shape:
+            found.setdefault(str(row.at[SYSTEM]), []).append(row)
+    return found
+
+
+def write_plots(report: Report, folder: Path) -> None:
+    """Writes both plots into ``folder``. Raises BenchError if they cannot be written."""
+    with matplotlib.rc_context(_STYLE):
+        _save(_goodput_figure(report), folder / GOODPUT_PLOT)
+        _save(_latency_figure(report), folder / LATENCY_PLOT)
+
+
+def _goodput_figure(report: Report) -> Figure:
+    shapes = shapes_of(report, Loop.OPEN)
+    figure = Figure(figsize=(9, 3.2 * max(1, len(shapes))), layout="constrained")
+    panels = figure.subplots(max(1, len(shapes)), len(Tightness), squeeze=False)
+    for shape, line in zip(shapes, panels, strict=False):
+        for tightness, axes in zip(Tightness, line, strict=True):
+            lines = goodput_lines(report, shape, tightness)
+            _draw(axes, lines)
+            highest = max((point.x for points in lines.values() for point in points), default=1.0)
+            axes.plot([0, highest], [0, highest], color=_INK, linewidth=0.8, linestyle=":")
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
+            _finish(axes, f"{shape}, {tightness.value} ITL target", "requests a second", "good answers a second")
+    return figure
+
+
+def _latency_figure(report: Report) -> Figure:
+    shapes = shapes_of(report, Loop.CLOSED)
+    columns = min(2, max(1, len(shapes)))
+    lines_of_panels = max(1, -(-len(shapes) // columns))
+    figure = Figure(figsize=(5.0 * columns if columns > 1 else 7.5, 3.8 * lines_of_panels), layout="constrained")
+    panels = figure.subplots(lines_of_panels, columns, squeeze=False).flat
+    for axes in list(panels)[len(shapes) :]:
+        axes.set_visible(False)
+    for shape, axes in zip(shapes, figure.axes, strict=False):
+        _draw(axes, latency_lines(report, shape))
+        axes.set_xscale("log", subs=(2, 5))
+        axes.set_yscale("log", subs=(2, 5))
+        for scale in (axes.xaxis, axes.yaxis):
+            scale.set_major_formatter("{x:,g}")
+            scale.set_minor_formatter("{x:,g}")
+        _finish(axes, f"{shape} tokens, numbers of clients", "TTFT p50, ms", "ITL p99, ms")
+    return figure
+
+
+def _draw(axes: Axes, lines: Lines) -> None:
+    others = iter(_OTHER_COLOURS)
+    for system, points in lines.items():
+        colour = _COLOURS.get(system) or next(others, _INK)
+        axes.plot(
+            [point.x for point in points], [point.y for point in points], "o-", color=colour, label=system, markersize=4
+        )
+        for point in points:
+            axes.annotate(point.load, (point.x, point.y), (4, 4), textcoords="offset points", color=colour, fontsize=9)
+
+
+def _finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(which="both")
+    axes.legend(fontsize=9)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+    except OSError as exc:
+        raise BenchError(f"cannot write {path}: {exc.strerror}") from exc
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plots the report that ``argv`` names; returns the exit status."""
+    if len(argv) != 2:
+        print("usage: python -m pdserve.bench.goodput.plots REPORT.json FOLDER", file=sys.stderr)
+        return 2
+    report, folder = map(Path, argv)
+    try:
+        write_plots(read_report(report), folder)
+    except BenchError as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""Tests what the plots of ``pdserve bench goodput`` show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.goodput.figures import Tightness
+from pdserve.bench.goodput.plots import (
+    GOODPUT_PLOT,
+    LATENCY_PLOT,
+    goodput_lines,
+    latency_lines,
+    main,
+    shapes_of,
+    write_plots,
+)
+from pdserve.bench.goodput.workload import Loop
+from pdserve.bench.report import to_json
+from pdserve.errors import BenchError
+from tests.bench.goodput.outcomes import SHAPE, goodput_report
+
+
+def test_goodput_is_drawn_over_the_rate() -> None:
+    lines = goodput_lines(goodput_report(), SHAPE, Tightness.TIGHT)
+    assert {system: [(point.x, point.y) for point in points] for system, points in lines.items()} == {
+        "mixed": [(1.5, 0.25)],
+        "always": [(1.5, 0.0)],
+        "auto": [(1.5, 0.75)],
+    }
+
+
+def test_latencies_are_drawn_by_the_number_of_clients() -> None:
+    (point,) = latency_lines(goodput_report(), SHAPE)["mixed"]
+    assert (point.x, point.load) == (pytest.approx(500), "4")
+    assert point.y == pytest.approx(50, rel=0.05)
+    assert latency_lines(goodput_report(), "1/1") == {}
+    assert shapes_of(goodput_report(), Loop.OPEN) == [SHAPE]
+
+
+def test_both_plots_are_the_same_for_the_same_figures_and_name_every_system(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_bytes(to_json(goodput_report()))
+    (tmp_path / "again").mkdir()
+    assert main([str(tmp_path / "report.json"), str(tmp_path)]) == 0
+    write_plots(goodput_report(), tmp_path / "again")
+    for name in (GOODPUT_PLOT, LATENCY_PLOT):
+        drawn = (tmp_path / name).read_text()
+        assert drawn == (tmp_path / "again" / name).read_text()
+        assert all(f">{system}</text>" in drawn for system in ("mixed", "always", "auto"))
+
+
+def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main([str(tmp_path / "nothing.json"), str(tmp_path)]) == 1
+    assert "cannot read" in capsys.readouterr().err
+    with pytest.raises(BenchError, match="cannot write"):
+        write_plots(goodput_report(), tmp_path / "nowhere")
