@@ -24,23 +24,6 @@ GOODPUT_PLOT, LATENCY_PLOT = "goodput.svg", "goodput-latency.svg"
 _INK = "#7d8590"
 _COLOURS = {AUTO: "#2f81f7", MIXED: "#d1603d", ALWAYS: "#2da44e"}
 _OTHER_COLOURS = ("#a371f7", "#c69026", "#db61a2", "#39a0a8")
-_STYLE = {
-    # Text remains text in the file, so that readers can search it. A fixed salt gives the same file for the same
-    # figures.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "pdserve",
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "axes.facecolor": "none",
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "grid.color": _INK,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +75,28 @@ def _rows_by_system(report: Report, loop: Loop, shape: str) -> dict[str, list[Ro
 
 def write_plots(report: Report, folder: Path) -> None:
     """Writes both plots into ``folder``. Raises BenchError if they cannot be written."""
-    with matplotlib.rc_context(_STYLE):
-        _save(_goodput_figure(report), folder / GOODPUT_PLOT)
-        _save(_latency_figure(report), folder / LATENCY_PLOT)
+    with matplotlib.rc_context(
+        {
+            # Text remains text in the file, so that readers can search it. A fixed salt gives the same file for the
+            # same figures.
+            "svg.fonttype": "none",
+            "svg.hashsalt": "pdserve",
+            "font.size": 10,
+            "text.color": _INK,
+            "axes.edgecolor": _INK,
+            "axes.labelcolor": _INK,
+            "axes.titlecolor": _INK,
+            "axes.facecolor": "none",
+            "xtick.color": _INK,
+            "ytick.color": _INK,
+            "grid.color": _INK,
+            "grid.alpha": 0.25,
+            "legend.frameon": False,
+        }
+    ):
+        title = f"pdserve bench goodput, {report.machine.measured} UTC"
+        _save(_goodput_figure(report), folder / GOODPUT_PLOT, title)
+        _save(_latency_figure(report), folder / LATENCY_PLOT, title)
 
 
 def _goodput_figure(report: Report) -> Figure:
@@ -151,9 +153,9 @@ def _finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.legend(fontsize=9)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path, title: str) -> None:
     try:
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Title": title})
     except OSError as exc:
         raise BenchError(f"cannot write {path}: {exc.strerror}") from exc
 
