@@ -14,6 +14,7 @@ from tests.cluster.nodes import Cluster, cluster
 from tests.tiny_models import Reference
 
 NEW_TOKENS = 8
+TIGHT = ("--target-itl-ms", "0.001")
 BLOCK = 16
 # These are lengths around one block, several blocks, the token budget of one step (256) and several budgets, up to
 # 1,500 tokens.
@@ -47,7 +48,8 @@ class Served:
 def served(request: pytest.FixtureRequest, tiny_model: Path, demo_model: Path) -> Iterator[Served]:
     """Yields a tiny model, whose tokens show an error as well, with every length, and real ones with some or all."""
     if request.param == "tiny":
-        with cluster(tiny_model, "--dtype", "fp32", prefill=0, decode=0, mixed=1) as mixed:
+        # Beside others that decode, its prompts are cut as small as any target can cut them.
+        with cluster(tiny_model, "--dtype", "fp32", *TIGHT, prefill=0, decode=0, mixed=1) as mixed:
             yield Served(request.getfixturevalue("tiny_pair"), mixed, answers(tiny_model, LENGTHS))
     else:
         wanted = answers(demo_model, FEW if request.param == "demo" else LENGTHS)

@@ -109,6 +109,29 @@ def test_tokens_replayed_in_one_step_are_those_of_one_step_each(
     torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", Dtype)
+def test_small_chunks_beside_rows_that_decode_store_what_one_large_chunk_does(
+    make_runner: MakeRunner, folder: Path, dtype: Dtype
+) -> None:
+    whole, cut = make_runner(folder, dtype), make_runner(folder, dtype)
+    order = random.Random(3).sample(range(64), 30)
+    blocks, others = order[:20], [order[20:24], order[24:28]]
+    wanted = whole.run([StepRow(PROMPT, 0, blocks, True)]).clone()
+    for table in others:
+        cut.run([StepRow(PROMPT[:9], 0, table, False)])
+    start = 0
+    for length in (8, 3, 2, 8, 5, 9, 2):
+        end = start + length
+        decoding = [StepRow([7], 9, table, False) for table in others[: length % 3]]
+        got = cut.run([*decoding, StepRow(PROMPT[start:end], start, blocks, end == len(PROMPT))])
+        start = end
+    if isinstance(cut._kernels.linear(torch.zeros(2, 2)), CompiledLinear):
+        assert torch.equal(cut.kv_cache[blocks[:10]], whole.kv_cache[blocks[:10]])
+        assert torch.equal(got, wanted)
+    rtol, atol = (1e-4, 1e-3) if dtype is Dtype.FP32 else (0.1, 0.5)
+    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
+
+
 def test_only_rows_that_want_logits_give_them(make_runner: MakeRunner, tmp_path: Path) -> None:
     runner = make_runner(save_tiny_model("llama", tmp_path))
     rows = [StepRow([5], 0, [0], False), StepRow([6, 7], 0, [1], True)]
