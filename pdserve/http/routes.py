@@ -53,22 +53,24 @@ class DirectRoutes:
         process: str,
         on_error: Callable[[int], None],
         readers: Mapping[str, Handler] = MappingProxyType({}),
+        find: Callable[[str], Mapping[str, Handler] | None] = lambda path: None,
     ) -> None:
         """``handlers`` answer POST, and ``readers`` answer GET. A path may have both.
 
-        Errors that clients get name ``process``, which is ``node`` or ``proxy``. ``on_error`` is called with the status
-        of each error.
+        For any other path, ``find`` returns the handlers by method, or None if it is one of ``others``. Errors that
+        clients get name ``process``, which is ``node`` or ``proxy``. ``on_error`` is called with the status of each.
         """
         self._methods: dict[str, dict[str, Handler]] = {}
         for method, paths in (("POST", handlers), ("GET", readers)):
             for path, handler in paths.items():
                 self._methods.setdefault(path, {})[method] = handler
+        self._find = find
         self._others = others
         self._process = process
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        methods = self._methods.get(scope["path"]) if scope["type"] == "http" else None
+        methods = (self._methods.get(scope["path"]) or self._find(scope["path"])) if scope["type"] == "http" else None
         if methods is None and not _is_preflight(scope):
             await self._others(scope, receive, send)
             return
@@ -84,9 +86,9 @@ class DirectRoutes:
             return  # The client is gone, or the server ends.
         except Exception as exc:
             with contextlib.suppress(asyncio.CancelledError):
-                await self._refuse(request, exc)
+                await self._refuse(request, exc, methods or {})
 
-    async def _refuse(self, request: HttpRequest, exc: Exception) -> None:
+    async def _refuse(self, request: HttpRequest, exc: Exception, methods: Iterable[str]) -> None:
         if request.answered:  # mostly because the client was gone in the middle of a write
             log.info("request_id=%s broke off: %r", request.label, exc)
             return
@@ -94,7 +96,7 @@ class DirectRoutes:
             log.error("request_id=%s failed inside the %s", request.label, self._process, exc_info=exc)
             exc = internal_error(self._process)
         self._on_error(exc.status)
-        await request.refuse(exc, _allow(self._methods[request.path]) if isinstance(exc, MethodNotAllowed) else {})
+        await request.refuse(exc, _allow(methods) if isinstance(exc, MethodNotAllowed) else {})
 
 
 def _allow(methods: Iterable[str]) -> dict[str, str]:

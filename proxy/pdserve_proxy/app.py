@@ -187,9 +187,9 @@ def build_app(
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
     InformationRoutes(registry, scrape, keys, config.http.max_body_bytes).add_routes(app)
     add_documentation(app, "proxy")
-    StoredResponseRoutes(storage, keys).add_routes(app)
     relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay, storage)
     handlers, readers = (dict.fromkeys(paths, relayed.handle) for paths in (RELAYED_ROUTES, READ_ROUTES))
     if storage is not None:
         handlers[RESPONSES_PATH] = relayed.handle_stored
-    return DirectRoutes(handlers, app, "proxy", count_error, readers)
+    stored = StoredResponseRoutes(storage, keys, bodies)
+    return DirectRoutes(handlers, app, "proxy", count_error, readers, stored.find)

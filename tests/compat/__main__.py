@@ -26,7 +26,7 @@ from tests.demo_folder import demo_folder
 from tests.processes import pdserve
 
 CHECKOUT = Path(__file__).parents[2]
-CLUSTER = ("--port", "0", "--dtype", "fp32", "--kv-cache-mib", "2048", "--max-model-len", "3072")
+CLUSTER = ("--port", "0", "--dtype", "fp32", "--kv-cache-mib", "2048", "--max-model-len", "3072", "--store", "on")
 """Others' tests have prompts of up to 3,000 tokens, and answers that go on until the context ends."""
 READY = "OpenAI-compatible API: "
 

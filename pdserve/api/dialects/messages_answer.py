@@ -11,8 +11,6 @@ from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.openai_response import (
     ChatTokenLogprob,
     Completion,
-    CompletionTokensDetails,
-    PromptTokensDetails,
     Usage,
 )
 from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind, whole_blocks, whole_end
@@ -126,10 +124,9 @@ class MessageEvents:
         self._options = options
 
     def begin(self) -> list[msgspec.Struct]:
-        # What of the prompt was in a cache is known at the end: the last usage says it.
-        tokens = len(self._options.prompt_ids[0])
-        usage = Usage(tokens, 0, tokens, PromptTokensDetails(0), CompletionTokensDetails(0))
-        return [MessageStart(self._answer([], None, None, self._usage(usage)))]
+        # What of the prompt was in a cache, or is now, is known at the end: the last usage says it.
+        usage = AnthropicUsage(len(self._options.prompt_ids[0]), 0, 0, 0, ThinkingTokens(0))
+        return [MessageStart(self._answer([], None, None, usage))]
 
     def open(self, block: Block) -> list[msgspec.Struct]:
         return [ContentBlockStart(block.index, _block(block))]

@@ -1,21 +1,31 @@
-"""Answers requests for responses that the proxy keeps, without asking a node."""
+"""Answers requests for responses that the proxy keeps, without asking a node.
+
+A client that reads slowly keeps what it was sent in memory, so this counts among what bodies the client holds.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Literal
+from urllib.parse import parse_qsl
 
 import msgspec
-from quart import Quart, Response, request
 
 from pdserve.errors import InvalidRequest, NotFound
+from pdserve.http.request import JSON, HttpRequest
+from pdserve.http.routes import Handler
 from pdserve_proxy.credentials import ApiKeys
+from pdserve_proxy.requests.held_bodies import HeldBodies, HeldBody
 from pdserve_proxy.responses.items import page
 from pdserve_proxy.responses.storage import ResponseStorage
-from pdserve_proxy.responses.turn import not_found
+from pdserve_proxy.responses.turn import RESPONSES_PATH, not_found
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
+MAX_QUERY_FIELDS = 100
 
+_PATH = re.compile(rf"{RESPONSES_PATH}/(?P<name>[^/]+)(?P<items>/input_items)?")
 _encoder = msgspec.json.Encoder()
 
 
@@ -30,53 +40,88 @@ class DeletedResponse(msgspec.Struct):
 class StoredResponseRoutes:
     """``GET`` and ``DELETE /v1/responses/{id}``, and ``GET /v1/responses/{id}/input_items``."""
 
-    def __init__(self, storage: ResponseStorage | None, keys: ApiKeys) -> None:
+    def __init__(self, storage: ResponseStorage | None, keys: ApiKeys, bodies: HeldBodies) -> None:
         """Without ``storage``, no response is found, and the client is told why."""
         self._storage = storage
         self._keys = keys
+        self._bodies = bodies
+        self._of_response: Mapping[str, Handler] = {"GET": self.response, "DELETE": self.delete}
+        self._of_items: Mapping[str, Handler] = {"GET": self.input_items}
 
-    def add_routes(self, app: Quart) -> None:
-        app.add_url_rule("/v1/responses/<name>", "response", self.response, methods=["GET"])
-        app.add_url_rule("/v1/responses/<name>", "delete_response", self.delete, methods=["DELETE"])
-        app.add_url_rule("/v1/responses/<name>/input_items", "input_items", self.input_items, methods=["GET"])
+    def find(self, path: str) -> Mapping[str, Handler] | None:
+        """Returns the handlers of a path by method; None if it is none of these routes."""
+        match = _PATH.fullmatch(path)
+        if match is None:
+            return None
+        return self._of_items if match["items"] else self._of_response
 
-    async def response(self, name: str) -> Response:
-        owner, storage = self._reach()
+    async def response(self, request: HttpRequest) -> None:
+        owner, storage = self._reach(request)
+        query, name = _query(request), _name(request)
         for field in ("stream", "starting_after"):
-            if request.args.get(field, "false") != "false":
+            if query.get(field, "false") != "false":
                 raise InvalidRequest(
                     f"{field!r} is not supported by pdserve: a kept response comes in one piece",
                     param=field,
                     code="unsupported_parameter",
                 )
-        body = await storage.body(owner, name)
-        if body is None:
-            raise not_found(name)
-        return _json(body)
+        with self._hold(request) as held:
+            body = await storage.body(owner, name)
+            if body is None:
+                raise not_found(name)
+            held.add(len(body))
+            await request.respond(200, JSON, body)
 
-    async def input_items(self, name: str) -> Response:
-        owner, storage = self._reach()
-        limit, order = _limit(request.args.get("limit")), request.args.get("order", "desc")
+    async def input_items(self, request: HttpRequest) -> None:
+        owner, storage = self._reach(request)
+        query, name = _query(request), _name(request)
+        limit, order = _limit(query.get("limit")), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest("'order' must be 'asc' or 'desc'", param="order")
-        items = await storage.input_items(owner, name)
-        if items is None:
-            raise not_found(name)
-        after = request.args.get("after")
-        return _json(_encoder.encode(page(items, after=after, limit=limit, newest_first=order == "desc")))
+        with self._hold(request) as held:
+            items = await storage.input_items(owner, name)
+            if items is None:
+                raise not_found(name)
+            # A page is no larger than all items, which are gone when it leaves.
+            held.add(len(items))
+            shown = _encoder.encode(page(items, after=query.get("after"), limit=limit, newest_first=order == "desc"))
+            del items
+            await request.respond(200, JSON, shown)
 
-    async def delete(self, name: str) -> Response:
-        owner, storage = self._reach()
+    async def delete(self, request: HttpRequest) -> None:
+        owner, storage = self._reach(request)
+        name = _name(request)
         if not await storage.delete(owner, name):
             raise not_found(name)
-        return _json(_encoder.encode(DeletedResponse(name)))
+        await request.respond(200, JSON, _encoder.encode(DeletedResponse(name)))
 
-    def _reach(self) -> tuple[str, ResponseStorage]:
+    def _reach(self, request: HttpRequest) -> tuple[str, ResponseStorage]:
         """Returns who asks, and the store. Raises Unauthorized, and NotFound without a store."""
-        owner = self._keys.owner(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        owner = self._keys.owner(*_credentials(request))
         if self._storage is None:
             raise NotFound("this server keeps no responses: see the setting --store", code="responses_not_stored")
         return owner, self._storage
+
+    def _hold(self, request: HttpRequest) -> HeldBody:
+        return self._bodies.hold(self._keys.caller(*_credentials(request)), request.address)
+
+
+def _credentials(request: HttpRequest) -> tuple[str | None, str | None]:
+    return request.header(b"authorization"), request.header(b"x-api-key")
+
+
+def _name(request: HttpRequest) -> str:
+    match = _PATH.fullmatch(request.path)
+    assert match is not None
+    return match["name"]
+
+
+def _query(request: HttpRequest) -> dict[str, str]:
+    """Returns the fields of the URL's query; of one that comes twice, the last."""
+    try:
+        return dict(parse_qsl(request.query.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS))
+    except ValueError as exc:
+        raise InvalidRequest(f"the query has more than {MAX_QUERY_FIELDS} fields") from exc
 
 
 def _limit(given: str | None) -> int:
@@ -85,7 +130,3 @@ def _limit(given: str | None) -> int:
     if not (given.isascii() and given.isdigit()) or len(given) > 3 or not 1 <= int(given) <= MAX_PAGE:
         raise InvalidRequest(f"'limit' must be a number from 1 to {MAX_PAGE}", param="limit")
     return int(given)
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, content_type="application/json")

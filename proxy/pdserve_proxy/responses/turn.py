@@ -170,7 +170,8 @@ class StoredTurn:
 def not_found(response: str, param: str | None = None) -> NotFound:
     """Returns the error for a response that the client does not have."""
     code = "response_not_found" if param is None else "previous_response_not_found"
-    return NotFound(f"there is no response with the id {response[:200]!r}", param=param, code=code)
+    # The words are OpenAI's, for which clients look.
+    return NotFound(f"Response with id {response[:200]!r} not found.", param=param, code=code)
 
 
 def _read(body: bytes) -> _Request:

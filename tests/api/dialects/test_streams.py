@@ -65,7 +65,9 @@ def check_messages(events: list[dict[str, Any]], whole: dict[str, Any]) -> None:
     assert events[-2]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     assert events[-2]["usage"] == whole["usage"]
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**whole["usage"], "output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
+    kinds = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    tokens = {"input_tokens": sum(whole["usage"][kind] for kind in kinds), "output_tokens": 0}
+    begun["usage"] = {**dict.fromkeys(kinds, 0), **tokens, "output_tokens_details": {"thinking_tokens": 0}}
     assert events[0]["message"] == begun
 
 

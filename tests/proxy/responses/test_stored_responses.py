@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from tests.proxy.fake_node import Behaviour, Exchange
 from tests.proxy.relay.journaling_nodes import Nodes, nodes, ticket_in
 
 ROUTE = "/v1/responses"
+LARGE = 12 * 2**20
+"""More than the kernel's buffers on the way can hold."""
 KEYS = ("a-key-of-sixteen-chars", "b-key-of-sixteen-chars")
 
 
@@ -238,6 +243,61 @@ async def test_a_stranger_s_response_is_as_one_that_there_never_was() -> None:
         assert len(asked.asked) == 1
         assert (await call(running, name))[0] == 401
         assert (await call(running, name, key=KEYS[0]))[0] == 200
+
+
+@asynccontextmanager
+async def stalled_reader(running: Cluster, path: str, key: str) -> AsyncIterator[None]:
+    """A client that has asked for a response, and reads no more of it than its head."""
+    host, _, port = running.addresses.url.removeprefix("http://").partition(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=2**14)
+    with closing(writer):
+        writer.write(f"GET {ROUTE}/{path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n\r\n".encode())
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        yield
+
+
+@pytest.mark.parametrize("path", ["", "/input_items"])
+async def test_what_slow_readers_of_kept_responses_hold_is_bounded_for_each_client(path: str) -> None:
+    text = "x" * LARGE
+
+    async def large(exchange: Exchange) -> None:
+        await exchange.answer(200, json.dumps(response_of(exchange, text)).encode())
+
+    admission = AdmissionConfig(api_keys=KEYS, body_memory_mib=LARGE * 4 // 2**20 + 1)
+    http = dataclasses.replace(proxy_config().http, max_body_bytes=LARGE + 9_999)
+    settings = dataclasses.replace(config(store_mib=512), admission=admission, http=http)
+    body = json.dumps({"model": "m", "input": text}).encode()
+    async with serving(large, large, settings=settings) as (running, _):
+        names = []
+        for key in KEYS:
+            headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+            async with running.http.post(ROUTE, data=BytesIO(body), headers=headers) as response:
+                assert response.status == 200
+                names.append(json.loads(await response.read())["id"])
+        mine = names[0] + path, KEYS[0]
+        async with stalled_reader(running, *mine), stalled_reader(running, *mine):
+            status, refused = await call(running, names[0] + path, key=KEYS[0])
+            assert (status, error_of(refused)["code"]) == (429, "too_many_uploads")
+            assert (await call(running, names[1] + path, key=KEYS[1]))[0] == 200
+
+        async def freed() -> bool:
+            return (await call(running, names[0] + path, key=KEYS[0]))[0] == 200
+
+        await eventually(freed, "the client that left holds nothing")
+
+
+async def test_other_methods_of_kept_responses_are_refused() -> None:
+    async with serving(whole) as (running, _):
+        name = (await ask(running))[1]["id"]
+        for path, allowed in ((name, "GET, DELETE, OPTIONS"), (f"{name}/input_items", "GET, OPTIONS")):
+            async with running.http.post(f"{ROUTE}/{path}", json={}) as response:
+                assert (response.status, response.headers["allow"]) == (405, allowed)
+        status, refused = await call(running, f"{name}/other")
+        assert (status, error_of(refused)["code"]) == (404, "unknown_url")
 
 
 @pytest.mark.parametrize("stream", [False, True])
