@@ -102,7 +102,7 @@ class NodeServer:
     async def _start(self, engine: EngineClient) -> tuple[Ready, Tokenizer]:
         # A prefill node has a tokenizer too: it may become a decode node at any time.
         starting = asyncio.create_task(engine.start())
-        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self.model_dir))
+        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self.model_dir, self.cache_dir))
         try:
             await asyncio.wait([starting, loading], return_when=asyncio.FIRST_EXCEPTION)
             if loading.done() and (error := loading.exception()) is not None:
@@ -247,7 +247,7 @@ class NodeServer:
             max_body_bytes=self.config.http.max_body_bytes,
             stream=self.config.stream,
             formats=formats_of(tokenizer.chat_template, self.config.message),
-            grammars=GrammarCheck(self.model_dir, self.config.grammar),
+            grammars=GrammarCheck(self.model_dir, self.config.grammar, cache_dir=self.cache_dir),
             prefix_cache=self.config.cache.prefix_cache,
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )

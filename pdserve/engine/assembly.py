@@ -30,7 +30,7 @@ from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import ConfigError
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
 from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout
 from pdserve.models.tp.shares import TpGroup
@@ -78,9 +78,11 @@ def assemble(
     block_kernels = kept_block_kernels(config, backend)
     spec = _engine_spec(config, decoder, tp.size, in_blocks=block_kernels is not None)
     model_dir = Path(config.model_dir)
-    grammars = GrammarOpener(partial(load_vocabulary, model_dir, sorted(decoder.eos_token_ids)), wake_up.set)
+    cache_dir = Path(config.cache_dir)
+    load_own = partial(load_vocabulary, model_dir, sorted(decoder.eos_token_ids), cache_dir)
+    grammars = GrammarOpener(load_own, wake_up.set)
     if not is_gguf(model_dir):
-        # Of a GGUF file transformers has to make the tokenizer, whose import takes longer than all else here.
+        # Of a GGUF file transformers may have to make the tokenizer first, which takes longer than all else here.
         grammars.prepare()
     progress("loading weights")
     if ranks is not None:
@@ -94,6 +96,7 @@ def assemble(
     if ranks is not None:
         ranks.wait_for(Loaded)
         runner = TpRunner(own, ranks, tp)
+    forget_gguf()
     progress("warming up")
     warm_up(runner, warm_up_tokens(config.scheduler.max_step_tokens, max_model_len, device), block_size)
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:

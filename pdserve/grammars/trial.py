@@ -42,7 +42,7 @@ def main() -> int:
     os.nice(NICENESS)
     try:
         # Its end-of-sequence token makes no difference to what compiles.
-        vocabulary = load_vocabulary(Path(sys.argv[1]), [0])
+        vocabulary = load_vocabulary(Path(sys.argv[1]), [0], *map(Path, sys.argv[2:3]))
     except PdserveError as exc:
         print(exc, file=sys.stderr)
         return 1

@@ -93,8 +93,10 @@ class GrammarCheck:
         command: Callable[[Path], tuple[str, ...]] = lambda folder: python_program(
             "pdserve.grammars.trial", str(folder)
         ),
+        cache_dir: Path | None = None,
     ) -> None:
-        self._command = command(model_dir)
+        """``command``, of a model's folder or file, starts the process. ``cache_dir`` may have the tokenizer."""
+        self._command = (*command(model_dir), *([str(cache_dir)] if cache_dir is not None else []))
         self._config = config
         self._outcomes: OrderedDict[GrammarTrial, TriedGrammar] = OrderedDict()
         self._trying: dict[GrammarTrial, _Trying] = {}

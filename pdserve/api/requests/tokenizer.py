@@ -1,19 +1,19 @@
 """Turns text into token ids and back, for one model.
 
-Only ``PreTrainedTokenizerFast`` is used of transformers: it reads the same files as ``AutoTokenizer`` and renders chat
-templates with the same code, but does not import torch (0.6 s and 120 MB against 2.3 s and 600 MB).
+transformers is not loaded but for a tokenizer that is not in the cache yet (``kept_tokenizer``): the library
+``tokenizers`` encodes, and ``chat_template`` renders.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import tokenizers
 from jinja2 import TemplateError
 
 from pdserve.api.answers.detokenizer import (
@@ -25,12 +25,9 @@ from pdserve.api.answers.detokenizer import (
     piece_bytes,
 )
 from pdserve.api.answers.openai_response import AddedToken, TokenizerInfo
+from pdserve.api.requests.chat_template import RESERVED, ChatTemplate
 from pdserve.errors import InvalidRequest, ModelError
-from pdserve.models.checkpoint.gguf_file import is_gguf
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
+from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer, read_tokenizer
 
 LOGGED_CHARS = 500
 MAX_CUT_CHARS = 2**20
@@ -40,9 +37,13 @@ MAX_CUT_CHARS = 2**20
 class Tokenizer:
     """Encodes prompts and makes a detokenizer for each output. All requests share it; it keeps no state of theirs."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._chat = tokenizer
-        self._backend = tokenizer.backend_tokenizer
+    def __init__(self, kept: KeptTokenizer) -> None:
+        """Raises ModelError if the library cannot read it."""
+        try:
+            self._backend = tokenizers.Tokenizer.from_str(kept.backend)
+        except Exception as exc:  # The library raises nothing more special.
+            raise ModelError(f"the tokenizer cannot be read: {exc}") from exc
+        self._backend.encode_special_tokens = kept.split_special_tokens
         # A tokenizer.json may carry the truncation of its training; a served prompt is never cut in silence.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -51,16 +52,14 @@ class Tokenizer:
         self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self._byte_level = self._is_byte_level()
         self._token_bytes = TokenBytes(self._backend.id_to_token, byte_level_bytes if self._byte_level else piece_bytes)
-        self._dates = DatedTemplate(tokenizer.get_chat_template() if tokenizer.chat_template else "")
-        self._reserved_kwargs = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {
-            "messages",
-            "conversations",
-            "self",
-        }
+        self._special_tokens = kept.special_tokens
+        self._written_template = kept.chat_template
+        self._dates = DatedTemplate(kept.chat_template)
+        self._chat = ChatTemplate(self._dates.template, kept.special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._chat.chat_template)
+        return bool(self._written_template)
 
     @property
     def chat_template(self) -> str:
@@ -69,8 +68,8 @@ class Tokenizer:
 
     def info(self, max_model_len: int) -> TokenizerInfo:
         """Returns what clients may know of the tokeniser of a model with contexts of ``max_model_len`` tokens."""
-        named = (self._chat.bos_token, self._chat.eos_token, self._chat.pad_token, self._chat.unk_token)
-        bos, eos, pad, unk = (None if token is None else str(token) for token in named)
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        bos, eos, pad, unk = (self._special_tokens.get(name) for name in names)
         added = sorted(self._backend.get_added_tokens_decoder().items())
         return TokenizerInfo(
             tokenizer_class="PreTrainedTokenizerFast",
@@ -88,7 +87,7 @@ class Tokenizer:
                 )
                 for token_id, token in added
             },
-            chat_template=self._chat.get_chat_template() if self.has_chat_template else None,
+            chat_template=self._written_template or None,
         )
 
     def encode(
@@ -139,24 +138,19 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        if clash := sorted(self._reserved_kwargs & template_kwargs.keys()):
+        if clash := sorted(RESERVED & template_kwargs.keys()):
             raise InvalidRequest(f"{clash[0]!r} cannot be set here", param=f"chat_template_kwargs.{clash[0]}")
         try:
-            text = self._chat.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                chat_template=self._dates.template,
-                tokenize=False,
+            return self._chat.render(
+                messages,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **{**template_kwargs, **self._dates.given(created)},
+                variables={**template_kwargs, **self._dates.given(created)},
             )
         except Exception as exc:
             # A template is a program: what it raises on messages that it does not expect is not a closed set.
             raise _refused_by_template(exc, bool(template_kwargs)) from exc
-        if not isinstance(text, str):
-            raise InvalidRequest("the model's chat template rendered no text", param="messages")
-        return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -227,18 +221,9 @@ def _refused_by_template(error: Exception, has_kwargs: bool) -> InvalidRequest:
     return TemplateFailed("the model's chat template cannot render these messages", param="messages", detail=detail)
 
 
-def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Returns the tokenizer, with its chat template, of a Hugging Face folder or of a GGUF file. Raises ModelError."""
-    # Imported here, so that it happens while the engine loads weights, and never on a prefill node.
-    if is_gguf(model_dir):
-        from pdserve.models.checkpoint.gguf_tokenizer import gguf_tokenizer
+def load_tokenizer(model_dir: Path, cache_dir: Path | None = None) -> Tokenizer:
+    """Returns the tokenizer, with its chat template, of a Hugging Face folder or of a GGUF file. Raises ModelError.
 
-        return Tokenizer(gguf_tokenizer(model_dir))
-    from transformers import PreTrainedTokenizerFast
-
-    if not (model_dir / "tokenizer.json").is_file():
-        raise ModelError(f"{model_dir} has no tokenizer.json")
-    try:
-        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True))
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ModelError(f"cannot read the tokenizer in {model_dir}: {exc}") from exc
+    It is read from ``cache_dir`` if it is there, and kept there if it is not.
+    """
+    return Tokenizer(read_tokenizer(model_dir, cache_dir))

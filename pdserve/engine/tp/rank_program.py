@@ -94,6 +94,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
         from pdserve.engine.kv_connector.transfer_memory import shared_memory
         from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend, rank_device
         from pdserve.models.checkpoint.decoder_config import read_decoder_config
+        from pdserve.models.checkpoint.gguf_file import forget_gguf
         from pdserve.models.runner import kv_layout
         from pdserve.models.tp.tp_opening import open_group
 
@@ -117,6 +118,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
         kv_memory = None if shared is None else shared.bytes
         blocks = kept_block_kernels(config, backend)
         runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend, kv_memory, blocks)
+        forget_gguf()
         copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board, shared))
         channel.send(Loaded())
         while not isinstance(order := channel.receive(), Stop):
