@@ -98,7 +98,13 @@ class LoadConfig:
         "The benchmark asks for the model of this name. If it is empty, it asks for the server's first.",
         "",
     )
-    concurrency: int = setting("concurrency", "This many clients ask at the same time.", 1, minimum=1)
+    concurrency: tuple[int, ...] = setting(
+        "concurrency", "This many clients ask at the same time. Several numbers are measured one after the other.", (1,)
+    )
+    beside: str = setting(
+        "beside", "The server at this URL, without /v1, gets the same load in turns with the first, for ratios.", ""
+    )
+    rounds: int = setting("rounds", "Each load is measured this many times; the figures are medians.", 1, minimum=1)
     requests: int = setting(
         "requests", "The clients send this many requests in all. 0 takes twice the concurrency and 6.", 0, minimum=0
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import statistics
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ import msgspec
 from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import DONE, SHOWN_ERROR, EventReader, LoadResult, Stream, read_chunk, summarise
-from pdserve.bench_config import BenchLoadConfig, WorkloadConfig
+from pdserve.bench_config import BenchLoadConfig, LoadConfig, WorkloadConfig
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 
@@ -93,16 +94,13 @@ class Target:
 
 
 def run(config: BenchLoadConfig) -> Report:
-    """Runs ``pdserve bench load``. Raises BenchError if no request could be answered."""
+    """Runs ``pdserve bench load``. Raises BenchError if a server could answer no request."""
     load = config.load
-    count = load.requests or 2 * load.concurrency + 6
-    result = asyncio.run(_run(config, count))
-    if not result.succeeded:
-        raise BenchError(f"{load.url} answered none of {result.failed} requests: {'; '.join(result.errors)}")
-    row = Row("load", {"concurrency": load.concurrency, "requests": count}, load_figures(result))
-    return Report(
-        "load", this_machine(), to_environ(config), tuple(f"error: {error}" for error in result.errors), (row,)
-    )
+    try:
+        rows, errors = asyncio.run(_run(load))
+    except TimeoutError as exc:
+        raise BenchError(f"not done after {load.timeout_s:g} s") from exc
+    return Report("load", this_machine(), to_environ(config), tuple(f"error: {error}" for error in errors), tuple(rows))
 
 
 def load_figures(result: LoadResult) -> tuple[Figure, ...]:
@@ -120,19 +118,64 @@ def load_figures(result: LoadResult) -> tuple[Figure, ...]:
     )
 
 
-async def _run(config: BenchLoadConfig, count: int) -> LoadResult:
-    load = config.load
-    jobs = uniform_jobs(
-        count + load.warm_up, load.prompt_tokens, load.output_tokens, load.vocab_size, f"load:{load.seed}"
+async def _run(load: LoadConfig) -> tuple[list[Row], list[str]]:
+    """Returns the rows of each number of clients, and errors of requests. Raises BenchError and TimeoutError."""
+    rows: list[Row] = []
+    errors: dict[str, None] = {}
+    async with asyncio.timeout(load.timeout_s):
+        targets = [
+            Target(url.rstrip("/"), load.model or await first_model(url.rstrip("/")))
+            for url in (load.url, load.beside)
+            if url
+        ]
+        for concurrency in load.concurrency:
+            count = load.requests or 2 * concurrency + 6
+            rounds: list[list[tuple[Figure, ...]]] = [[] for _ in targets]
+            for number in range(load.rounds):
+                for target, own in zip(targets, rounds, strict=True):
+                    # Prompts of another round or load would be found in a prefix cache.
+                    result = await _load(load, target, concurrency, count, f"load:{load.seed}:{concurrency}:{number}")
+                    errors |= dict.fromkeys(result.errors)
+                    own.append(load_figures(result))
+            figures = [_medians(own) for own in rounds]
+            at: dict[str, int | str] = {"concurrency": concurrency, "requests": count}
+            rows += [
+                Row("load", at if not load.beside else {**at, "server": target.url}, own)
+                for target, own in zip(targets, figures, strict=True)
+            ]
+            if load.beside:
+                rows.append(Row("first : beside", {"concurrency": concurrency}, _ratios(*figures)))
+    return rows, list(errors)
+
+
+async def _load(load: LoadConfig, target: Target, concurrency: int, count: int, seed: str) -> LoadResult:
+    """Returns the result of one round at one server. Raises BenchError if no request was answered."""
+    jobs = uniform_jobs(count + load.warm_up, load.prompt_tokens, load.output_tokens, load.vocab_size, seed)
+    await run_jobs(target, jobs[count:], 1)
+    result = summarise(await run_jobs(target, jobs[:count], concurrency))
+    if not result.succeeded:
+        raise BenchError(f"{target.url} answered none of {result.failed} requests: {'; '.join(result.errors)}")
+    return result
+
+
+def _medians(rounds: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
+    """Returns the median of each figure that the first round has."""
+    found = [{figure.name: figure.value for figure in own} for own in rounds]
+    return tuple(
+        msgspec.structs.replace(
+            figure, value=statistics.median(values[figure.name] for values in found if figure.name in values)
+        )
+        for figure in rounds[0]
     )
-    url = load.url.rstrip("/")
-    try:
-        async with asyncio.timeout(load.timeout_s):
-            target = Target(url, load.model or await first_model(url))
-            await run_jobs(target, jobs[count:], 1)
-            return summarise(await run_jobs(target, jobs[:count], load.concurrency))
-    except TimeoutError as exc:
-        raise BenchError(f"not done after {load.timeout_s:g} s") from exc
+
+
+def _ratios(first: Sequence[Figure], second: Sequence[Figure]) -> tuple[Figure, ...]:
+    others = {figure.name: figure.value for figure in second}
+    return tuple(
+        Figure(figure.name, figure.value / others[figure.name], Unit.RATIO, figure.better)
+        for figure in first
+        if figure.unit is not Unit.COUNT and others.get(figure.name)
+    )
 
 
 async def first_model(url: str) -> str:

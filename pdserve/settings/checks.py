@@ -171,9 +171,11 @@ def _transfer_bench(bench: TransferBenchConfig) -> None:
 
 
 def _load(load: LoadConfig) -> None:
-    parts = urlsplit(load.url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--url: {load.url!r} was given; it takes an address like http://127.0.0.1:8000")
+    _check_counts("--concurrency", load.concurrency)
+    for flag, url in (("--url", load.url), ("--beside", load.beside or load.url)):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{flag}: {url!r} was given; it takes an address like http://127.0.0.1:8000")
 
 
 def _check_counts(flag: str, counts: tuple[int, ...]) -> None:

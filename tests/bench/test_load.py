@@ -73,7 +73,7 @@ async def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
     server = OpenAiServer()
 
     async def work() -> Any:
-        load = LoadConfig(url=server.url, concurrency=2, requests=5, prompt_tokens=8, output_tokens=4, warm_up=1)
+        load = LoadConfig(url=server.url, concurrency=(2,), requests=5, prompt_tokens=8, output_tokens=4, warm_up=1)
         return await asyncio.to_thread(run, BenchLoadConfig(load=load))
 
     report = await server.serve(work)
@@ -84,6 +84,35 @@ async def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
     assert row.figure("failed").value == 0
     assert row.figure("output").value > 0
     assert "return_token_ids" not in server.bodies[0]
+
+
+async def test_two_servers_take_turns_with_the_same_load() -> None:
+    first, second = Server(), Server()
+
+    async def work() -> Any:
+        load = LoadConfig(
+            url=first.url,
+            beside=second.url,
+            concurrency=(1, 3),
+            rounds=2,
+            requests=3,
+            prompt_tokens=8,
+            output_tokens=4,
+            warm_up=1,
+        )
+        return await asyncio.to_thread(run, BenchLoadConfig(load=load))
+
+    report = await first.serve(lambda: second.serve(work))
+    assert len(first.bodies) == len(second.bodies) == 2 * 2 * 4
+    prompts = [{tuple(body["prompt"]) for body in server.bodies} for server in (first, second)]
+    assert prompts[0] == prompts[1]
+    assert len(prompts[0]) == 16
+    assert [(row.what, row.at["concurrency"]) for row in report.rows] == [
+        (what, clients) for clients in (1, 3) for what in ("load", "load", "first : beside")
+    ]
+    one, other, ratio = report.rows[:3]
+    assert (one.at["server"], other.at["server"]) == (first.url, second.url)
+    assert ratio.figure("output").value == pytest.approx(one.figure("output").value / other.figure("output").value)
 
 
 async def test_no_answer_at_all_is_an_error() -> None:
