@@ -87,7 +87,7 @@ async def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
 
 
 async def test_two_servers_take_turns_with_the_same_load() -> None:
-    first, second = Server(), Server()
+    first, second = OpenAiServer(), OpenAiServer()
 
     async def work() -> Any:
         load = LoadConfig(
