@@ -1,0 +1,311 @@
+"""One simulated cluster: a proxy and nodes, whose real programs run on one loop in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pdserve.api.engine_client import ENGINE_COMMAND
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.server import NodeServer
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    DiscoveryConfig,
+    HttpConfig,
+    LogConfig,
+    ModelConfig,
+    NodeConfig,
+    ProxyConfig,
+    RegistryConfig,
+    RelayConfig,
+    RequestConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
+from pdserve.engine.kv_cache.block_manager import _BlockState
+from pdserve.wire.discovery import Role
+from pdserve_proxy import server as proxy_server
+from tests.simulation.clients import MODEL, ClientRequest, ask
+from tests.simulation.engine_program import BLOCK_SIZE, EOS, MAX_MODEL_LEN, VOCAB, EngineProgram, Pace, RunningEngine
+from tests.simulation.links import Fabric, LinkTransport
+from tests.simulation.network import Network
+from tests.simulation.plan import Shape
+from tests.simulation.stand_ins import simulated
+from tests.simulation.virtual_time import Events, SimLoop, SimProcess, SimThread, Stuck
+
+SECRET = b"the secret of the simulated cluster"
+PROXY = "10.0.0.1"
+CLIENTS = "10.0.1.1"
+HTTP_PORT = 8000
+CONTROL_PORT = 9000
+CHECK_EVERY_TURNS = 32
+"""All blocks are counted after so many turns of the loop."""
+
+
+class Node:
+    """One node: its processes, and what it was started with. It may be started again at its address."""
+
+    def __init__(self, cluster: Cluster, number: int, role: Role) -> None:
+        self.cluster = cluster
+        self.number = number
+        self.role = role
+        self.host = f"10.0.0.{10 + number}"
+        self.starts = 0
+        self.pace = Pace(cluster.random, cluster.shape.step_s)
+        self.engine: RunningEngine | None = None
+        self.process: SimProcess
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.value}{self.number}"
+
+    @property
+    def alive(self) -> bool:
+        return not self.process.ended
+
+    def start(self) -> None:
+        self.starts += 1
+        self.process = SimProcess(self.cluster.loop, f"{self.name}.{self.starts}", self.host)
+        self.cluster.events.add(f"{self.process.name} starts")
+        self.process.start(self._main)
+
+    async def _main(self) -> int:
+        shape = self.cluster.shape
+        config = NodeConfig(
+            model=ModelConfig(served_name=MODEL, max_model_len=MAX_MODEL_LEN),
+            cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_mib=1),
+            scheduler=SchedulerConfig(
+                max_running=shape.max_running, max_step_tokens=shape.max_step_tokens, max_waiting=32
+            ),
+            transfer=TransferConfig(host=self.host, disaggregation=shape.disaggregation),
+            http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
+            discovery=DiscoveryConfig(
+                proxies=(f"tcp://{PROXY}:{CONTROL_PORT}",), name=self.process.name, drain=shape.drain
+            ),
+            request=RequestConfig(timeout_s=20.0),
+            cpu=CpuConfig(),
+            log=LogConfig(),
+        )
+        server = NodeServer(self.role, config, SECRET, Path("/simulated"), Path("/simulated"), ENGINE_COMMAND)
+        return await server.run()
+
+    def processes(self) -> list[SimProcess]:
+        child = self.process.child
+        return [self.process, *([child] if child is not None else [])]
+
+    def kill(self) -> None:
+        """Kills the API process, and with it the engine, as the kernel does."""
+        self.process.end(-9)
+
+    def kill_engine(self) -> None:
+        if self.process.child is not None:
+            self.process.child.end(-9)
+
+    def stop(self) -> None:
+        for process in self.processes():
+            process.stop()
+
+    def go_on(self) -> None:
+        for process in self.processes():
+            process.go_on()
+
+    def drain(self) -> None:
+        self.process.signal(signal.SIGTERM)
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+
+class Cluster:
+    """A proxy and nodes, and the clients of the proxy. ``simulate`` makes it."""
+
+    def __init__(self, seed: int, shape: Shape) -> None:
+        self.seed = seed
+        self.shape = shape
+        self.random = Random(seed)
+        self.events = Events()
+        self.loop = SimLoop(self.events)
+        self.loop.after_turn = self._after_turn
+        self.network = Network(self.loop, self.random, delay_s=shape.delay_s)
+        self.requests: list[ClientRequest] = []
+        self.violations: list[str] = []
+        self.fabric: Fabric
+        self.proxy: SimProcess
+        self.nodes = [Node(self, number, role) for number, role in enumerate(shape.roles)]
+        self.clients = SimProcess(self.loop, "clients", CLIENTS)
+        self._stopping: asyncio.Event
+
+    @property
+    def digest(self) -> str:
+        """The hash of everything that has happened."""
+        return self.events.digest
+
+    def start(self) -> None:
+        self.proxy = SimProcess(self.loop, "proxy", PROXY)
+        self.proxy.start(self._proxy_main)
+        for node in self.nodes:
+            node.start()
+
+    async def _proxy_main(self) -> int:
+        config = ProxyConfig(
+            http=HttpConfig(host=PROXY, port=HTTP_PORT, drain_s=5.0),
+            registry=RegistryConfig(control_host=PROXY, control_port=CONTROL_PORT),
+            relay=RelayConfig(),
+            request=RequestConfig(timeout_s=20.0),
+        )
+        self._stopping = asyncio.Event()
+        await proxy_server.run(config, SECRET, self._stopping)
+        return 0
+
+    def stop_proxy(self) -> None:
+        self.loop.call_soon(self._stopping.set, context=self.proxy.context)
+
+    def ask(self, request: ClientRequest) -> asyncio.Task[None]:
+        """Lets a client send a request."""
+        self.requests.append(request)
+        request.on_text = self._check_answer
+
+        async def run() -> None:
+            kind = "stream" if request.stream else "whole"
+            self.events.add(
+                f"request {request.number} begins: {len(request.prompt)} tokens, up to {request.max_tokens}, {kind}"
+            )
+            await ask(request, PROXY, HTTP_PORT)
+            ending = request.outcomes[-1].value if request.outcomes else "nothing"
+            self.events.add(
+                f"request {request.number} ends: {ending} {request.status} {len(request.text)} of "
+                f"{len(request.reference)} {request.error}"
+            )
+            self._check_answer(request)
+
+        made: list[asyncio.Task[None]] = []
+        self.clients.context.run(lambda: made.append(self.loop.create_task(run())))
+        return made[0]
+
+    def check_blocks(self) -> None:
+        """Checks that every block of every live engine is in exactly one state, and that the counts agree."""
+        for node in self.nodes:
+            if node.engine is None or node.engine.process.ended:
+                continue
+            blocks = node.engine.blocks
+            counts = {state: blocks._state.count(state) for state in _BlockState}
+            known = {
+                _BlockState.FREE: len(blocks._free),
+                _BlockState.HELD: sum(1 for holders in blocks._holders if holders),
+                _BlockState.IDLE: blocks._cache.num_idle,
+                _BlockState.QUARANTINED: blocks.num_quarantined,
+                _BlockState.UNCLEAN: len(blocks._unclean),
+            }
+            if counts != known or sum(counts.values()) != blocks.num_blocks:
+                self.violated(f"the blocks of {node.name} are {counts}, and counted as {known}")
+
+    def _check_answer(self, request: ClientRequest) -> None:
+        violation = request.violation()
+        if violation is not None:
+            self.violated(violation)
+
+    def _after_turn(self) -> None:
+        if self.loop.turns % CHECK_EVERY_TURNS == 0:
+            self.check_blocks()
+
+    def violated(self, what: str) -> None:
+        self.events.add(f"VIOLATION {what}")
+        self.violations.append(what)
+
+    def engine_started(self, engine: RunningEngine) -> None:
+        for node in self.nodes:
+            if node.host == engine.process.host:
+                node.engine = engine
+
+    def engine_failed(self, process: SimProcess, exc: Exception) -> None:
+        self.violated(f"{process.name} failed: {type(exc).__name__}: {exc}")
+
+    def pace(self, process: SimProcess) -> Pace:
+        return next(node.pace for node in self.nodes if node.host == process.host)
+
+    def run(self, scenario: Coroutine[Any, Any, None], limit_s: float, until_s: float | None = None) -> None:
+        """Runs a scenario to its end, which has to come within so much virtual time, or only until some time."""
+        self.loop.until = self.loop.time() + (limit_s if until_s is None else until_s)
+        try:
+            self.loop.run_until_complete(scenario)
+        except Stuck as exc:
+            if until_s is None:
+                self.violated(str(exc))
+        for failure in self.loop.failures:
+            self.violated(failure)
+
+    def close(self) -> None:
+        """Ends everything that is left of the run."""
+        SimThread.over = True
+        # A handler that is closed while it waits is an error to uvicorn.
+        logging.getLogger("uvicorn.error").addFilter(_nothing)
+        for process in self.loop.processes:
+            process.on_end.clear()
+            for thread in process.threads:
+                thread.kill()
+        self.loop.drop_tasks()
+        self.loop.close()
+        logging.getLogger("uvicorn.error").removeFilter(_nothing)
+
+
+def _nothing(_: logging.LogRecord) -> bool:
+    return False
+
+
+@contextmanager
+def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
+    """Yields a cluster that is not started yet. Within the block, the product's parts are simulated."""
+    gc_was_on = gc.isenabled()
+    # Finalisers would run at times that do not depend on the seed.
+    gc.disable()
+    cluster = Cluster(seed, shape)
+    program = EngineProgram(
+        cluster.pace, shape.num_blocks, MAX_MODEL_LEN, cluster.engine_started, cluster.engine_failed
+    )
+    try:
+        with simulated(
+            cluster.loop,
+            cluster.network,
+            Random(cluster.random.getrandbits(64)),
+            {tuple(ENGINE_COMMAND): program},
+            pdserve__api__server__load_tokenizer=lambda _: tokenizer(),
+            pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
+            pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, **__: partial(
+                LinkTransport, cluster.fabric
+            ),
+        ) as descriptors:
+            cluster.fabric = Fabric(cluster.network, descriptors)
+            try:
+                yield cluster
+            finally:
+                cluster.close()
+    finally:
+        if gc_was_on:
+            gc.enable()
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Returns a tokenizer in which each token is one character."""
+    vocabulary = {chr(0x4E00 + token): token for token in range(VOCAB)}
+    backend = Backend(models.WordLevel(vocabulary, unk_token=chr(0x4E00)))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    end = chr(0x4E00 + EOS)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)  # type: ignore[no-untyped-call]
+    return Tokenizer(fast)

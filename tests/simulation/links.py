@@ -1,0 +1,168 @@
+"""The transport of KV blocks between simulated engines: copies real bytes, after the network's delays.
+
+As with UCX, a message is read from its sender's memory only when it lands, so a block that is written again too early
+is noticed by its digest. A peer that dies may never be noticed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdserve.errors import PeerLost, TransferError
+from pdserve_kvtransfer.region import Memory, host_bytes
+from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
+from tests.simulation.messaging import Descriptors
+from tests.simulation.network import Flow, Network
+from tests.simulation.virtual_time import present_process
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    sender: SimLink
+    moved: MovedMessage
+
+
+@dataclass(slots=True, eq=False)
+class Fabric:
+    """All links of the cluster."""
+
+    network: Network
+    descriptors: Descriptors
+    links: dict[bytes, SimLink] = field(default_factory=dict)
+    corrupt: int = 0
+    """How many of the next messages land with a wrong byte."""
+
+
+class SimLink:
+    def __init__(self, fabric: Fabric, memory: memoryview) -> None:
+        self.memory = memory
+        self.process = present_process()
+        self.address = f"link {len(fabric.links)}".encode()
+        self._fabric = fabric
+        self._bell = fabric.descriptors.eventfd()
+        self._open = True
+        self._failed = False
+        self._peers: list[SimLink] = []
+        self._flows: dict[SimLink, Flow] = {}
+        self._inbox: deque[_Message] = deque()
+        self._arrived: list[_Message] = []
+        self._receives: list[tuple[_Message, int]] = []
+        self._sent: list[MovedMessage] = []
+        self._landed: list[MovedMessage] = []
+        fabric.links[self.address] = self
+
+    def connect(self, addresses: Sequence[bytes]) -> None:
+        if not all(address in self._fabric.links for address in addresses):
+            raise TransferError("no such link")
+        self._peers = [self._fabric.links[address] for address in addresses]
+
+    def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
+        peer = self._peers[to]
+        for place, label in zip(places, labels, strict=True):
+            if not 0 <= place <= len(self.memory) - length:
+                raise ValueError(f"{length} bytes at {place} are outside of the memory")
+            self._flow(peer).send(_Message(self, MovedMessage(label, place, length)))
+
+    def _flow(self, peer: SimLink) -> Flow:
+        if peer not in self._flows:
+            self._flows[peer] = Flow(self._fabric.network, self.process, peer.process, peer._take)
+        return self._flows[peer]
+
+    def _take(self, item: object) -> None:
+        if not self._open:
+            return
+        match item:
+            case _Message():
+                self._inbox.append(item)
+            case MovedMessage():
+                self._sent.append(item)
+        self._ring()
+
+    def arrivals(self) -> Sequence[ArrivedMessage]:
+        self._arrived = list(self._inbox)
+        self._inbox.clear()
+        return [ArrivedMessage(message.moved.label, message.moved.length) for message in self._arrived]
+
+    def receive(self, places: Sequence[int]) -> None:
+        self._receives += zip(self._arrived, places, strict=True)
+        self._arrived = []
+        self._ring()
+
+    def progress(self) -> bool:
+        bell = self._fabric.descriptors.fd(self._bell)
+        if bell.value:
+            bell.read()
+        if self._failed:
+            raise PeerLost("the other link is closed")
+        moved = bool(self._sent or self._receives)
+        receives, self._receives = self._receives, []
+        for message, place in receives:
+            self._land(message, place)
+        return moved
+
+    def _land(self, message: _Message, place: int) -> None:
+        sender, moved = message.sender, message.moved
+        if not sender._open or sender.process.ended:
+            # The sender's memory must not be read any more, and nothing else would end this receive.
+            self._failed |= place != DISCARD
+            return
+        if place != DISCARD:
+            self.memory[place : place + moved.length] = sender.memory[moved.place : moved.place + moved.length]
+            if self._fabric.corrupt:
+                self._fabric.corrupt -= 1
+                self.memory[place] ^= 1
+            self._landed.append(MovedMessage(moved.label, place, moved.length))
+        self._flow(sender).send(moved)
+
+    def sent(self) -> Sequence[MovedMessage]:
+        sent, self._sent = self._sent, []
+        return sent
+
+    def landed(self) -> Sequence[MovedMessage]:
+        landed, self._landed = self._landed, []
+        return landed
+
+    @property
+    def receiving(self) -> int:
+        return len(self._receives)
+
+    def arm(self) -> bool:
+        return not (self._inbox or self._sent or self._receives)
+
+    def fileno(self) -> int:
+        return self._bell
+
+    def _ring(self) -> None:
+        if self._open:
+            self._fabric.descriptors.fd(self._bell).write()
+
+    def broken(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._receives.clear()
+            self._inbox.clear()
+            self._arrived.clear()
+            self._fabric.descriptors.close(self._bell)
+
+
+class LinkTransport:
+    """The maker of one engine's links."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._links: list[SimLink] = []
+
+    def open_link(self, memory: Memory) -> SimLink:
+        own = host_bytes(memory)
+        assert own is not None
+        self._links.append(SimLink(self._fabric, own))
+        return self._links[-1]
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()

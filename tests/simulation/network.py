@@ -1,0 +1,451 @@
+"""The network between simulated processes: connections whose bytes and messages come in order, after seeded delays.
+
+The direction from one host to another may be blocked. What was sent meanwhile comes when it is open again, as TCP
+repeats what is lost. A process that ends resets its connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, TypeAlias
+
+from tests.simulation.virtual_time import SimLoop, SimProcess, present_process
+
+Address: TypeAlias = tuple[str, int | str]
+"""The host and the port, or the path of a socket of this host."""
+
+LOCAL_DELAY_S = 20e-6
+WINDOW_BYTES = 256 * 1024
+"""How many bytes of one direction the kernels of both sides take."""
+
+
+class Reset:
+    """The last item of a connection whose other side is gone."""
+
+
+class EndOfStream:
+    """The last item of a direction that was closed in good order."""
+
+
+RESET, EOF = Reset(), EndOfStream()
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One direction of a connection."""
+
+    network: Network
+    source: SimProcess
+    target: SimProcess
+    arrive: Callable[[Any], None]
+    _items: deque[tuple[float, Any]] = field(default_factory=deque)
+    _last_s: float = 0.0
+
+    def send(self, item: object) -> None:
+        network = self.network
+        self._last_s = max(self._last_s, network.loop.time() + network.delay(self.source.host, self.target.host))
+        self._items.append((self._last_s, item))
+        network.loop.call_at(self._last_s, self._deliver, context=self.target.context)
+
+    def _deliver(self) -> None:
+        """Delivers what is due, unless the way is blocked; then ``Network.open`` calls again."""
+        if self.network.is_blocked(self.source.host, self.target.host):
+            self.network.waiting[self] = None
+            return
+        now = self.network.loop.time()
+        while self._items and self._items[0][0] <= now:
+            item = self._items.popleft()[1]
+            self.network.loop.events.delivered(self.source.name, self.target.name, _summary(item))
+            self.arrive(item)
+
+    def again(self) -> None:
+        self.network.loop.call_soon(self._deliver, context=self.target.context)
+
+
+def _summary(item: object) -> bytes:
+    match item:
+        case list():
+            return b" ".join(item)
+        case (bytes() as piece, SimTransport()):
+            # Only the length: uvicorn's Date header has the real time.
+            return b"%d bytes" % len(piece)
+        case _:
+            return type(item).__name__.encode()
+
+
+class End:
+    """One process's end of a connection."""
+
+    peer: End
+
+    def __init__(self, network: Network, process: SimProcess, number: int) -> None:
+        self.network = network
+        self.process = process
+        self.number = number
+        self.open = True
+        self.receive: Callable[[Any], None] = lambda item: None
+        self.lost: Callable[[], None] = lambda: None
+        process.on_end[self.reset] = None
+
+    def join(self, peer: End) -> None:
+        self.peer = peer
+        self._flow = Flow(self.network, self.process, peer.process, peer._arrived)
+
+    def send(self, item: object) -> None:
+        if self.open:
+            self._flow.send(item)
+
+    def reset(self) -> None:
+        """Closes this end. The other one hears of it."""
+        if self.open:
+            self._flow.send(RESET)
+            self.forget()
+
+    def forget(self) -> None:
+        """Closes this end without a word."""
+        self.open = False
+        self.process.on_end.pop(self.reset, None)
+        self.network.numbers[self.process].discard(self.number)
+
+    def _arrived(self, item: object) -> None:
+        if not self.open:
+            if item is not RESET and self.peer.open:
+                self._flow.send(RESET)
+            return
+        if item is RESET:
+            self.forget()
+            self.lost()
+        else:
+            self.receive(item)
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    process: SimProcess
+    accept: Callable[[End], None]
+
+
+class Network:
+    """All hosts' addresses, and the delays and blocks between them."""
+
+    def __init__(self, loop: SimLoop, random: Random, *, delay_s: float) -> None:
+        self.loop = loop
+        self.random = random
+        self.delay_s = delay_s
+        """The mean of the delays between hosts."""
+        self.listeners: dict[Address, Listener] = {}
+        self.waiting: dict[Flow, None] = {}
+        self.blocked: dict[tuple[str, str], float] = {}
+        """When each direction was blocked."""
+        self.numbers: dict[SimProcess, set[int]] = {}
+        self._kernels: dict[str, SimProcess] = {}
+        self.on_block: dict[Callable[[], None], None] = {}
+        loop.connect, loop.serve = self._connect, self._serve
+
+    def delay(self, source: str, target: str) -> float:
+        if source == target:
+            return LOCAL_DELAY_S
+        return self.delay_s * (0.5 + self.random.expovariate(2.0))
+
+    def is_blocked(self, source: str, target: str) -> bool:
+        return (source, target) in self.blocked
+
+    def block(self, source: str, target: str) -> None:
+        self.blocked.setdefault((source, target), self.loop.time())
+        for action in list(self.on_block):
+            action()
+
+    def open_all(self) -> None:
+        """Ends all blocks."""
+        self.blocked.clear()
+        flows, self.waiting = self.waiting, {}
+        for flow in flows:
+            flow.again()
+
+    def listen(self, process: SimProcess, address: Address, accept: Callable[[End], None]) -> Callable[[], None]:
+        """Takes connections for the process. Returns what ends that. Raises OSError if the address is in use."""
+        if address in self.listeners:
+            raise OSError(errno.EADDRINUSE, f"{address} is in use")
+        self.listeners[address] = Listener(process, accept)
+
+        def close() -> None:
+            self.listeners.pop(address, None)
+            process.on_end.pop(close, None)
+
+        process.on_end[close] = None
+        return close
+
+    def dial(
+        self,
+        process: SimProcess,
+        address: Address,
+        established: Callable[[End], None],
+        refused: Callable[[], None],
+    ) -> None:
+        """Connects the process to an address. One of the two functions is called, unless a block lasts for ever."""
+        kernel = self._kernel(str(address[0]))
+
+        def answer() -> None:
+            listener = self.listeners.get(address)
+            if listener is None:
+                Flow(self, kernel, process, lambda _: refused()).send(None)
+                return
+            near, far = self._end(process), self._end(listener.process)
+            near.join(far)
+            far.join(near)
+            # The kernel accepts, even if the process is stopped.
+            self.loop.call_soon(listener.accept, far, context=listener.process.context)
+            Flow(self, kernel, process, lambda _: established(near)).send(None)
+
+        Flow(self, process, kernel, lambda _: answer()).send(None)
+
+    def _kernel(self, host: str) -> SimProcess:
+        """Returns what answers at a host whatever its processes do."""
+        if host not in self._kernels:
+            self._kernels[host] = SimProcess(self.loop, f"kernel of {host}", host)
+        return self._kernels[host]
+
+    def _end(self, process: SimProcess) -> End:
+        used = self.numbers.setdefault(process, set())
+        # As a kernel does, this gives a number again as soon as it is free.
+        number = next(n for n in range(10, 100_000) if n not in used)
+        used.add(number)
+        return End(self, process, number)
+
+    # ------------------------------------------------------------ asyncio's side
+
+    async def _connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple[SimTransport, Any]:
+        process, ready = present_process(), self.loop.create_future()
+
+        def established(end: End) -> None:
+            if ready.done():  # the caller has given up
+                end.reset()
+            else:
+                ready.set_result(end)
+
+        def refused() -> None:
+            if not ready.done():
+                ready.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, f"{host}:{port} refuses"))
+
+        self.dial(process, (host, port), established, refused)
+        end = await ready
+        protocol = factory()
+        transport = SimTransport(self.loop, end, protocol, (process.host, end.number), (host, port))
+        protocol.connection_made(transport)
+        return transport, protocol
+
+    async def _serve(self, factory: Callable[[], Any], sock: SimListener) -> SimServer:
+        def accept(end: End) -> None:
+            protocol = factory()
+            transport = SimTransport(self.loop, end, protocol, sock.address, (end.peer.process.host, end.peer.number))
+            protocol.connection_made(transport)
+
+        return SimServer(self.listen(present_process(), sock.address, accept))
+
+
+class SimServer:
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+        self.sockets: tuple[Any, ...] = ()
+
+    async def wait_closed(self) -> None:
+        pass
+
+
+class SimListener:
+    """A bound socket that is not listened on yet."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address = (host, port)
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.address
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> SimListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class SimSocket:
+    """What code asks a connection's socket."""
+
+    def __init__(self, transport: SimTransport, sockname: tuple[str, int], peername: tuple[str, int]) -> None:
+        self._transport = transport
+        self._peername = peername
+        self._sockname = sockname
+        self.family = socket.AF_INET
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._peername
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._sockname
+
+    def setsockopt(self, *_: object) -> None:
+        pass
+
+    def getsockopt(self, *_: object) -> bytes:
+        sent_ms = int((self._transport.loop.time() - self._transport.sent_s) * 1000)
+        return struct.pack("=B43xI", 1 if self._transport.end.open else 7, sent_ms)
+
+    def fileno(self) -> int:
+        return -1
+
+
+class SimTransport(asyncio.Transport):
+    """A TCP connection, as asyncio has it."""
+
+    def __init__(
+        self, loop: SimLoop, end: End, protocol: Any, sockname: tuple[str, int], peername: tuple[str, int]
+    ) -> None:
+        super().__init__({"socket": SimSocket(self, sockname, peername), "peername": peername, "sockname": sockname})
+        self.loop = loop
+        self.end = end
+        self.sent_s = loop.time()
+        self._protocol = protocol
+        self._closing = self._lost = self._eof_written = self._eof_sent = False
+        self._reading = True
+        self._inbox: deque[Any] = deque()
+        self._buffer: deque[bytes] = deque()
+        self._buffered = 0
+        self._unread = 0
+        """The bytes that the kernels have."""
+        self._high, self._low = 65_536, 16_384
+        self._paused = False
+        end.receive, end.lost = self._received, self._on_reset
+
+    # ------------------------------------------------------------ writing
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._eof_written or self._lost or not data:
+            return
+        self._buffer.append(bytes(data))
+        self._buffered += len(data)
+        self._flush()
+        if self._buffered > self._high and not self._paused:
+            self._paused = True
+            self._protocol.pause_writing()
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
+
+    def write_eof(self) -> None:
+        if not self._eof_written:
+            self._eof_written = True
+            self._flush()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return self._buffered
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._high = 65_536 if high is None else high
+        self._low = self._high // 4 if low is None else low
+
+    def _flush(self) -> None:
+        while self._buffer and self._unread < WINDOW_BYTES:
+            piece = self._buffer.popleft()
+            self._buffered -= len(piece)
+            self._unread += len(piece)
+            self.sent_s = self.loop.time()
+            self.end.send((piece, self))
+        if self._buffer:
+            return
+        if (self._eof_written or self._closing) and not self._eof_sent:
+            self._eof_sent = True
+            self.end.send(EOF)
+            if self._closing:
+                self._drop(None)
+
+    def taken(self, size: int) -> None:
+        """The other side's process has read so many bytes."""
+        self._unread -= size
+        if not self._lost:
+            self._flush()
+            if self._paused and self._buffered <= self._low:
+                self._paused = False
+                self._protocol.resume_writing()
+
+    # ------------------------------------------------------------ reading
+
+    def pause_reading(self) -> None:
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        if not self._reading:
+            self._reading = True
+            self.loop.call_soon(self._read)
+
+    def is_reading(self) -> bool:
+        return self._reading and not self._closing
+
+    def _received(self, item: Any) -> None:
+        self._inbox.append(item)
+        self._read()
+
+    def _read(self) -> None:
+        while self._inbox and self._reading and not self._lost and not self._closing:
+            item = self._inbox.popleft()
+            if item is EOF:
+                if not self._protocol.eof_received():
+                    self.close()
+                continue
+            piece, sender = item
+            self._protocol.data_received(piece)
+            if not sender._lost:
+                self.loop.call_soon(sender.taken, len(piece), context=sender.end.process.context)
+        if self._closing and any(item is not EOF for item in self._inbox):
+            # Bytes that no program reads any more.
+            self._inbox.clear()
+            self.end.reset()
+
+    # ------------------------------------------------------------ the end
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._flush()
+
+    def abort(self) -> None:
+        if not self._lost:
+            self._closing = True
+            self.end.reset()
+            self._drop(None)
+
+    def _on_reset(self) -> None:
+        self._closing = True
+        self._drop(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+
+    def _drop(self, exc: Exception | None) -> None:
+        if self._lost:
+            return
+        self._lost = True
+        self._buffer.clear()
+        self._buffered = 0
+        if self.end.open and self._eof_sent:
+            # The kernel still delivers what was written. What comes from the other side now is answered by a reset.
+            self.end.forget()
+        self.loop.call_soon(self._protocol.connection_lost, exc)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol  # type: ignore[no-any-return]

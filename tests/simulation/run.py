@@ -1,0 +1,238 @@
+"""Runs a plan, and checks what has to hold in every run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tests.simulation.clients import ClientRequest, Outcome
+from tests.simulation.cluster import PROXY, Cluster, simulate
+from tests.simulation.plan import SETTLED_S, Fault, FaultKind, Plan, PlannedRequest
+from tests.simulation.virtual_time import PROCESS, START_S, Events, SimProcess
+
+ANSWERED_S = 45.0
+"""A request has ended by then: its deadline of 20 s, and what noticing a dead node and a retry may take beyond."""
+REST_S = 40.0
+"""After so long without a request, nothing is left of any."""
+RECOVERED_S = 30.0
+"""When all faults are over, a new request is answered after this time at the latest."""
+DRAINED_S = 15.0
+"""A node that drains, or has lost its engine, has ended by then."""
+STOPPED_S = 60.0
+LIMIT_S = 400.0
+LOGGERS = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has shown."""
+
+    violations: tuple[str, ...]
+    lines: tuple[str, ...]
+    digest: str
+    outcomes: tuple[Outcome | None, ...]
+    virtual_s: float
+    turns: int
+
+
+class Run:
+    """One run of a plan."""
+
+    def __init__(self, cluster: Cluster, plan: Plan) -> None:
+        self.cluster = cluster
+        self.plan = plan
+
+    async def scenario(self) -> None:
+        cluster, plan = self.cluster, self.plan
+        cluster.start()
+        await asyncio.sleep(SETTLED_S)
+        clients = asyncio.gather(*(self._client(i, request) for i, request in enumerate(plan.requests)))
+        faults = asyncio.gather(*(self._fault(fault) for fault in plan.faults))
+        try:
+            async with asyncio.timeout(ANSWERED_S):
+                await clients
+        except TimeoutError:
+            for request in cluster.requests:
+                if not request.outcomes:
+                    cluster.violated(f"request {request.number} has no outcome after {ANSWERED_S:.0f} s")
+        await faults
+        await self._recovered()
+        await asyncio.sleep(REST_S)
+        self._at_rest()
+        await self._stopped()
+
+    async def _client(self, number: int, planned: PlannedRequest) -> None:
+        await asyncio.sleep(planned.at_s)
+        request = ClientRequest(
+            number,
+            planned.prompt,
+            planned.max_tokens,
+            planned.stream,
+            salt=planned.salt,
+            leaves_after_s=planned.leaves_after_s,
+        )
+        await self.cluster.ask(request)
+        if not self.plan.faults and request.outcomes != [Outcome.WHOLE] and planned.leaves_after_s is None:
+            self.cluster.violated(f"request {number} was not answered, without any fault")
+
+    async def _recovered(self) -> None:
+        """Asks again and again for a short answer, until one comes whole."""
+        cluster = self.cluster
+        until = cluster.loop.time() + RECOVERED_S
+        while cluster.loop.time() < until:
+            request = ClientRequest(len(cluster.requests), (5, 6, 7, 8, 9), 3, stream=False)
+            await cluster.ask(request)
+            if request.outcomes == [Outcome.WHOLE]:
+                return
+            await asyncio.sleep(0.5)
+        cluster.violated(f"the cluster answers nothing {RECOVERED_S:.0f} s after the last fault")
+
+    def _at_rest(self) -> None:
+        cluster = self.cluster
+        cluster.check_blocks()
+        for node in cluster.nodes:
+            engine = node.engine
+            if not node.alive or engine is None:
+                cluster.violated(f"{node.name} is not there any more")
+                continue
+            live = list(engine.loop._scheduler.live())
+            if live:
+                cluster.violated(f"{node.name} still has {live}")
+            if engine.blocks.num_free != engine.blocks.num_blocks:
+                cluster.violated(
+                    f"{node.name} has {engine.blocks.num_free} of {engine.blocks.num_blocks} blocks free at rest, and "
+                    f"{engine.blocks.num_quarantined} quarantined"
+                )
+
+    async def _stopped(self) -> None:
+        """Ends every process in good order: each lets go of everything."""
+        cluster = self.cluster
+        for node in cluster.nodes:
+            node.drain()
+        await asyncio.sleep(STOPPED_S / 2)
+        cluster.stop_proxy()
+        await asyncio.sleep(STOPPED_S / 2)
+        for process in (cluster.proxy, *(node.process for node in cluster.nodes)):
+            if not process.ended:
+                cluster.violated(f"{process.name} does not end")
+            elif process.status != 0:
+                cluster.violated(f"{process.name} ended with {process.status}")
+            elif left := [task for task in process.tasks if not task.done()]:
+                cluster.violated(f"{process.name} has ended and left {left}")
+
+    async def _fault(self, fault: Fault) -> None:
+        cluster = self.cluster
+        await asyncio.sleep(fault.at_s)
+        node = cluster.nodes[fault.node]
+        process = node.process
+        others = [other.host for other in cluster.nodes if other is not node]
+        cluster.events.add(f"FAULT {node.name} for {fault.lasts_s} s: {fault.kind.value}")
+        match fault.kind:
+            case FaultKind.KILL:
+                node.kill()
+            case FaultKind.KILL_ENGINE:
+                node.kill_engine()
+            case FaultKind.STOP:
+                node.stop()
+            case FaultKind.STOP_ENGINE:
+                if node.process.child is not None:
+                    node.process.child.stop()
+            case FaultKind.CUT_PROXY:
+                self._cut([(node.host, PROXY), (PROXY, node.host)])
+            case FaultKind.CUT_PEERS:
+                self._cut([pair for other in others for pair in ((node.host, other), (other, node.host))])
+            case FaultKind.CUT_SENDING:
+                self._cut([(node.host, other) for other in (*others, PROXY)])
+            case FaultKind.SLOW:
+                node.pace.factor = 10.0
+            case FaultKind.CORRUPT:
+                cluster.fabric.corrupt = 1
+            case FaultKind.DRAIN:
+                node.drain()
+        await asyncio.sleep(fault.lasts_s)
+        cluster.events.add(f"the fault of {node.name} is over: {fault.kind.value}")
+        cluster.network.open_all()
+        node.go_on()
+        node.pace.factor = 1.0
+        cluster.fabric.corrupt = 0
+        if fault.kind is FaultKind.DRAIN:
+            await asyncio.sleep(DRAINED_S)
+            if not process.ended:
+                cluster.violated(f"{process.name} drains and does not end")
+        if any(one.ended for one in node.processes()):
+            await self._started_again(process)
+
+    async def _started_again(self, process: SimProcess) -> None:
+        """Does what a node's supervisor does: starts it again once it has ended."""
+        node = next(node for node in self.cluster.nodes if node.host == process.host)
+        ended = asyncio.Event()
+        if not process.ended:
+            process.on_end[ended.set] = None
+            async with asyncio.timeout(DRAINED_S):
+                await ended.wait()
+        if node.process is process:
+            node.start()
+
+    def _cut(self, ways: list[tuple[str, str]]) -> None:
+        for source, target in ways:
+            self.cluster.network.block(source, target)
+
+
+class _LogLines(logging.Handler):
+    """Adds the product's own log lines to the events."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(logging.DEBUG)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = PROCESS.get()
+        self._events.add(f"{process.name if process is not None else '-'}: {record.levelname} {record.getMessage()}")
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            self._events.add(f"    {record.exc_info[1]!r}")
+
+
+@contextmanager
+def _logged(events: Events, level: int) -> Iterator[None]:
+    handler = _LogLines(events)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger, logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, old_level, propagate in before:
+            logger.removeHandler(handler)
+            logger.setLevel(old_level)
+            logger.propagate = propagate
+
+
+def run_plan(seed: int, plan: Plan, *, until_s: float | None = None, level: int = logging.INFO) -> Result:
+    """Runs a plan. ``seed`` decides all chances in the run; ``until_s`` ends it early."""
+    with simulate(seed, plan.shape) as cluster, _logged(cluster.events, level):
+        run = Run(cluster, plan)
+        cluster.run(run.scenario(), LIMIT_S, until_s)
+        return Result(
+            tuple(cluster.violations),
+            tuple(cluster.events.lines),
+            cluster.digest,
+            tuple(request.outcomes[-1] if request.outcomes else None for request in cluster.requests),
+            cluster.loop.time() - START_S,
+            cluster.loop.turns,
+        )
+
+
+def shrunk(seed: int, plan: Plan, attempts: int = 60) -> Plan:
+    """Returns a smaller plan that still violates something, if there is one."""
+    for _ in range(attempts):
+        smaller = next((smaller for smaller in plan.smaller() if run_plan(seed, smaller).violations), None)
+        if smaller is None:
+            return plan
+        plan = smaller
+    return plan

@@ -1,0 +1,320 @@
+"""Puts simulated parts in place of the real ones: clocks, chance, threads, descriptors, ZMQ, sockets, child processes.
+
+This is the only place that changes the product. Within ``simulated`` the names under which pdserve's modules know such
+a part (``time``, ``secrets``, ``zmq`` and so on) stand for the simulated one. Other modules keep the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import importlib
+import os
+import pkgutil
+import random
+import secrets
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pdserve.process import ChildProcess
+from tests.simulation.messaging import (
+    Descriptors,
+    SimAsyncContext,
+    SimContext,
+    SimPoller,
+)
+from tests.simulation.network import Network, SimListener
+from tests.simulation.virtual_time import WALL_S, SimLoop, SimProcess, SimThread, present_process, present_thread
+
+PACKAGES = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
+UNUSED = ("pdserve.bench", "pdserve.doctor", "pdserve.cli", "pdserve.__main__", "pdserve.engine.__main__")
+"""What no process of a cluster imports."""
+
+
+class Likeness:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: types.ModuleType, **replaced: Any) -> None:
+        self.__dict__.update(replaced)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class SimFuture(concurrent.futures.Future[Any]):
+    """A future for whose result simulated threads wait."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            thread = present_thread()
+            self.add_done_callback(lambda _: thread.wake())
+            while not self.done():
+                thread.block(timeout)
+        return super().result(0)
+
+
+class SimCondition:
+    """A condition whose lock nobody ever waits for: threads change only where they wait."""
+
+    def __init__(self) -> None:
+        self._waiting: list[SimThread] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify(self, n: int = 1) -> None:
+        for thread in self._waiting[:n]:
+            thread.wake()
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> None:
+        thread = present_thread()
+        self._waiting.append(thread)
+        try:
+            while not predicate():
+                thread.block(timeout)
+        finally:
+            self._waiting.remove(thread)
+
+
+class SimFolder:
+    """A temporary folder that is not there."""
+
+    _count = 0
+
+    def __init__(self, prefix: str = "") -> None:
+        SimFolder._count += 1
+        self.name = f"/{prefix}{SimFolder._count}"
+
+    def cleanup(self) -> None:
+        pass
+
+
+class SimChild:
+    """A child process, as ``ChildProcess`` has it, of a program that is a thread.
+
+    As with the real one, the kernel kills the child when its parent ends.
+    """
+
+    programs: dict[tuple[str, ...], Callable[[Any], None]]
+    """What runs as each command. The program gets the launch message."""
+
+    def __init__(self, name: str, command: Any, *, launch: Any, own_session: bool = False) -> None:
+        parent = present_process()
+        program = SimChild.programs[tuple(command)]
+        self.name = name
+        self.process = SimProcess(parent.loop, f"{parent.name}'s engine", parent.host)
+        self.pid = 1
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(launch), type=type(launch))
+        self._ended = asyncio.Event()
+
+        def died() -> None:
+            parent.loop.call_soon(self._ended.set, context=parent.context)
+            parent.on_end.pop(kill, None)
+
+        def kill() -> None:
+            self.process.end(-9)
+
+        self.process.on_end[died] = None
+        parent.on_end[kill] = None
+        parent.child = self.process
+
+        def run() -> None:
+            status = 1
+            try:
+                program(message)
+                status = 0
+            finally:
+                if not SimThread.over:
+                    self.process.end(status)
+
+        self.process.start_thread(run, "engine")
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return self.process.status
+
+    async def end(self, grace_s: float) -> bool:
+        by_itself = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            by_itself = False
+        finally:
+            self.process.end(-9)
+            await self.wait()
+        return by_itself
+
+    def describe_end(self) -> str:
+        return f"{self.name} ended with {self.process.status}"
+
+
+@functools.cache
+def _product() -> tuple[types.ModuleType, ...]:
+    """Returns all modules of the product that run in a cluster."""
+    for package in PACKAGES:
+        root = importlib.import_module(package)
+        for found in pkgutil.walk_packages(root.__path__, f"{package}."):
+            if found.name.startswith(UNUSED) or found.name.endswith("__main__"):
+                continue
+            importlib.import_module(found.name)
+    return tuple(
+        module
+        for name, module in sorted(sys.modules.items())
+        if name.partition(".")[0] in PACKAGES and not name.startswith(UNUSED)
+    )
+
+
+@functools.cache
+def _early() -> tuple[tuple[Any, str, Any], ...]:
+    """Returns the defaults of functions that took a clock when their module was loaded: owner, name and value."""
+    found: list[tuple[Any, str, Any]] = []
+    clocks = (time.time, time.monotonic)
+    for module in _product():
+        for value in list(vars(module).values()):
+            functions = [value] if isinstance(value, types.FunctionType) else []
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                functions = [member for member in vars(value).values() if isinstance(member, types.FunctionType)]
+            for function in functions:
+                for name, default in (function.__kwdefaults__ or {}).items():
+                    if default in clocks:
+                        found.append((function, name, default))
+                assert not any(default in clocks for default in function.__defaults__ or ()) or _is_positional(function)
+    return tuple(found)
+
+
+def _is_positional(function: types.FunctionType) -> bool:
+    _positional[function] = function.__defaults__ or ()
+    return True
+
+
+_positional: dict[types.FunctionType, tuple[Any, ...]] = {}
+
+
+@contextmanager
+def simulated(
+    loop: SimLoop,
+    network: Network,
+    chance: Random,
+    programs: dict[tuple[str, ...], Callable[[Any], None]],
+    **names: Any,
+) -> Iterator[Descriptors]:
+    """Replaces the parts while the block runs.
+
+    ``programs`` are those of child processes, by their commands. ``names`` are further names to replace, with their
+    modules, and ``__`` in place of each dot.
+    """
+    descriptors = Descriptors()
+    SimContext.network, SimContext.descriptors, SimPoller.descriptors = network, descriptors, descriptors
+    SimChild.programs = programs
+    SimThread.over = False
+    SimFolder._count = 0
+
+    def wall() -> float:
+        return WALL_S + loop.time() + present_process().skew_s
+
+    def sleep(seconds: float) -> None:
+        present_thread().block(seconds)
+
+    def eventfd_write(fd: int, value: int) -> None:
+        descriptors.fd(fd).write()
+
+    def close(fd: int) -> None:
+        if fd in descriptors:
+            descriptors.close(fd)
+        else:
+            os.close(fd)
+
+    clock = Likeness(time, time=wall, monotonic=loop.time, perf_counter=loop.time, sleep=sleep)
+    replaced: list[tuple[Any, Any]] = [
+        (time, clock),
+        (time.time, wall),
+        (time.monotonic, loop.time),
+        (secrets, Likeness(secrets, token_bytes=chance.randbytes, randbits=chance.getrandbits)),
+        (random, Likeness(random, Random=lambda: Random(chance.getrandbits(64)))),
+        (
+            os,
+            Likeness(
+                os,
+                eventfd=lambda *_: descriptors.eventfd(),
+                eventfd_write=eventfd_write,
+                eventfd_read=lambda fd: descriptors.fd(fd).read(),
+                close=close,
+                urandom=chance.randbytes,
+            ),
+        ),
+        (threading, Likeness(threading, Thread=SimThread, Condition=SimCondition)),
+        (concurrent.futures.Future, SimFuture),
+        (tempfile, Likeness(tempfile, TemporaryDirectory=SimFolder)),
+        (
+            zmq,
+            Likeness(
+                zmq,
+                Context=SimContext,
+                Poller=SimPoller,
+                Socket=types.SimpleNamespace(shadow=lambda sim: sim),
+                asyncio=Likeness(zmq.asyncio, Context=SimAsyncContext),
+            ),
+        ),
+        (ChildProcess, SimChild),
+        (_module("pdserve.http.server").bind, lambda config: SimListener(config.host, config.port)),
+    ]
+    by_id = {id(real): stand_in for real, stand_in in replaced}
+    undo: list[tuple[Any, str, Any]] = []
+    for module in _product():
+        for name, value in list(vars(module).items()):
+            stand_in = by_id.get(id(value))
+            if stand_in is not None and not (value is ChildProcess and module.__name__ == "pdserve.process"):
+                undo.append((module, name, value))
+                setattr(module, name, stand_in)
+    for path, stand_in in names.items():
+        module_name, _, name = path.rpartition("__")
+        module = _module(module_name.replace("__", "."))
+        undo.append((module, name, getattr(module, name)))
+        setattr(module, name, stand_in)
+    for function, name, default in _early():
+        function.__kwdefaults__[name] = by_id[id(default)] if id(default) in by_id else _clock_for(default, wall, loop)
+    for function, defaults in _positional.items():
+        function.__defaults__ = tuple(_clock_for(default, wall, loop) for default in defaults)
+    guard = _module("pdserve.wire.connection_guard").ConnectionGuard
+    waiting, guard._waiting = guard._waiting, lambda self, descriptor, port: 0
+    try:
+        yield descriptors
+    finally:
+        guard._waiting = waiting
+        for module, name, value in reversed(undo):
+            setattr(module, name, value)
+        for function, name, default in _early():
+            function.__kwdefaults__[name] = default
+        for function, defaults in _positional.items():
+            function.__defaults__ = defaults
+
+
+def _clock_for(default: Any, wall: Callable[[], float], loop: SimLoop) -> Any:
+    # Builtin functions are compared, because each look-up may make another object.
+    if default == time.time:
+        return wall
+    return loop.time if default == time.monotonic else default
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
