@@ -13,13 +13,13 @@ from random import Random
 
 import torch
 from llguidance import LLTokenizer
+from pdserve.engine.placement.prefill_rate import PrefillRate
 
 from pdserve.config import EngineLaunch, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.prefill_rate import PrefillRate
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
