@@ -16,7 +16,6 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from pdserve.api.engine_client import ENGINE_COMMAND
 from pdserve.api.requests.tokenizer import Tokenizer
@@ -37,6 +36,7 @@ from pdserve.config import (
     TransferConfig,
 )
 from pdserve.engine.kv_cache.block_manager import _BlockState
+from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
 from pdserve.wire.discovery import Role
 from pdserve_proxy import server as proxy_server
 from tests.simulation.clients import MODEL, ClientRequest, ask
@@ -283,7 +283,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
             cluster.network,
             Random(cluster.random.getrandbits(64)),
             {tuple(ENGINE_COMMAND): program},
-            pdserve__api__server__load_tokenizer=lambda _: tokenizer(),
+            pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
             pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
             pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, **__: partial(
                 LinkTransport, cluster.fabric
@@ -307,5 +307,4 @@ def tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     end = chr(0x4E00 + EOS)
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)  # type: ignore[no-untyped-call]
-    return Tokenizer(fast)
+    return Tokenizer(KeptTokenizer(backend.to_str(), {"eos_token": end}, "", split_special_tokens=False))

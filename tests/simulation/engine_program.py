@@ -13,13 +13,14 @@ from random import Random
 
 import torch
 from llguidance import LLTokenizer
-from pdserve.engine.placement.prefill_rate import PrefillRate
 
 from pdserve.config import EngineLaunch, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
+from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
@@ -172,7 +173,11 @@ class EngineProgram:
         kv_cache = torch.zeros(self.num_blocks, BLOCK_BYTES, dtype=torch.uint8)
         blocks = BlockManager(self.num_blocks, BLOCK_SIZE, prefix_cache=config.cache.prefix_cache is Switch.ON)
         prompts = PromptRule(VOCAB, self.max_model_len)
-        placement = Placement(PrefillRate(), config.transfer, config.scheduler, BLOCK_SIZE, BLOCK_BYTES / BLOCK_SIZE)
+        step_cost = StepCost()
+        targets = LatencyTargets(config.targets, step_cost, config.role)
+        placement = Placement(
+            step_cost, config.transfer, config.scheduler, BLOCK_SIZE, BLOCK_BYTES / BLOCK_SIZE, targets
+        )
         secrets = Secrets(config.secret)
         connector, control = open_connector(
             config,
