@@ -2,8 +2,9 @@
 
 The estimate is a sum of parts, none of which is negative: what any step with decoding requests takes, what each of them
 and each token of their contexts adds, what a chunk of a prompt adds at all, alone or beside them, and what each of its
-tokens and of the tokens that these read adds. Each step moves only the parts that it has. So a long time without
-prompts leaves what is known of prompts as it is, and steps that are all alike do not blur how their parts compare.
+tokens and of the tokens that these read adds. The parts are those that explain the remembered steps best. Each kind of
+steps is remembered for itself, so that a thousand steps that are all alike do not blur how their parts compare. Since
+the whole machine may become slower or faster, all parts are multiplied by its *pace*, which follows the last steps.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ MOST_TOKENS = 2**30
 
 _LEAST_TOKEN_S = 1e-7
 _KEPT = 0.97
-"""The weight of a step falls by so much with each later step of its kind."""
+"""The weight of a step falls by so much with each later step of its kind (of about as many requests and tokens)."""
+_KEPT_OTHERS = 0.9995
+"""The weight of a kind of steps falls by so much with each step of another kind."""
+_MOST_STEPS = 32
+"""A kind of steps has the weight of so many of them, at most."""
+_PACE_SHARE = 0.05
+"""So far the pace moves with each step to what that step says."""
 _KEPT_SHORT = 0.8
 _OUTLIER = 3.0
 """A step counts as at most so many times its estimate: something else had the cores."""
 _TRUSTED = 4
 """So many steps of a kind are taken as they are: the estimate is no measure yet."""
 _SWEEPS = 2
-_RESCALE = 1e12
+_RESCALE = 1e3
 
 _BATCH, _ROW, _CONTEXT, _ALONE, _BESIDE, _TOKEN, _READ = range(7)
+_ALL = range(7)
+_DECODING = (_BATCH, _ROW, _CONTEXT)
+_PROMPTS = (_ALONE, _TOKEN, _READ)
 _NAMES = ("batch", "request", "context_token", "chunk_alone", "chunk_beside", "prompt_token", "prompt_token_read")
 _ORDER = (_ALONE, _BESIDE, _TOKEN, _READ, _BATCH, _ROW, _CONTEXT)
 """What a chunk adds at all moves before what its tokens add: an estimate of that which is too high makes chunks small,
@@ -49,33 +59,36 @@ class StepCost:
         """The time of the last step with tokens of prompts."""
         self._parts = [0.0] * 7
         self._parts[_TOKEN] = PRIOR_TOKEN_S
-        self._decoding = _Memory()
-        self._prompts = _Memory()
+        self._memory = _Memory()
+        self._pace = 1.0
+        """What recent steps took, as a multiple of what their parts took over a long time."""
+        self._prompt_steps = 0
+        self._decode_steps = 0
         self._chunk_tokens = 0.0
         self._chunk_context = 0.0
 
     @property
     def known(self) -> bool:
         """Whether a step with tokens of prompts was measured."""
-        return self._prompts.steps > 0
+        return self._prompt_steps > 0
 
     @property
     def decoding_known(self) -> bool:
         """Whether a step that computed single tokens only was measured."""
-        return self._decoding.steps > 0
+        return self._decode_steps > 0
 
     @property
     def tokens_per_s(self) -> float:
         """The prompt tokens a second of steps that compute nothing else, in chunks like those that were measured."""
         if not self.known:
             return 1 / PRIOR_TOKEN_S
-        fixed_s, tokens = self._parts[_ALONE], self._chunk_tokens
+        fixed_s, tokens = self._pace * self._parts[_ALONE], self._chunk_tokens
         return tokens / (fixed_s + tokens * self._token_s(self._chunk_context))
 
     @property
     def parts(self) -> dict[str, float]:
         """The seconds that each part of a step takes."""
-        return dict(zip(_NAMES, self._parts, strict=True))
+        return {name: self._pace * part for name, part in zip(_NAMES, self._parts, strict=True)}
 
     def observe(
         self,
@@ -91,18 +104,29 @@ class StepCost:
         if not 0 < seconds < math.inf or not (rows or prompt_tokens):
             return
         features = _features(rows, context_tokens, prompt_tokens, prompt_context)
-        memory = self._prompts if prompt_tokens else self._decoding
         if prompt_tokens and not self.known:
             rest_s = seconds - min(self._decoding_s(rows, context_tokens), 0.75 * seconds)
-            self._parts[_TOKEN] = max(_LEAST_TOKEN_S, rest_s / prompt_tokens)
+            self._parts[_TOKEN] = max(_LEAST_TOKEN_S, rest_s / self._pace / prompt_tokens)
         expected_s = self.estimate_s(rows, context_tokens, prompt_tokens, prompt_context=prompt_context)
-        if memory.steps >= _TRUSTED:
+        trusted = (self._prompt_steps if prompt_tokens else self._decode_steps) >= _TRUSTED
+        if trusted:
             seconds = min(seconds, _OUTLIER * expected_s)
-        memory.learn(features, seconds, expected_s if memory.steps else seconds)
+        steady_s = seconds / self._pace
+        self._memory.learn(
+            (rows.bit_length(), prompt_tokens.bit_length()),
+            features,
+            steady_s,
+            expected_s / self._pace if trusted else steady_s,
+        )
+        if trusted:
+            self._pace *= 1 + _PACE_SHARE * (max(seconds / expected_s, 1 / _OUTLIER) - 1)
         self._fit([part for part in _ORDER if features[part]])
         if prompt_tokens:
+            self._prompt_steps += 1
             self._note_chunk(prompt_tokens, prompt_context)
             self.measured_at = now
+        else:
+            self._decode_steps += 1
         if rows:
             self._note_decoding(self._decoding_s(rows, context_tokens) if prompt_tokens else seconds)
 
@@ -111,7 +135,9 @@ class StepCost:
         decoding_s = self._decoding_s(rows, context_tokens)
         if not prompt_tokens:
             return decoding_s
-        fixed_s = max(self._parts[_ALONE], decoding_s + self._parts[_BESIDE]) if rows else self._parts[_ALONE]
+        fixed_s = self._pace * self._parts[_ALONE]
+        if rows:
+            fixed_s = max(fixed_s, decoding_s + self._pace * self._parts[_BESIDE])
         return fixed_s + prompt_tokens * self._token_s(prompt_context)
 
     def prompt_s(self, prompt_tokens: int, prompt_context: float = 0.0) -> float:
@@ -128,20 +154,21 @@ class StepCost:
         return int(min(MOST_TOKENS, 1 + spare_s / self._token_s(prompt_context)))
 
     def _decoding_s(self, rows: int, context_tokens: int) -> float:
+        if not rows:
+            return 0.0
         parts = self._parts
-        return parts[_BATCH] + rows * parts[_ROW] + context_tokens * parts[_CONTEXT] if rows else 0.0
+        return self._pace * (parts[_BATCH] + rows * parts[_ROW] + context_tokens * parts[_CONTEXT])
 
     def _token_s(self, prompt_context: float) -> float:
-        return self._parts[_TOKEN] + prompt_context * self._parts[_READ]
+        return self._pace * (self._parts[_TOKEN] + prompt_context * self._parts[_READ])
 
     def _fit(self, moving: Sequence[int]) -> None:
         """Moves these parts, one after the other, to where the squared errors of remembered steps are least."""
         for _ in range(_SWEEPS):
             for part in moving:
-                decoding, prompts = self._decoding, self._prompts
-                curve = decoding.curve(part) + prompts.curve(part)
+                curve = self._memory.curve(part)
                 if curve > 0:
-                    pull = decoding.pull(part, self._parts) + prompts.pull(part, self._parts)
+                    pull = self._memory.pull(part, self._parts)
                     least = _LEAST_TOKEN_S if part == _TOKEN else 0.0
                     self._parts[part] = max(least, self._parts[part] + pull / curve)
 
@@ -156,41 +183,68 @@ class StepCost:
         self.decode_step_s = _KEPT_SHORT * before_s + (1 - _KEPT_SHORT) * seconds
 
 
-class _Memory:
-    """The sums of which squared errors of steps of one kind are made: older steps weigh less."""
+class _Kind:
+    """The means of what steps of one kind have given."""
 
     def __init__(self) -> None:
         self.steps = 0
+        self.weight = 0.0
+        """The weight with which the means are in the sums of all kinds."""
+        self.products = [[0.0] * 7 for _ in range(7)]
+        self.values = [0.0] * 7
+
+
+class _Memory:
+    """The sums of which squared errors of steps are made. Kinds of steps that come often do not push others out."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[int, int], _Kind] = {}
         self._weight = 1.0
         """The weight of the newest step. It grows instead of all the others falling."""
         self._products = [[0.0] * 7 for _ in range(7)]
         self._values = [0.0] * 7
 
-    def learn(self, features: Sequence[float], seconds: float, unit: float) -> None:
+    def learn(self, kind: tuple[int, int], features: Sequence[float], seconds: float, unit: float) -> None:
         """Adds a step. Errors are counted in ``unit`` seconds, so that short steps count as much as long ones."""
-        self.steps += 1
-        self._weight /= _KEPT
+        self._weight /= _KEPT_OTHERS
         if self._weight > _RESCALE:
-            self._products = [[value / self._weight for value in row] for row in self._products]
-            self._values = [value / self._weight for value in self._values]
-            self._weight = 1.0
-        weight = self._weight / unit**2
-        parts = [part for part in range(7) if features[part]]
+            self._rescale()
+        means = self._kinds.setdefault(kind, _Kind())
+        before = means.weight
+        means.steps += 1
+        means.weight = after = self._weight * min(means.steps, _MOST_STEPS)
+        share, scale = max(1 / means.steps, 1 - _KEPT), unit**-2
+        parts = _DECODING if not kind[1] else _ALL if kind[0] else _PROMPTS
         for part in parts:
-            weighted, row = weight * features[part], self._products[part]
-            self._values[part] += weighted * seconds
+            weighted = scale * features[part]
+            old, row, sums = means.values[part], means.products[part], self._products[part]
+            means.values[part] = new = old + share * (weighted * seconds - old)
+            self._values[part] += after * new - before * old
             for other in parts:
-                row[other] += weighted * features[other]
+                old = row[other]
+                row[other] = new = old + share * (weighted * features[other] - old)
+                sums[other] += after * new - before * old
 
     def curve(self, part: int) -> float:
         """Returns how fast the errors grow with the square of a change of this part."""
-        return self._products[part][part] / self._weight
+        return self._products[part][part]
 
     def pull(self, part: int, parts: Sequence[float]) -> float:
         """Returns how fast the errors fall with a change of this part."""
         row = self._products[part]
-        explained = sum(row[other] * parts[other] for other in range(7))
-        return (self._values[part] - explained) / self._weight
+        return self._values[part] - sum(row[other] * parts[other] for other in range(7))
+
+    def _rescale(self) -> None:
+        """Adds all sums up anew, with smaller weights."""
+        self._products = [[0.0] * 7 for _ in range(7)]
+        self._values = [0.0] * 7
+        for means in self._kinds.values():
+            means.weight /= self._weight
+            for part in range(7):
+                self._values[part] += means.weight * means.values[part]
+                for other in range(7):
+                    self._products[part][other] += means.weight * means.products[part][other]
+        self._weight = 1.0
 
 
 def _features(rows: int, context_tokens: int, prompt_tokens: int, prompt_context: float) -> Sequence[float]:

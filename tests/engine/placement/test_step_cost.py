@@ -221,6 +221,44 @@ def test_decode_steps_are_known_where_each_has_a_chunk() -> None:
     assert cost.estimate_s(16, 0, 0) == pytest.approx(machine.seconds(Step(16, 0, 0, 0)), rel=0.25)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("slow_times", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_chunks_that_follow_the_estimate_neither_stay_too_small_nor_grow_too_large(
+    noise: float, slow_times: bool, seed: int
+) -> None:
+    """What is measured depends on what was estimated, so an estimate must not confirm itself."""
+    machine, chance, cost = Machine(0.030, 0.003, 2e-6, 0.020, 0.0, 0.0033, 0.0), random.Random(seed), StepCost()
+    target_s, pace = 0.1, 1.0
+
+    def take(step: Step) -> float:
+        seconds = pace * machine.seconds(step)
+        held_up = 10 if noise and chance.random() < 0.01 else 1
+        step.observe(cost, seconds * held_up * chance.uniform(1 - noise, 1 + noise))
+        return seconds
+
+    # Before there is more to do, single requests have come: prompts alone, and steps of one that decodes.
+    for _ in range(4):
+        take(Step(0, 0, 256, 0))
+        for _ in range(60):
+            take(Step(1, 150, 0, 0))
+    rows, tokens, fitting, late = 3, 0, 0.0, 0
+    for at in range(1500):
+        if slow_times and at % 200 == 0:
+            pace = chance.choice([1, 1, 1.5, 2.5])
+        if at % 30 == 0:
+            rows = max(1, min(8, rows + chance.choice([-1, 0, 1])))
+        decoding = Step(rows, rows * 150, 0, 0)
+        chunk = max(8, min(256, cost.prompt_tokens_within(target_s, rows, decoding.context_tokens)))
+        seconds = take(Step(rows, decoding.context_tokens, chunk, 0))
+        if at >= 300:
+            tokens += chunk
+            fitting += max(8.0, (target_s / pace - machine.seconds(decoding)) / machine.token_s)
+            late += chunk > 8 and seconds > 1.25 * target_s
+    assert 0.8 * fitting < tokens < 1.1 * fitting
+    assert late < 0.1 * 1200
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_a_time_that_is_none_is_no_measurement(seconds: float) -> None:
     cost = StepCost()
