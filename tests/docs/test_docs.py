@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 from pdserve.api.metrics import NodeMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.compare import changes
+from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT
 from pdserve.bench.report import Better, Report, Unit, read_report
 from pdserve.cli.bench import compare_flags
 from pdserve.cli.drain import drain_flags
@@ -26,8 +27,9 @@ from pdserve.settings.setting import settings_of
 from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics
+from tests.bench.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
-from tests.docs import openapi_document, results_plot, stream_tables
+from tests.docs import goodput_page, openapi_document, results_plot, stream_tables
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +121,30 @@ def test_the_tables_of_streaming_are_those_of_the_committed_figures() -> None:
     assert stream_tables.page_with(text, report) == text, "python -m tests.docs.stream_tables writes them anew"
 
 
+@pytest.mark.skipif(not goodput_page.FIGURES.exists(), reason="no figures of pdserve bench goodput are committed yet")
+def test_goodput_is_shown_as_in_the_committed_figures() -> None:
+    report = read_report(goodput_page.FIGURES)
+    again = "python -m tests.docs.goodput_page writes them anew"
+    for page, part in (
+        (goodput_page.PAGE, goodput_page.figures(report)),
+        (goodput_page.README, goodput_page.picture(report)),
+    ):
+        assert goodput_page.written(page.read_text(), part) == page.read_text(), again
+    for plot in (GOODPUT_PLOT, LATENCY_PLOT):
+        assert f"{report.machine.measured} UTC" in (goodput_page.DOCS / plot).read_text(), again
+
+
+def test_goodput_is_shown_with_verdicts_and_pictures() -> None:
+    shown = goodput_page.figures(goodput_report())
+    assert "* met: auto's goodput tight : the better other's" in shown
+    assert f"| {SHAPE} | 4 | mixed | 0.25 |" in shown
+    assert f"| {SHAPE} | 75 | auto | 1.50 | 0.75 |" in shown
+    assert f"]({LATENCY_PLOT})" in shown
+    for page in (goodput_page.PAGE, goodput_page.README):
+        text = goodput_page.written(page.read_text(), shown)
+        assert goodput_page.written(text, shown) == text
+
+
 def test_the_plot_shows_every_row_of_the_results() -> None:
     rows = results_plot.results(results_plot.PAGE.read_text())
     assert len(rows) >= 8
@@ -150,7 +176,8 @@ def test_a_new_run_can_be_compared_with_the_committed_figures(path: Path) -> Non
     report = read_report(path)
     assert not any(change.worse for change in changes(report, report, 0.0))
     assert not any(change.worse for change in changes(report, worsened(report, 1.2), 0.2))
-    assert all(change.worse for change in changes(report, worsened(report, 2.0), 0.2))
+    # A ratio of 0 cannot become worse.
+    assert all(change.worse or change.old == 0 for change in changes(report, worsened(report, 2.0), 0.2))
     assert any(f"]({path.name})" in page.read_text() for page in path.parent.glob("*.md")), "a page leads to it"
 
 

@@ -130,7 +130,7 @@ def _latency_figure(report: Report) -> Figure:
         for scale in (axes.xaxis, axes.yaxis):
             scale.set_major_formatter("{x:,g}")
             scale.set_minor_formatter("{x:,g}")
-        _finish(axes, f"{shape} tokens, numbers of clients", "TTFT p50, ms", "ITL p99, ms")
+        _finish(axes, f"{shape} tokens, by clients: lower left is better", "TTFT p50, ms", "ITL p99, ms")
     return figure
 
 

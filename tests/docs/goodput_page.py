@@ -1,0 +1,138 @@
+"""Writes the tables of goodput.md in docs/benchmarks, the plots beside it and the README's picture from goodput.json:
+``python -m tests.docs.goodput_page``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pdserve.bench.goodput.figures import (
+    AGAINST_BEST,
+    AGAINST_PEER,
+    GOODPUTS,
+    OUTPUT_RATIO,
+    RATE,
+    STEADINESS,
+    SYSTEM,
+    TTFT_RATIO,
+    UNLOADED,
+    Tightness,
+    against,
+    goodput_name,
+    verdicts,
+)
+from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT, write_plots
+from pdserve.bench.goodput.workload import Loop
+from pdserve.bench.report import Report, Row, number, read_report
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "benchmarks"
+README = ROOT / "README.md"
+PAGE = DOCS / "goodput.md"
+FIGURES = DOCS / "goodput.json"
+BEGIN = "<!-- written by tests/docs/goodput_page.py from goodput.json -->"
+END = "<!-- to here -->"
+
+_LOADS = {Loop.CLOSED: "clients", Loop.OPEN: "rate %"}
+_RATIOS = (*(goodput_name(tightness) for tightness in Tightness), OUTPUT_RATIO, TTFT_RATIO, STEADINESS)
+
+
+def figures(report: Report) -> str:
+    """Returns what the report says as Markdown, with its plots."""
+    machine = report.machine
+    parts = [
+        f"![TTFT against ITL of each system, by the number of clients]({LATENCY_PLOT})",
+        f"![good answers a second over the rate of requests]({GOODPUT_PLOT})",
+        f"{machine.cpu}, {machine.cores} cores, torch {machine.torch}, {machine.measured} UTC. "
+        f"{'; '.join(note for note in report.notes if note not in verdicts(report.rows))}.",
+        "\n".join(f"* {verdict}" for verdict in verdicts(report.rows)),
+        _unloaded(report),
+        *(_systems(report, loop) for loop in Loop if report.rows_of(loop.value)),
+        _ratios(report),
+        _peers(report),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def picture(report: Report) -> str:
+    """Returns the README's picture as Markdown, and what it shows."""
+    machine = report.machine
+    systems = dict.fromkeys(str(row.at[SYSTEM]) for row in report.rows_of(Loop.CLOSED.value))
+    return (
+        f"![time to first token against gaps between tokens: {', '.join(systems)}](docs/benchmarks/{LATENCY_PLOT})\n\n"
+        f"The same requests to each system, in turns on the same {machine.cores} cores ({machine.cpu}): how long a "
+        "client waits for the first token, and the 99th percentile of the gaps between later ones. "
+        "[How it was measured, and goodput](docs/benchmarks/goodput.md)."
+    )
+
+
+def written(text: str, part: str) -> str:
+    """Returns a page's ``text`` with ``part`` in its place."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"the page has no place between {BEGIN} and {END}"
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+
+
+def _unloaded(report: Report) -> str:
+    names = ("TTFT mean", "ITL p50", "requests at most", "TTFT target", "ITL target tight", "ITL target loose")
+    units = ("ms", "ms", "req/s", "ms", "ms", "ms")
+    head = ["shape", *(f"{name}, {unit}" for name, unit in zip(names, units, strict=True))]
+    return _table(head, ([str(row.at["shape"]), *_cells(row, names)] for row in report.rows_of(UNLOADED)))
+
+
+def _systems(report: Report, loop: Loop) -> str:
+    names = [RATE] if loop is Loop.OPEN else []
+    names += [*GOODPUTS, "output", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "failed"]
+    head = [loop.value, _LOADS[loop], SYSTEM, *([RATE + ", req/s"] if loop is Loop.OPEN else [])]
+    head += [*(f"{name}, req/s" for name in GOODPUTS), "tok/s"]
+    head += ["TTFT p50, ms", "TTFT p99", "ITL p50, ms", "ITL p99", "failed"]
+    return _table(
+        head,
+        (
+            [str(row.at["shape"]), str(row.at[_LOADS[loop]]), str(row.at[SYSTEM]), *_cells(row, names)]
+            for row in report.rows_of(loop.value)
+        ),
+    )
+
+
+def _ratios(report: Report) -> str:
+    rows = []
+    for loop, load in _LOADS.items():
+        for row in report.rows_of(against(loop)):
+            rows.append([str(row.at["shape"]), f"{row.at[load]} {load}", *_cells(row, _RATIOS)])
+    for row in report.rows_of(AGAINST_BEST):
+        rows.append([str(row.at["shape"]), "highest of all loads", *_cells(row, _RATIOS)])
+    return _table(["auto against the better of mixed and always", "load", *_RATIOS], rows) if rows else ""
+
+
+def _peers(report: Report) -> str:
+    names = [*(goodput_name(tightness) for tightness in Tightness), "output : peer", "TTFT p50 : peer"]
+    rows = []
+    for loop, load in _LOADS.items():
+        for row in report.rows_of(f"{AGAINST_PEER}, {loop.value}"):
+            rows.append([str(row.at["shape"]), f"{row.at[load]} {load}", str(row.at["peer"]), *_cells(row, names)])
+    return _table(["auto against other servers", "load", "peer", *names], rows) if rows else ""
+
+
+def _cells(row: Row, names: Iterable[str]) -> list[str]:
+    """Returns the figures of ``names``; an empty cell for each that the row lacks."""
+    found = {figure.name: number(figure) for figure in row.figures}
+    return [found.get(name, "") for name in names]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def main() -> None:
+    report = read_report(FIGURES)
+    write_plots(report, DOCS)
+    for page, part in ((PAGE, figures(report)), (README, picture(report))):
+        page.write_text(written(page.read_text(), part))
+
+
+if __name__ == "__main__":
+    main()
