@@ -25,6 +25,8 @@ from pdserve.bench.goodput.figures import (
 from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT, write_plots
 from pdserve.bench.goodput.workload import Loop
 from pdserve.bench.report import Report, Row, number, read_report
+from pdserve.bench_config import BenchGoodputConfig
+from pdserve.settings.setting import settings_of, to_text
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "benchmarks"
@@ -44,7 +46,7 @@ def figures(report: Report) -> str:
     parts = [
         f"![TTFT against ITL of each system, by the number of clients]({LATENCY_PLOT})",
         f"![good answers a second over the rate of requests]({GOODPUT_PLOT})",
-        f"{machine.cpu}, {machine.cores} cores, torch {machine.torch}, {machine.measured} UTC. "
+        f"`{command(report)}` on {machine.cores} cores ({machine.cpu}, torch {machine.torch}), {machine.measured} UTC: "
         f"{'; '.join(note for note in report.notes if note not in verdicts(report.rows))}.",
         "\n".join(f"* {verdict}" for verdict in verdicts(report.rows)),
         _unloaded(report),
@@ -53,6 +55,16 @@ def figures(report: Report) -> str:
         _peers(report),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def command(report: Report) -> str:
+    """Returns the command that made a report, out of the settings that it has kept."""
+    flags = [
+        f"--{setting.flag} {report.settings[setting.env]}"
+        for setting in settings_of(BenchGoodputConfig)
+        if report.settings.get(setting.env, to_text(setting.default)) != to_text(setting.default)
+    ]
+    return " ".join(["pdserve bench goodput", *flags])
 
 
 def picture(report: Report) -> str:
