@@ -141,10 +141,10 @@ def _cell(row: Row, name: str) -> str:
 
 
 def number(figure: Figure) -> str:
-    """Returns the value with three significant digits, or all digits before the point."""
+    """Returns the value with three significant digits, or all digits before the point, and 0 as it is."""
     value = figure.value
     if figure.unit is Unit.COUNT:
         return f"{value:.0f}"
     size = abs(value)
-    places = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 4
+    places = 0 if size >= 100 or size == 0 else 1 if size >= 10 else 2 if size >= 0.1 else 4
     return f"{value:,.{places}f}"

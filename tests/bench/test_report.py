@@ -73,7 +73,7 @@ def test_columns_line_up_and_a_missing_figure_is_empty() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(12345.6, "12,346"), (45.67, "45.7"), (3.456, "3.46"), (0.01234, "0.0123"), (float("nan"), "nan")],
+    [(12345.6, "12,346"), (45.67, "45.7"), (3.456, "3.46"), (0.01234, "0.0123"), (0.0, "0"), (float("nan"), "nan")],
 )
 def test_numbers_are_as_exact_as_they_deserve(value: float, shown: str) -> None:
     assert number(Figure("x", value, Unit.MS)) == shown

@@ -47,7 +47,8 @@ def figures(report: Report) -> str:
         f"![TTFT against ITL of each system, by the number of clients]({LATENCY_PLOT})",
         f"![good answers a second over the rate of requests]({GOODPUT_PLOT})",
         f"`{command(report)}` on {machine.cores} cores ({machine.cpu}, torch {machine.torch}), {machine.measured} UTC: "
-        f"{'; '.join(note for note in report.notes if note not in verdicts(report.rows))}.",
+        f"{'; '.join(note for note in report.notes if note not in verdicts(report.rows))}. "
+        f"[All figures]({FIGURES.name}).",
         "\n".join(f"* {verdict}" for verdict in verdicts(report.rows)),
         _unloaded(report),
         *(_systems(report, loop) for loop in Loop if report.rows_of(loop.value)),
@@ -62,7 +63,8 @@ def command(report: Report) -> str:
     flags = [
         f"--{setting.flag} {report.settings[setting.env]}"
         for setting in settings_of(BenchGoodputConfig)
-        if report.settings.get(setting.env, to_text(setting.default)) != to_text(setting.default)
+        if setting.section != "report"
+        and report.settings.get(setting.env, to_text(setting.default)) != to_text(setting.default)
     ]
     return " ".join(["pdserve bench goodput", *flags])
 
@@ -113,7 +115,7 @@ def _ratios(report: Report) -> str:
     rows = []
     for loop, load in _LOADS.items():
         for row in report.rows_of(against(loop)):
-            rows.append([str(row.at["shape"]), f"{row.at[load]} {load}", *_cells(row, _RATIOS)])
+            rows.append([str(row.at["shape"]), f"{load} {row.at[load]}", *_cells(row, _RATIOS)])
     for row in report.rows_of(AGAINST_BEST):
         rows.append([str(row.at["shape"]), "highest of all loads", *_cells(row, _RATIOS)])
     return _table(["auto against the better of mixed and always", "load", *_RATIOS], rows) if rows else ""
@@ -124,7 +126,7 @@ def _peers(report: Report) -> str:
     rows = []
     for loop, load in _LOADS.items():
         for row in report.rows_of(f"{AGAINST_PEER}, {loop.value}"):
-            rows.append([str(row.at["shape"]), f"{row.at[load]} {load}", str(row.at["peer"]), *_cells(row, names)])
+            rows.append([str(row.at["shape"]), f"{load} {row.at[load]}", str(row.at["peer"]), *_cells(row, names)])
     return _table(["auto against other servers", "load", "peer", *names], rows) if rows else ""
 
 

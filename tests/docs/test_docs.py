@@ -142,7 +142,7 @@ def test_goodput_is_shown_with_verdicts_and_pictures() -> None:
     assert f"]({LATENCY_PLOT})" in shown
     settings = {"PDSERVE_JSON": "goodput.json", "PDSERVE_SHAPES": "256/64", "PDSERVE_REPEATS": "5"}
     assert goodput_page.command(msgspec.structs.replace(goodput_report(), settings=settings)) == (
-        "pdserve bench goodput --json goodput.json --shapes 256/64"
+        "pdserve bench goodput --shapes 256/64"
     )
     for page in (goodput_page.PAGE, goodput_page.README):
         text = goodput_page.written(page.read_text(), shown)
