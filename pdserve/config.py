@@ -788,10 +788,17 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True)
 class CpuConfig:
-    """The cores that the engine may use, and its kernels on them."""
+    """The cores that the engine may use, those that it lends, and its kernels on them."""
 
     cores: tuple[int, ...] = setting(
         "cores", "The engine is pinned to these cores, for example 0,1,4-7. If it is empty, it may use all.", ()
+    )
+    core_ledger: str = setting(
+        "core-ledger",
+        "In this file the engines of one machine lend each other their cores while they sleep. The first engine makes "
+        "it; it has to be in memory, for example in /dev/shm. Empty: no core is lent. pdserve up has its own.",
+        "",
+        metavar="FILE",
     )
     kernels: CpuKernels = setting(
         "cpu-kernels",
@@ -939,6 +946,11 @@ class ClusterConfig:
     decode: int = setting("decode", "The cluster has this many decode nodes.", 1, minimum=0, maximum=256)
     mixed: int = setting(
         "mixed", "The cluster has this many nodes that are prefill and decode nodes at once.", 0, minimum=0, maximum=256
+    )
+    lend_cores: Switch = setting(
+        "lend-cores",
+        "A node that has nothing to compute lends its cores to the others. Off: each computes on its own alone.",
+        Switch.ON,
     )
     ask: str = setting("ask", "pdserve asks this one question, prints the answer, and stops.", "", metavar="TEXT")
     startup_timeout_s: float = setting(

@@ -121,6 +121,8 @@ class EngineCollector(Collector):
         yield _counter(
             "resume_blocks_reused", "those of them that were here or came from a holder", stats.resume_blocks_reused
         )
+        yield _gauge("borrowed_cores", "of sleeping engines, which compute for this one", stats.borrowed_cores)
+        yield _counter("borrowed_core_seconds", "for which such cores were borrowed", stats.borrowed_core_seconds)
         yield _counter("kv_blocks_returned", "KV blocks of answers that decode nodes returned", stats.blocks_returned)
         yield _counter("kv_offers_dropped", "offers of KV blocks without room for them", stats.offers_dropped)
         yield _by_label(

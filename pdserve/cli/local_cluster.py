@@ -13,13 +13,14 @@ import re
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from pdserve.cli.console import Console
 from pdserve.cli.kept_server import KeptServer
-from pdserve.config import ClusterConfig, HttpConfig, LogConfig, LogLevel, NodeConfig, UpConfig
+from pdserve.config import ClusterConfig, HttpConfig, LogConfig, LogLevel, NodeConfig, Switch, UpConfig
 from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
@@ -58,8 +59,13 @@ def node_command(node: NodePlan, control: str) -> Sequence[str]:
     return pdserve_command(node.role.value, "--name", node.name, "--proxy", control, "--cores", cores, "--port", "0")
 
 
-def child_environ(config: UpConfig, environ: Mapping[str, str], secret: str, file: str) -> dict[str, str]:
+def child_environ(
+    config: UpConfig, environ: Mapping[str, str], secret: str, file: str, core_ledger: Path | None = None
+) -> dict[str, str]:
     """Returns every child's environment: ``environ`` with the settings of ``config`` in it.
+
+    The nodes lend each other their cores by ``core_ledger``, or not at all. A ledger that ``environ`` names is shared
+    with engines outside of this cluster, and goes before it.
 
     Whatever the environment says, addresses are loopback ones and ports are free ones. The proxy's flags say where
     clients connect.
@@ -73,11 +79,16 @@ def child_environ(config: UpConfig, environ: Mapping[str, str], secret: str, fil
     private["PDSERVE_CONTROL_HOST"] = LOOPBACK
     private["PDSERVE_UCX_NET_DEVICES"] = LOOPBACK_DEVICE
     own = {**settings, **private, "PDSERVE_SECRET": secret, "PDSERVE_SECRET_FILE": ""}
+    if config.cluster.lend_cores is Switch.OFF:
+        own[_CORE_LEDGER] = ""
+    elif core_ledger is not None and not environ.get(_CORE_LEDGER):
+        own[_CORE_LEDGER] = str(core_ledger)
     if file:
         own["PDSERVE_CONFIG"] = file
     return {**environ, **own}
 
 
+_CORE_LEDGER = "PDSERVE_CORE_LEDGER"
 _OWN_ADDRESSES = ("PDSERVE_TRANSFER_HOST", "PDSERVE_TRANSFER_PORT", "PDSERVE_TRANSFER_ADVERTISE")
 
 _LOG_PREFIX = re.compile(r"^[\d:,. TZ-]+(DEBUG|INFO|WARNING|ERROR) \S+ ")

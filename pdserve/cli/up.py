@@ -16,6 +16,7 @@ from pdserve.cli.console import Console
 from pdserve.cli.kernel_compiler import compiling_kernels
 from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
 from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.core_ledger import private_ledger
 from pdserve.http.tls import trusting_only
 from pdserve.models.checkpoint.demo import resolve_model, served_name
 from pdserve.process import ChildDied
@@ -38,12 +39,12 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     secret = _secret(config, environ)
     cache_dir = cache_folder(environ)
     node = load(NodeConfig, [], child_environ(config, environ, secret, file), prog="pdserve decode")
-    with compiling_kernels(node, cache_dir) as compiling:
+    with compiling_kernels(node, cache_dir) as compiling, private_ledger() as ledger:
         folder = resolve_model(config.model.path)
         name = config.model.served_name or served_name(config.model.path, folder)
         config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
         console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
-        inherited = child_environ(config, environ, secret, file)
+        inherited = child_environ(config, environ, secret, file, ledger)
         access = _Access(api_key(inherited), proxy_tls(inherited))
         return asyncio.run(_serve(config, inherited, access, console, compiling))
 

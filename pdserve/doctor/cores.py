@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from pdserve.core_ledger import CoreLedger, CoreState
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
+from pdserve.errors import ConfigError
 
 _ENGINE_MODULES = (b"pdserve.engine", b"pdserve.engine.tp.rank_program")
 _SLOW_GOVERNORS = frozenset({"powersave", "conservative"})
@@ -162,6 +165,29 @@ def _neighbours(facts: CoreFacts) -> Finding:
             "give each a part of the cores with --cores (pdserve up does): sharing costs far more than half the speed",
         )
     return ok(check, f"{len(facts.engines)}, each on cores of its own")
+
+
+def check_core_ledger(path: str) -> Finding:
+    """``path`` is what ``--core-ledger`` says."""
+    check = "core ledger"
+    if not path:
+        return not_applicable(check, "--core-ledger names none, so no core is lent; pdserve up has its own")
+    if not Path(path).exists():
+        return ok(check, "no engine has made it yet")
+    try:
+        with CoreLedger(Path(path)) as ledger:
+            words = ledger.read()
+    except ConfigError as exc:
+        return problem(check, str(exc), "name another file, in memory, which all engines of this machine may write")
+    engines = len({number for word in words for number in (word.owner, word.borrower)} - {0})
+    counts = Counter(word.state for word in words if word.state is not CoreState.NOBODYS)
+    states = [
+        f"{count} {'is' if count == 1 else 'are'} {state.name.lower()}" for state, count in sorted(counts.items())
+    ]
+    seen = f"engines: {engines}; of {len(words)} cores {', '.join(states) or 'none has an engine'}"
+    if CoreState.SHARED in counts:
+        return warning(check, seen, "give each engine cores of its own with --cores: shared ones are never lent")
+    return ok(check, seen)
 
 
 def _list(cores: frozenset[int]) -> str:

@@ -95,6 +95,7 @@ class _Doctor:
         self._findings += memory_limits.check_limits(self._limits, rdma=bool(ports))
         self._findings += rdma.check_rdma(ports)
         self._findings += cores.check_cores(cores.read_cores(self._config.cpu.cores))
+        self._findings.append(cores.check_core_ledger(self._config.cpu.core_ledger))
         self._findings.append(gpu.check_gpus(gpus))
         self._findings.append(check_kv_return(self._config.transfer, self._config.cache))
         return usable

@@ -13,6 +13,7 @@ import torch
 
 from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
@@ -46,10 +47,14 @@ CPU_WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of an engine that its process needs. The caller sends ``ready`` and closes ``connector``."""
+    """The parts of an engine that its process needs.
+
+    The caller sends ``ready``, and closes ``connector`` and ``cores``.
+    """
 
     loop: StepLoop
     connector: KvConnector
+    cores: Cores
     ready: Ready
 
 
@@ -75,6 +80,7 @@ def assemble(
     max_model_len = _max_model_len(config, decoder, num_blocks)
     progress("preparing kernels")
     backend = rank_backend(config, device)
+    cores = open_cores(config, backend.kernels)
     block_kernels = kept_block_kernels(config, backend)
     spec = _engine_spec(config, decoder, tp.size, in_blocks=block_kernels is not None)
     model_dir = Path(config.model_dir)
@@ -137,6 +143,7 @@ def assemble(
         placement=placement,
         renew=secrets.renew,
         grammars=grammars,
+        cores=cores,
     )
     ready = Ready(
         control=control,
@@ -148,7 +155,7 @@ def assemble(
         vocab_size=decoder.vocab_size,
         kernels=backend.kernels.name if tp.size == 1 else f"{backend.kernels.name}, {tp.size} ranks",
     )
-    return Engine(loop, connector, ready)
+    return Engine(loop, connector, cores, ready)
 
 
 def overlaps(config: EngineConfig, device: torch.device) -> bool:

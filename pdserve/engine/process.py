@@ -103,6 +103,7 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
             channel.send(Starting(stage))
 
         engine = assemble(config, channel, wake_up, progress, ranks, group, device, around)
+        stack.callback(engine.cores.close)
         stack.callback(engine.connector.close)
         stack.enter_context(_stop_signals(engine.loop.stop))
         if ranks is not None:

@@ -18,6 +18,7 @@ import zmq
 
 from pdserve.config import SchedulerConfig
 from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.core_lending import Cores, OwnCores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.launched_step import AheadRunner, LaunchedStep, StepAhead, StepRunner, launch, launch_ahead
@@ -59,6 +60,7 @@ class StepLoop:
         ahead_runner: AheadRunner | None = None,
         renew: Callable[[bytes], None] = lambda _: None,
         grammars: GrammarOpener,
+        cores: Cores | None = None,
     ) -> None:
         """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
@@ -74,6 +76,7 @@ class StepLoop:
         self._collector = OutputCollector()
         self._scheduler = Scheduler(blocks, config, stop, self._collector, connector.release, placement, grammars.open)
         self._grammars = grammars
+        self._cores = OwnCores() if cores is None else cores
         self._prompts = prompts
         self._renew = renew
         self._placement = placement
@@ -123,6 +126,7 @@ class StepLoop:
         if busy:
             timeout_ms = 0
         else:
+            self._cores.sleep()
             self._send_stats(idle=True)
             deadline = self._scheduler.next_deadline()
             timeout_ms = -1 if deadline is None else max(0, int((deadline - time.monotonic()) * 1000) + 1)
@@ -221,6 +225,7 @@ class StepLoop:
         """Launches a planned step; returns None if there is nothing to compute."""
         if not plan.work:
             return None
+        self._cores.begin_step()
         return launch(self._runner, plan, self._eos_token_ids, on_device=self._ahead_runner is not None)
 
     def _launch_ahead(self, step: LaunchedStep | None) -> StepAhead | None:
@@ -292,6 +297,8 @@ class StepLoop:
             resume_blocks_reused=scheduler.counters.resume_blocks_reused,
             blocks_returned=returns.blocks_returned,
             offers_dropped=returns.offers_dropped,
+            borrowed_cores=self._cores.borrowed,
+            borrowed_core_seconds=self._cores.borrowed_s,
             prefills_local=prefills[PrefillSource.LOCAL],
             prefills_remote=prefills[PrefillSource.REMOTE],
             prefills_fallback=prefills[PrefillSource.FALLBACK],

@@ -258,6 +258,9 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The full blocks of resumed answers and their prompts."""
     resume_blocks_reused: int = 0
     """Those of them that this engine had, or got from a holder."""
+    borrowed_cores: int = 0
+    """The cores of sleeping engines that compute for this one."""
+    borrowed_core_seconds: float = 0.0
     blocks_returned: int = 0
     """The blocks that this engine has fetched because decode nodes have offered them."""
     offers_dropped: int = 0

@@ -56,6 +56,25 @@ def nodes(url: str) -> dict[str, str]:
         return {instance["name"]: instance["role"] for instance in json.load(response)}
 
 
+def borrows(url: str) -> bool:
+    """Returns whether a node that answered a question has computed on another one's core."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
+        (model,) = json.load(response)["data"]
+    body = json.dumps({"model": model["id"], "prompt": "How do you do?", "max_tokens": 8}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.read()
+    with urllib.request.urlopen(f"{url}/instances", timeout=10) as response:
+        addresses = [instance["url"] for instance in json.load(response)]
+    for address in addresses:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+            found = re.search(r"^pdserve_borrowed_core_seconds_total (\S+)$", response.read().decode(), re.MULTILINE)
+        assert found is not None
+        if float(found[1]) > 0:
+            return True
+    return False
+
+
 @pytest.mark.usefixtures("demo_model")
 def test_one_question_is_answered_over_prefill_and_decode_also_where_a_key_is_wanted(tmp_path: Path) -> None:
     key = "a-key-for-tests-only-0123456789"
@@ -76,6 +95,8 @@ def test_it_starts_again_what_dies_and_serves_until_sigterm(tiny_model: Path, tm
         url = url_of(up)
         everyone = {"mixed-0": "mixed", "mixed-1": "mixed"}
         assert nodes(url) == everyone
+        if len(os.sched_getaffinity(0)) > 1:
+            eventually(lambda: borrows(url), "the node that answers borrows the other one's core")
         for name in ("mixed-0", "proxy"):
             (process,) = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, name)]
             os.kill(process, signal.SIGKILL)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.doctor.cores import CoreFacts, RunningEngine, check_cores, read_cores
+from pdserve.core_ledger import CoreLedger, CoreState
+from pdserve.doctor.cores import CoreFacts, RunningEngine, check_core_ledger, check_cores, read_cores
 from pdserve.doctor.finding import Verdict
 
 FINE = CoreFacts(
@@ -126,3 +127,20 @@ def test_this_machine_is_read() -> None:
     assert facts.allowed == tuple(sorted(os.sched_getaffinity(0)))
     assert 0 < facts.memory_available <= facts.memory_total
     assert read_cores((0,)).allowed == (0,)
+
+
+def test_the_core_ledger(tmp_path: Path) -> None:
+    assert check_core_ledger("").verdict is Verdict.NOT_APPLICABLE
+    path = tmp_path / "ledger"
+    assert check_core_ledger(str(path)).verdict is Verdict.OK
+    assert not path.exists()
+    with CoreLedger(path) as ledger, ledger.words as words:
+        cores = len(words) // 64
+        found = check_core_ledger(str(path))
+        assert (found.verdict, found.seen) == (Verdict.OK, f"engines: 0; of {cores} cores none has an engine")
+        words[:6] = bytes((CoreState.LENT, 0, 1, 0, 2, 0))
+        assert check_core_ledger(str(path)).seen == f"engines: 2; of {cores} cores 1 is lent"
+        words[:6] = bytes((CoreState.SHARED, 0, 0, 0, 0, 0))
+        assert check_core_ledger(str(path)).verdict is Verdict.WARNING
+    path.write_bytes(b"something else")
+    assert check_core_ledger(str(path)).verdict is Verdict.PROBLEM

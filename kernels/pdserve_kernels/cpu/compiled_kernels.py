@@ -16,6 +16,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, BlockLinear, BlockWeight, Linear
 from pdserve_kernels.cpu.compiled_attention import CompiledAttention
 from pdserve_kernels.cpu.compiled_block_linear import CompiledBlockLinear
+from pdserve_kernels.cpu.lent_cores import LentCores, forget_engine
 from pdserve_kernels.cpu.library import CPU_KERNELS, Library
 from pdserve_kernels.cpu.torch_kernels import PackedLinear
 from pdserve_kernels.cpu.weight_memory import WeightMemory
@@ -80,6 +81,14 @@ class CompiledKernels:
 
     def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> BlockLinear:
         return CompiledBlockLinear(self._library, self._memory, weight, bias)
+
+    def lent_cores(self, words: memoryview, engine: int, own: Sequence[int], *, yielding: bool = True) -> LentCores:
+        """Lends this engine's cores ``own`` from now on, and computes on those that others lend. See ``LentCores``."""
+        return LentCores(self._library, words, engine, own, yielding)
+
+    def forget_engine(self, words: memoryview, engine: int) -> None:
+        """Gives back what an engine had that has died. The caller keeps others from taking that number meanwhile."""
+        forget_engine(self._library, words, engine)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x, width = x.contiguous(), _width(x, weight)

@@ -73,6 +73,10 @@ _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_block_linear": [_INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
     "pdserve_block_rows": [_INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "pdserve_attend": [_INT, _POINTER, _POINTER],
+    "pdserve_cores_begin_step": [],
+    "pdserve_cores_sleep": [],
+    "pdserve_cores_close": [],
+    "pdserve_cores_forget": [_POINTER, _LONG, _INT],
 }
 
 _INSTRUCTIONS = ("baseline", "avx512", "avx512_bf16")
@@ -91,6 +95,9 @@ class Library:
                 function.argtypes, function.restype = arguments, None
             library.pdserve_block_panels_bytes.argtypes = [_INT, _LONG, _LONG]
             library.pdserve_block_panels_bytes.restype = _LONG
+            library.pdserve_cores_open.argtypes = [_POINTER, _LONG, _INT, _POINTER, _LONG, _INT]
+            library.pdserve_cores_pieces.restype = _LONG
+            library.pdserve_cores_borrowed_seconds.restype = ctypes.c_double
             self.linear_is_fast = bool(library.pdserve_linear_is_fast())
             self.instructions = _INSTRUCTIONS[library.pdserve_instructions()]
         except (OSError, AttributeError) as exc:
@@ -105,3 +112,11 @@ class Library:
         self.block_linear = library.pdserve_block_linear
         self.block_rows = library.pdserve_block_rows
         self.attend = library.pdserve_attend
+        self.cores_open = library.pdserve_cores_open
+        self.cores_begin_step = library.pdserve_cores_begin_step
+        self.cores_sleep = library.pdserve_cores_sleep
+        self.cores_borrowed = library.pdserve_cores_borrowed
+        self.cores_borrowed_seconds = library.pdserve_cores_borrowed_seconds
+        self.cores_pieces = library.pdserve_cores_pieces
+        self.cores_close = library.pdserve_cores_close
+        self.cores_forget = library.pdserve_cores_forget

@@ -1,5 +1,6 @@
 // Computes act(gate) * up for rows that have gate and up side by side.
 #include "lanes.h"
+#include "lent_cores.h"
 
 namespace pdserve {
 namespace {
@@ -17,15 +18,14 @@ struct Gelu {
 
 template <class T, class Act>
 void rows_of(const void* gate_up, long rows, long width, void* out) {
-#pragma omp parallel for if (rows * width > 1 << 14)
-  for (long r = 0; r < rows; r++) {
+  each_if(rows * width > 1 << 14, rows, [&](long r) {
     const T* gate = (const T*)gate_up + r * 2 * width;
     T* to = (T*)out + r * width;
     for (long i = 0; i < width; i += kLanes) {
       const long n = width - i;
       store_part(to + i, Act()(load_part(gate + i, n)) * load_part(gate + width + i, n), n);
     }
-  }
+  });
 }
 
 }  // namespace

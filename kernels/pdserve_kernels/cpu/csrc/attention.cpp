@@ -1,5 +1,6 @@
 // Computes one layer's attention of one step.
 #include "attention.h"
+#include "lent_cores.h"
 
 #include <algorithm>
 
@@ -17,14 +18,13 @@ void attend(const Step& step, const Tokens& tokens) {
   }
   auto* keys = kept<Operand<T>>(Keep::kKeys, most);
   auto* values = kept<Operand<T>>(Keep::kValues, most);
-#pragma omp parallel
-  {
+  together([&] {
     prepare(step, tokens, query);
     if (step.num_singles) attend_single_tokens(step, tokens, query, partial, first_part);
     for (long i = step.num_singles; i < step.num_rows; i++) {
       attend_span(step, tokens, row_of(step, i), query, keys, values);
     }
-  }
+  });
 }
 
 }  // namespace

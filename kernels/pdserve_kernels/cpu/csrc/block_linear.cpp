@@ -7,6 +7,7 @@
 #include "block_formats.h"
 #include "kept.h"
 #include "lanes.h"
+#include "lent_cores.h"
 
 namespace pdserve {
 namespace {
@@ -173,17 +174,14 @@ template <class F>
 void block_linear(const Bf16* from, const uint8_t* panels, const Bf16* bias, Bf16* out, long rows, BlockShape shape) {
   const InputRows x = room_for(rows, shape.inner);
   const long bytes = panel_bytes<F>(shape), count = shape.panels();
-#pragma omp parallel
-  {
-#pragma omp for schedule(static)
-    for (long row = 0; row < rows; row++) quantise_row<F>(from, x, row, rows, shape);
-#pragma omp for schedule(static)
-    for (long p = 0; p < count; p++) {
+  together([&] {
+    each(rows, [&](long row) { quantise_row<F>(from, x, row, rows, shape); });
+    each(count, [&](long p) {
       const long column = p * kBlockColumns, width = shape.outer - column;
       const Lanes offset = bias ? load_part(bias + column, width) : Lanes{};
       block_products<F>(x, 0, rows, shape, panels + p * bytes, offset, out + column, width);
-    }
-  }
+    });
+  });
 }
 
 template <class F>
@@ -211,8 +209,7 @@ template <class F>
 void block_rows(const uint8_t* panels, const int64_t* wanted, long count, BlockShape shape, Bf16* out) {
   constexpr long kPart = kFours / F::kHalves;
   const long bytes = panel_bytes<F>(shape);
-#pragma omp parallel for if (count * shape.inner > 1 << 14)
-  for (long i = 0; i < count; i++) {
+  each_if(count * shape.inner > 1 << 14, count, [&](long i) {
     const uint8_t* panel = panels + wanted[i] / kBlockColumns * bytes;
     const long column = wanted[i] % kBlockColumns, v = column / kWide, lane = column % kWide;
     for (long at = 0; at < shape.spans(); at++) {
@@ -230,7 +227,7 @@ void block_rows(const uint8_t* panels, const int64_t* wanted, long count, BlockS
       }
       for (long k = 0; k < kSpan; k += kLanes) store(out + i * shape.inner + at * kSpan + k, load(values + k));
     }
-  }
+  });
 }
 
 // Calls `use` with the format that has this number in GGUF files. Returns whether there is one.

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "lent_cores.h"
 
 namespace pdserve {
 namespace {
@@ -196,8 +197,7 @@ template <class T>
 void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query, float* partial, const long* first_part) {
   const long dim = step.head_dim, nv = (dim + kLanes - 1) / kLanes, group = step.heads / step.kv_heads;
   const long size = result_floats(step), parts = first_part[step.num_singles];
-#pragma omp for schedule(dynamic)
-  for (long item = 0; item < parts * step.kv_heads; item++) {
+  each<true>(parts * step.kv_heads, [&](long item) {
     const long at = item / step.kv_heads, kv_head = item % step.kv_heads;
     const long i = std::upper_bound(first_part, first_part + step.num_singles, at) - first_part - 1;
     const Row row = row_of(step, i);
@@ -209,9 +209,8 @@ void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query
     float* top = acc + group * nv * kLanes;
     const auto run = dim == 64 ? part<T, 4> : dim == 128 ? part<T, 8> : part<T, 0>;
     run(step, row, kv_head, tokens.layer, low, high, q, group, (Lanes*)acc, top, top + group);
-  }
-#pragma omp for schedule(static)
-  for (long i = 0; i < step.num_singles; i++) {
+  });
+  each(step.num_singles, [&](long i) {
     for (long head = 0; head < step.heads; head++) {
       const long kv_head = head / group, g = head % group;
       const auto result = [&](long p) { return partial + (p * step.kv_heads + kv_head) * size; };
@@ -234,7 +233,7 @@ void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query
         store_part(out + v * kLanes, sums / total, dim - v * kLanes);
       }
     }
-  }
+  });
 }
 
 template void attend_single_tokens<float>(const Step&, const Tokens&, const float*, float*, const long*);

@@ -1,5 +1,6 @@
 // Computes x @ weight.T + bias in bf16 or fp32.
 #include "kept.h"
+#include "lent_cores.h"
 #include "panel.h"
 
 namespace pdserve {
@@ -27,8 +28,7 @@ void linear(const T* from, const T* panels, const T* bias, T* out, long rows, lo
   const long depth = padded_to(inner, kPair<T>), count = padded_to(outer, kColumns) / kColumns;
   const auto* x = inputs<Operand<T>>(from, rows * inner);
   const long blocks = (rows + kMaxRows - 1) / kMaxRows;
-#pragma omp parallel for schedule(static)
-  for (long p = 0; p < count; p++) {
+  each(count, [&](long p) {
     const T* panel = panels + p * kColumns * depth;
     const long column = p * kColumns, width = outer - column;
     Lanes offset[2] = {};
@@ -47,7 +47,7 @@ void linear(const T* from, const T* panels, const T* bias, T* out, long rows, lo
                  });
       row += some;
     }
-  }
+  });
 }
 
 #endif

@@ -1,5 +1,6 @@
 // Computes root mean square normalisation, alone or after adding the residual.
 #include "lanes.h"
+#include "lent_cores.h"
 
 namespace pdserve {
 namespace {
@@ -28,12 +29,11 @@ void norm_row(const T* x, const T* residual, const T* weight, float eps, long wi
 template <class T>
 void norm_rows(const void* x, const void* residual, const void* weight, float eps, long rows, long width, void* out,
                void* total) {
-#pragma omp parallel for if (rows * width > 1 << 15)
-  for (long r = 0; r < rows; r++) {
+  each_if(rows * width > 1 << 15, rows, [&](long r) {
     const long at = r * width;
     norm_row((const T*)x + at, residual ? (const T*)residual + at : nullptr, (const T*)weight, eps, width,
              (T*)out + at, residual ? (T*)total + at : nullptr);
-  }
+  });
 }
 
 }  // namespace

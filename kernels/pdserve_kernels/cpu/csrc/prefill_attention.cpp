@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "lent_cores.h"
 
 namespace pdserve {
 namespace {
@@ -109,20 +110,18 @@ template <class T>
 void attend_span(const Step& step, const Tokens& tokens, const Row& row, const T* query, Operand<T>* keys,
                  Operand<T>* values) {
   const long group = step.heads / step.kv_heads, low = first_position(tokens, row);
-  const long length = padded_to(row.context - low, kColumns), each = length * padded_to(step.head_dim, kColumns);
+  const long length = padded_to(row.context - low, kColumns), each_head = length * padded_to(step.head_dim, kColumns);
   const long pieces = length / kColumns;
-#pragma omp for schedule(static)
-  for (long item = 0; item < step.kv_heads * pieces; item++) {
+  each(step.kv_heads * pieces, [&](long item) {
     const long h = item / pieces, first = item % pieces * kColumns;
-    lay_out<T>(step, row, tokens.layer, h, low, first, first + kColumns, keys + h * each, values + h * each);
-  }
+    lay_out<T>(step, row, tokens.layer, h, low, first, first + kColumns, keys + h * each_head, values + h * each_head);
+  });
   const long all = row.new_tokens * group, groups = (all + kMaxRows - 1) / kMaxRows;
-#pragma omp for schedule(dynamic)
-  for (long item = 0; item < step.kv_heads * groups; item++) {
+  each<true>(step.kv_heads * groups, [&](long item) {
     const long h = item / groups, first = item % groups * kMaxRows;
-    rows_of_queries(step, tokens, row, h, low, first, std::min(kMaxRows, all - first), query, keys + h * each,
-                    values + h * each);
-  }
+    rows_of_queries(step, tokens, row, h, low, first, std::min(kMaxRows, all - first), query, keys + h * each_head,
+                    values + h * each_head);
+  });
 }
 
 template void attend_span<float>(const Step&, const Tokens&, const Row&, const float*, float*, float*);

@@ -1,5 +1,6 @@
 // Prepares new tokens for attention: normalises and rotates heads, and stores keys and values in the cache.
 #include "attention.h"
+#include "lent_cores.h"
 
 namespace pdserve {
 namespace {
@@ -57,8 +58,7 @@ void token(const Step& step, const Tokens& tokens, long t, long block, long offs
 
 template <class T>
 void prepare(const Step& step, const Tokens& tokens, T* query) {
-#pragma omp for schedule(static)
-  for (long t = 0; t < step.num_tokens; t++) {
+  each(step.num_tokens, [&](long t) {
     long low = 0, high = step.num_rows - 1;
     while (low < high) {
       const long middle = (low + high + 1) / 2;
@@ -68,7 +68,7 @@ void prepare(const Step& step, const Tokens& tokens, T* query) {
     const Row row = row_of(step, low);
     const long position = row.context - row.new_tokens + t - row.first_token;
     token(step, tokens, t, row.blocks[position / step.block_size], position % step.block_size, query);
-  }
+  });
 }
 
 template void prepare<float>(const Step&, const Tokens&, float*);
