@@ -50,6 +50,7 @@ class WholeAnswer:
         self._logprobs = [WholeLogprobs() for _ in self._messages]
         self._finishes: dict[int, Finish] = {}
         self._stop_reasons: dict[int, StopReason] = {}
+        self._matched_stops: dict[int, StopReason] = {}
         self._journaled = [len(options.journal.emitted(index)) for index in range(len(self._messages))]
         """How many tokens of each choice have an entry, or how many of ``_reported`` if there are log probabilities."""
         self._reported: list[list[ShownToken]] = [[] for _ in self._messages]
@@ -71,6 +72,7 @@ class WholeAnswer:
             if delta.outcome is not None:
                 self._finishes[delta.choice] = delta.outcome.finish
                 self._stop_reasons[delta.choice] = delta.stop_reason
+                self._matched_stops[delta.choice] = delta.matched_stop
 
     def _scored(self, delta: TextDelta) -> Sequence[ShownToken]:
         """Returns the tokens of ``delta`` whose log probabilities the answer shows."""
@@ -120,6 +122,7 @@ class WholeAnswer:
         parts, finish = self._messages[number].parts(), self._finishes[number]
         choice = self._form.choice(index, parts, finish, logprobs, options.call_id)
         choice.stop_reason = self._stop_reasons.get(number)
+        choice.matched_stop = self._matched_stops.get(number)
         choice.token_ids = self._ids[number] if options.token_ids else None
         return choice
 

@@ -92,8 +92,8 @@ class ChatForm:
             delta.tool_calls = [_call_delta(piece, call_id(index, piece.index)) for piece in parts.calls]
         return ChatChunkChoice(index, delta, logprobs=None if logprobs is None else logprobs.for_chat())
 
-    def last_chunk(self, index: int, finish: Finish, stop_reason: StopReason = None) -> ChunkChoice:
-        return ChatChunkChoice(index, ChatDelta(), finish, stop_reason=stop_reason)
+    def last_chunk(self, index: int, finish: Finish, stop_reason: StopReason, matched_stop: StopReason) -> ChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(), finish, stop_reason=stop_reason, matched_stop=matched_stop)
 
 
 def _call_delta(piece: CallPiece, call_id: str) -> ToolCallDelta:
@@ -135,8 +135,8 @@ class TextForm:
     ) -> ChunkChoice:
         return self.chunk(index, parts.content, logprobs, first=first)
 
-    def last_chunk(self, index: int, finish: Finish, stop_reason: StopReason = None) -> ChunkChoice:
-        return TextChunkChoice(index, "", finish, stop_reason=stop_reason)
+    def last_chunk(self, index: int, finish: Finish, stop_reason: StopReason, matched_stop: StopReason) -> ChunkChoice:
+        return TextChunkChoice(index, "", finish, stop_reason=stop_reason, matched_stop=matched_stop)
 
 
 AnswerForm: TypeAlias = ChatForm | TextForm
@@ -155,8 +155,11 @@ class PlainChoice:
     first: tuple[bytes, bytes]
     """The bytes before and after the text of its first chunk."""
     later: tuple[bytes, bytes]
-    last: dict[ChoiceOutcome, bytes]
-    """The choice of the chunk with the finish reason, where no stop string or stop token has ended it."""
+    last: dict[tuple[ChoiceOutcome, int | None], bytes]
+    """The choice of the chunk with the finish reason, where no stop string or stop token of the request has ended it.
+
+    The models' own last tokens are few.
+    """
 
 
 class PlainChoices(dict[int, PlainChoice]):
@@ -169,21 +172,19 @@ class PlainChoices(dict[int, PlainChoice]):
     def __missing__(self, index: int) -> PlainChoice:
         form = self._form
         choice = self[index] = PlainChoice(
-            _around(form.chunk(index, "", None, first=True)),
-            _around(form.chunk(index, "", None, first=False)),
-            {
-                outcome: msgspec.json.encode(form.last_chunk(index, outcome.finish))
-                for outcome in ChoiceOutcome
-                if outcome.is_answer
-            },
+            _around(form.chunk(index, "", None, first=True)), _around(form.chunk(index, "", None, first=False)), {}
         )
         return choice
 
-    def last(self, index: int, outcome: ChoiceOutcome, stop_reason: StopReason) -> bytes:
-        """Returns the encoded choice of the chunk with the finish reason."""
-        if stop_reason is None:
-            return self[index].last[outcome]
-        return msgspec.json.encode(self._form.last_chunk(index, outcome.finish, stop_reason))
+    def last(self, delta: TextDelta, outcome: ChoiceOutcome) -> bytes:
+        """Returns the encoded choice of the chunk with the finish reason of ``delta``, the last one of its choice."""
+        form, index = self._form, delta.choice
+        if delta.stop_reason is not None:
+            return msgspec.json.encode(form.last_chunk(index, outcome.finish, delta.stop_reason, delta.stop_reason))
+        known, end = self[index].last, (outcome, delta.end_token)
+        if end not in known:
+            known[end] = msgspec.json.encode(form.last_chunk(index, outcome.finish, None, delta.end_token))
+        return known[end]
 
 
 def _around(choice: ChunkChoice) -> tuple[bytes, bytes]:

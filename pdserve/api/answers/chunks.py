@@ -157,7 +157,9 @@ class FullChunks:
         return self._encoder.chunk(chunk)
 
     def finish(self, delta: TextDelta, outcome: ChoiceOutcome) -> bytes:
-        return self._encoder.chunk(self._form.last_chunk(delta.choice, outcome.finish, delta.stop_reason))
+        return self._encoder.chunk(
+            self._form.last_chunk(delta.choice, outcome.finish, delta.stop_reason, delta.matched_stop)
+        )
 
     def _with_prompt(self, chunk: ChunkChoice, prompt_ids: list[int]) -> bytes:
         if not isinstance(chunk, TextChunkChoice):
@@ -189,7 +191,7 @@ class PlainChunks:
         return b""
 
     def finish(self, delta: TextDelta, outcome: ChoiceOutcome) -> bytes:
-        return self._encoder.wrap(self._choices.last(delta.choice, outcome, delta.stop_reason))
+        return self._encoder.wrap(self._choices.last(delta, outcome))
 
     def _begin(self, delta: TextDelta) -> bytes:
         self._around[delta.choice] = self._around_later(delta.choice)

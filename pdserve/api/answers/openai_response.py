@@ -101,6 +101,8 @@ class ChatChoice(msgspec.Struct):
     logprobs: msgspec.Raw | None = None
     """``ChatLogprobs`` as JSON."""
     stop_reason: StopReason = None
+    matched_stop: StopReason = None
+    """What ended the choice, by SGLang's name, which has the model's own end as well."""
     token_ids: list[int] | None = None
 
 
@@ -118,6 +120,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: Finish | None = None
     logprobs: ChatLogprobs | None = None
     stop_reason: StopReason | UnsetType = UNSET
+    matched_stop: StopReason | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -150,6 +153,8 @@ class TextChoice(msgspec.Struct):
     logprobs: msgspec.Raw | None = None
     """``TextLogprobs`` as JSON."""
     stop_reason: StopReason = None
+    matched_stop: StopReason = None
+    """What ended the choice, by SGLang's name, which has the model's own end as well."""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: msgspec.Raw | None = None
@@ -162,6 +167,7 @@ class TextChunkChoice(msgspec.Struct):
     finish_reason: Finish | None = None
     logprobs: TextLogprobs | msgspec.Raw | None = None
     stop_reason: StopReason | UnsetType = UNSET
+    matched_stop: StopReason | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

@@ -45,7 +45,9 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     tokens: Sequence[ShownToken] = ()
     """The tokens that ``text`` is made of, with their log probabilities, if the request asked for them."""
     stop_reason: StopReason = None
-    """What ended the choice, in its last delta."""
+    """What of the request ended the choice, in its last delta."""
+    end_token: int | None = None
+    """The token by which the model itself ended the choice, in its last delta."""
     reasoning: str = ""
     """What the model thinks, which is not in ``text``."""
     calls: Sequence[CallPiece] = ()
@@ -54,6 +56,11 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The log probabilities of the choice's prompt. Other choices may have the same prompt."""
     parsed_tokens: Sequence[ShownToken] | None = None
     """Those of ``tokens``, and of earlier deltas, that ``text`` is made of; None if all of ``tokens`` are."""
+
+    @property
+    def matched_stop(self) -> StopReason:
+        """What ended the choice, in its last delta, be it the request's or the model's own."""
+        return self.end_token if self.stop_reason is None else self.stop_reason
 
     @property
     def text_tokens(self) -> Sequence[ShownToken]:
@@ -175,6 +182,9 @@ class ChoiceText:
         The delta's outcome is ``STOP`` also when a stop string was found and the engine is still at work on the choice.
         """
         delta = self._add(output)
+        if output.finish is FinishReason.STOP and delta.stop_reason is None:
+            last = output.new_token_ids[-1:] or self._last_resumed
+            delta = msgspec.structs.replace(delta, end_token=last[0] if last else None)
         self._count(delta)
         return delta if self._parser is None else self._parsed(delta, self._parser)
 
