@@ -728,6 +728,11 @@ class AdmissionConfig:
         minimum=0.01,
         maximum=3600,
     )
+    priorities: Switch = setting(
+        "priorities",
+        "Requests may have a priority, by which any client may go before others. If off, any but 0 is refused.",
+        Switch.ON,
+    )
 
 
 @dataclass(frozen=True, slots=True)

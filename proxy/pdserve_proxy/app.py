@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 from quart import Quart, Response, request
 
-from pdserve.config import ProxyConfig
+from pdserve.config import ProxyConfig, Switch
 from pdserve.errors import Unavailable
 from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList
@@ -187,7 +187,8 @@ def build_app(
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
     InformationRoutes(registry, scrape, keys, config.http.max_body_bytes).add_routes(app)
     add_documentation(app, "proxy")
-    relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay, storage)
+    priorities = config.admission.priorities is Switch.ON
+    relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay, storage, priorities=priorities)
     handlers, readers = (dict.fromkeys(paths, relayed.handle) for paths in (RELAYED_ROUTES, READ_ROUTES))
     if storage is not None:
         handlers[RESPONSES_PATH] = relayed.handle_stored

@@ -8,7 +8,7 @@ import logging
 
 import msgspec
 
-from pdserve.errors import RequestError
+from pdserve.errors import InvalidRequest, RequestError
 from pdserve.http.errors import internal_error
 from pdserve.http.model_list import model_in_query
 from pdserve.http.request import ClientGone, HttpRequest
@@ -46,9 +46,15 @@ class RelayedRoutes:
         admission: AdmissionController,
         relay: Relay,
         storage: ResponseStorage | None = None,
+        *,
+        priorities: bool = True,
     ) -> None:
-        """``storage`` has the responses that are kept, if any are."""
+        """``storage`` has the responses that are kept, if any are.
+
+        ``priorities`` says whether requests may have one.
+        """
         self._storage = storage
+        self._priorities = priorities
         self._max_body_bytes = max_body_bytes
         self._keys = keys
         self._bodies = bodies
@@ -102,6 +108,12 @@ class RelayedRoutes:
             if request.method == "GET":
                 data = msgspec.json.encode({"model": model_in_query(request.query)})
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)
+            if body.priority and not self._priorities:
+                raise InvalidRequest(
+                    "'priority' can only be 0: this server has the setting --priorities off",
+                    param="priority",
+                    code="unsupported_parameter",
+                )
             if turn is not None:
                 body = await turn.begin(self._keys.owner(*credentials), body, held)
             await self._admission.admit(caller, body.answers, relayed.hold_place, body.priority)

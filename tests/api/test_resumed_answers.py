@@ -239,7 +239,8 @@ async def test_the_engine_gets_what_is_left(tokenizer: Tokenizer) -> None:
     assert by_choice(events_of(reply.body))["5"] == [
         b':5.\ndata: {"id":"cmpl-%b","object":"text_completion","created":1700000000,"model":"%b",'
         b'"system_fingerprint":"fp_ffffffffffffffff","choices":[{"index":5,"text":"","finish_reason":"stop",'
-        b'"logprobs":null,"stop_reason":"lo,","matched_stop":"lo,"}]}\n\n' % (bytes(range(16)).hex().encode(), MODEL.encode())
+        b'"logprobs":null,"stop_reason":"lo,","matched_stop":"lo,"}]}\n\n'
+        % (bytes(range(16)).hex().encode(), MODEL.encode())
     ]
 
 

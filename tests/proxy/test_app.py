@@ -9,6 +9,7 @@ import msgspec
 import openai
 import pytest
 
+from pdserve.config import AdmissionConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Role
 from pdserve.wire.version import SPOKEN
@@ -171,6 +172,21 @@ async def test_what_is_read_of_a_node_names_its_model_in_the_query() -> None:
             assert (response.status, error_of(await response.read())["code"]) == (404, "model_not_found")
         async with running.http.post("/tokenizer_info", json={}) as response:
             assert (response.status, response.headers["allow"]) == (405, "GET, OPTIONS")
+
+
+@pytest.mark.parametrize("priorities", Switch)
+async def test_clients_have_priorities_where_the_proxy_lets_them(priorities: Switch) -> None:
+    config = dataclasses.replace(proxy_config(), admission=AdmissionConfig(priorities=priorities))
+    async with FakeNode() as node, cluster(config) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        for priority, refused in ((None, False), (0, False), (-1, True), (5.0, True), (0.5, False)):
+            body = {"model": "m", "prompt": "x", "priority": priority}
+            async with running.http.post("/v1/completions", json=body) as response:
+                data = await response.read()
+            if refused and priorities is Switch.OFF:
+                assert (response.status, error_of(data)["param"]) == (400, "priority")
+            else:
+                assert response.status == 200  # a node refuses what is no whole number; this one takes all
 
 
 async def test_a_page_cannot_generate_by_a_body_that_browsers_send_anywhere() -> None:

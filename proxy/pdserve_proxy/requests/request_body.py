@@ -20,6 +20,8 @@ INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
 PROMPT_START_BYTES = 4096
 """The bytes of a prompt's beginning that routing policies see."""
 
+MAX_NUMBER_BYTES = 64
+"""The longest number that is read here. A node reads longer ones, and may take them."""
 MAX_ANSWERS = 1024
 """The most answers (``n`` times prompts) that nodes give to one request. A larger number counts as this one."""
 
@@ -132,14 +134,19 @@ def _count(value: msgspec.Raw) -> int:
         return 1
     try:
         # A node takes 3.0 for 3.
-        return int(max(min(msgspec.json.decode(bytes(memoryview(value)[:64]), type=float), MAX_ANSWERS), 1))
+        return int(
+            max(min(msgspec.json.decode(bytes(memoryview(value)[:MAX_NUMBER_BYTES]), type=float), MAX_ANSWERS), 1)
+        )
     except msgspec.DecodeError:  # a node will refuse it
         return 1
 
 
 def _priority(value: msgspec.Raw) -> int:
+    text = memoryview(value)
+    if len(text) > MAX_NUMBER_BYTES:
+        return MAX_PRIORITY  # a node may take it for any number, and its client gains nothing by that
     try:
-        priority = msgspec.json.decode(bytes(memoryview(value)[:64]), type=float)
+        priority = msgspec.json.decode(text, type=float)
     except msgspec.DecodeError:  # a node will refuse it
         return 0
     return int(priority) if abs(priority) <= MAX_PRIORITY else 0

@@ -207,10 +207,11 @@ def test_a_request_counts_as_the_answers_that_it_asks_for(fields: str, answers: 
         ("-1e300", 0),
         ('"7"', 0),
         ("[7]", 0),
-        ("9" * 5000, 0),
+        ("9" * 5000, 100),
+        (f"0.{'0' * 70}1e71", 100),
     ],
 )
-def test_the_priority_is_that_which_a_node_takes(value: str, priority: int) -> None:
+def test_the_priority_is_that_which_a_node_takes_or_the_lowest(value: str, priority: int) -> None:
     assert read_body(f'{{"prompt": "a", "priority": {value}}}'.encode()).priority == priority
 
 
