@@ -231,7 +231,8 @@ async def run_arrivals(target: Target, arrivals: Sequence[Arrival]) -> list[Stre
 @asynccontextmanager
 async def _clients() -> AsyncIterator[tuple[aiohttp.ClientSession, asyncio.TaskGroup]]:
     """Yields a session without a limit on connections, and the group of the tasks that use it."""
-    connector = aiohttp.TCPConnector(limit=0)
+    # Each request has a connection of its own: a server may close an idle one just when a client sends on it again.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as clients:
         yield session, clients

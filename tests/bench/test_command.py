@@ -43,6 +43,13 @@ def test_help_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
         (["goodput", "--add", "auto=http://127.0.0.1:1"], "--add: 'auto=http://127.0.0.1:1' was given"),
         (["goodput", "--add", "peer=127.0.0.1:1"], "--add: 'peer=127.0.0.1:1' was given"),
         (["goodput", "--rate-percents", "0"], "--rate-percents: it takes one or more numbers of at least 1"),
+        (["goodput", "--systems", "mixed,mixed"], "--systems: 'mixed,mixed' was given; it takes names out of mixed"),
+        (["goodput", "--systems", ""], "--systems and --add are both empty"),
+        (["goodput", "--shapes", "256"], "--shapes: '256' was given"),
+        (["goodput", "--shapes", ""], "--shapes: it takes one or more"),
+        (["goodput", "--add", "auto=http://127.0.0.1:1"], "--add: 'auto=http://127.0.0.1:1' was given"),
+        (["goodput", "--add", "peer=127.0.0.1:1"], "--add: 'peer=127.0.0.1:1' was given"),
+        (["goodput", "--rate-percents", "0"], "--rate-percents: it takes one or more numbers of at least 1"),
         (["batching", "--min-output-tokens", "9", "--max-output-tokens", "8"], "--min-output-tokens (9) is above"),
     ],
 )

@@ -30,6 +30,8 @@ from pdserve.wire.discovery import Role
 
 _ALONE = 4
 """The number of requests by which a system without other load is known."""
+_TRIES = 2
+"""How often the first system shows how many requests it can answer. All rates follow from the better one."""
 _TTFT_TIMES = 4.0
 _ITL_TIMES = {Tightness.TIGHT: 2.0, Tightness.LOOSE: 5.0}
 
@@ -149,9 +151,20 @@ class GoodputBench:
         workload, clients = self.config.workload, max(self.settings.concurrency)
         jobs = shape_jobs(shape, workload, _ALONE, "alone")
         alone = self._all_whole(system, await self._limited(system, run_jobs(system.target, jobs, 1)))
-        several = jobs_until(shape, workload, self.settings.seconds, "several")
-        together = self._all_whole(system, await self._limited(system, run_jobs(system.target, several, clients)))
-        return Unloaded(alone.ttft_s.mean, alone.itl_s.p50, together.requests_per_s)
+        rates = []
+        for number in range(_TRIES):
+            several = jobs_until(shape, workload, self.settings.seconds, f"several:{number}")
+            streams = await self._limited(system, run_jobs(system.target, several, clients))
+            rates.append(self._all_whole(system, streams).requests_per_s)
+        found = Unloaded(alone.ttft_s.mean, alone.itl_s.p50, max(rates))
+        told = ", ".join(f"{rate:.2f}" for rate in rates)
+        print(
+            f"shape {shape}, {system.name}: without other load TTFT {found.ttft_s * 1e3:.0f} ms, "
+            f"ITL {found.itl_s * 1e3:.1f} ms; with {clients} clients {told} req/s",
+            file=sys.stderr,
+            flush=True,
+        )
+        return found
 
     async def _run(
         self, system: MeasuredSystem, point: LoadPoint, number: int, others: Sequence[MeasuredSystem]
