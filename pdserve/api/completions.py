@@ -312,6 +312,7 @@ class CompletionRoute(Generic[R]):
             movable=self._journaled(body, terms) and not fetch_only and (bool(body.stream) or body.has_whole_journal),
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
+            client=terms.client,
             interval=_interval(body, self._node.stream.interval),
             turn_tokens=_turn_tokens(body),
         )

@@ -177,6 +177,7 @@ class EngineClient:
         movable: bool = False,
         cache_salt: str = "",
         priority: int = 0,
+        client: bytes = b"",
         interval: int = 1,
         turn_tokens: int = TURN_TOKENS,
     ) -> Generation:
@@ -185,7 +186,8 @@ class EngineClient:
         ``holders`` are asked for blocks of the prompts and of what was emitted. With ``fetch_only`` nothing is
         computed: each choice ends, with ``FinishReason.LENGTH``, when the prefix cache has what they have. Where the
         prompts are ``movable``, the engine may ask the result to have them go on at a node with more room.
-        ``request_id`` is the client's label, for the log lines of other processes. The result is woken for each
+        ``request_id`` is the client's label, for the log lines of other processes, and ``client`` stands for the client
+        itself. The result is woken for each
         ``interval`` tokens of a choice, and reads about ``turn_tokens`` of all at once.
 
         Raises Unavailable if the engine is not there, or has too many requests already, and InvalidRequest if these
@@ -224,6 +226,7 @@ class EngineClient:
                 priority=priority,
                 group_id=local_ids[0],
                 request_id=request_id,
+                client=client,
             )
             if not self._channel.send(submit):
                 generation.close()

@@ -91,6 +91,8 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     """Requests with a lower number get their places first, by ``turn_at``."""
+    client: bytes = b""
+    """Stands for the client; empty if another node ordered the prompt, which does not name it."""
     num_emitted_tokens: int = 0
     """The number of the answer's first tokens that came with the request: its client has them from another node."""
     holders: tuple[PrefillTarget, ...] = ()

@@ -164,6 +164,7 @@ class StepLoop:
             targets=submit.prefill,
             cache_salt=submit.cache_salt,
             priority=submit.priority,
+            client=submit.client,
             num_emitted_tokens=len(submit.emitted),
             holders=submit.holders,
             return_to=submit.prefill[0] if submit.prefill else None,

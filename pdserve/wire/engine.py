@@ -62,6 +62,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """The same number for all prompts of one client request, which take turns as one; 0 if this is the only one."""
     request_id: RequestId = ""
     """The client's label of the request, for log lines."""
+    client: bytes = b""
+    """Stands for the client, who takes turns with others where they wait for grammars to be compiled."""
 
 
 class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abort"):

@@ -22,9 +22,9 @@ from pathlib import Path
 import msgspec
 
 from pdserve.api.outcome import shutting_down
-from pdserve.api.requests.client_turns import ClientTurns
 from pdserve.config import GrammarConfig
 from pdserve.errors import DeadlineExceeded, InvalidRequest, TooManyRequests, Unavailable
+from pdserve.grammars.client_turns import ClientTurns
 from pdserve.process import AnsweringProcess, ChildDied, python_program
 from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial, TriedGrammar
 

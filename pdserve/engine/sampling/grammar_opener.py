@@ -1,12 +1,12 @@
 """Compiles the grammars of new requests in a thread beside the step loop.
 
-A request waits, and others run, until it has its matcher. The thread starts with the first request that has a grammar.
+A request waits, and others run, until it has its matcher. Clients take turns, so that one with many slow grammars
+delays another's by one. The thread starts with the first request that has a grammar.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from llguidance import LLTokenizer
 from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import GrammarRefused, ModelError
+from pdserve.grammars.client_turns import ClientTurns
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar, thread_with_deep_stack
 from pdserve.wire.grammar import Grammar
 
@@ -27,7 +28,7 @@ KEPT = 16
 """How many compiled grammars are kept for later requests. A usual one takes some 100 kB, and none more than 40 MB."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _OpeningOrder:
     """A family of requests, the parent first, with what each answer begins with."""
 
@@ -50,7 +51,7 @@ class GrammarOpener:
         """``load`` reads the vocabulary, and ``wake`` is called when ``take`` has something to do; both in a thread."""
         self._compiler = _Compiler(load)
         self._wake = wake
-        self._orders: queue.SimpleQueue[_OpeningOrder | None] = queue.SimpleQueue()
+        self._orders = _Orders()
         self._opened: deque[_Opened] = deque()
         self._thread: threading.Thread | None = None
 
@@ -69,7 +70,8 @@ class GrammarOpener:
         if self._thread is None:
             self._thread = thread_with_deep_stack(self._serve, "grammars")
         family = (parent, *parent.children)
-        self._orders.put(_OpeningOrder(family, grammar, tuple(tuple(member.answer) for member in family)))
+        order = _OpeningOrder(family, grammar, tuple(tuple(member.answer) for member in family))
+        self._orders.put(parent.client, order)
 
     def take(self) -> list[tuple[Request, str]]:
         """Gives finished matchers to their requests. Returns the requests that can have none, and why."""
@@ -85,11 +87,11 @@ class GrammarOpener:
     def close(self) -> None:
         """Ends the thread. It is not waited for if it is still at work on a large grammar."""
         if self._thread is not None:
-            self._orders.put(None)
+            self._orders.end()
             self._thread.join(CLOSE_S)
 
     def _serve(self) -> None:
-        while (order := self._orders.get()) is not None:
+        while (order := self._orders.take()) is not None:
             if all(member.ended for member in order.family):
                 continue
             try:
@@ -105,6 +107,35 @@ class GrammarOpener:
                 opened = _Opened(order, (), f"the grammar cannot be compiled: {type(exc).__name__}")
             self._opened.append(opened)
             self._wake()
+
+
+class _Orders:
+    """The orders that wait, for both threads."""
+
+    def __init__(self) -> None:
+        self._turns: ClientTurns[_OpeningOrder] = ClientTurns()
+        self._changed = threading.Condition()
+        self._over = False
+
+    def put(self, client: bytes, order: _OpeningOrder) -> None:
+        with self._changed:
+            self._turns.add(client, order)
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Has ``take`` return None, whatever waits."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+
+    def take(self) -> _OpeningOrder | None:
+        """Waits for an order, and returns that whose turn it is; None after the end."""
+        with self._changed:
+            while not self._over:
+                if (order := self._turns.take()) is not None:
+                    return order
+                self._changed.wait()
+        return None
 
 
 class _Compiler:

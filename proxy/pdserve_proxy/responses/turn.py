@@ -23,6 +23,7 @@ from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.store import FinishedResponse
 
 RESPONSES_PATH = "/v1/responses"
+RESPONSE_ID_START = "resp_"
 _LAST_EVENTS = (b"event: response.completed\ndata: ", b"event: response.incomplete\ndata: ")
 """How the last event of a stream begins. No text has such a line, because JSON escapes its ends of lines."""
 _STORED_STATUSES = ("completed", "incomplete")
@@ -78,6 +79,10 @@ class StoredTurn:
         keep = asked.store is not False
         if not keep and asked.previous_response_id is None:
             return body
+        if not (asked.previous_response_id or RESPONSE_ID_START).startswith(RESPONSE_ID_START):
+            raise InvalidRequest(
+                f"'previous_response_id' has to begin with {RESPONSE_ID_START!r}", param="previous_response_id"
+            )
         items = input_items(asked.input) if keep else b""
         bounds.add(len(items))
         self._begun = True

@@ -28,9 +28,9 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
     return tiny_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
-def request(pattern: str) -> Request:
+def request(pattern: str, client: bytes = b"") -> Request:
     sampling = SamplingParams(max_tokens=9, seed=1, grammar=Grammar(GrammarKind.REGEX, pattern))
-    return Request(bytes(16), [5], 1, sampling, arrived=0.0, deadline=9.0)
+    return Request(bytes(16), [5], 1, sampling, arrived=0.0, deadline=9.0, client=client)
 
 
 class Opened:
@@ -117,3 +117,29 @@ def test_the_grammar_of_requests_that_have_ended_is_not_compiled(
     assert left.matcher is None
     assert all(each.matcher is not None for each in (first, child, last))
     assert not one.failed
+
+
+def test_clients_take_turns(vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+    compiled = []
+
+    def load() -> LLTokenizer:
+        loading.set()
+        assert go_on.wait(WAIT_S)
+        return vocabulary
+
+    def noting(grammar: Grammar, own: LLTokenizer) -> CompiledGrammar:
+        compiled.append(grammar.text)
+        return real(grammar, own)
+
+    real = compiling.compile_grammar
+    monkeypatch.setattr(grammar_opener, "compile_grammar", noting)
+    waiting = [("a0", b"a"), ("a1", b"a"), ("a2", b"a"), ("b0", b"b"), ("b1", b"b"), ("c0", b"c")]
+    with opened(load) as one:
+        one.opener.open(request("first", b"a"))
+        assert loading.wait(WAIT_S)
+        for pattern, client in waiting:
+            one.opener.open(request(pattern, client))
+        go_on.set()
+        one.wait(1 + len(waiting))
+    assert compiled == ["first", "a0", "b0", "c0", "a1", "b1", "a2"]

@@ -196,6 +196,7 @@ async def test_what_is_not_to_be_stored_is_not() -> None:
         ({"previous_response_id": "resp_none"}, 404, "previous_response_id"),
         ({"previous_response_id": "resp_none", "store": False}, 404, "previous_response_id"),
         ({"previous_response_id": 7}, 400, "previous_response_id"),
+        ({"previous_response_id": "other"}, 400, "previous_response_id"),
         ({"store": "yes"}, 400, "store"),
         ({"input": 7}, 400, "input"),
     ],

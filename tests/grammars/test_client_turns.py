@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.api.requests.client_turns import ClientTurns
+from pdserve.grammars.client_turns import ClientTurns
 
 
 def taken(turns: ClientTurns[str]) -> list[str]:
