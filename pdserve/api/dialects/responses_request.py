@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ from pdserve.api.dialects.dialect_request import (
     translated,
 )
 from pdserve.api.requests.openai_request import MAX_MESSAGES, Positive, StopString, check_values
+from pdserve.api.requests.tools import NAME_PATTERN
 from pdserve.errors import InvalidRequest
 
 MAX_TOOLS = 1_024
@@ -162,6 +164,7 @@ _REASONING_TEXTS = {"reasoning_text": TextPart, "text": TextPart}
 _SUMMARY_TEXTS = {"summary_text": TextPart}
 _TOOLS: Mapping[str, type[msgspec.Struct]] = {"function": FunctionTool, "namespace": NamespaceTool}
 _FUNCTIONS = {"function": FunctionTool}
+_NAME = re.compile(NAME_PATTERN)
 _items_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 _TOOL_CHOICES: Mapping[str, type[msgspec.Struct]] = {"function": NamedFunction, "allowed_tools": AllowedFunctions}
 
@@ -283,19 +286,35 @@ def namespaces_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, st
 
 
 def _functions(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns all functions as a chat has them. Each of a namespace says what the namespace is for."""
-    functions = []
+    """Returns all functions as a chat has them. Each of a namespace says what the namespace is for.
+
+    Raises InvalidRequest if two functions have one name, or one has no right name, by the place that the client knows.
+    """
+    functions: dict[str, dict[str, Any]] = {}
+
+    def add(tool: FunctionTool, where: str) -> None:
+        if not _NAME.match(tool.name):
+            raise InvalidRequest(
+                f"{f'{where}.name'!r} is not acceptable: names have up to 128 letters, digits and any of '_.-', "
+                "with the names of their namespaces",
+                param=f"{where}.name",
+            )
+        if tool.name in functions:
+            raise InvalidRequest(f"'tools' has two functions of the name {tool.name!r}", param=f"{where}.name")
+        functions[tool.name] = _function(tool)
+
     for place, raw in enumerate(tools):
         match read_part(raw, _TOOLS, f"tools[{place}]"):
             case FunctionTool() as tool:
-                functions.append(_function(tool))
+                add(tool, f"tools[{place}]")
             case NamespaceTool(name=namespace, description=about, tools=inner):
                 for number, each in enumerate(inner):
-                    tool = read_part(each, _FUNCTIONS, f"tools[{place}].tools[{number}]")
+                    where = f"tools[{place}].tools[{number}]"
+                    tool = read_part(each, _FUNCTIONS, where)
                     described = f"{about}\n{tool.description}" if tool.description else about
                     name = full_name(namespace, tool.name)
-                    functions.append(_function(msgspec.structs.replace(tool, name=name, description=described)))
-    return functions
+                    add(msgspec.structs.replace(tool, name=name, description=described), where)
+    return list(functions.values())
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from pdserve.errors import InvalidRequest
 
 MAX_TOOLS = 128
 
-FunctionName: TypeAlias = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,128}\Z")]
+NAME_PATTERN = r"\A[A-Za-z0-9_.-]{1,128}\Z"
+FunctionName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Description: TypeAlias = Annotated[str, Meta(max_length=65_536)]
 
 

@@ -73,6 +73,11 @@ def test_a_node_names_the_fields_that_it_does_not_know(node: NodeUnderTest) -> N
     assert (answer.status, answer.headers["x-pdserve-ignored"]) == (200, "zebra")
 
 
+def space_of(*names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "namespace", "name": "n", "description": "d", "tools": tools}
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -95,6 +100,9 @@ def test_a_node_names_the_fields_that_it_does_not_know(node: NodeUnderTest) -> N
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "a"}] * 2}, "tools[1].name"),
+        ({"tools": [space_of("a"), space_of("b", "c", "b")]}, "tools[1].tools[2].name"),
+        ({"tools": [space_of("a", "b"), space_of("c", "b c")]}, "tools[1].tools[1].name"),
+        ({"tools": [space_of("a.b"), {**space_of("b"), "name": "n.a"}]}, "tools[1].tools[0].name"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(change: dict[str, Any], param: str, node: NodeUnderTest) -> None:
