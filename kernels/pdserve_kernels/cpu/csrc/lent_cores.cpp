@@ -30,8 +30,9 @@ constexpr int64_t kSpinNs = 200'000;
 // meanwhile.
 constexpr int64_t kLateNs = 30'000;
 constexpr int64_t kLookAgainNs = 1'000'000;
-// Each thread gets about so many pieces of a loop: one that begins late leaves more of them to the others.
-constexpr long kPieces = 32;
+// A loop is divided into one share for each thread, so that each reads memory from end to end, and a share into so many
+// pieces: who has no share left takes pieces of the others'.
+constexpr long kPieces = 32, kMostShares = 64;
 
 int64_t now() {
   timespec time;
@@ -66,21 +67,43 @@ struct Helper {
 // between its entering and its leaving, and the loop ends when the gate is closed and nobody is inside.
 constexpr uint32_t kClosed = 1 << 15, kInside = kClosed - 1, kNumber = 1 << 16;
 
-struct alignas(64) Loop {
-  long count, piece;
+struct Loop {
+  struct alignas(64) Share {
+    std::atomic<long> next;
+    long end;
+  };
+
+  long shares, piece;
   void (*run)(const void*, long);
   const void* body;
-  alignas(64) std::atomic<long> next;
+  std::atomic<long> entered;  // who has entered, and so the share with which the next one begins
+  Share share[kMostShares];
 
-  // Computes pieces until none is left, or `may` says no. Returns how many.
-  template <class May>
-  long work(const May& may) {
-    for (long pieces = 0;; pieces++) {
-      if (!may()) return pieces;
-      const long first = next.fetch_add(piece, std::memory_order_relaxed);
-      if (first >= count) return pieces;
-      for (long i = first; i < std::min(first + piece, count); i++) run(body, i);
+  void divide(long count, long threads, long all) {
+    shares = std::min(all, kMostShares);
+    piece = std::max(1L, count / (shares * kPieces));
+    for (long s = 0; s < shares; s++) {
+      share[s].next.store(count * s / shares, std::memory_order_relaxed);
+      share[s].end = count * (s + 1) / shares;
     }
+    entered.store(threads, std::memory_order_relaxed);
+  }
+
+  // Computes pieces until none is left, or `may` says no, and begins with share number `at`. Returns how many.
+  template <class May>
+  long work(long at, const May& may) {
+    long pieces = 0;
+    for (long s = 0; s < shares; s++) {
+      Share& some = share[(at + s) % shares];
+      while (true) {
+        if (!may()) return pieces;
+        const long first = some.next.fetch_add(piece, std::memory_order_relaxed);
+        if (first >= some.end) break;
+        for (long i = first; i < std::min(first + piece, some.end); i++) run(body, i);
+        pieces++;
+      }
+    }
+    return pieces;
   }
 };
 
@@ -153,11 +176,9 @@ class Borrower {
   bool share(long count, void (*run)(const void*, long), const void* body) {
     if (sharing_.exchange(true, std::memory_order_acquire)) return false;
     const long threads = omp_get_max_threads(), all = threads + helpers_at_hand.load(std::memory_order_relaxed);
-    loop_.count = count;
-    loop_.piece = std::max(1L, count / (all * kPieces));
+    loop_.divide(count, threads, all);
     loop_.run = run;
     loop_.body = body;
-    loop_.next.store(0, std::memory_order_relaxed);
     number_ += kNumber;
     gate_.store(number_);
     ring();
@@ -165,11 +186,11 @@ class Borrower {
     const auto always = [] { return true; };
     long pieces = 0;
     if (threads == 1) {
-      pieces = loop_.work(always);
+      pieces = loop_.work(0, always);
     } else {
 #pragma omp parallel
       {
-        const long own = loop_.work(always);
+        const long own = loop_.work(omp_get_thread_num(), always);
         if (omp_get_thread_num() == 0) pieces = own;
       }
     }
@@ -265,7 +286,8 @@ class Borrower {
           if (is_open(last)) {
             helper.inside.store(true);
             if (enter(last)) {
-              pieces_.fetch_add(loop_.work([&] { return may_use(*helper.core, engine_); }));
+              const long at = loop_.entered.fetch_add(1, std::memory_order_relaxed);
+              pieces_.fetch_add(loop_.work(at, [&] { return may_use(*helper.core, engine_); }));
               exit();
             }
             helper.inside.store(false);
