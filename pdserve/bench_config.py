@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from pdserve.config import CacheConfig, CpuConfig, ModelConfig, ReportConfig, TransferConfig, setting
+from pdserve.config import CacheConfig, CpuConfig, ModelConfig, ReportConfig, Switch, TransferConfig, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,12 @@ class EngineBenchConfig:
     )
     seconds: float = setting("seconds", "Each measurement takes this many seconds.", 1.0, minimum=0)
     block_size: int = setting("block-size", "A KV block holds this many tokens.", 16, minimum=1, maximum=1024)
+    lent_cores: Switch = setting(
+        "lent-cores",
+        "Only steps with cores that another engine lends are timed, and how soon that engine has its cores back.",
+        Switch.OFF,
+        bare="on",
+    )
     copy_mib: int = setting("copy-mib", "The buffers whose copying is timed have this size, in MiB.", 256, minimum=1)
 
 

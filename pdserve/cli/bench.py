@@ -111,7 +111,7 @@ def _engine(config: BenchEngineConfig, environ: Mapping[str, str]) -> Report:
 
     cache_dir = cache_folder(environ)
     folder = resolve_model(config.model.path)
-    return benchmark.run(config, folder, lambda: cpu_kernels(config.cpu.kernels, cache_dir))
+    return benchmark.run(config, folder, lambda: cpu_kernels(config.cpu.kernels, cache_dir), cache_dir)
 
 
 def _load(config: BenchLoadConfig, environ: Mapping[str, str]) -> Report:

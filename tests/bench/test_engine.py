@@ -17,7 +17,7 @@ from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import read_report, to_json
 from pdserve.bench_config import BenchEngineConfig, EngineBenchConfig
-from pdserve.config import Device, Dtype, ModelConfig
+from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.settings import cache_folder
@@ -163,3 +163,15 @@ def test_attention_of_recorded_steps_is_timed_as_a_replay(tiny: Path) -> None:
     # A prefill step is not recorded as a graph.
     assert attention_s(subject, subject.prefill_rows(33), 0.0) > 0
     assert len(graphs.made) == 1
+
+
+def test_borrowed_cores_are_timed(tiny: Path) -> None:
+    config = BenchEngineConfig(
+        engine=replace(SMALL, lent_cores=Switch.ON), model=ModelConfig(served_name="tiny", dtype=Dtype.FP32)
+    )
+    report = benchmark.run(config, tiny, compiled, cache_folder(os.environ))
+    found = [(row.what, row.at.get("step")) for row in report.rows]
+    steps = ["decode", "prefill of 7", "prefill of 33"]
+    wanted = [*(("step with borrowed cores", step) for step in steps), ("owner's wake-up", None)]
+    assert found == (wanted if len(os.sched_getaffinity(0)) > 1 else [])
+    assert all(figure.value > 0 for row in report.rows for figure in row.figures)

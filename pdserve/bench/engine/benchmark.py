@@ -11,6 +11,7 @@ import torch
 from llguidance import LLTokenizer
 
 from pdserve.bench.engine.hardware import measure
+from pdserve.bench.engine.lent_core_rows import lent_core_rows
 from pdserve.bench.engine.parts import LinearStack, products_of
 from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
 from pdserve.bench.engine.steps import Bench, decode_rows, grammar_row, linear_row, prefill_rows, sampler_row
@@ -18,6 +19,7 @@ from pdserve.bench.engine.subject import Steps, Subject, open_subject
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Report, Row
 from pdserve.bench_config import BenchEngineConfig
+from pdserve.config import Switch
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.demo import served_name
 from pdserve.models.runner import TORCH_DTYPES
@@ -35,19 +37,29 @@ _NOTES = (
     "least is the time in which as many are copied",
 )
 
+_LENT_NOTES = (
+    "medians; the other engine computes and sleeps in a process of its own; its wake-up ends with some 0.5 ms of work",
+)
 
-def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kernels]) -> Report:
+
+def run(
+    config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kernels], cache_dir: Path | None = None
+) -> Report:
     """Measures the model of ``folder``, and if its runner computes on a GPU, an 8B-shaped model too.
 
-    ``cpu_kernels`` makes the kernel set for a CPU.
+    ``cpu_kernels`` makes the kernel set for a CPU, and ``cache_dir`` has it for other processes.
 
-    Raises ModelError, and ConfigError if the model knows fewer positions than the settings ask for.
+    Raises ModelError, BenchError, and ConfigError if the model knows fewer positions than the settings ask for.
     """
     if config.cpu.cores:
         torch.set_num_threads(len(config.cpu.cores))
     steps = Steps(config.engine.batches, config.engine.contexts, config.engine.chunks)
     name = config.model.served_name or served_name(config.model.path, folder)
     subject = open_subject(name, folder, config.model, config.engine.block_size, steps, cpu_kernels)
+    if config.engine.lent_cores is Switch.ON and cache_dir is not None:
+        _say(f"{subject.name}: steps with borrowed cores")
+        lent = lent_core_rows(subject, steps, cache_dir, config.engine.seconds)
+        return Report("engine", this_machine(chip_name()), to_environ(config), _LENT_NOTES, tuple(lent))
     device = subject.device
     vocabulary = load_vocabulary(folder, sorted(subject.config.eos_token_ids))
     rows = list(subject_rows(config, subject, steps, vocabulary))

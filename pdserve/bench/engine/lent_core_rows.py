@@ -1,0 +1,173 @@
+"""Times steps with borrowed cores, and how soon their owner has them back."""
+
+from __future__ import annotations
+
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from pdserve.bench.engine.hardware import seconds_of
+from pdserve.bench.engine.subject import Steps, Subject
+from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.core_ledger import CoreLedger, private_ledger
+from pdserve.errors import BenchError
+from pdserve.models.runner import StepRow
+from pdserve.process import partition_cores
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.cpu.lent_cores import LentCores
+
+_TIMEOUT_S = 120.0
+_WAKE_UPS = 20
+_PAUSE_S = 0.002
+
+
+class _Neighbour:
+    """The process of ``neighbour_program``."""
+
+    def __init__(self, ledger: Path, cache_dir: Path, cores: Sequence[int]) -> None:
+        argv = [sys.executable, "-m", "pdserve.bench.engine.neighbour_program"]
+        argv += [str(ledger), str(cache_dir), ",".join(map(str, cores))]
+        self._popen = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def wait(self) -> str:
+        """Returns the answer to the last order. Raises BenchError."""
+        assert self._popen.stdout is not None
+        ready, _, _ = select.select([self._popen.stdout], [], [], _TIMEOUT_S)
+        line = self._popen.stdout.readline().decode().strip() if ready else ""
+        if not line:
+            raise BenchError("the engine whose cores are borrowed does not answer")
+        return line
+
+    def order(self, word: str) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(word.encode() + b"\n")
+        self._popen.stdin.flush()
+
+    def tell(self, word: str) -> float:
+        self.order(word)
+        return float(self.wait())
+
+    def end(self) -> None:
+        self._popen.kill()
+        self._popen.communicate()
+
+
+def lent_core_rows(subject: Subject, steps: Steps, cache_dir: Path, budget_s: float) -> list[Row]:
+    """Returns a row for one decode step and one for each prefill step: on half of the cores, with the other half
+    borrowed, and on all as own ones; and a row for the owner's wake-up.
+
+    Returns none where there is one core, or where the kernels cannot borrow any. Raises BenchError.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    if not isinstance(subject.kernels, CompiledKernels) or len(usable) < 2:
+        return []
+    own, others = partition_cores(usable, 2)
+    threads = torch.get_num_threads()
+    rows = [("decode", subject.decode_rows(1, steps.contexts[0]))]
+    rows += [(f"prefill of {chunk}", subject.prefill_rows(chunk)) for chunk in steps.chunks]
+    try:
+        with private_ledger() as path, CoreLedger(path) as ledger:
+            neighbour = _Neighbour(path, cache_dir, others)
+            try:
+                neighbour.wait()
+                with _on(own), _engine(subject.kernels, ledger, own) as cores:
+                    timed = [_times(subject, step, cores, neighbour, budget_s) for _, step in rows]
+                    woken = _wake_ups(subject, rows[0][1], cores, neighbour)
+                with _on(usable):
+                    whole = [_seconds(subject, step, budget_s) for _, step in rows]
+            finally:
+                neighbour.end()
+    finally:
+        torch.set_num_threads(threads)
+    at: dict[str, int | str] = {"model": subject.name, "own cores": len(own), "borrowed": len(others)}
+    return [
+        *(
+            Row("step with borrowed cores", {**at, "step": name}, _figures(alone, lent, all_own))
+            for (name, _), (alone, lent), all_own in zip(rows, timed, whole, strict=True)
+        ),
+        Row("owner's wake-up", at, woken),
+    ]
+
+
+@contextmanager
+def _on(cores: Sequence[int]) -> Iterator[None]:
+    """Computes on these cores within the block."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _engine(kernels: CompiledKernels, ledger: CoreLedger, own: Sequence[int]) -> Iterator[LentCores]:
+    engine = ledger.join(lambda dead: kernels.forget_engine(ledger.words, dead))
+    cores = kernels.lent_cores(ledger.words, engine, own)
+    try:
+        yield cores
+    finally:
+        cores.close()
+
+
+def _seconds(subject: Subject, step: Sequence[StepRow], budget_s: float) -> float:
+    return seconds_of(lambda: subject.runner.run(step), subject.device, budget_s)
+
+
+def _times(
+    subject: Subject, step: Sequence[StepRow], cores: LentCores, neighbour: _Neighbour, budget_s: float
+) -> tuple[float, float]:
+    """Returns the time of a step on own cores alone, and with those that the neighbour lends."""
+    neighbour.tell("step")
+    cores.begin_step()
+    alone = _seconds(subject, step, budget_s)
+    neighbour.tell("sleep")
+
+    def borrowing() -> None:
+        cores.begin_step()
+        subject.runner.run(step)
+
+    return alone, seconds_of(borrowing, subject.device, budget_s)
+
+
+def _wake_ups(subject: Subject, step: Sequence[StepRow], cores: LentCores, neighbour: _Neighbour) -> tuple[Figure, ...]:
+    """Has the neighbour wake up while its cores sleep, and while they compute for this process."""
+    cores.sleep()
+    alone, lent = [], []
+    for _ in range(_WAKE_UPS):
+        neighbour.tell("sleep")
+        time.sleep(_PAUSE_S)
+        alone.append(neighbour.tell("work"))
+    for _ in range(_WAKE_UPS):
+        neighbour.tell("sleep")
+        cores.begin_step()
+        subject.runner.run(step)
+        neighbour.order("work")
+        cores.begin_step()
+        subject.runner.run(step)
+        lent.append(float(neighbour.wait()))
+    free, taken = statistics.median(alone), statistics.median(lent)
+    return (
+        Figure("its cores asleep", free * 1e3, Unit.MS, Better.LOWER),
+        Figure("its cores lent", taken * 1e3, Unit.MS, Better.LOWER),
+        Figure("lent : asleep", taken / free, Unit.RATIO, Better.LOWER),
+    )
+
+
+def _figures(alone: float, lent: float, whole: float) -> tuple[Figure, ...]:
+    return (
+        Figure("own cores", alone * 1e3, Unit.MS, Better.LOWER),
+        Figure("and borrowed", lent * 1e3, Unit.MS, Better.LOWER),
+        Figure("all own", whole * 1e3, Unit.MS, Better.LOWER),
+        Figure("own : borrowed", alone / lent, Unit.RATIO, Better.HIGHER),
+        Figure("all own : borrowed", whole / lent, Unit.RATIO, Better.HIGHER),
+    )
