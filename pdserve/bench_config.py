@@ -479,6 +479,11 @@ class GoodputBenchConfig:
         minimum=0,
         maximum=86_400_000,
     )
+    lend_cores: Switch = setting(
+        "lend-cores",
+        "The nodes of a system lend each other their cores, as under pdserve up. Off: each computes on its own alone.",
+        Switch.ON,
+    )
     startup_timeout_s: float = setting(
         "startup-timeout-s", "Each system gets this many seconds to start.", 300.0, minimum=1, maximum=86_400
     )

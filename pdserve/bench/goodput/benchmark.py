@@ -23,7 +23,8 @@ from pdserve.bench.process_usage import cpu_s
 from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import LoadResult, Stream, summarise
 from pdserve.bench_config import BenchGoodputConfig, GoodputBenchConfig, GoodputSystem
-from pdserve.config import Disaggregation
+from pdserve.config import Disaggregation, Switch
+from pdserve.core_ledger import private_ledger
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
@@ -104,7 +105,14 @@ class GoodputBench:
         cores = sorted(self.config.cpu.cores or os.sched_getaffinity(0))
         systems = []
         for system in map(GoodputSystem, self.settings.systems):
-            mode = {**own, "PDSERVE_DISAGGREGATION": _DISAGGREGATION[system].value}
+            # Each system has a ledger of its own, as each `pdserve up` has: no system borrows the cores of another that
+            # has no requests.
+            ledger = stack.enter_context(private_ledger()) if self.settings.lend_cores is Switch.ON else None
+            mode = {
+                **own,
+                "PDSERVE_DISAGGREGATION": _DISAGGREGATION[system].value,
+                "PDSERVE_CORE_LEDGER": str(ledger or ""),
+            }
             cluster = await stack.enter_async_context(
                 running_cluster(system.value, _ROLES[system], cores, mode, self.settings.startup_timeout_s)
             )
