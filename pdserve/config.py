@@ -336,14 +336,6 @@ class TransferConfig:
         "A decode node gives these prompts to prefill nodes. 'auto' gives those that are estimated to be faster there.",
         Disaggregation.AUTO,
     )
-    stall_weight: float = setting(
-        "stall-weight",
-        "In that estimate, a stream that stalls for a second counts as much as this many seconds of "
-        "waiting for a first token.",
-        2.0,
-        minimum=0,
-        maximum=1000,
-    )
     checksums: Switch = setting("kv-checksums", "The engine checks every KV block that it receives.", Switch.ON)
     overlap: KvOverlap = setting(
         "kv-overlap",
@@ -634,7 +626,7 @@ class TargetsConfig:
 
     target_ttft_ms: float = setting(
         "target-ttft-ms",
-        "A prompt's first token should come within this many milliseconds. With 0, a node aims at four times what it "
+        "A prompt's first token should come within this many milliseconds. With 0, a node aims at twice what it "
         "takes for the prompt alone, and --roles auto at 1000.",
         0.0,
         minimum=0,

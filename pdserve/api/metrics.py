@@ -156,15 +156,15 @@ class EngineCollector(Collector):
 def _prefill(stats: PrefillStats) -> Iterable[Metric]:
     """Yields what the choice between local and remote prefill goes by."""
     decisions = CounterMetricFamily(
-        "pdserve_prefill_decisions", "prompts, by where they went first", labels=["choice", "reason"]
+        "pdserve_placement", "prompts, by where they went and why", labels=["source", "reason"]
     )
     for made in stats.decisions:
         decisions.add_metric([made.source.value, made.reason.value], made.count)
     yield decisions
     yield _gauge("prefill_local_tokens_per_second", "rate of prompts on this node", stats.tokens_per_s)
     yield _gauge("prefill_decode_step_seconds", "a step without prompts", stats.decode_step_s)
-    yield _gauge("prefill_last_local_cost_seconds", "of the prompt last compared", stats.last_local_s)
-    yield _gauge("prefill_last_remote_cost_seconds", "of the prompt last compared", stats.last_remote_s)
+    yield _gauge("placement_last_local_seconds", "to the first token, of the prompt last compared", stats.last_local_s)
+    yield _gauge("placement_last_remote_seconds", "the same, by a prefill node", stats.last_remote_s)
     gauges: dict[str, tuple[str, Callable[[PrefillNodeStats], float]]] = {
         "remote_tokens_per_second": ("rate of prompts on a prefill node", lambda node: node.tokens_per_s),
         "remote_queued_tokens": ("of prompts before a prefill node", lambda node: node.queued_tokens),

@@ -61,14 +61,16 @@ def log_request(record: RequestRecord, now: float) -> None:
     reports = record.reports
     prefill = "+".join(sorted({report.prefill_node or record.node for report in reports})) or "-"
     source = "+".join(sorted({report.prefill_source.value for report in reports})) or "-"
+    reason = "+".join(sorted({report.placed.value for report in reports if report.placed is not None})) or "-"
     finish = "+".join(sorted({outcome.value for outcome in record.outcomes})) or "-"
     log.info(
-        "request_id=%s prefill=%s source=%s decode=%s prompt=%d cached=%d output=%d "
+        "request_id=%s prefill=%s source=%s reason=%s decode=%s prompt=%d cached=%d output=%d "
         "queue_ms=%s prefill_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s "
         "prompt_tok_s=%s output_tok_s=%s total_tok_s=%s finish=%s%s",
         record.request_id,
         prefill,
         source,
+        reason,
         record.node,
         record.prompt_tokens,
         record.cached_tokens,

@@ -33,7 +33,7 @@ from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.errors import EngineError
-from pdserve.wire.engine import PrefillSource
+from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
 from pdserve.wire.priority import turn_at
 from pdserve.wire.prompt_logprobs import PromptLogprobs
@@ -131,6 +131,8 @@ class Request:
 
     prefill_source: PrefillSource = PrefillSource.LOCAL
     prefill_node: str = ""
+    placed: PrefillReason | None = None
+    """Why the prompt was placed where it went last; None if there was nothing to choose."""
     cached_tokens: int = 0
     """The tokens of the prompt that no node had to compute for this request."""
     reused_tokens: int = 0

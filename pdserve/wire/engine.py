@@ -128,8 +128,10 @@ class PrefillReason(enum.Enum):
 
     SHORT = "short"
     """At most one block of the prompt was missing."""
-    CHEAPER = "cheaper"
-    """The estimate says that this is cheaper."""
+    TARGET = "target"
+    """The prefill node meets the target for the first token, and this node has more streams to spare."""
+    SOONER = "sooner"
+    """The first token is estimated to come sooner from there."""
     PROBE = "probe"
     """Nothing was known of the prefill node, or nothing recent."""
     FAILED = "failed"
@@ -170,7 +172,7 @@ class PrefillStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The prompt tokens a second that this node computes; 0 before its first prompt."""
     decode_step_s: float = 0.0
     last_local_s: float = 0.0
-    """The cost on this node of the prompt that was compared last."""
+    """The time that the prompt which was compared last would have taken to its first token on this node."""
     last_remote_s: float = 0.0
 
 
@@ -194,6 +196,8 @@ class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prefill_source: PrefillSource
     prefill_node: str
     """The name of the prefill node that delivered; empty if none did."""
+    placed: PrefillReason | None = None
+    """Why the prompt was placed where it went last; None if there was nothing to choose."""
     cached_tokens: int
     """The tokens of the prompt that were not computed for this request; 0 for children."""
     reused_tokens: int = 0

@@ -59,7 +59,7 @@ GATE = "gate"
 """A file of this name beside the journal lets ``Behaviour.GATED`` go on."""
 SLOW_S = 0.05
 PREFILL = PrefillStats(
-    decisions=(PrefillDecisions(PrefillSource.REMOTE, PrefillReason.CHEAPER, 5),),
+    decisions=(PrefillDecisions(PrefillSource.REMOTE, PrefillReason.SOONER, 5),),
     nodes=(PrefillNodeStats("prefill-7", 1700.0, 512, 0.004, 3e9),),
     tokens_per_s=1600.0,
     last_local_s=0.75,

@@ -188,13 +188,13 @@ def test_metrics_show_the_engine(node: NodeUnderTest) -> None:
     assert shown['pdserve_leases_expired_total{direction="received"}'] == 1
     assert shown['pdserve_leases_expired_total{direction="sent"}'] == 0
     assert 0 <= shown["pdserve_kv_cache_usage_perc"] <= 1
-    assert shown['pdserve_prefill_decisions_total{choice="remote",reason="cheaper"}'] == 5
+    assert shown['pdserve_placement_total{reason="sooner",source="remote"}'] == 5
     assert shown["pdserve_prefill_local_tokens_per_second"] == 1600
     assert shown['pdserve_prefill_remote_tokens_per_second{node="prefill-7"}'] == 1700
     assert shown['pdserve_prefill_remote_queued_tokens{node="prefill-7"}'] == 512
     assert shown['pdserve_prefill_remote_overhead_seconds{node="prefill-7"}'] == 0.004
     assert shown['pdserve_prefill_remote_transfer_bytes_per_second{node="prefill-7"}'] == 3e9
-    assert shown["pdserve_prefill_last_local_cost_seconds"] == 0.75
+    assert shown["pdserve_placement_last_local_seconds"] == 0.75
     assert shown["pdserve_itl_target_seconds"] == 0.05
     assert shown["pdserve_shared_steps_total"] == 3
     assert shown["pdserve_shared_steps_prompt_tokens_total"] == 48

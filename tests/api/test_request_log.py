@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.api.request_log import RequestRecord, log_request
-from pdserve.wire.engine import PrefillSource, RequestReport
+from pdserve.wire.engine import PrefillReason, PrefillSource, RequestReport
 
 
 def line_of(record: RequestRecord, now: float, caplog: pytest.LogCaptureFixture) -> dict[str, str]:
@@ -22,6 +22,7 @@ def test_times_and_rates(caplog: pytest.LogCaptureFixture) -> None:
     report = RequestReport(
         prefill_source=PrefillSource.REMOTE,
         prefill_node="prefill-0",
+        placed=PrefillReason.TARGET,
         cached_tokens=16,
         queue_s=0.25,
         prefill_s=0.2,
@@ -32,6 +33,7 @@ def test_times_and_rates(caplog: pytest.LogCaptureFixture) -> None:
         "request_id": "r",
         "prefill": "prefill-0",
         "source": "remote",
+        "reason": "target",
         "decode": "decode-0",
         "prompt": "100",
         "cached": "16",
@@ -52,6 +54,15 @@ def test_what_is_not_known_is_a_dash(caplog: pytest.LogCaptureFixture) -> None:
     line = line_of(RequestRecord("r", "decode-0", 10.0, 100, outcomes=[ChoiceOutcome.ABORT]), 10.0, caplog)
     assert {
         line[name]
-        for name in ("queue_ms", "prefill_ms", "ttft_ms", "tpot_ms", "prompt_tok_s", "output_tok_s", "total_tok_s")
+        for name in (
+            "reason",
+            "queue_ms",
+            "prefill_ms",
+            "ttft_ms",
+            "tpot_ms",
+            "prompt_tok_s",
+            "output_tok_s",
+            "total_tok_s",
+        )
     } == {"-"}
     assert (line["output"], line["finish"]) == ("0", "abort")

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.cluster.nodes import Cluster, Node, cluster, http
 from tests.cluster.test_cluster import open_stream
 from tests.eventually import eventually
+from tests.tiny_models import Reference
 
 STREAMS = 3
 PROMPT = 600
@@ -22,8 +23,8 @@ def prompt(first: int) -> list[int]:
     return [first, *range(1000, 1000 + PROMPT - 1)]
 
 
-def decisions(node: Node, choice: str, reason: str) -> float:
-    return node.metric("prefill_decisions_total", choice=choice, reason=reason)
+def decisions(node: Node, source: str, reason: str) -> float:
+    return node.metric("placement_total", reason=reason, source=source)
 
 
 @contextmanager
@@ -45,9 +46,9 @@ def engine_pid(node: Node) -> int:
     return int(child)
 
 
-def test_prompts_go_where_they_cost_least(demo_model: Path) -> None:
+def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(demo_model: Path) -> None:
     # A prefill node that is stopped while it fetches an answer's blocks would never be idle.
-    flags = ("--disaggregation", "auto", "--kv-return", "off")
+    flags = ("--disaggregation", "auto", "--kv-return", "off", "--target-ttft-ms", "600000")
     with cluster(demo_model, *flags) as running, ThreadPoolExecutor(1) as pool:
         decode, prefill = running.decode[0], running.prefill[0]
 
@@ -56,14 +57,14 @@ def test_prompts_go_where_they_cost_least(demo_model: Path) -> None:
 
         with streams(running):
             running.complete(prompt(2), 2)
-            eventually(lambda: decisions(decode, "remote", "cheaper") == 1, "streams are not stalled")
+            eventually(lambda: decisions(decode, "remote", "target") == 1, "streams are spared")
             assert decisions(decode, "local", "short") == STREAMS
         assert decode.metric("prefill_local_tokens_per_second") == 0, "no prompt worth measuring was computed here"
         assert decode.metric("prefill_remote_tokens_per_second", node=prefill.name) > 0
-        assert decode.metric("prefill_last_local_cost_seconds") > decode.metric("prefill_last_remote_cost_seconds") > 0
+        assert decode.metric("placement_last_local_seconds") > 0 < decode.metric("placement_last_remote_seconds")
 
         running.complete(prompt(3), 2)
-        eventually(lambda: decisions(decode, "local", "cheaper") == 1, "nobody is disturbed, and nothing to be moved")
+        eventually(lambda: decisions(decode, "local", "sooner") == 1, "nobody is disturbed, and nothing to be moved")
         eventually(lambda: decode.metric("prefill_local_tokens_per_second") > 0, "now it is measured")
 
         os.kill(engine_pid(prefill), signal.SIGSTOP)
@@ -78,3 +79,19 @@ def test_prompts_go_where_they_cost_least(demo_model: Path) -> None:
             os.kill(engine_pid(prefill), signal.SIGCONT)
         running.until_idle()
         assert http(running.url + "/ready").status == 200
+
+
+def test_a_decode_node_computes_what_a_busy_prefill_node_cannot(tiny_model: Path) -> None:
+    """No first token is in time here, so each prompt goes where it is sooner. The tokens are the same from anywhere."""
+    prompts = [prompt(3 + number) for number in range(12)]
+    reference = Reference(tiny_model, 4)
+    flags = ("--disaggregation", "auto", "--dtype", "fp32", "--target-ttft-ms", "0.001")
+    with cluster(tiny_model, *flags) as running, ThreadPoolExecutor(len(prompts)) as pool:
+        (decode,) = running.decode
+        running.complete(prompt(1), 2)
+        answers = list(pool.map(lambda ids: running.complete(ids, 4, ignore_eos=True), prompts))
+        assert answers == [reference.answer(ids) for ids in prompts]
+        places = [decisions(decode, source, "sooner") for source in ("local", "remote")]
+        assert sum(places) == len(prompts) and min(places) > 0, places
+        assert decode.metric("fallbacks_total") == 0
+        running.until_idle()

@@ -16,21 +16,22 @@ def make_placement(
     disaggregation: Disaggregation = Disaggregation.ALWAYS,
     step_cost: StepCost | None = None,
     *,
-    stall_weight: float = 2.0,
     max_step_tokens: int = 256,
+    target_ttft_ms: float = 0.0,
     target_itl_ms: float = 0.0,
     role: Role = Role.MIXED,
+    kind: type[Placement] = Placement,
 ) -> Placement:
     """Returns a placement that, by default, sends a prompt that lacks more than one block to a prefill node.
 
     By default steps have no ITL target.
     """
     step_cost = step_cost or StepCost()
-    return Placement(
+    return kind(
         step_cost,
-        TransferConfig(disaggregation=disaggregation, stall_weight=stall_weight),
+        TransferConfig(disaggregation=disaggregation),
         SchedulerConfig(max_step_tokens=max_step_tokens),
         block_size,
         BYTES_PER_TOKEN,
-        LatencyTargets(TargetsConfig(target_itl_ms=target_itl_ms), step_cost, role),
+        LatencyTargets(TargetsConfig(target_ttft_ms, target_itl_ms), step_cost, role),
     )

@@ -12,7 +12,7 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.engine import step_loop
-from pdserve.engine.scheduling.step_budget import LEAST_PROMPT_TOKENS
+from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner, Score, StepRow
 from pdserve.wire.discovery import Role

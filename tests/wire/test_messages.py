@@ -43,6 +43,7 @@ NODE = discovery.NodeInfo(
 REPORT = engine.RequestReport(
     prefill_source=engine.PrefillSource.REMOTE,
     prefill_node="prefill-0",
+    placed=engine.PrefillReason.TARGET,
     cached_tokens=16,
     queue_s=0.1,
     prefill_s=0.2,

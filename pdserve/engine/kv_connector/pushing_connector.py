@@ -186,7 +186,7 @@ class PushingConnector:
             scheduler.pushed_all(request)
 
     def _load(self, scheduler: Scheduler) -> PrefillLoad:
-        rate = self._step_cost.tokens_per_s if self._step_cost.known else 0.0
+        rate = self._step_cost.tokens_per_s if self._step_cost.rate_known else 0.0
         return PrefillLoad(scheduler.queued_prompt_tokens, rate, scheduler.num_streams)
 
     def _push_early(self, request: Request) -> None:

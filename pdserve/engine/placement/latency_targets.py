@@ -8,8 +8,11 @@ from pdserve.wire.discovery import Role
 
 ITL_FACTOR = 2.0
 """A decode node's step may take so many times what it takes without prompts, if the operator has set no target."""
-TTFT_FACTOR = 4.0
+TTFT_FACTOR = 2.0
 """A first token may take so many times what its prompt takes alone on this node, if the operator has set no target."""
+
+LEAST_PROMPT_TOKENS = 8
+"""So many tokens of prompts are computed in a step however long it takes."""
 
 
 class LatencyTargets:
@@ -37,6 +40,9 @@ class LatencyTargets:
             return None
         return ITL_FACTOR * self._step_cost.estimate_s(rows, context_tokens, 0)
 
-    def ttft_s(self, prompt_tokens: int) -> float:
-        """Returns how long the first token after a prompt of so many uncomputed tokens may take."""
-        return self._ttft_s or TTFT_FACTOR * prompt_tokens / self._step_cost.tokens_per_s
+    def ttft_s(self, prompt_tokens: int, tokens_per_s: float) -> float:
+        """Returns how long the first token after so many uncomputed tokens of a prompt may take.
+
+        Prompts have the rate ``tokens_per_s`` on this node, as far as that is known.
+        """
+        return self._ttft_s or TTFT_FACTOR * prompt_tokens / tokens_per_s

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
-from pdserve.engine.placement.latency_targets import LatencyTargets
-from pdserve.engine.placement.prefill_cost import LocalMeasures, PromptSize, local_cost, remote_cost, remote_time
+from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, LatencyTargets
+from pdserve.engine.placement.placement_rule import Estimate, PlacementDecision, estimate, place
 from pdserve.engine.placement.prefill_node import PrefillNode
+from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, remote_time
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillDecisions, PrefillNodeStats, PrefillReason, PrefillSource, PrefillStats
 from pdserve.wire.ids import BootId
@@ -21,18 +21,6 @@ STALE_S = 60.0
 """A slow rate that was measured on this node longer ago does not count."""
 
 _MAX_NODES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementDecision:
-    """Where a prompt is computed, and why."""
-
-    source: PrefillSource
-    reason: PrefillReason
-
-    @property
-    def remote(self) -> bool:
-        return self.source is PrefillSource.REMOTE
 
 
 class Placement:
@@ -50,17 +38,15 @@ class Placement:
         self.step_cost = step_cost
         self.targets = targets
         self._mode = transfer.disaggregation
-        self._stall_weight = transfer.stall_weight
         self._max_step_tokens = scheduler.max_step_tokens
         self._block_size = block_size
         self.bytes_per_token = bytes_per_token
         self._nodes: dict[BootId, PrefillNode] = {}
-        self._decisions: Counter[PlacementDecision] = Counter()
-        self._local_s = 0.0
-        self._remote_s = 0.0
+        self._decisions: Counter[tuple[PrefillSource, PrefillReason]] = Counter()
+        self._times = Estimate(0.0, 0.0, 0.0)
 
     def decide(self, prompt: PromptSize, target: PrefillTarget, now: float) -> PlacementDecision:
-        """Decides where to compute a prompt. Asking changes nothing but the two costs that ``stats`` shows."""
+        """Decides where to compute a prompt. Asking changes nothing but the two estimates that ``stats`` shows."""
         if self._mode is Disaggregation.NEVER:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.SETTING)
         if prompt.missing_tokens <= self._block_size:
@@ -74,13 +60,21 @@ class Placement:
             return PlacementDecision(PrefillSource.REMOTE, PrefillReason.PROBE)
         if node.failing:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.FAILED)
-        local = LocalMeasures(self._own_rate(prompt, node, now), self.step_cost.decode_step_s, self._max_step_tokens)
-        self._local_s = local_cost(prompt, local, self._stall_weight)
-        remote = node.measures(now, self.bytes_per_token, local.tokens_per_s)
-        self._remote_s = remote_cost(prompt, remote, self._max_step_tokens, self._stall_weight)
-        # Where both cost the same, no transfer is better.
-        source = PrefillSource.REMOTE if self._remote_s < self._local_s else PrefillSource.LOCAL
-        return PlacementDecision(source, PrefillReason.CHEAPER)
+        here = LocalMeasures(
+            self._own_rate(prompt, node, now), self.step_cost.decode_step_s, self._chunk_tokens(prompt)
+        )
+        there = node.measures(now, self.bytes_per_token, here.tokens_per_s)
+        self._times = estimate(prompt, here, there, self._max_step_tokens)
+        ttft_s = self.targets.ttft_s(prompt.missing_tokens, here.tokens_per_s)
+        return place(prompt, self._times, ttft_s, there.streams)
+
+    def _chunk_tokens(self, prompt: PromptSize) -> int:
+        """Returns how many tokens of prompts a step takes beside the requests that decode now."""
+        itl_s = self.targets.itl_s(prompt.rows, prompt.context_tokens) if prompt.rows else None
+        if itl_s is None:
+            return self._max_step_tokens
+        within = self.step_cost.prompt_tokens_within(itl_s, prompt.rows, prompt.context_tokens)
+        return min(self._max_step_tokens, max(LEAST_PROMPT_TOKENS, within))
 
     def _own_rate(self, prompt: PromptSize, node: PrefillNode, now: float) -> float:
         """Returns the prompt tokens a second of this node, as measured.
@@ -89,7 +83,7 @@ class Placement:
         aside for prompts of one chunk only, which do little harm if it was right.
         """
         other = node.tokens_per_s or self.step_cost.tokens_per_s
-        if not self.step_cost.known:
+        if not self.step_cost.rate_known:
             return other
         if now - self.step_cost.measured_at > STALE_S and prompt.missing_tokens <= self._max_step_tokens:
             return max(other, self.step_cost.tokens_per_s)
@@ -97,7 +91,8 @@ class Placement:
 
     def count(self, decision: PlacementDecision) -> None:
         """Counts a decision by which a prompt was admitted."""
-        self._decisions[decision] += 1
+        if decision.source is not None:
+            self._decisions[decision.source, decision.reason] += 1
 
     def ordered(
         self, target: PrefillTarget, order: Hashable, tokens: int, cached_tokens: int, now: float
@@ -159,12 +154,12 @@ class Placement:
             )
             for node in self._nodes.values()
         }
-        decisions = sorted(self._decisions.items(), key=lambda item: (item[0].source.value, item[0].reason.value))
+        decisions = sorted(self._decisions.items(), key=lambda item: (item[0][0].value, item[0][1].value))
         return PrefillStats(
-            decisions=tuple(PrefillDecisions(made.source, made.reason, count) for made, count in decisions),
+            decisions=tuple(PrefillDecisions(source, reason, count) for (source, reason), count in decisions),
             nodes=tuple(nodes.values()),
-            tokens_per_s=self.step_cost.tokens_per_s if self.step_cost.known else 0.0,
+            tokens_per_s=self.step_cost.tokens_per_s if self.step_cost.rate_known else 0.0,
             decode_step_s=self.step_cost.decode_step_s,
-            last_local_s=self._local_s,
-            last_remote_s=self._remote_s,
+            last_local_s=self._times.local_s,
+            last_remote_s=self._times.remote_s,
         )

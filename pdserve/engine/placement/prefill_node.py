@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from pdserve.engine.placement.prefill_cost import RemoteMeasures
+from pdserve.engine.placement.prefill_time import RemoteMeasures
 from pdserve.wire.transfer import PrefillLoad
 
 PROBE_S = 10.0
@@ -31,6 +31,11 @@ class _Order:
     """The tokens that were in the node's queue before this prompt, as far as known."""
     expected_s: float
     alone_s: float
+
+    def left(self, tokens_per_s: float, now: float) -> float:
+        """Returns the tokens that are not computed yet if the node works at this rate."""
+        done = (now - self.at) * tokens_per_s - self.ahead
+        return self.tokens - min(max(0.0, done), self.tokens)
 
 
 class PrefillNode:
@@ -72,8 +77,7 @@ class PrefillNode:
 
     def queued_tokens(self, now: float) -> float:
         """Returns the tokens of this node's orders and of others' prompts, less what the node has computed since."""
-        own = sum(order.tokens for order in self._orders.values())
-        return own + self._others(now)
+        return self._own(now) + self._others(now)
 
     def late_s(self, now: float) -> float:
         """Returns by how much the most overdue answer is late."""
@@ -84,7 +88,7 @@ class PrefillNode:
         return self.idle and now >= self._probe_at
 
     def measures(self, now: float, bytes_per_token: float, default_tokens_per_s: float) -> RemoteMeasures:
-        """Returns what ``remote_cost`` takes. A node whose rate is not known is taken to have the default."""
+        """Returns what ``remote_time`` takes. A node whose rate is not known is taken to have the default."""
         return RemoteMeasures(
             tokens_per_s=self._tokens_per_s or default_tokens_per_s,
             queued_tokens=self.queued_tokens(now),
@@ -132,7 +136,7 @@ class PrefillNode:
         """Notes the load that the node has reported, with an answer or by itself."""
         if 0 < load.tokens_per_s < math.inf:
             self._tokens_per_s = load.tokens_per_s
-        self._others_tokens = max(0.0, load.queued_tokens - sum(order.tokens for order in self._orders.values()))
+        self._others_tokens = max(0.0, load.queued_tokens - self._own(now))
         self._others_at = now
         self._streams = load.streams
 
@@ -163,6 +167,9 @@ class PrefillNode:
     def _probe_again(self, good: bool, now: float) -> None:
         self._probe_s = PROBE_S if good else min(2 * self._probe_s, MAX_PROBE_S)
         self._probe_at = now + self._probe_s
+
+    def _own(self, now: float) -> float:
+        return sum(order.left(self._tokens_per_s or 0.0, now) for order in self._orders.values())
 
     def _others(self, now: float) -> float:
         done = (now - self._others_at) * (self._tokens_per_s or 0.0)

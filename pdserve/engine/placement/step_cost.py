@@ -31,6 +31,8 @@ _OUTLIER = 3.0
 """A step counts as at most so many times its estimate: something else had the cores."""
 _TRUSTED = 4
 """So many steps of a kind are taken as they are: the estimate is no measure yet."""
+_TELLING_TOKENS = 32
+"""A chunk of fewer tokens takes the time of reading the weights, and says little about the rate of long ones."""
 _SWEEPS = 2
 _RESCALE = 1e3
 
@@ -56,7 +58,7 @@ class StepCost:
         self.decode_step_s = 0.0
         """The mean of what recent steps took, or would have taken without prompts; 0 before the first of them."""
         self.measured_at = -math.inf
-        """The time of the last step with tokens of prompts."""
+        """The time of the last step with a long chunk of a prompt."""
         self._parts = [0.0] * 7
         self._parts[_TOKEN] = PRIOR_TOKEN_S
         self._memory = _Memory()
@@ -73,14 +75,19 @@ class StepCost:
         return self._prompt_steps > 0
 
     @property
+    def rate_known(self) -> bool:
+        """Whether a chunk was measured that is long enough to tell a rate."""
+        return self._chunk_tokens > 0
+
+    @property
     def decoding_known(self) -> bool:
         """Whether a step that computed single tokens only was measured."""
         return self._decode_steps > 0
 
     @property
     def tokens_per_s(self) -> float:
-        """The prompt tokens a second of steps that compute nothing else, in chunks like those that were measured."""
-        if not self.known:
+        """The prompt tokens a second of steps that compute nothing else, in long chunks like the measured ones."""
+        if not self.rate_known:
             return 1 / PRIOR_TOKEN_S
         fixed_s, tokens = self._pace * self._parts[_ALONE], self._chunk_tokens
         return tokens / (fixed_s + tokens * self._token_s(self._chunk_context))
@@ -123,8 +130,9 @@ class StepCost:
         self._fit([part for part in _ORDER if features[part]])
         if prompt_tokens:
             self._prompt_steps += 1
-            self._note_chunk(prompt_tokens, prompt_context)
-            self.measured_at = now
+            if prompt_tokens >= _TELLING_TOKENS:
+                self._note_chunk(prompt_tokens, prompt_context)
+                self.measured_at = now
         else:
             self._decode_steps += 1
         if rows:

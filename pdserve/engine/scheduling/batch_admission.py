@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_tables import BlockTables
-from pdserve.engine.placement.placement import Placement, PlacementDecision
-from pdserve.engine.placement.prefill_cost import PromptSize
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.placement_rule import PlacementDecision
+from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Reuse, SchedulerCounters
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.step_budget import StepBudget
+from pdserve.wire.ids import BootId
 from pdserve.wire.prompt_logprobs import can_be_sent
 
 _MAX_TRIED = 32
@@ -21,11 +25,26 @@ _MAX_TRIED = 32
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """The tokens that a prompt finds before it, as one search through the waiting requests has met them."""
+
+    queued: int
+    """The tokens of prompts that this node computes."""
+    rows: int
+    """The requests that decode now."""
+    context_tokens: int
+    """The tokens of their contexts."""
+    leaving: Counter[BootId] = field(default_factory=Counter)
+    """The tokens of prompts that go to each prefill node and have not left this one yet."""
+
+
 class BatchAdmission:
     """Admits requests in turn (``queues``), while there are places, and blocks for all of a request's known tokens.
 
     A request whose prompt is being fetched has no place in the batch: as many as the batch holds may be on their way or
     have landed and wait for a place, with their blocks. So a slow prefill node keeps no request out that can run here.
+    A prompt that placement lets wait is passed over: it goes to whichever node is free for it first.
 
     Admission cannot deadlock: idle blocks of the prefix cache are free, the blocks that waiting requests kept of failed
     fetches are taken back when nothing else runs, and a request that is longer than all blocks together is refused on
@@ -61,19 +80,22 @@ class BatchAdmission:
     def next_in_turn(self, now: float) -> Request | None:
         """Returns the waiting request that gets the next place.
 
-        Requests that wait for a fetch or a grammar are passed over, and so are those that are only fetched: they need
-        no place.
+        Requests that wait for a fetch, a grammar or a node that is free for their prompt are passed over, and so are
+        those that are only fetched: they need no place.
         """
-        tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.uncomputed_prompt_tokens
+        tries, fetches, ahead = _MAX_TRIED, self._free_fetches(), self._ahead()
         for request in self._queues.in_turn():
             if request.fetch_only or request.awaits_grammar:
                 continue
-            if fetches or not (request.targets or request.may_ask_holders):
+            if not (request.targets or request.may_ask_holders):
                 return request
             found = self._blocks.find(request)
-            if not self._asks_holder(request, found):
-                decision = self._place(request, found, queued, now)
-                if decision is None or not decision.remote:
+            if self._asks_holder(request, found):
+                if fetches:
+                    return request
+            else:
+                decision = self._place(request, found, ahead, now)
+                if decision is None or not (decision.waits or (decision.remote and not fetches)):
                     return request
             tries -= 1
             if not tries:
@@ -86,7 +108,7 @@ class BatchAdmission:
             return
         self._admit_landed(plan, budget, now)
         prompt_budget = budget.for_prompt()
-        tries, fetches, queued = _MAX_TRIED, self._free_fetches(), self._queues.uncomputed_prompt_tokens
+        tries, fetches, ahead = _MAX_TRIED, self._free_fetches(), self._ahead()
         for request in self._queues.in_turn():
             if not self.has_place or not tries:
                 return
@@ -103,11 +125,11 @@ class BatchAdmission:
                 request.reused_tokens = self._reused_blocks(request, found) * self._blocks.block_size
                 plan.fetched.append(request)
                 continue
-            decision = None if reuses else self._place(request, found, queued, now)
+            decision = None if reuses else self._place(request, found, ahead, now)
             fetch = reuses or (decision is not None and decision.remote)
             if no_budget and not fetch:
                 continue
-            if fetch and not fetches:
+            if (fetch and not fetches) or (decision is not None and decision.waits):
                 tries -= 1
                 continue
             if request.fetch_only and not self._has_spare_room(request, found):
@@ -123,8 +145,9 @@ class BatchAdmission:
                 continue
             if request.admitted is None:
                 self._first_admission(request, now)
-            if decision is not None:
+            if decision is not None and decision.source is not None:
                 self._placement.count(decision)
+                request.placed = decision.reason
                 log.debug("%s placed=%s reason=%s", request, decision.source.value, decision.reason.value)
             if fetch:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
@@ -132,7 +155,8 @@ class BatchAdmission:
                 fetches -= 1
                 continue
             self._queues.move(request, Status.RUNNING)
-            queued += request.num_uncomputed_tokens
+            if decision is None:
+                ahead.queued += request.num_uncomputed_tokens
             if (work := plan.next_work(request, budget.for_request(request))) is not None:
                 plan.work.append(work)
                 budget.spend(work)
@@ -219,8 +243,12 @@ class BatchAdmission:
         """Returns how many full blocks a waiting request has, or has found."""
         return max(len(found), request.num_computed_tokens // self._blocks.block_size)
 
-    def _place(self, request: Request, found: Sequence[int], queued: int, now: float) -> PlacementDecision | None:
-        """Decides where a prompt is computed.
+    def _ahead(self) -> _Ahead:
+        decoding = [request.num_computed_tokens for request in self._queues.running if request.prompt_is_computed]
+        return _Ahead(self._queues.uncomputed_prompt_tokens, len(decoding), sum(decoding))
+
+    def _place(self, request: Request, found: Sequence[int], ahead: _Ahead, now: float) -> PlacementDecision | None:
+        """Decides where a prompt is computed, and notes it in ``ahead`` for the next one.
 
         Returns None if no prefill node is left to be tried, if this node has given tokens of the answer already, or if
         the log probabilities of the prompt are too many for a message.
@@ -230,9 +258,24 @@ class BatchAdmission:
         if request.needs_scores and not can_be_sent(request.num_prompt_tokens, request.sampling.prompt_logprobs or 0):
             return None
         computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
-        missing = request.num_prompt_tokens - computed
-        prompt = PromptSize(missing, computed, queued, self._queues.num_admitted)
-        return self._placement.decide(prompt, request.targets[0], now)
+        missing, target = request.num_prompt_tokens - computed, request.targets[0]
+        prompt = PromptSize(
+            missing,
+            computed,
+            ahead.queued,
+            self._queues.num_admitted,
+            rows=ahead.rows,
+            context_tokens=ahead.context_tokens,
+            leaving_tokens=ahead.leaving[target.boot_id],
+            waited_s=now - request.arrived,
+            may_wait=bool(self._queues.running),
+        )
+        decision = self._placement.decide(prompt, target, now)
+        if decision.remote or decision.waits:
+            ahead.leaving[target.boot_id] += missing
+        else:
+            ahead.queued += missing
+        return decision
 
     def _has_spare_room(self, request: Request, found: Sequence[int]) -> bool:
         """Returns whether a waiting request's known tokens fit and each running request can still grow by a block."""

@@ -72,6 +72,7 @@ def _report(request: Request) -> RequestReport:
     return RequestReport(
         prefill_source=prompt.prefill_source,
         prefill_node=prompt.prefill_node,
+        placed=prompt.placed,
         cached_tokens=request.cached_tokens,
         reused_tokens=request.reused_tokens,
         queue_s=admitted - request.arrived,

@@ -8,13 +8,11 @@ number of tokens allows.
 
 from __future__ import annotations
 
-from pdserve.engine.placement.latency_targets import LatencyTargets
+from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, LatencyTargets
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import Work
 
-LEAST_PROMPT_TOKENS = 8
-"""So many tokens of prompts are computed in a step however long it takes."""
 _LEAST_CHUNK = 3
 """A smaller chunk could leave a prompt's last token alone (``BatchPlan.next_work``)."""
 

@@ -26,8 +26,8 @@ from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
 from pdserve.engine.kv_connector.transfer_connector import TransferConnector
-from pdserve.engine.placement.placement import PlacementDecision
-from pdserve.engine.placement.prefill_cost import PromptSize
+from pdserve.engine.placement.placement_rule import PlacementDecision
+from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan
@@ -471,7 +471,8 @@ def test_the_placement_is_asked_with_what_is_cached_queued_and_running(monkeypat
     bench.request(prompt=16)
     bench.step()
     # The first prompt has two computed blocks, with which the second one begins, and six tokens left to compute.
-    assert asked == [PromptSize(missing_tokens=8, cached_tokens=8, queued_tokens=6, streams=1)]
+    first = PromptSize(missing_tokens=8, cached_tokens=8, queued_tokens=6, streams=1, waited_s=1.0, may_wait=True)
+    assert asked == [first]
 
 
 def test_what_becomes_of_an_order_is_learnt() -> None:

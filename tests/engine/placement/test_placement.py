@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pdserve.config import Disaggregation
-from pdserve.engine.placement.placement import STALE_S, Placement, PlacementDecision
-from pdserve.engine.placement.prefill_cost import PromptSize
+from pdserve.engine.placement.placement import STALE_S, Placement
+from pdserve.engine.placement.placement_rule import PlacementDecision
+from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import new_id
@@ -17,18 +20,26 @@ RATE = 2000.0
 ALONE = PromptSize(256, 0, 0, 0)
 BESIDE_STREAMS = PromptSize(256, 0, 0, 4)
 
-LOCAL = PlacementDecision(PrefillSource.LOCAL, PrefillReason.CHEAPER)
-REMOTE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.CHEAPER)
+LOCAL = PlacementDecision(PrefillSource.LOCAL, PrefillReason.SOONER)
+IN_TIME = PlacementDecision(PrefillSource.REMOTE, PrefillReason.TARGET)
+REMOTE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.SOONER)
 PROBE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.PROBE)
 
 
 def measured(
-    remote_rate: float = RATE, queued: int = 0, local_rate: float = RATE, remote_streams: int = 0
+    remote_rate: float = RATE,
+    queued: int = 0,
+    local_rate: float = RATE,
+    remote_streams: int = 0,
+    target_ttft_ms: float = 0.0,
+    target_itl_ms: float = 0.0,
 ) -> Placement:
     """Returns a placement for which this node and a prefill node have both computed a prompt at 0 s."""
     step_cost = StepCost()
     step_cost.observe(0, 0, 256, 256 / local_rate, now=0.0)
-    placement = make_placement(16, Disaggregation.AUTO, step_cost)
+    placement = make_placement(
+        16, Disaggregation.AUTO, step_cost, target_ttft_ms=target_ttft_ms, target_itl_ms=target_itl_ms
+    )
     seconds = 256 / remote_rate
     node = placement.ordered(TARGET, "first", 256, 0, -seconds)
     node.answered("first", 0, PrefillLoad(queued, remote_rate, remote_streams), 0.0)
@@ -44,34 +55,66 @@ def test_alone_on_equal_hardware_nothing_is_moved() -> None:
 
 
 def test_streams_are_protected() -> None:
-    assert measured().decide(BESIDE_STREAMS, TARGET, 1.0) == REMOTE
+    assert measured().decide(BESIDE_STREAMS, TARGET, 1.0) == IN_TIME
 
 
 def test_of_two_mixed_nodes_only_the_one_with_fewer_streams_computes_for_the_other() -> None:
     assert measured(remote_streams=4).decide(BESIDE_STREAMS, TARGET, 1.0) == LOCAL
-    assert measured(remote_streams=3).decide(BESIDE_STREAMS, TARGET, 1.0) == REMOTE
+    assert measured(remote_streams=3).decide(BESIDE_STREAMS, TARGET, 1.0) == IN_TIME
 
 
-def test_a_node_with_one_stream_does_not_take_prompts_from_a_short_queue() -> None:
+def test_a_prompt_for_which_the_prefill_node_would_be_late_is_computed_where_it_is_sooner() -> None:
     placement = measured()
     placement.ordered(TARGET, "ahead", 256, 0, 1.0)
-    assert placement.decide(PromptSize(256, 0, 0, 1), TARGET, 1.0) == REMOTE
+    assert placement.decide(BESIDE_STREAMS, TARGET, 1.0) == LOCAL
+    assert placement.decide(replace(BESIDE_STREAMS, queued_tokens=512), TARGET, 1.0) == REMOTE
+    assert placement.decide(BESIDE_STREAMS, TARGET, 1.0 + 128 / RATE) == IN_TIME, "half of what was ahead is done"
 
 
-def test_a_burst_on_an_idle_pair_goes_to_the_prefill_node_but_for_the_first() -> None:
+def test_a_prompt_that_has_waited_is_late_sooner() -> None:
+    assert measured().decide(replace(BESIDE_STREAMS, waited_s=0.2), TARGET, 1.0) == LOCAL
+
+
+def test_the_operators_target_decides_what_is_late() -> None:
+    placement = measured(target_ttft_ms=1000.0)
+    placement.ordered(TARGET, "ahead", 1024, 0, 1.0)
+    assert placement.decide(BESIDE_STREAMS, TARGET, 1.0) == IN_TIME
+    placement.ordered(TARGET, "next", 1024, 0, 1.0)
+    assert placement.decide(BESIDE_STREAMS, TARGET, 1.0) == LOCAL
+
+
+def test_a_burst_on_an_idle_pair_is_shared() -> None:
+    """What is decided in one step is counted, though no order has left."""
     placement, went = measured(), []
+    queued = leaving = 0
     for admitted in range(16):
-        decision = placement.decide(PromptSize(256, 0, 256 if admitted else 0, admitted), TARGET, 1.0)
+        decision = placement.decide(PromptSize(256, 0, queued, admitted, leaving_tokens=leaving), TARGET, 1.0)
         went.append(decision)
-        if decision.remote:
-            placement.ordered(TARGET, admitted, 256, 0, 1.0)
-    assert went == [LOCAL] + [REMOTE] * 15
+        queued += 256 * (decision.source is PrefillSource.LOCAL)
+        leaving += 256 * decision.remote
+    assert went[:2] == [LOCAL, IN_TIME]
+    assert 7 <= sum(decision.remote for decision in went) <= 9
 
 
-def test_a_slow_prefill_node_is_left_alone_by_an_idle_decode_node_and_used_where_streams_run() -> None:
-    placement = measured(remote_rate=RATE / 4)
-    assert placement.decide(ALONE, TARGET, 1.0) == LOCAL
-    assert placement.decide(BESIDE_STREAMS, TARGET, 1.0) == REMOTE
+def test_prompts_wait_for_whichever_node_is_free_first() -> None:
+    placement = measured()
+    placement.ordered(TARGET, "ahead", 700, 0, 1.0)
+    waiting = PromptSize(256, 0, 2000, 4, may_wait=True)
+    assert placement.decide(waiting, TARGET, 1.0).waits
+    assert placement.decide(waiting, TARGET, 1.15) == REMOTE, "less than a target's work is left there"
+    assert placement.decide(replace(waiting, queued_tokens=100), TARGET, 1.0) == LOCAL, "it is this node's turn"
+    assert placement.decide(replace(waiting, may_wait=False), TARGET, 1.0) == REMOTE, "no step would follow"
+
+
+def test_a_slow_prefill_node_is_used_where_chunks_beside_streams_are_slower_still() -> None:
+    for placement, there in (
+        (measured(remote_rate=RATE / 4), LOCAL),
+        (measured(remote_rate=RATE / 4, target_itl_ms=1.0), REMOTE),
+    ):
+        for step in range(20):
+            placement.step_cost.observe(4, 4000, 0, 0.02, now=step / 100)
+        assert placement.decide(ALONE, TARGET, 1.0) == LOCAL
+        assert placement.decide(replace(BESIDE_STREAMS, rows=4, context_tokens=4000), TARGET, 1.0) == there
 
 
 def test_a_fast_prefill_node_is_used_by_an_idle_decode_node() -> None:
@@ -81,26 +124,26 @@ def test_a_fast_prefill_node_is_used_by_an_idle_decode_node() -> None:
 def test_a_long_queue_of_others_sends_prompts_home_until_it_is_worked_off() -> None:
     placement = measured(queued=10_000)
     assert placement.decide(BESIDE_STREAMS, TARGET, 0.0) == LOCAL
-    assert placement.decide(BESIDE_STREAMS, TARGET, 5.0) == REMOTE
+    assert placement.decide(BESIDE_STREAMS, TARGET, 5.0) == IN_TIME
 
 
 def test_a_queue_that_others_fill_meanwhile_sends_prompts_home() -> None:
     placement = measured()
     placement.ordered(TARGET, "own", 256, 0, 1.0)
     few = PromptSize(256, 0, 0, 1)
-    assert placement.decide(few, TARGET, 1.1) == REMOTE
+    assert placement.decide(few, TARGET, 1.1) == IN_TIME
     placement.heard(TARGET.boot_id, PrefillLoad(40_000, RATE), 1.1)
     assert placement.decide(few, TARGET, 1.1) == LOCAL
     placement.heard(new_id(), PrefillLoad(0, RATE), 1.1)
     assert placement.decide(few, TARGET, 1.1) == LOCAL, "another node's news"
-    placement.heard(TARGET.boot_id, PrefillLoad(256, RATE), 1.2)
-    assert placement.decide(few, TARGET, 1.2) == REMOTE
+    placement.heard(TARGET.boot_id, PrefillLoad(100, RATE), 1.2)
+    assert placement.decide(few, TARGET, 1.2) == IN_TIME
 
 
 def test_a_prefill_node_that_does_not_answer_gets_no_more() -> None:
     placement = measured()
     placement.ordered(TARGET, "stuck", 256, 0, 1.0)
-    assert placement.decide(BESIDE_STREAMS, TARGET, 1.1) == REMOTE
+    assert placement.decide(BESIDE_STREAMS, TARGET, 1.1) == IN_TIME
     assert placement.decide(BESIDE_STREAMS, TARGET, 3.0) == LOCAL
 
 
@@ -144,12 +187,13 @@ def test_one_block_is_never_fetched_and_settings_are_obeyed() -> None:
 def test_what_it_knows_is_shown_and_old_nodes_are_forgotten() -> None:
     placement = measured()
     placement.count(placement.decide(BESIDE_STREAMS, TARGET, 1.0))
+    placement.count(PlacementDecision(None, PrefillReason.SOONER))
     stats = placement.stats(1.0)
     assert [(made.source, made.reason, made.count) for made in stats.decisions] == [
-        (PrefillSource.REMOTE, PrefillReason.CHEAPER, 1)
+        (PrefillSource.REMOTE, PrefillReason.TARGET, 1)
     ]
     assert stats.tokens_per_s == RATE and stats.nodes[0].tokens_per_s == RATE
-    assert 0 < stats.last_remote_s < stats.last_local_s
+    assert 0 < stats.last_local_s < stats.last_remote_s
     placement.ordered(TARGET, "queued", 700, 0, 1.0).landed(2_000_000, 0.001)
     (node,) = placement.stats(1.0).nodes
     assert (node.name, node.queued_tokens, node.bytes_per_s) == (TARGET.name, 700, 2e9)

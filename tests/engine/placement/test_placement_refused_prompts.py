@@ -9,8 +9,8 @@ import pytest
 from pdserve.config import Disaggregation, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
-from pdserve.engine.placement.placement import PlacementDecision
-from pdserve.engine.placement.prefill_cost import PromptSize
+from pdserve.engine.placement.placement_rule import PlacementDecision
+from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.output_collector import OutputCollector
@@ -79,7 +79,7 @@ class Node:
         return self.placement.decide(OTHERS, TARGET, self.now)
 
 
-REMOTE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.CHEAPER)
+REMOTE = PlacementDecision(PrefillSource.REMOTE, PrefillReason.TARGET)
 FAILED = PlacementDecision(PrefillSource.LOCAL, PrefillReason.FAILED)
 UNFIT = PlacementDecision(PrefillSource.LOCAL, PrefillReason.UNFIT)
 
@@ -125,7 +125,7 @@ def test_overloaded_is_load() -> None:
         LoadHeard(TARGET.boot_id, PrefillLoad(40_000, 4000.0)),
         FetchFailed(order.transfer_id, "overloaded", 0, (), FailureKind.OVERLOADED),
     )
-    assert node.decision == PlacementDecision(PrefillSource.LOCAL, PrefillReason.CHEAPER)
+    assert node.decision == PlacementDecision(PrefillSource.LOCAL, PrefillReason.SOONER)
     node.now += 11.0
     assert node.decision.remote
 

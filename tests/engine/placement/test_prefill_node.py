@@ -26,9 +26,21 @@ def test_its_queue_is_what_was_ordered_and_what_it_says_of_others() -> None:
     node.answered(1, 0, PrefillLoad(1300, 1000), 1.0)
     assert node.queued_tokens(1.0) == 1300
     assert node.queued_tokens(1.5) == 800, "half a second's work less"
-    assert node.queued_tokens(9.0) == 300, "the own order is there until it is answered"
-    node.withdrawn(2)
     assert node.queued_tokens(9.0) == 0
+    order(node, 3, 9.0, 200)
+    assert node.queued_tokens(9.0) == 200
+    node.withdrawn(3)
+    assert node.queued_tokens(9.0) == 0
+
+
+def test_an_order_is_worked_off_in_its_turn() -> None:
+    node = PrefillNode("p")
+    node.heard(PrefillLoad(0, 1000), 0.0)
+    order(node, 1, 0.0)
+    order(node, 2, 0.1, 300)
+    assert [node.queued_tokens(now) for now in (0.1, 0.5, 0.6, 0.9)] == pytest.approx([700, 300, 200, 0])
+    node.answered(1, 0, PrefillLoad(300, 1000), 0.7)
+    assert node.queued_tokens(0.7) == 300, "it has begun later than was expected"
 
 
 def test_what_it_says_meanwhile_is_believed_like_what_it_says_with_an_answer() -> None:
@@ -38,7 +50,7 @@ def test_what_it_says_meanwhile_is_believed_like_what_it_says_with_an_answer() -
     assert (node.tokens_per_s, node.queued_tokens(0.5)) == (1000, 1300)
     assert node.queued_tokens(1.0) == 800, "half a second's work of others less"
     node.heard(PrefillLoad(200, 1000), 1.5)
-    assert node.queued_tokens(1.5) == 300, "the others are done, and part of the own order is"
+    assert node.queued_tokens(1.5) == 200
     assert not node.idle and node.late_s(1.5) == 1.0, "it is no answer"
 
 

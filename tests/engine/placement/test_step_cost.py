@@ -266,3 +266,12 @@ def test_a_time_that_is_none_is_no_measurement(seconds: float) -> None:
     cost.observe(0, 0, 0, 0.1)
     assert not cost.known
     assert cost.tokens_per_s == pytest.approx(1 / PRIOR_TOKEN_S)
+
+
+@pytest.mark.parametrize(("tokens", "known"), [(3, False), (31, False), (32, True), (256, True)])
+def test_only_a_long_chunk_tells_the_rate(tokens: int, known: bool) -> None:
+    cost = StepCost()
+    cost.observe(0, 0, tokens, tokens / 500, now=2.0)
+    assert cost.rate_known == known
+    assert cost.measured_at == (2.0 if known else -math.inf)
+    assert cost.tokens_per_s == pytest.approx(500 if known else 1 / PRIOR_TOKEN_S)

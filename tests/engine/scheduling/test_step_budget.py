@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import Batching
+from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
-from pdserve.engine.scheduling.step_budget import LEAST_PROMPT_TOKENS
 from pdserve.wire.discovery import Role
 from tests.engine.fake_engine import FakeEngine, FakeLaunchedStep
 from tests.engine.fake_model import answer, talkative

@@ -1,11 +1,10 @@
-"""Estimates in seconds what a prompt would cost on this node and on a prefill node, from measurements alone.
+"""Estimates when a prompt's first token comes, from this node and from a prefill node, by measurements alone.
 
-On this node, its tokens wait for the prompts that are being computed, and then every stream of this node waits for
-them: disaggregation is there to avoid this stall. So the stall counts, once for each stream, times ``stall_weight``:
-how many seconds of one client's wait for a first token a second of another client's stalled stream is worth.
+On this node, its tokens wait for the prompts that are being computed. Beside streams, prompts are computed in chunks
+that keep a step within the ITL target, each of which takes the time of a decode step besides.
 
 On a prefill node, its tokens wait for that node's queue, and its KV blocks have to come to this node, those of a chunk
-while the next chunk computes. If that node is a mixed one, its own streams stall, and count in the same way.
+while the next chunk computes.
 """
 
 from __future__ import annotations
@@ -15,16 +14,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """The sizes of one prompt at the head of this node's queue, and of what it competes with."""
+    """The sizes of one prompt that waits on this node, and of what it competes with."""
 
     missing_tokens: int
     """The tokens that this node's prefix cache does not have."""
     cached_tokens: int
     """The tokens that this node's prefix cache has."""
     queued_tokens: int
-    """The tokens of other prompts that this node is about to compute."""
+    """The tokens of other prompts that this node computes before."""
     streams: int
     """The requests that have a place in this node's batch: each decodes, or will once its prompt is computed."""
+    rows: int = 0
+    """The requests that decode now."""
+    context_tokens: int = 0
+    """The tokens of their contexts."""
+    leaving_tokens: int = 0
+    """The tokens of prompts that go to the prefill node before this one, and have not left this node."""
+    waited_s: float = 0.0
+    """The time since the request came to this node."""
+    may_wait: bool = False
+    """Whether this node has a step to compute in any case, after which the prompt can be placed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,8 @@ class LocalMeasures:
 
     tokens_per_s: float
     decode_step_s: float
-    max_step_tokens: int
+    chunk_tokens: int
+    """The prompt tokens that a step computes beside streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +71,20 @@ class RemoteMeasures:
         tokens = (1 - self.held_share) * prompt.missing_tokens + (1 - self.cached_share) * prompt.cached_tokens
         return tokens / self.tokens_per_s
 
+    def queue_s(self, prompt: PromptSize) -> float:
+        """Returns how long a prompt that leaves now waits there for others, also for those that leave before it."""
+        return (self.queued_tokens + prompt.leaving_tokens) / self.tokens_per_s + self.late_s
 
-def local_cost(prompt: PromptSize, local: LocalMeasures, stall_weight: float) -> float:
-    """Returns the time until the first token, plus what the streams of this node lose meanwhile."""
-    compute_s = prompt.missing_tokens / local.tokens_per_s
+
+def local_time(prompt: PromptSize, here: LocalMeasures) -> float:
+    """Returns the time until this node has computed the first token."""
     ahead = prompt.queued_tokens + prompt.missing_tokens
-    decode_s = local.decode_step_s * ahead / local.max_step_tokens if prompt.streams else 0.0
-    return ahead / local.tokens_per_s + decode_s + stall_weight * prompt.streams * compute_s
+    decode_s = here.decode_step_s * ahead / here.chunk_tokens if prompt.streams else 0.0
+    return ahead / here.tokens_per_s + decode_s
 
 
-def remote_time(prompt: PromptSize, remote: RemoteMeasures, chunk_tokens: int) -> float:
+def remote_time(prompt: PromptSize, there: RemoteMeasures, chunk_tokens: int) -> float:
     """Returns the time until the first token has come, and the blocks without which there is no second token."""
-    wait_s = remote.queued_tokens / remote.tokens_per_s + remote.late_s + remote.overhead_s
-    move_s = prompt.missing_tokens * remote.bytes_per_token / remote.bytes_per_s
-    last_s = min(prompt.missing_tokens, chunk_tokens) * remote.bytes_per_token / remote.bytes_per_s
-    return wait_s + max(remote.computed_s(prompt) + last_s, move_s)
-
-
-def remote_cost(prompt: PromptSize, remote: RemoteMeasures, chunk_tokens: int, stall_weight: float) -> float:
-    """Returns ``remote_time``, plus what the streams of the prefill node lose meanwhile."""
-    return remote_time(prompt, remote, chunk_tokens) + stall_weight * remote.streams * remote.computed_s(prompt)
+    move_s = prompt.missing_tokens * there.bytes_per_token / there.bytes_per_s
+    last_s = min(prompt.missing_tokens, chunk_tokens) * there.bytes_per_token / there.bytes_per_s
+    return there.queue_s(prompt) + there.overhead_s + max(there.computed_s(prompt) + last_s, move_s)

@@ -1,0 +1,66 @@
+"""The rule by which a prompt is placed: a function of estimates and of the target for the first token.
+
+Streams lose least where a prefill node computes the prompts, so a prompt goes there as long as its first token comes
+within the target. Once the node's queue is too long for that, a prompt goes where its first token comes sooner: this
+node takes prompts into its own steps, as far as those stay within the ITL target.
+
+Orders leave while the prefill node has no more than one target's work. The other prompts wait on this node, where the
+one that has a turn goes to whichever node is free for it first. So nothing has to be forecast for longer than the
+target, and old news of a queue does little harm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, RemoteMeasures, local_time, remote_time
+from pdserve.wire.engine import PrefillReason, PrefillSource
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementDecision:
+    """Where a prompt is computed, and why."""
+
+    source: PrefillSource | None
+    """None if the prompt waits, to be placed again after the next step."""
+    reason: PrefillReason
+
+    @property
+    def remote(self) -> bool:
+        return self.source is PrefillSource.REMOTE
+
+    @property
+    def waits(self) -> bool:
+        return self.source is None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The times that are compared, in seconds from now."""
+
+    local_s: float
+    remote_s: float
+    queue_s: float
+    """The part of ``remote_s`` that passes before the prefill node begins."""
+
+
+def estimate(prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, chunk_tokens: int) -> Estimate:
+    """Returns when the first token would come from either node. Blocks move in chunks of ``chunk_tokens``."""
+    return Estimate(local_time(prompt, here), remote_time(prompt, there, chunk_tokens), there.queue_s(prompt))
+
+
+def place(prompt: PromptSize, times: Estimate, ttft_s: float, remote_streams: int) -> PlacementDecision:
+    """Decides where a prompt is computed whose first token should come within ``ttft_s`` of its arrival.
+
+    ``remote_streams`` is the number of streams that the prefill node has itself, if it is a mixed one: a node does not
+    spare its streams by slowing as many elsewhere.
+    """
+    in_time = prompt.waited_s + times.remote_s <= ttft_s
+    if in_time and remote_streams < prompt.streams:
+        return PlacementDecision(PrefillSource.REMOTE, PrefillReason.TARGET)
+    # Where both are as fast, no transfer is better.
+    if times.local_s <= times.remote_s:
+        return PlacementDecision(PrefillSource.LOCAL, PrefillReason.SOONER)
+    if prompt.may_wait and times.queue_s > ttft_s:
+        return PlacementDecision(None, PrefillReason.SOONER)
+    return PlacementDecision(PrefillSource.REMOTE, PrefillReason.SOONER)
