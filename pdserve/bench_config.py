@@ -445,7 +445,7 @@ class GoodputBenchConfig:
     )
     shapes: tuple[str, ...] = setting(
         "shapes",
-        "Requests have these shapes: PROMPT/ANSWER in tokens, or mix, with log-uniform lengths.",
+        "Requests have these shapes: PROMPT/ANSWER in tokens, or mix: many short ones and few long ones.",
         ("256/64", "64/256", "1024/32", "mix"),
     )
     concurrency: tuple[int, ...] = setting("concurrency", "Closed loops have these numbers of clients.", (1, 4, 8, 16))
