@@ -25,7 +25,7 @@ TEXT = (
     "A lighthouse keeper writes down the weather four times a day. In the morning the wind came from the west, and the "
     "sea was grey. At noon two ships passed; the larger one carried timber. In the evening he lit the lamp, wound the "
     "clock, and read until the rain began. Nobody had visited the rock for three weeks, but he did not mind: there was "
-    "bread, there was oil, and in spring the boat would bring letters from his sister, who teaches mathematics in the city."
+    "bread, there was oil, and in spring the boat would bring letters from his sister, who teaches mathematics in town."
 )
 PROMPT = [1, 9690, 198, 2683, 359, 260, 3575, 282, 4649, 47]
 
