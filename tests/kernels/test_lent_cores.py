@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdserve.config import Dtype
 from pdserve.core_ledger import CoreLedger, CoreState, CoreWord
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.contract import AttentionRow, BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.lent_cores import LentCores
 from pdserve_kernels.kv_layout import KvLayout
 from tests.eventually import eventually
 from tests.kernels.random_blocks import random_blocks
+from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.integration
 CORE = min(os.sched_getaffinity(0))
@@ -85,9 +89,9 @@ def forget(compiled: CompiledKernels, ledger: CoreLedger) -> Callable[[int], Non
 
 @contextmanager
 def this_engine(compiled: CompiledKernels, ledger: CoreLedger, *own: int) -> Iterator[LentCores]:
-    """Makes this process an engine that owns these cores. Its threads on others' cores get their share of those."""
+    """Makes this process an engine that owns these cores."""
     engine = ledger.join(forget(compiled, ledger))
-    cores = compiled.lent_cores(ledger.words, engine, own, yielding=False)
+    cores = compiled.lent_cores(ledger.words, engine, own)
     try:
         yield cores
     finally:
@@ -243,3 +247,24 @@ def test_results_do_not_depend_on_borrowed_cores(
         assert word(ledger) == CoreWord(FREE, neighbour.engine, 0)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_models_logits_do_not_depend_on_borrowed_cores(
+    compiled: CompiledKernels, ledger: CoreLedger, neighbour: Neighbour, tmp_path: Path
+) -> None:
+    folder = save_tiny_model("llama", tmp_path / "model")
+    decoder = read_decoder_config(folder)
+    prompt = list(range(3, 90))
+
+    def logits() -> list[torch.Tensor]:
+        runner = ModelRunner(folder, decoder, Dtype.FP32, 16, 8, 128, compiled)
+        found = [runner.run([StepRow(prompt, 0, range(8), True)]).clone()]
+        found += [runner.run([StepRow([token], 87 + token, range(8), True)]).clone() for token in range(8)]
+        return found
+
+    alone = logits()
+    with this_engine(compiled, ledger) as cores:
+        neighbour.tell("sleep")
+        cores.begin_step()
+        assert cores.borrowed == 1
+        assert all(map(torch.equal, logits(), alone))

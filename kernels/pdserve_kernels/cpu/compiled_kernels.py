@@ -82,9 +82,9 @@ class CompiledKernels:
     def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> BlockLinear:
         return CompiledBlockLinear(self._library, self._memory, weight, bias)
 
-    def lent_cores(self, words: memoryview, engine: int, own: Sequence[int], *, yielding: bool = True) -> LentCores:
+    def lent_cores(self, words: memoryview, engine: int, own: Sequence[int]) -> LentCores:
         """Lends this engine's cores ``own`` from now on, and computes on those that others lend. See ``LentCores``."""
-        return LentCores(self._library, words, engine, own, yielding)
+        return LentCores(self._library, words, engine, own)
 
     def forget_engine(self, words: memoryview, engine: int) -> None:
         """Gives back what an engine had that has died. The caller keeps others from taking that number meanwhile."""

@@ -17,12 +17,9 @@ class LentCores:
     The thread that computes calls all of it.
     """
 
-    def __init__(
-        self, library: Library, words: memoryview, engine: int, own: Sequence[int], yielding: bool = True
-    ) -> None:
+    def __init__(self, library: Library, words: memoryview, engine: int, own: Sequence[int]) -> None:
         """``words`` has ``WORD_BYTES`` for each core of the machine, and is shared with the other engines. It has to
         stay until ``close``. No other living engine may have the number ``engine``, which is from 1 to 65535.
-        Threads on borrowed cores are ``yielding`` if they run only while nobody else wants those cores.
 
         Raises RuntimeError if this process has lent its cores already.
         """
@@ -30,7 +27,7 @@ class LentCores:
         self._words = (ctypes.c_char * len(words)).from_buffer(words)
         cores = (ctypes.c_int * len(own))(*own)
         at, count = ctypes.addressof(self._words), len(words) // WORD_BYTES
-        if not library.cores_open(at, count, engine, cores, len(own), yielding):
+        if not library.cores_open(at, count, engine, cores, len(own)):
             raise RuntimeError("this process lends its cores already")
         self._open = True
 

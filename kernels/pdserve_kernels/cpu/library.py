@@ -95,7 +95,7 @@ class Library:
                 function.argtypes, function.restype = arguments, None
             library.pdserve_block_panels_bytes.argtypes = [_INT, _LONG, _LONG]
             library.pdserve_block_panels_bytes.restype = _LONG
-            library.pdserve_cores_open.argtypes = [_POINTER, _LONG, _INT, _POINTER, _LONG, _INT]
+            library.pdserve_cores_open.argtypes = [_POINTER, _LONG, _INT, _POINTER, _LONG]
             library.pdserve_cores_pieces.restype = _LONG
             library.pdserve_cores_borrowed_seconds.restype = ctypes.c_double
             self.linear_is_fast = bool(library.pdserve_linear_is_fast())

@@ -109,8 +109,7 @@ struct Loop {
 
 class Borrower {
  public:
-  Borrower(CoreEntry* cores, long count, uint16_t engine, const int* own, long own_count, bool yielding)
-      : engine_(engine), yielding_(yielding) {
+  Borrower(CoreEntry* cores, long count, uint16_t engine, const int* own, long own_count) : engine_(engine) {
     for (long i = 0; i < own_count; i++) {
       if (own[i] < count && claim(cores[own[i]], engine)) own_.push_back(&cores[own[i]]);
     }
@@ -267,11 +266,8 @@ class Borrower {
   // ---------------------------------------------------------------- in a helper's thread
 
   void help(Helper& helper) {
-    if (yielding_) {
-      // Whoever else wants the core gets it at once.
-      const sched_param none{};
-      sched_setscheduler(0, SCHED_IDLE, &none);
-    }
+    // A helper has the priority of all: under SCHED_IDLE it would leave its core at once to whoever wants that, but a
+    // piece that it has begun could then wait for seconds on a machine that has much else to do.
     helper.id.store(pid_t(syscall(SYS_gettid)));
     uint32_t last = kClosed;
     while (!stopping_.load()) {
@@ -351,7 +347,6 @@ class Borrower {
   }
 
   const uint16_t engine_;
-  const bool yielding_;
   std::vector<CoreEntry*> own_;
   std::vector<std::unique_ptr<Helper>> helpers_;
   bool asleep_ = false;
@@ -379,10 +374,10 @@ void share(long count, void (*run)(const void*, long), const void* body) {
 using namespace pdserve;
 
 // Makes engine number `engine` the owner of the cores `own`, whose words are among the `count` that begin at `words`.
-// `yielding` helpers run only while nobody else wants their cores. Returns 0 if this process is an engine already.
-extern "C" int pdserve_cores_open(void* words, long count, int engine, const int* own, long own_count, int yielding) {
+// Returns 0 if this process is an engine already.
+extern "C" int pdserve_cores_open(void* words, long count, int engine, const int* own, long own_count) {
   if (borrower) return 0;
-  borrower = new Borrower((CoreEntry*)words, count, uint16_t(engine), own, own_count, yielding);
+  borrower = new Borrower((CoreEntry*)words, count, uint16_t(engine), own, own_count);
   return 1;
 }
 
