@@ -56,7 +56,7 @@ class ClientRequest:
 
     @property
     def reference(self) -> str:
-        return text_of(answer(self.prompt, self.max_tokens))
+        return text_of(answer(self.prompt, self.max_tokens, self.salt))
 
     def violation(self) -> str | None:
         """Returns what is wrong about the answer so far."""

@@ -14,6 +14,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -45,7 +46,7 @@ from tests.simulation.links import Fabric, LinkTransport
 from tests.simulation.network import Network
 from tests.simulation.plan import Shape
 from tests.simulation.stand_ins import simulated
-from tests.simulation.virtual_time import Events, SimLoop, SimProcess, SimThread, Stuck
+from tests.simulation.virtual_time import Events, SimLoop, SimProcess, SimThread, Stuck, present_process
 
 SECRET = b"the secret of the simulated cluster"
 PROXY = "10.0.0.1"
@@ -144,6 +145,8 @@ class Cluster:
         self.network = Network(self.loop, self.random, delay_s=shape.delay_s)
         self.requests: list[ClientRequest] = []
         self.violations: list[str] = []
+        self.skews: dict[str, float] = {}
+        """By how many seconds each host's wall clock is wrong."""
         self.fabric: Fabric
         self.proxy: SimProcess
         self.nodes = [Node(self, number, role) for number, role in enumerate(shape.roles)]
@@ -155,9 +158,12 @@ class Cluster:
         """The hash of everything that has happened."""
         return self.events.digest
 
-    def start(self) -> None:
+    def start_proxy(self) -> None:
         self.proxy = SimProcess(self.loop, "proxy", PROXY)
         self.proxy.start(self._proxy_main)
+
+    def start(self) -> None:
+        self.start_proxy()
         for node in self.nodes:
             node.start()
 
@@ -270,7 +276,8 @@ def _nothing(_: logging.LogRecord) -> bool:
 @contextmanager
 def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
     """Yields a cluster that is not started yet. Within the block, the product's parts are simulated."""
-    gc_was_on = gc.isenabled()
+    gc_was_on, torch_threads = gc.isenabled(), torch.get_num_threads()
+    torch.set_num_threads(1)
     # Finalisers would run at times that do not depend on the seed.
     gc.disable()
     cluster = Cluster(seed, shape)
@@ -283,6 +290,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
             cluster.network,
             Random(cluster.random.getrandbits(64)),
             {tuple(ENGINE_COMMAND): program},
+            lambda: cluster.skews.get(present_process().host, 0.0),
             pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
             pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
             pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, **__: partial(
@@ -295,6 +303,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
             finally:
                 cluster.close()
     finally:
+        torch.set_num_threads(torch_threads)
         if gc_was_on:
             gc.enable()
 

@@ -1,13 +1,14 @@
 """The program of a simulated engine process: the real engine around a model that is a function of all tokens before.
 
-The model's cache is real memory that real transfers read and write. A slot has a token and a digest of all tokens up to
-it, computed from the slot before. A step reads its whole context: a block that was shared, moved, evicted or
-overwritten wrongly breaks the chain of digests, and a wrong one that does not break it gives a wrong answer.
+The model's cache is real memory that real transfers read and write. A slot has a token and a digest of the salt and of
+all tokens up to it, computed from the slot before. A step reads its whole context: a block that was shared, moved,
+evicted or overwritten wrongly breaks the chain of digests, and one that does not break it gives a wrong answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -21,6 +22,7 @@ from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
@@ -66,9 +68,14 @@ def choose(digest: int) -> int:
     return EOS if hash((digest, 1)) % 64 == 0 else 3 + hash((digest, 2)) % (VOCAB - 3)
 
 
-def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def beginning(salt: str) -> int:
+    """Returns the digest before the first token."""
+    return zlib.crc32(salt.encode())
+
+
+def answer(prompt: Sequence[int], max_tokens: int, salt: str = "") -> list[int]:
     """Returns the answer that a request must get, whatever happens to the cluster."""
-    digest = 0
+    digest = beginning(salt)
     for token in prompt:
         digest = after(digest, token)
     tokens: list[int] = []
@@ -86,6 +93,8 @@ class SimRunner:
     def __init__(self, memory: memoryview, pace: Pace) -> None:
         self._slots = memory.cast("q")
         self._pace = pace
+        self.live: Callable[[], Iterable[Request]] = tuple
+        """The requests of the engine, of which a row has only the block table."""
 
     def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
         present_thread().block(self._pace.step_s(sum(len(row.token_ids) for row in rows)))
@@ -95,7 +104,9 @@ class SimRunner:
         return logits
 
     def _compute(self, row: StepRow) -> int:
-        slots, digest = self._slots, 0
+        slots = self._slots
+        salts = [request.cache_salt for request in self.live() if request.block_table is row.block_table]
+        digest = beginning(*salts)
         table = [block * BLOCK_SIZE * SLOT_WORDS for block in row.block_table]
         for position in range(row.start):
             place = table[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
@@ -191,11 +202,12 @@ class EngineProgram:
             secrets=secrets,
             wake=wake_up.set,
         )
+        runner = SimRunner(_memory_of(kv_cache), self.pace(process))
         try:
             loop = StepLoop(
                 api=channel,
                 wake_up=wake_up,
-                runner=SimRunner(_memory_of(kv_cache), self.pace(process)),
+                runner=runner,
                 blocks=blocks,
                 connector=connector,
                 config=config.scheduler,
@@ -205,6 +217,7 @@ class EngineProgram:
                 renew=secrets.renew,
                 grammars=GrammarOpener(_no_vocabulary, wake_up.set),
             )
+            runner.live = loop._scheduler.live
             self.started(RunningEngine(process, blocks, loop, connector))
             channel.send(
                 Ready(

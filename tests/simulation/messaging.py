@@ -19,6 +19,8 @@ from tests.simulation.network import Address, End, Network
 from tests.simulation.virtual_time import SimProcess, SimThread, present_process, present_thread
 
 RECONNECT_S = 0.1
+# As plain numbers: operations on enum members take longer.
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _NO_LIMIT = 1_000_000
 
 
@@ -70,7 +72,7 @@ class EventFd(Pollable):
         self.value = 0
 
     def events(self) -> int:
-        return zmq.POLLIN if self.value else 0
+        return POLLIN if self.value else 0
 
     def write(self) -> None:
         self.value += 1
@@ -322,10 +324,10 @@ class SimZmqSocket(Pollable):
             reader()
 
     def events(self) -> int:
-        readable = zmq.POLLIN if self._inbox or self._parts else 0
-        return readable | (zmq.POLLOUT if self._end is not None or self._kind == zmq.ROUTER else 0)
+        readable = POLLIN if self._inbox or self._parts else 0
+        return readable | (POLLOUT if self._end is not None or self._kind == zmq.ROUTER else 0)
 
-    def poll(self, timeout: float | None = None, flags: int = zmq.POLLIN) -> Any:
+    def poll(self, timeout: float | None = None, flags: int = POLLIN) -> Any:
         poller = SimPoller()
         poller.register(self, flags)
         return dict(poller.poll(timeout)).get(self, 0)
@@ -384,7 +386,7 @@ class SimAsyncSocket(SimZmqSocket):
     def monitor_type() -> type[SimMonitor]:
         return SimAsyncMonitor
 
-    def poll(self, timeout: float | None = None, flags: int = zmq.POLLIN) -> Any:
+    def poll(self, timeout: float | None = None, flags: int = POLLIN) -> Any:
         return _poll_async(self, timeout, flags)
 
     async def send_multipart(self, parts: Sequence[bytes], flags: int = 0) -> Any:
@@ -397,7 +399,7 @@ class SimAsyncSocket(SimZmqSocket):
 
 
 class SimAsyncMonitor(SimMonitor):
-    def poll(self, timeout: float | None = None, flags: int = zmq.POLLIN) -> Any:
+    def poll(self, timeout: float | None = None, flags: int = POLLIN) -> Any:
         return _poll_async(self, timeout, flags)
 
     async def recv_multipart(self, flags: int = 0) -> Any:
@@ -448,7 +450,7 @@ class SimPoller:
         self._registered: dict[Any, int] = {}
 
     def register(self, pollable: Any, flags: int) -> None:
-        self._registered[pollable] = flags
+        self._registered[pollable] = int(flags)
 
     def poll(self, timeout: float | None = None) -> list[tuple[Any, int]]:
         ready = self._ready()

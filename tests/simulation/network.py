@@ -202,7 +202,8 @@ class Network:
             far.join(near)
             # The kernel accepts, even if the process is stopped.
             self.loop.call_soon(listener.accept, far, context=listener.process.context)
-            Flow(self, kernel, process, lambda _: established(near)).send(None)
+            # The other process may have ended meanwhile.
+            Flow(self, kernel, process, lambda _: established(near) if near.open else refused()).send(None)
 
         Flow(self, process, kernel, lambda _: answer()).send(None)
 

@@ -61,6 +61,9 @@ class FaultKind(enum.Enum):
     SLOW = "the node's steps take ten times as long"
     CORRUPT = "one KV block arrives with a wrong byte"
     DRAIN = "the node drains and ends"
+    SKEW = "the node's wall clock is wrong by minutes"
+    FAR = "everything takes a long way"
+    KILL_PROXY = "the proxy is killed"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ RECOVERED_S = 30.0
 DRAINED_S = 15.0
 """A node that drains, or has lost its engine, has ended by then."""
 STOPPED_S = 60.0
+SKEW_S = -300.0
+FAR_S = 0.3
 LIMIT_S = 400.0
 LOGGERS = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
 
@@ -101,6 +103,9 @@ class Run:
             live = list(engine.loop._scheduler.live())
             if live:
                 cluster.violated(f"{node.name} still has {live}")
+            stats = engine.connector.stats()
+            if not self.plan.faults and (stats.leases_expired_sending or stats.leases_expired_receiving):
+                cluster.violated(f"a lease ran out at {node.name}, without any fault")
             if engine.blocks.num_free != engine.blocks.num_blocks:
                 cluster.violated(
                     f"{node.name} has {engine.blocks.num_free} of {engine.blocks.num_blocks} blocks free at rest, and "
@@ -152,12 +157,22 @@ class Run:
                 cluster.fabric.corrupt = 1
             case FaultKind.DRAIN:
                 node.drain()
+            case FaultKind.SKEW:
+                cluster.skews[node.host] = SKEW_S
+            case FaultKind.FAR:
+                cluster.network.delay_s = FAR_S
+            case FaultKind.KILL_PROXY:
+                cluster.proxy.end(-9)
         await asyncio.sleep(fault.lasts_s)
         cluster.events.add(f"the fault of {node.name} is over: {fault.kind.value}")
         cluster.network.open_all()
         node.go_on()
         node.pace.factor = 1.0
         cluster.fabric.corrupt = 0
+        cluster.skews.clear()
+        cluster.network.delay_s = self.plan.shape.delay_s
+        if cluster.proxy.ended:
+            cluster.start_proxy()
         if fault.kind is FaultKind.DRAIN:
             await asyncio.sleep(DRAINED_S)
             if not process.ended:

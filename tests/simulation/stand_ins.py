@@ -39,6 +39,8 @@ from tests.simulation.network import Network, SimListener
 from tests.simulation.virtual_time import WALL_S, SimLoop, SimProcess, SimThread, present_process, present_thread
 
 PACKAGES = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
+LEAST_SLEEP_S = 0.0005
+"""A thread that polls while data moves sleeps for so long. The product's 50 µs would make most of a run's turns."""
 UNUSED = ("pdserve.bench", "pdserve.doctor", "pdserve.cli", "pdserve.__main__", "pdserve.engine.__main__")
 """What no process of a cluster imports."""
 
@@ -216,11 +218,13 @@ def simulated(
     network: Network,
     chance: Random,
     programs: dict[tuple[str, ...], Callable[[Any], None]],
+    skew_s: Callable[[], float],
     **names: Any,
 ) -> Iterator[Descriptors]:
     """Replaces the parts while the block runs.
 
-    ``programs`` are those of child processes, by their commands. ``names`` are further names to replace, with their
+    ``programs`` are those of child processes, by their commands. ``skew_s`` says by how much the wall clock of the
+    process that runs now is wrong. ``names`` are further names to replace, with their
     modules, and ``__`` in place of each dot.
     """
     descriptors = Descriptors()
@@ -230,10 +234,10 @@ def simulated(
     SimFolder._count = 0
 
     def wall() -> float:
-        return WALL_S + loop.time() + present_process().skew_s
+        return WALL_S + loop.time() + skew_s()
 
     def sleep(seconds: float) -> None:
-        present_thread().block(seconds)
+        present_thread().block(max(seconds, LEAST_SLEEP_S))
 
     def eventfd_write(fd: int, value: int) -> None:
         descriptors.fd(fd).write()

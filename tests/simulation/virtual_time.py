@@ -25,6 +25,8 @@ START_S = 1_000.0
 """The monotonic clock begins with this time, as a machine's does that has run for a while."""
 WALL_S = 1_800_000_000.0
 """The wall clock's time when the monotonic clock shows 0."""
+MAX_TURNS = 300_000
+"""No run takes so many turns, unless something goes round and round."""
 PROCESS: contextvars.ContextVar[SimProcess | None] = contextvars.ContextVar("PROCESS", default=None)
 
 
@@ -169,6 +171,8 @@ class SimLoop(asyncio.BaseEventLoop):
             process.hold(handle)
             return
         self.turns += 1
+        if self.turns > MAX_TURNS:
+            raise Stuck(f"the run is not over after {MAX_TURNS} turns")
         handle._run()
         self.after_turn()
 
@@ -207,7 +211,6 @@ class SimProcess:
         self.running = True
         self.ended = False
         self.status = 0
-        self.skew_s = 0.0
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.threads: list[SimThread] = []
         self.handlers: dict[int, Callable[[], object]] = {}

@@ -1,0 +1,252 @@
+"""Defects to put into the product, each of the kind that reviews have found, with a seed that finds it.
+
+A mutant replaces a line or two of one method. ``python -m tests.simulation.mutants`` looks for the first seed that
+kills each of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.plan import plan_of
+from tests.simulation.run import run_plan
+
+CONNECTORS = "pdserve.engine.kv_connector"
+SESSION = "pdserve_kvtransfer.fetch.session"
+
+
+class GoneLine(Exception):
+    """The product has changed, so that the mutant's line is not there any more."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A defect: in ``method`` of ``owner``, ``before`` is replaced by ``after``."""
+
+    what: str
+    seed: int
+    owner: str
+    method: str
+    before: str
+    after: str
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Raises GoneLine."""
+        module_name, _, class_name = self.owner.rpartition(".")
+        module = importlib.import_module(module_name)
+        owner = getattr(module, class_name)
+        original = vars(owner)[self.method]
+        function: Any = original.fget if isinstance(original, property) else original
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(self.before) != 1:
+            raise GoneLine(f"{self.owner}.{self.method} has no {self.before!r} any more: {self.what}")
+        made: dict[str, Any] = {}
+        exec(source.replace(self.before, self.after), vars(module), made)
+        setattr(owner, self.method, made[self.method])
+        try:
+            yield
+        finally:
+            setattr(owner, self.method, original)
+
+    def killed_by(self, seed: int) -> bool:
+        with self.applied():
+            return bool(run_plan(seed, plan_of(seed)).violations)
+
+
+MUTANTS = (
+    Mutant(
+        "a fetch is over before its last block has landed",
+        0,
+        f"{SESSION}.Aggregator",
+        "complete",
+        "self._left == 0",
+        "self._left <= 1",
+    ),
+    Mutant(
+        "digests are not compared",
+        0,
+        f"{SESSION}.Aggregator",
+        "_note",
+        "if expected != digest:",
+        "if False:",
+    ),
+    Mutant(
+        "the prefix cache forgets the salt",
+        0,
+        "pdserve.engine.kv_cache.block_tables.BlockTables",
+        "_hash",
+        "request.cache_salt",
+        '""',
+    ),
+    Mutant(
+        "a block that is not full is found in the prefix cache",
+        0,
+        "pdserve.engine.kv_cache.block_tables.BlockTables",
+        "admit",
+        "request.num_computed_tokens = len(found) * self.block_size",
+        "request.num_computed_tokens = len(found) * self.block_size + 1",
+    ),
+    Mutant(
+        "the holders of a shared block are not counted",
+        0,
+        "pdserve.engine.kv_cache.block_manager.BlockManager",
+        "share",
+        "self._holders[block] += 1",
+        "self._holders[block] = 1",
+    ),
+    Mutant(
+        "a request's first block is never freed",
+        0,
+        "pdserve.engine.kv_cache.block_manager.BlockManager",
+        "free",
+        "reversed(block_table):",
+        "reversed(block_table[1:]):",
+    ),
+    Mutant(
+        "a failed fetch counts one block too many as landed",
+        0,
+        f"{CONNECTORS}.fetching_connector.FetchingConnector",
+        "_retry",
+        "landed_blocks += request.first_block",
+        "landed_blocks += request.first_block + 1",
+    ),
+    Mutant(
+        "a failed fetch of cached blocks counts one block too many as landed",
+        0,
+        f"{CONNECTORS}.reusing_connector.ReusingConnector",
+        "on_event",
+        "event.landed * self._blocks.block_size",
+        "(event.landed + 1) * self._blocks.block_size",
+    ),
+    Mutant(
+        "a prefill node's first token counts although the client has one",
+        0,
+        f"{CONNECTORS}.fetching_connector.FetchingConnector",
+        "_accept",
+        " and request.num_generated_tokens == 0",
+        "",
+    ),
+    Mutant(
+        "a cancelled push keeps its blocks",
+        0,
+        f"{CONNECTORS}.pushing_connector.PushingConnector",
+        "_ended",
+        "self._blocks.free(self._cancelled_blocks.pop(transfer))",
+        "self._cancelled_blocks.pop(transfer)",
+    ),
+    Mutant(
+        "a push's blocks are freed while they are sent",
+        0,
+        f"{CONNECTORS}.pushing_connector.PushingConnector",
+        "release",
+        "request.block_table = []",
+        "self._blocks.free(list(request.block_table)); request.block_table = []",
+    ),
+    Mutant(
+        "a cancelled fetch keeps its blocks",
+        0,
+        f"{CONNECTORS}.fetching_connector.FetchingConnector",
+        "_free_cancelled",
+        "self._blocks.free(self._cancelled_blocks.pop(transfer))",
+        "self._cancelled_blocks.pop(transfer)",
+    ),
+    Mutant(
+        "a cancelled fetch's blocks are freed at once",
+        0,
+        f"{CONNECTORS}.fetching_connector.FetchingConnector",
+        "release",
+        "request.block_table = []",
+        "self._blocks.free(list(request.block_table)); request.block_table = []",
+    ),
+    Mutant(
+        "a holder keeps the blocks that it has given",
+        0,
+        f"{CONNECTORS}.holding_connector.HoldingConnector",
+        "ended",
+        "self._blocks.free(self._pushes.pop(event.transfer_id).table)",
+        "self._pushes.pop(event.transfer_id)",
+    ),
+    Mutant(
+        "a lease is compared the wrong way",
+        0,
+        "pdserve_kvtransfer.control.lease.Lease",
+        "expired",
+        "now >= self.until",
+        "now < self.until",
+    ),
+    Mutant(
+        "a journal's last token is generated again",
+        0,
+        "pdserve.wire.journal.Journal",
+        "emitted",
+        "self.choices[choice].token_ids)",
+        "self.choices[choice].token_ids[:-1])",
+    ),
+    Mutant(
+        "the last entry of a journal does not reach the node that goes on",
+        0,
+        "pdserve_proxy.relay.journal.RelayJournal",
+        "lines",
+        "_lines(self.entries)",
+        'bytes(_lines(self.entries[: self.entries.rfind(b":")]))',
+    ),
+    Mutant(
+        "a request whose fetch has failed is not queued again",
+        0,
+        "pdserve.engine.scheduling.scheduler.Scheduler",
+        "requeue",
+        "self._queues.move(request, Status.WAITING)",
+        "pass",
+    ),
+    Mutant(
+        "a request past its deadline or without a client stays with its prefill node",
+        0,
+        "pdserve_kvtransfer.push.session.PushSession",
+        "on_cancel",
+        "if self.state is not PushState.PUSHING:",
+        "if True:",
+    ),
+    Mutant(
+        "an answer that was over when it came goes on",
+        0,
+        "pdserve.engine.step_loop.StepLoop",
+        "_submit",
+        "self._scheduler.finish_if_over(member)",
+        "pass",
+    ),
+    Mutant(
+        "a client that leaves is not noticed by its engine",
+        0,
+        "pdserve.engine.step_loop.StepLoop",
+        "_abort",
+        "self._scheduler.abort(request)",
+        "request.deadline += 1_000.0",
+    ),
+)
+
+
+def main() -> int:
+    """Prints the first seed that kills each mutant, among as many as the argument says."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    survived = 0
+    for mutant in MUTANTS:
+        try:
+            seed = next((seed for seed in range(count) if mutant.killed_by(seed)), None)
+        except GoneLine as exc:
+            print(exc, flush=True)
+            continue
+        survived += seed is None
+        print(f"{'survives' if seed is None else seed}: {mutant.what}", flush=True)
+    return survived
+
+
+if __name__ == "__main__":
+    sys.exit(main())
