@@ -26,6 +26,10 @@ _MOST_STEPS = 32
 """A kind of steps has the weight of so many of them, at most."""
 _PACE_SHARE = 0.05
 """So far the pace moves with each step to what that step says."""
+_PACE_KEPT = 0.998
+"""The pace falls back to 1 by this power with each step: what lasts is learned by the parts."""
+_LEAST_SHARE = 1e-3
+"""A step is not taken for one that was expected to take less than this share of its time, or nothing."""
 _KEPT_SHORT = 0.8
 _OUTLIER = 3.0
 """A step counts as at most so many times its estimate: something else had the cores."""
@@ -59,6 +63,8 @@ class StepCost:
         """The mean of what recent steps took, or would have taken without prompts; 0 before the first of them."""
         self.measured_at = -math.inf
         """The time of the last step with a long chunk of a prompt."""
+        self.spread = 0.0
+        """By how much of its estimate a step differs from it lately, on average."""
         self._parts = [0.0] * 7
         self._parts[_TOKEN] = PRIOR_TOKEN_S
         self._memory = _Memory()
@@ -115,6 +121,7 @@ class StepCost:
             rest_s = seconds - min(self._decoding_s(rows, context_tokens), 0.75 * seconds)
             self._parts[_TOKEN] = max(_LEAST_TOKEN_S, rest_s / self._pace / prompt_tokens)
         expected_s = self.estimate_s(rows, context_tokens, prompt_tokens, prompt_context=prompt_context)
+        expected_s = max(expected_s, _LEAST_SHARE * seconds)
         trusted = (self._prompt_steps if prompt_tokens else self._decode_steps) >= _TRUSTED
         if trusted:
             seconds = min(seconds, _OUTLIER * expected_s)
@@ -126,7 +133,9 @@ class StepCost:
             expected_s / self._pace if trusted else steady_s,
         )
         if trusted:
-            self._pace *= 1 + _PACE_SHARE * (max(seconds / expected_s, 1 / _OUTLIER) - 1)
+            error = max(seconds / expected_s, 1 / _OUTLIER) - 1
+            self._pace = self._pace**_PACE_KEPT * (1 + _PACE_SHARE * error)
+            self.spread += _PACE_SHARE * (abs(error) - self.spread)
         self._fit([part for part in _ORDER if features[part]])
         if prompt_tokens:
             self._prompt_steps += 1

@@ -54,7 +54,8 @@ class StepBudget:
             target_s = self._targets.itl_s(self._rows, self._context_tokens)
         if target_s is None:
             return self.tokens
-        left_s = target_s - self._prompt_s
+        # As far as steps differ from their estimates, they aim below the target: it is a bound and no mean.
+        left_s = target_s / (1 + self._step_cost.spread) - self._prompt_s
         within = self._step_cost.prompt_tokens_within(left_s, self._rows, self._context_tokens, prompt_context=before)
         within = max(within, LEAST_PROMPT_TOKENS - self._prompt_tokens)
         return min(self.tokens, within) if within >= _LEAST_CHUNK else 0

@@ -123,6 +123,22 @@ def test_a_static_batch_has_no_bound() -> None:
     bounded.run()
 
 
+def test_steps_that_differ_from_their_estimates_aim_below_the_target() -> None:
+    sizes = []
+    for noise in (0.0, 0.3):
+        cost = learned()
+        for at in range(100):
+            cost.observe(1, 0, 8, (ROW_S + 8 * TOKEN_S) * (1 + (noise if at % 2 else -noise)))
+        assert cost.spread == pytest.approx(noise, abs=0.05)
+        bounded = engine(target_itl_ms=20, cost=cost)
+        stream(bounded, 0)
+        bounded.add(1, PROMPT)
+        sizes += chunks(bounded.step())
+    steady, unsteady = sizes
+    assert 17 <= steady <= 18
+    assert unsteady == pytest.approx((0.020 / 1.3 - ROW_S) / TOKEN_S, abs=2)
+
+
 # ------------------------------------------------------------ how much is always computed
 
 
