@@ -106,7 +106,8 @@ def _get(summary: str, content_type: str = "application/json", schema: dict[str,
 def _kept(summary: str, answer: dict[str, Any], parameters: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """Returns a method of a response that a proxy keeps."""
     described = _get(summary, schema=answer)["get"]
-    name = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[^/]+$"}}
+    form = {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"}
+    name = {"name": "response_id", "in": "path", "required": True, "schema": form}
     return {**described, "parameters": [name, *(parameters or ())]}
 
 
