@@ -802,6 +802,14 @@ class CpuConfig:
         "The CPU computes with C++ kernels, which g++ compiles once, or with plain torch. 'auto' takes C++ if it can.",
         CpuKernels.AUTO,
     )
+    packed_weights_mib: int = setting(
+        "packed-weights-mib",
+        "The cache folder keeps packed weights of at most so many MiB, which the engines of a machine share. "
+        "The ones used longest ago are removed. 0 keeps none.",
+        16384,
+        minimum=0,
+        maximum=2**24,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,10 +74,25 @@ class BlockWeight:
 
     format: BlockFormat
     blocks: torch.Tensor
+    key: str = ""
+    """Says which part of which tensors of the model this is; empty if nobody will ask for the same weight again."""
 
     @property
     def inputs(self) -> int:
         return self.blocks.shape[1] // self.format.block_bytes * self.format.elements
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadWeight:
+    """A weight ``[out, in]`` that is read from its file when it is needed, which it is not if its packed form is there.
+
+    ``key`` is that of ``BlockWeight``.
+    """
+
+    key: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 class Linear(Protocol):
@@ -90,6 +105,16 @@ class BlockLinear(Linear, Protocol):
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the weight's rows of these numbers, ``[len(ids), in]``: an embedding is looked up in this way."""
+
+
+class UnreadKernels(Protocol):
+    """Kernels that may have the packed form of a weight without reading it."""
+
+    def unread_linear(self, weight: UnreadWeight, bias: torch.Tensor | None = None) -> Linear:
+        """Returns the product with a weight."""
+
+    def unread_table(self, weight: UnreadWeight) -> torch.Tensor:
+        """Returns the weight itself, for looking rows up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from pdserve.config import CpuKernels, EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.models.backend import Backend, choose_device, open_backend
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.checkpoint.kept_blocks import keeps_blocks
+from pdserve.models.checkpoint.weight_file import SMALLEST, kept_weights, weights_name
 from pdserve.models.runner import ModelRunner
 from pdserve.models.tp.shares import TpGroup
 from pdserve_kernels.contract import BlockKernels, Kernels
@@ -57,19 +61,46 @@ def load_runner(
     Raises ModelError if the folder does not hold the model, or if the model cannot be split over the ranks.
     """
     folder, block_size = Path(config.model_dir), config.cache.block_size
-    return ModelRunner(
-        folder,
-        decoder,
-        config.model.dtype,
-        block_size,
-        num_blocks,
-        max_model_len,
-        backend.kernels,
-        backend.device,
-        tp,
-        kv_memory,
-        block_kernels=block_kernels,
-    )
+    with packed_weights(config, tp, backend.kernels, in_blocks=block_kernels is not None):
+        return ModelRunner(
+            folder,
+            decoder,
+            config.model.dtype,
+            block_size,
+            num_blocks,
+            max_model_len,
+            backend.kernels,
+            backend.device,
+            tp,
+            kv_memory,
+            block_kernels=block_kernels,
+        )
+
+
+@contextmanager
+def packed_weights(config: EngineConfig, tp: TpGroup, kernels: Kernels, *, in_blocks: bool) -> Iterator[None]:
+    """Within the block, kernels that pack weights take one rank's from the file that the machine's engines share.
+
+    They make it if it is not there. Small models, and those that transformers computes, have no such file.
+    """
+    if not isinstance(kernels, CompiledKernels) or not config.cpu.packed_weights_mib:
+        yield
+        return
+    model, dtype = Path(config.model_dir), config.model.dtype
+    name, nbytes = weights_name(model, kernels.packing, dtype.value, tp.rank, tp.size, in_blocks)
+    # Packed, a rank's part has about as many bytes as in the file, or as many as the dtype's numbers have.
+    likely = nbytes * (1 if in_blocks else 4 if is_gguf(model) else 2) // tp.size
+    if likely < SMALLEST:
+        yield
+        return
+    own = kernels.memory
+    path = Path(config.cache_dir, "packed-weights", name)
+    try:
+        with kept_weights(path, likely, config.cpu.packed_weights_mib, own) as memory:
+            kernels.memory = memory
+            yield
+    finally:
+        kernels.memory = own
 
 
 def kept_block_kernels(config: EngineConfig, backend: Backend) -> BlockKernels | None:

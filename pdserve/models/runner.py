@@ -25,6 +25,7 @@ from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building
 from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
 from pdserve_kernels.contract import AttentionRow, BlockKernels, DecodeTables, GraphKernels, Kernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.host_to_device import packed, packed_starts, to_device
 from pdserve_kernels.kv_layout import KvLayout
 
@@ -237,7 +238,8 @@ class ModelRunner:
         self._kernels = kernels
         self._tp = tp
         self._graphs: DecodeGraphs | None = None
-        building = Building(Checkpoint(folder, torch_dtype, device), self._kernels, tp, block_kernels)
+        unread = kernels if isinstance(kernels, CompiledKernels) else None
+        building = Building(Checkpoint(folder, torch_dtype, device), self._kernels, tp, block_kernels, unread)
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()

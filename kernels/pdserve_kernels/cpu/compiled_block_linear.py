@@ -6,7 +6,7 @@ import torch
 
 from pdserve_kernels.contract import BlockWeight
 from pdserve_kernels.cpu.library import Library
-from pdserve_kernels.cpu.weight_memory import WeightMemory
+from pdserve_kernels.cpu.weight_memory import FilledMemory
 
 
 class CompiledBlockLinear:
@@ -16,13 +16,17 @@ class CompiledBlockLinear:
     adds about as much error to a product as the format Q8_0 has itself.
     """
 
-    def __init__(self, library: Library, memory: WeightMemory, weight: BlockWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, library: Library, memory: FilledMemory, weight: BlockWeight, bias: torch.Tensor | None) -> None:
         self._library, self._format = library, int(weight.format)
         self._inner, self._outer = weight.inputs, weight.blocks.shape[0]
-        blocks = weight.blocks.contiguous()
-        self._panels = memory.take(library.block_panels_bytes(self._format, self._inner, self._outer))
+
+        def pack(panels: torch.Tensor) -> None:
+            blocks = weight.blocks.contiguous()
+            library.pack_blocks(self._format, blocks.data_ptr(), panels.data_ptr(), self._inner, self._outer)
+
+        nbytes = library.block_panels_bytes(self._format, self._inner, self._outer)
+        self._panels = memory.filled(weight.key, nbytes, pack)
         self._panels_at = self._panels.data_ptr()
-        library.pack_blocks(self._format, blocks.data_ptr(), self._panels_at, self._inner, self._outer)
         self._bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
         self._bias_at = None if self._bias is None else self._bias.data_ptr()
 

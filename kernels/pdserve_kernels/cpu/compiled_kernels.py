@@ -13,13 +13,13 @@ import torch
 
 from pdserve.compiled_library import built_library
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow, BlockLinear, BlockWeight, Linear
+from pdserve_kernels.contract import AttentionRow, BlockLinear, BlockWeight, Linear, UnreadWeight
 from pdserve_kernels.cpu.compiled_attention import CompiledAttention
 from pdserve_kernels.cpu.compiled_block_linear import CompiledBlockLinear
 from pdserve_kernels.cpu.lent_cores import LentCores, forget_engine
 from pdserve_kernels.cpu.library import CPU_KERNELS, Library
 from pdserve_kernels.cpu.torch_kernels import PackedLinear
-from pdserve_kernels.cpu.weight_memory import WeightMemory
+from pdserve_kernels.cpu.weight_memory import FilledMemory, WeightMemory
 from pdserve_kernels.kv_layout import KvLayout
 
 COLUMNS = 32
@@ -33,13 +33,17 @@ class CompiledLinear:
     prompt tokens; with oneDNN and packed weights it takes 9.7 ms, 17.8 ms and 122 ms.
     """
 
-    def __init__(self, library: Library, memory: WeightMemory, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Packs ``weight``, ``[out, in]``, for which ``fits`` returns True."""
+    def __init__(self, library: Library, memory: FilledMemory, weight: UnreadWeight, bias: torch.Tensor | None) -> None:
+        """Packs ``weight``, for which ``fits`` returns True, unless ``memory`` has it."""
         self._run = library.linear
         self._outer, self._inner = weight.shape
-        weight, panels = weight.contiguous(), -(-self._outer // COLUMNS)
-        self._panels = memory.take(panels * COLUMNS * self._inner * weight.itemsize)
-        library.pack_linear(_bf16(weight), weight.data_ptr(), self._panels.data_ptr(), self._inner, self._outer)
+
+        def pack(panels: torch.Tensor) -> None:
+            read = weight.read().contiguous()
+            library.pack_linear(_bf16(read), read.data_ptr(), panels.data_ptr(), self._inner, self._outer)
+
+        columns = -(-self._outer // COLUMNS) * COLUMNS
+        self._panels = memory.filled(weight.key, columns * self._inner * weight.dtype.itemsize, pack)
         self._bias = None if bias is None else bias.to(weight.dtype).contiguous()
         self._dtype = weight.dtype
         self._panels_at = self._panels.data_ptr()
@@ -58,29 +62,48 @@ class CompiledLinear:
         return out
 
 
-def fits(library: Library, weight: torch.Tensor) -> bool:
+def fits(library: Library, weight: torch.Tensor | UnreadWeight) -> bool:
     """Returns whether the compiled kernel computes with this weight on this CPU."""
     return library.linear_is_fast and weight.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] % 2 == 0
 
 
 class CompiledKernels:
-    """Satisfies ``contract.Kernels`` for bf16 and fp32, and ``contract.BlockKernels`` for bf16."""
+    """Satisfies ``contract.Kernels`` and ``contract.UnreadKernels``, and ``contract.BlockKernels`` for bf16.
+
+    ``memory`` is where the weights lie that are packed from now on.
+    """
 
     rotary = staticmethod(reference.rotary)
 
     def __init__(self, cache_dir: Path) -> None:
         """Compiles the library below ``cache_dir`` if it is not there, in a few seconds. Raises BuildError."""
-        self._library = Library(built_library(CPU_KERNELS, cache_dir))
+        path = built_library(CPU_KERNELS, cache_dir)
+        self._library = Library(path)
         self.name = f"compiled {self._library.instructions}"
-        self._memory = WeightMemory(self._library)
+        self.packing = path.stem
+        """The name of the form in which weights are packed: another one for other kernels or another CPU."""
+        self.memory: FilledMemory = WeightMemory(self._library)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        outer, inner = weight.shape
+        return self.unread_linear(UnreadWeight("", (outer, inner), weight.dtype, lambda: weight), bias)
+
+    def unread_linear(self, weight: UnreadWeight, bias: torch.Tensor | None = None) -> Linear:
         if fits(self._library, weight):
-            return CompiledLinear(self._library, self._memory, weight, bias)
-        return PackedLinear(weight, bias)
+            return CompiledLinear(self._library, self.memory, weight, bias)
+        return PackedLinear(weight.read(), bias)
+
+    def unread_table(self, weight: UnreadWeight) -> torch.Tensor:
+        def copy(to: torch.Tensor) -> None:
+            to.view(weight.dtype).view(weight.shape).copy_(weight.read())
+
+        outer, inner = weight.shape
+        key = f"{weight.key} as it is" if weight.key else ""
+        memory = self.memory.filled(key, outer * inner * weight.dtype.itemsize, copy)
+        return memory.view(weight.dtype).view(weight.shape)
 
     def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> BlockLinear:
-        return CompiledBlockLinear(self._library, self._memory, weight, bias)
+        return CompiledBlockLinear(self._library, self.memory, weight, bias)
 
     def lent_cores(self, words: memoryview, engine: int, own: Sequence[int]) -> LentCores:
         """Lends this engine's cores ``own`` from now on, and computes on those that others lend. See ``LentCores``."""

@@ -6,6 +6,9 @@ smaller than such a page, so they share pieces of memory that are made of large 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 
 from pdserve_kernels.cpu.library import Library
@@ -16,12 +19,31 @@ PIECE = 32 * 2**20
 """A piece has so many bytes. What is left of it takes no memory, because it is never written."""
 
 
+class FilledMemory(Protocol):
+    """Memory that holds packed weights, or takes them."""
+
+    def filled(self, key: str, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Returns ``nbytes`` bytes, which nobody may write to, with what ``fill`` writes or has once written there.
+
+        They begin at a multiple of ``LINE``. The same ``key`` means the same bytes; an empty one means no others.
+        """
+
+
 class WeightMemory:
-    """The memory of one kernel set's weights. A piece is freed when none of the weights in it is left."""
+    """Satisfies ``FilledMemory`` with memory of this process.
+
+    A piece is freed when none of the weights in it is left.
+    """
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self._left = torch.empty(0, dtype=torch.uint8)
+
+    def filled(self, key: str, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """See ``FilledMemory``. Nothing is found again."""
+        taken = self.take(nbytes)
+        fill(taken)
+        return taken
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Returns ``nbytes`` bytes, which are not written yet and begin at a multiple of ``LINE``."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve_kernels.contract import BlockWeight
+from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 ALL = slice(None)
 SAMPLES = 64
@@ -107,6 +108,20 @@ class Checkpoint:
         del self._left[name]
         return self._files.read(stored, rows, columns, self._dtype).to(self.device)
 
+    def take_unread(self, name: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> UnreadWeight:
+        """Does what ``take`` does for a tensor of two dimensions, which is read later."""
+        stored = self._left.get(name)
+        if stored is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}")
+        self._check_shape(name, stored, shape)
+        del self._left[name]
+        found = (len(range(*rows.indices(shape[0]))), len(range(*columns.indices(shape[1]))))
+
+        def read() -> torch.Tensor:
+            return self._files.read(stored, rows, columns, self._dtype).to(self.device)
+
+        return UnreadWeight(_key(stored, rows, columns), found, self._dtype, read)
+
     def take_blocks(
         self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL
     ) -> BlockWeight | None:
@@ -120,9 +135,10 @@ class Checkpoint:
             return None
         self._check_shape(name, stored, shape)
         weight = self._files.read_blocks(stored, rows, columns)
-        if weight is not None:
-            del self._left[name]
-        return weight
+        if weight is None:
+            return None
+        del self._left[name]
+        return replace(weight, key=_key(stored, rows, columns))
 
     def _check_shape(self, name: str, stored: str, shape: tuple[int, ...]) -> None:
         found = self._files.shape(stored)
@@ -147,6 +163,10 @@ class Checkpoint:
         if self._left:
             some = ", ".join(sorted(self._left)[:5])
             raise ModelError(f"{self.path} has {len(self._left)} tensors that this architecture lacks: {some}")
+
+
+def _key(name: str, rows: slice, columns: slice) -> str:
+    return f"{name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
 
 
 def _tensor_files(path: Path) -> TensorFiles:

@@ -17,7 +17,17 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.tp.shares import TpGroup, kv_share, share, spread, vocab_part, vocab_share
-from pdserve_kernels.contract import Attention, BlockKernels, BlockLinear, BlockWeight, HeadNorms, Kernels, Linear
+from pdserve_kernels.contract import (
+    Attention,
+    BlockKernels,
+    BlockLinear,
+    BlockWeight,
+    HeadNorms,
+    Kernels,
+    Linear,
+    UnreadKernels,
+    UnreadWeight,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +39,36 @@ class Building:
     tp: TpGroup
     block_kernels: BlockKernels | None = None
     """The kernels for weights that stay in the blocks of their file. Without them, all weights are dequantised."""
+    unread_kernels: UnreadKernels | None = None
+    """The same kernels if they may have packed weights without reading them. Without them, all weights are read."""
 
     def weight(
         self, name: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
-    ) -> torch.Tensor | BlockWeight:
+    ) -> UnreadWeight | BlockWeight:
         """Takes a weight in the form in which it is multiplied. See ``Checkpoint.take``."""
         if self.block_kernels is not None:
             blocks = self.checkpoint.take_blocks(name, shape, rows, columns)
             if blocks is not None:
                 return blocks
-        return self.checkpoint.take(name, shape, rows, columns)
+        return self.checkpoint.take_unread(name, shape, rows, columns)
 
-    def linear(self, weight: torch.Tensor | BlockWeight, bias: torch.Tensor | None = None) -> Linear:
-        """Returns the product with a weight in either form."""
-        if not isinstance(weight, BlockWeight):
-            return self.kernels.linear(weight, bias)
-        assert self.block_kernels is not None
-        return self.block_kernels.block_linear(weight, bias)
+    def linear(self, weight: torch.Tensor | UnreadWeight | BlockWeight, bias: torch.Tensor | None = None) -> Linear:
+        """Returns the product with a weight in any form."""
+        if isinstance(weight, BlockWeight):
+            assert self.block_kernels is not None
+            return self.block_kernels.block_linear(weight, bias)
+        if isinstance(weight, UnreadWeight):
+            if self.unread_kernels is not None:
+                return self.unread_kernels.unread_linear(weight, bias)
+            weight = weight.read()
+        return self.kernels.linear(weight, bias)
+
+    def table(self, weight: UnreadWeight | BlockWeight) -> torch.Tensor | BlockLinear:
+        """Returns a weight in the form in which rows are looked up. That of blocks is multiplied by, too."""
+        if isinstance(weight, BlockWeight):
+            assert self.block_kernels is not None
+            return self.block_kernels.block_linear(weight)
+        return weight.read() if self.unread_kernels is None else self.unread_kernels.unread_table(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +96,21 @@ def column_parallel(building: Building, inputs: int, parts: Sequence[Projection]
     return linears[0] if len(linears) == 1 else SideBySide(tuple(linears))
 
 
-def _form(weight: torch.Tensor | BlockWeight) -> object:
+def _form(weight: UnreadWeight | BlockWeight) -> object:
     return weight.format if isinstance(weight, BlockWeight) else None
 
 
-def _stacked(weights: Sequence[torch.Tensor | BlockWeight]) -> torch.Tensor | BlockWeight:
+def _stacked(weights: Sequence[UnreadWeight | BlockWeight]) -> UnreadWeight | BlockWeight:
     """Returns one weight with the outputs of several, which have the same form."""
+    if len(weights) == 1:
+        return weights[0]
+    key = " ".join(weight.key for weight in weights)
     blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
     if blocks:
-        whole = blocks[0].blocks if len(blocks) == 1 else torch.cat([weight.blocks for weight in blocks])
-        return BlockWeight(blocks[0].format, whole)
-    return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
+        return BlockWeight(blocks[0].format, torch.cat([weight.blocks for weight in blocks]), key)
+    unread = [weight for weight in weights if isinstance(weight, UnreadWeight)]
+    shape = (sum(weight.shape[0] for weight in unread), unread[0].shape[1])
+    return UnreadWeight(key, shape, unread[0].dtype, lambda: torch.cat([weight.read() for weight in unread]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +145,9 @@ class VocabParallelEmbedding:
         self._tp = building.tp
         self._part = vocab_share(self._tp, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
-        self.table = _table(building, building.weight(f"{name}.weight", shape, rows=self._part))
+        weight = building.weight(f"{name}.weight", shape, rows=self._part)
+        self.key = weight.key
+        self.table = building.table(weight)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._tp.size == 1:
@@ -129,14 +158,6 @@ class VocabParallelEmbedding:
 
     def _vectors(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.table) if isinstance(self.table, torch.Tensor) else self.table.rows(ids)
-
-
-def _table(building: Building, weight: torch.Tensor | BlockWeight) -> torch.Tensor | BlockLinear:
-    """Returns a weight in the form in which rows are looked up. That of blocks is multiplied by, too."""
-    if isinstance(weight, torch.Tensor):
-        return weight
-    assert building.block_kernels is not None
-    return building.block_kernels.block_linear(weight)
 
 
 class VocabParallelHead:
@@ -170,14 +191,18 @@ def vocab_parallel_head(
     if not config.tied_embeddings:
         linear = building.linear(building.weight(name, shape, rows=part))
     else:
-        linear = _tied_head(building, embedding.table, building.checkpoint.take_optional(name, shape, rows=part))
+        linear = _tied_head(building, embedding, building.checkpoint.take_optional(name, shape, rows=part))
     return VocabParallelHead(building.tp, linear, config.vocab_size)
 
 
-def _tied_head(building: Building, table: torch.Tensor | BlockLinear, own: torch.Tensor | None) -> Linear:
-    if isinstance(table, torch.Tensor):
-        return building.linear(table if own is None or torch.equal(own, table) else own)
-    return table if own is None else building.linear(own)
+def _tied_head(building: Building, embedding: VocabParallelEmbedding, own: torch.Tensor | None) -> Linear:
+    table = embedding.table
+    if not isinstance(table, torch.Tensor):
+        return table if own is None else building.linear(own)
+    if own is not None and not torch.equal(own, table):
+        return building.linear(own)
+    outer, inner = table.shape
+    return building.linear(UnreadWeight(embedding.key, (outer, inner), table.dtype, lambda: table))
 
 
 class SelfAttention:

@@ -75,9 +75,9 @@ class Experts:
 def _expert(building: Building, prefix: str, shape: tuple[int, int], mine: slice) -> Expert:
     """Takes an expert, whose last projection has ``shape``."""
     hidden_size, channels = shape
-    down = building.checkpoint.take(f"{prefix}.down_proj.weight", shape, columns=mine)
+    down = building.checkpoint.take_unread(f"{prefix}.down_proj.weight", shape, columns=mine)
     return Expert(
         gate_up=column_parallel(building, hidden_size, gate_and_up(prefix, channels, mine)),
         # The sum over the ranks is taken once a layer, not once an expert.
-        down=building.kernels.linear(down),
+        down=building.linear(down),
     )
