@@ -77,6 +77,9 @@ class Run:
             leaves_after_s=planned.leaves_after_s,
         )
         await self.cluster.ask(request)
+        if "deadline" in request.error:
+            # Every fault is over long before.
+            self.cluster.violated(f"request {number} waited until its deadline")
         if not self.plan.faults and request.outcomes != [Outcome.WHOLE] and planned.leaves_after_s is None:
             self.cluster.violated(f"request {number} was not answered, without any fault")
 
