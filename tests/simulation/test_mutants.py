@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.mutants import MUTANTS, GoneLine, Mutant
+from tests.simulation.mutants import MUTANTS, RARE, GoneLine, Mutant
 
 pytestmark = pytest.mark.integration
 NEARBY = 20
@@ -13,7 +13,18 @@ NEARBY = 20
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
 def test_a_mutant_is_found(mutant: Mutant) -> None:
+    _check(mutant, NEARBY)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mutant", RARE, ids=lambda mutant: mutant.what)
+def test_a_rare_mutant_is_found(mutant: Mutant) -> None:
+    _check(mutant, 20 * NEARBY)
+
+
+def _check(mutant: Mutant, seeds: int) -> None:
     try:
-        assert any(mutant.killed_by(mutant.seed + i) for i in range(NEARBY)), f"no seed finds that {mutant.what}"
+        assert any(mutant.killed_by(mutant.seed + i) for i in range(seeds)), f"no seed finds that {mutant.what}"
     except GoneLine as exc:
         pytest.skip(f"the product has changed, and the mutant with it: {exc}")
