@@ -7,7 +7,8 @@
     │   ├── MalformedFrame          not the MessagePack that the channel expects
     │   │   └── UnreadableMessage       though this cluster made it: a newer or older pdserve
     │   └── AuthenticationFailed    wrong secret, replayed, or too old
-    │       └── WrongReceiver           made by this cluster, for another process
+    │       ├── WrongReceiver           made by this cluster, for another process
+    │       └── StaleFrame              made by this cluster, for this process, and only too old
     ├── TransferError           the KV cache of a request did not arrive
     │   ├── HandshakeRefused        the two engines do not fit; names the field and both values
     │   ├── PeerLost                the other engine died, restarted, or let its lease run out
@@ -76,6 +77,17 @@ class AuthenticationFailed(WireError):
 
 class WrongReceiver(AuthenticationFailed):
     """The frame was made in this cluster, but for another process. ``sender`` is the boot id of its maker."""
+
+    def __init__(self, message: str, sender: bytes) -> None:
+        super().__init__(message)
+        self.sender = sender
+
+
+class StaleFrame(AuthenticationFailed):
+    """The frame is for this process and was never seen before, but is too old: a clock has jumped, or the way was long.
+
+    Its sender, whose boot id is ``sender``, takes it for delivered.
+    """
 
     def __init__(self, message: str, sender: bytes) -> None:
         super().__init__(message)

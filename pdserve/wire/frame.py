@@ -29,7 +29,7 @@ from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from pdserve.errors import AuthenticationFailed, MalformedFrame, UnreadableMessage, WrongReceiver
+from pdserve.errors import AuthenticationFailed, MalformedFrame, StaleFrame, UnreadableMessage, WrongReceiver
 from pdserve.wire.ids import BootId, new_id
 from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1, for_protocol
 
@@ -279,7 +279,8 @@ class Opener(Generic[T]):
         """Returns the message in ``frame`` with its sender.
 
         Raises MalformedFrame if it is no message of this channel (UnreadableMessage if it is authentic nonetheless),
-        and AuthenticationFailed if it cannot be trusted (WrongReceiver if it is authentic, but for another process).
+        and AuthenticationFailed if it cannot be trusted (WrongReceiver if it is authentic, but for another process;
+        StaleFrame if it names this one, is the next of a known sender, and only too old).
         """
         outer = self._authentic(frame)
         named = outer.version == NAMED
@@ -290,12 +291,10 @@ class Opener(Generic[T]):
         try:
             message = self._decoder.decode(body)
         except UNDECODABLE as exc:
-            self._check_age(outer, MAX_AGE_S)
-            self._check_first_use(outer)
+            self._use(outer, MAX_AGE_S)
             reason = f"unexpected {self._purpose.name.lower()} message: {exc}"
             raise UnreadableMessage(reason, outer.sender, body if named else b"") from exc
-        self._check_age(outer, MAX_AGE_S + self._lifetime_s(message))
-        self._check_first_use(outer)
+        self._use(outer, MAX_AGE_S + self._lifetime_s(message))
         return Opened(message, outer.sender, named)
 
     def _authentic(self, frame: bytes) -> _Frame:
@@ -311,6 +310,18 @@ class Opener(Generic[T]):
         if not any(hmac.compare_digest(signer.mac(*signed), outer.mac) for signer in self._signers.now()):
             raise AuthenticationFailed("wrong signature: the sender has another cluster secret")
         return outer
+
+    def _use(self, frame: _Frame, max_age_s: float) -> None:
+        """Notes that a frame which is for this process was used. Raises AuthenticationFailed if it may not be."""
+        try:
+            self._check_age(frame, max_age_s)
+        except AuthenticationFailed as exc:
+            known = self._senders.get(frame.sender)
+            # A frame that names no receiver may have been sent to another one, whose frames come here by an attacker.
+            if frame.version == NAMED and known is not None and known.use(frame.counter):
+                raise StaleFrame(str(exc), frame.sender) from exc
+            raise
+        self._check_first_use(frame)
 
     def _check_age(self, frame: _Frame, max_age_s: float) -> None:
         age_s = self._clock() - frame.sent_ms / 1000

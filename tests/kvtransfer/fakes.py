@@ -58,7 +58,9 @@ class FakePeer:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(kind)
         self.socket.linger = 0
-        self.sealer = Sealer(SECRET, Purpose.TRANSFER, self.boot_id)
+        self.clock_late_s = 0.0
+        """By how much this host's clock is behind."""
+        self.sealer = Sealer(SECRET, Purpose.TRANSFER, self.boot_id, clock=lambda: time.time() - self.clock_late_s)
         self.opener: Opener[Any] = Opener(SECRET, Purpose.TRANSFER, messages, receiver=self.boot_id)
         self.peer: bytes | None = None
         """The boot id of the other side, once it is known."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.errors import AuthenticationFailed, MalformedFrame, UnreadableMessage, WireError, WrongReceiver
+from pdserve.errors import AuthenticationFailed, MalformedFrame, StaleFrame, UnreadableMessage, WireError, WrongReceiver
 from pdserve.wire.discovery import Ack, ToProxy
 from pdserve.wire.frame import MAX_AGE_S, MAX_FRAME_BYTES, NAMED, UNNAMED, Opener, Purpose, Sealer, Secrets
 
@@ -157,6 +157,30 @@ def test_too_old_or_from_the_future_is_refused(shift_s: float) -> None:
     clock.now += shift_s
     with pytest.raises(AuthenticationFailed, match="clock"):
         opener(clock).open(frame)
+
+
+def test_the_next_frame_of_a_known_sender_that_is_too_old_is_told_apart() -> None:
+    clock, receiver_id = Clock(), b"r" * 16
+    receiver: Opener[Ack] = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=receiver_id, clock=clock)
+    sender = sealer(clock)
+    first, late, unnamed, elsewhere = (
+        sender.seal(ACK, receiver_id),
+        sender.seal(ACK, receiver_id),
+        sender.seal(ACK),
+        sender.seal(ACK, b"e" * 16),
+    )
+    unknown = sealer(clock, sender=b"u" * 16).seal(ACK, receiver_id)
+    receiver.open(first)
+    clock.now += MAX_AGE_S + 1
+    with pytest.raises(StaleFrame) as stale:
+        receiver.open(late)
+    assert stale.value.sender == BOOT
+    # An attacker may have any of these, and must not make a receiver believe that something was lost.
+    for frame in (first, late, unnamed, elsewhere, unknown):
+        with pytest.raises(AuthenticationFailed) as refused:
+            receiver.open(frame)
+        assert not isinstance(refused.value, StaleFrame)
+    assert receiver.open(sender.seal(ACK, receiver_id)) == ACK
 
 
 @pytest.mark.parametrize("shift_s", [MAX_AGE_S - 1, 1 - MAX_AGE_S])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pdserve.errors import HandshakeRefused, PeerLost
+from pdserve.errors import HandshakeRefused, PeerLost, StaleFrame
 from pdserve.wire.frame import Opened
 from pdserve.wire.transfer import EngineSpec, Hello, Pong, Refused, ToDecode, Welcome
 from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
@@ -78,6 +78,10 @@ class Handshake:
                 self.check_boot(message.boot_id)
             return False
         return self.protocol is None or opened.named is (self.protocol >= NAMED_RECEIVERS)
+
+    def is_of_peer(self, frame: StaleFrame) -> bool:
+        """Returns whether the engine with which this handshake was completed has sent a frame."""
+        return self.complete and frame.sender == self._target_boot
 
     def on_welcome(self, message: Welcome, *, named: bool = True) -> tuple[bytes, ...] | None:
         """Returns the addresses of the other engine's ranks, or None if the handshake was complete already.

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pdserve.errors import TransferError, UnreadableMessage, WireError, WrongReceiver
+from pdserve.errors import StaleFrame, TransferError, UnreadableMessage, WireError, WrongReceiver
 from pdserve.log_throttle import LogThrottle
 from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
 from pdserve.wire.frame import MAX_FRAME_BYTES, Opened, Opener, Purpose, Secrets
@@ -268,7 +268,7 @@ class FrameOpener(Generic[T]):
         self._stats = stats
         self._throttle = LogThrottle(_LOG_EVERY_S)
 
-    def open(self, frame: bytes, now: float) -> Opened[T] | UnreadableMessage | WrongReceiver | None:
+    def open(self, frame: bytes, now: float) -> Opened[T] | UnreadableMessage | WrongReceiver | StaleFrame | None:
         """Returns the message of a frame. If there is none but the frame is authentic, returns why; otherwise None."""
         try:
             return self._opener.open_from(frame)
@@ -277,4 +277,4 @@ class FrameOpener(Generic[T]):
             if self._throttle.add(now):
                 # A record that somebody keeps must not keep the exception's frames, and with them the KV memory.
                 log.warning("dropped a transfer frame (%d so far): %s", self._stats.frames_dropped, str(exc))
-            return exc if isinstance(exc, UnreadableMessage | WrongReceiver) else None
+            return exc if isinstance(exc, UnreadableMessage | WrongReceiver | StaleFrame) else None

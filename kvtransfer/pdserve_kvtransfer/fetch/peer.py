@@ -7,7 +7,7 @@ import secrets
 from collections import OrderedDict
 from typing import TypeAlias
 
-from pdserve.errors import HandshakeRefused, PeerLost
+from pdserve.errors import HandshakeRefused, PeerLost, StaleFrame
 from pdserve.wire.frame import Opened
 from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import TransferId
@@ -231,6 +231,9 @@ class FetchPeer:
                 self.lease.renew(now)
                 self._unread_offers = 0
                 self._on_message(opened, now)
+            elif isinstance(opened, StaleFrame) and self._handshake.is_of_peer(opened):
+                # Nothing is sent twice, so a transfer that lacks a message would wait until its request's deadline.
+                raise PeerLost(f"a message of the prefill engine was dropped: {opened}")
         # The messages that it sent before it closed the connection come first.
         reason = None if more else self._client.lost()
         if reason is not None:

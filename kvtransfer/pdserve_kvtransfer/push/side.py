@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
-from pdserve.errors import RankLost, TransferError, UnreadableMessage, WrongReceiver
+from pdserve.errors import RankLost, StaleFrame, TransferError, UnreadableMessage, WrongReceiver
 from pdserve.wire.connection_guard import RoutedMessage
 from pdserve.wire.frame import Opened
 from pdserve.wire.ids import TransferId
@@ -131,6 +131,9 @@ class PushSide:
                 self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "boot_id", "another", "assumed")
             case UnreadableMessage() if (peer := self._peers.get(opened.sender)) is not None:
                 peer.on_unreadable(opened)
+            case StaleFrame() if (peer := self._peers.get(opened.sender)) is not None:
+                # Nothing is sent twice, so a transfer that lacks a message would wait until its request's deadline.
+                self._lose(peer, PushOutcome.PEER_LOST, f"a message of it was dropped: {opened}")
 
     def _on_message(self, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
         message = opened.message

@@ -9,13 +9,23 @@ import msgspec
 import pytest
 
 from pdserve.errors import TransferError
+from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.rank_transfer import Direction
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.transfer import Hello, LinkAddress, Ping, Pong, Refused, Welcome
+from pdserve.wire.transfer import Cancel, Failed, Hello, LinkAddress, Ping, Pong, Refused, Welcome
 from pdserve_kvtransfer import rank_thread
-from pdserve_kvtransfer.events import FailureKind, FetchFailed, FetchLanded, FirstTokenArrived, PushEnded, PushWanted
+from pdserve_kvtransfer.events import (
+    FailureKind,
+    FetchFailed,
+    FetchLanded,
+    FirstTokenArrived,
+    PushCancelled,
+    PushEnded,
+    PushOutcome,
+    PushWanted,
+)
 from pdserve_kvtransfer.region import Memory
-from tests.kvtransfer.fakes import FakeDecode, FakePrefill
+from tests.kvtransfer.fakes import FakeDecode, FakePrefill, prefill_request
 from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from tests.kvtransfer.rig import PATIENT, SPEC, Pair, engine, pair
 from tests.kvtransfer.test_ranks import nodes
@@ -36,6 +46,34 @@ def of_another_ucx(address: bytes) -> bytes:
     known = msgspec.msgpack.decode(address, type=LinkAddress)
     worker = bytes([known.worker[0] ^ 0x0F]) + known.worker[1:]
     return msgspec.msgpack.encode(msgspec.structs.replace(known, worker=worker))
+
+
+def test_a_dropped_message_of_a_prefill_node_ends_its_fetches_at_once() -> None:
+    """Its clock jumps and comes back. Pings would keep its lease for ever."""
+    with engine(config=PATIENT) as decode, FakePrefill() as stranger:
+        decode.thread.fetch(Pair(decode, decode).order((5,), target=stranger.target))
+        request = stranger.welcome_and_take()
+        stranger.clock_late_s = 2 * MAX_AGE_S
+        stranger.send(Failed(request.transfer_id, "this message comes too late"))
+        stranger.clock_late_s = 0.0
+        failed = decode.next(FetchFailed)
+        assert failed.kind is FailureKind.PEER_LOST
+        assert "clock" in failed.reason
+
+
+def test_a_dropped_message_of_a_decode_node_ends_its_pushes_at_once() -> None:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
+        stranger.greet()
+        request = prefill_request(stranger.boot_id)
+        stranger.send(request)
+        prefill.next(PushWanted)
+        stranger.clock_late_s = 2 * MAX_AGE_S
+        stranger.send(Cancel(request.transfer_id))
+        stranger.clock_late_s = 0.0
+        assert "clock" in stranger.next(Failed).reason
+        assert stranger.next(Refused).field == "handshake"
+        assert prefill.next(PushCancelled).transfer_id == request.transfer_id
+        assert prefill.next(PushEnded).outcome is PushOutcome.PEER_LOST
 
 
 @pytest.mark.parametrize("refuses_too", [False, True])
