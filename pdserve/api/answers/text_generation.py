@@ -182,7 +182,9 @@ class ChoiceText:
         The delta's outcome is ``STOP`` also when a stop string was found and the engine is still at work on the choice.
         """
         delta = self._add(output)
-        if output.finish is FinishReason.STOP and delta.stop_reason is None:
+        # A choice that is scores alone ends by its length, whatever the engine's token is.
+        stopped = output.finish is FinishReason.STOP and delta.outcome is ChoiceOutcome.STOP
+        if stopped and delta.stop_reason is None:
             last = output.new_token_ids[-1:] or self._last_resumed
             delta = msgspec.structs.replace(delta, end_token=last[0] if last else None)
         self._count(delta)

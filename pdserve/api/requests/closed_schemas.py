@@ -25,12 +25,12 @@ _VALUES = frozenset({"enum", "const", "default", "examples"})
 """Keywords that have values, and no schemas."""
 
 
-def closed_schema(asked: dict[str, Any], param: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def closed_schema(asked: dict[str, Any], param: str, options: Mapping[str, Any], name: str = "") -> dict[str, Any]:
     """Returns the schema that an answer follows, with ``options`` of the compiler.
 
-    Raises InvalidRequest if it is nested too deeply.
+    Raises InvalidRequest if it is nested too deeply, which calls it ``name``.
     """
-    subschemas = check_depth(asked, param)
+    subschemas = check_depth(asked, param, name)
     closes = not any("allOf" in one or ("properties" in one and _JOINING & one.keys()) for one in subschemas)
     schema = _closed(asked) if closes else dict(asked)
     # A client's own options of the compiler have no place here.

@@ -17,13 +17,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from pdserve.api.outcome import shutting_down
 from pdserve.config import GrammarConfig
-from pdserve.errors import DeadlineExceeded, InvalidRequest, TooManyRequests, Unavailable
+from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, TooManyRequests, Unavailable
 from pdserve.grammars.client_turns import ClientTurns
 from pdserve.process import AnsweringProcess, ChildDied, python_program
 from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial, TriedGrammar
@@ -36,6 +37,8 @@ MAX_OF_CLIENT = 32
 """This many of them may wait for one client before its others get 429."""
 TRIES = 2
 """A process that somebody kills is replaced so often for one grammar, less once."""
+MAX_PARTS_TRIED = 128
+"""So many parts of a refused grammar are tried alone, to find the one that is at fault."""
 STOP_S = 0.1
 RETRY_AFTER_S = 1
 
@@ -81,6 +84,17 @@ class _Trying:
     """Its result is None if the trial takes too long."""
     requests: int = 0
     begun: bool = False
+    kept: bool = False
+    """Whether a request asks for this grammar itself. Of one that only explains another, nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Why a grammar is refused that this node has made."""
+
+    part: Grammar | None
+    """What the client has written that is at fault; None if nothing is that by itself."""
+    tried: TriedGrammar
 
 
 class GrammarCheck:
@@ -99,6 +113,7 @@ class GrammarCheck:
         self._command = (*command(model_dir), *([str(cache_dir)] if cache_dir is not None else []))
         self._config = config
         self._outcomes: OrderedDict[GrammarTrial, TriedGrammar] = OrderedDict()
+        self._faults: OrderedDict[GrammarTrial, _Fault] = OrderedDict()
         self._trying: dict[GrammarTrial, _Trying] = {}
         """The trial under way, and those that wait for their turn."""
         self._turns: ClientTurns[GrammarTrial] = ClientTurns()
@@ -149,32 +164,66 @@ class GrammarCheck:
         """Returns why a grammar is refused, in terms of what the client knows of it."""
         name, at_fault = repr(wanted.param), tried
         if wanted.parts is not None:
-            at_fault = msgspec.structs.replace(tried, refusal=_without_rows(tried.refusal))
-            for part in wanted.parts():
-                outcome = await self._outcome(WantedGrammar(GrammarTrial(part.grammar), wanted.param), deadline, client)
-                if outcome.refusal:
-                    name, at_fault = part.name, outcome
-                    break
+            parts = tuple(islice(wanted.parts(), MAX_PARTS_TRIED))
+            fault = await self._fault(wanted, tried, parts, deadline, client)
+            at_fault = fault.tried
+            # Requests that describe one grammar differently have different names for its parts.
+            name = next((part.name for part in parts if part.grammar == fault.part), name)
         place = f" at {at_fault.place!r}" if at_fault.place else ""
         return InvalidRequest(
             f"{name} cannot be followed{place}: {at_fault.refusal}", param=wanted.param, code="invalid_grammar"
         )
 
-    async def _outcome(self, wanted: WantedGrammar, deadline: float, client: bytes) -> TriedGrammar:
-        """Returns the outcome of a grammar's trial, which may have been made before."""
+    async def _fault(
+        self,
+        wanted: WantedGrammar,
+        tried: TriedGrammar,
+        parts: tuple[GrammarPart, ...],
+        deadline: float,
+        client: bytes,
+    ) -> _Fault:
+        """Returns why a grammar is refused that is made of ``parts``. It is kept if all were tried that had to be."""
+        known = self._faults.get(wanted.trial)
+        if known is not None:
+            self._faults.move_to_end(wanted.trial)
+            return known
+        fault = _Fault(None, msgspec.structs.replace(tried, refusal=_without_rows(tried.refusal)))
+        for grammar in dict.fromkeys(part.grammar for part in parts):
+            part = WantedGrammar(GrammarTrial(grammar), wanted.param)
+            try:
+                outcome = await self._outcome(part, deadline, client, kept=False)
+            except RequestError:
+                # That the whole is refused is known, and this says no more than why it is not known better.
+                return fault
+            if outcome.refusal:
+                fault = _Fault(grammar, outcome)
+                break
+        self._faults[wanted.trial] = fault
+        if len(self._faults) > self._config.cached:
+            self._faults.popitem(last=False)
+        return fault
+
+    async def _outcome(
+        self, wanted: WantedGrammar, deadline: float, client: bytes, *, kept: bool = True
+    ) -> TriedGrammar:
+        """Returns the outcome of a grammar's trial, which may have been made before.
+
+        Without ``kept``, that of a new trial is not kept for this.
+        """
         tried = self._outcomes.get(wanted.trial)
         if tried is None:
-            return await self._tried(wanted, deadline, client)
+            return await self._tried(wanted, deadline, client, kept=kept)
         self._outcomes.move_to_end(wanted.trial)
         return tried
 
-    async def _tried(self, wanted: WantedGrammar, deadline: float, client: bytes) -> TriedGrammar:
+    async def _tried(self, wanted: WantedGrammar, deadline: float, client: bytes, *, kept: bool) -> TriedGrammar:
         """Returns the outcome of the trial that all requests with this grammar share.
 
         A trial that has begun goes on without them, because its outcome is kept. Any other ends with the last of them.
         """
         trying = self._joined(wanted.trial, client)
         trying.requests += 1
+        trying.kept |= kept
         try:
             async with asyncio.timeout_at(deadline):
                 tried = await asyncio.shield(trying.outcome)
@@ -234,7 +283,8 @@ class GrammarCheck:
                     # Whatever it is, it belongs to the requests that wait for this trial.
                     trying.outcome.set_exception(exc)
                 else:
-                    self._keep(trial, tried)
+                    if trying.kept:
+                        self._keep(trial, tried)
                     trying.outcome.set_result(tried)
                 finally:
                     del self._trying[trial]

@@ -12,7 +12,7 @@ from pdserve.api.call_grammars.schema_parts import schema_parts
 from pdserve.api.requests.closed_schemas import closed_schema
 from pdserve.api.requests.grammar_check import GrammarPart, WantedGrammar
 from pdserve.api.requests.tools import ToolUse
-from pdserve.api.structural_tags.tag_formats import Format, SomeTexts, StructuralTag, Structures
+from pdserve.api.structural_tags.tag_formats import Format, StructuralTag, Structures, Triggers
 from pdserve.api.structural_tags.tag_grammar import tag_grammar
 from pdserve.errors import InvalidRequest
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial
@@ -44,7 +44,7 @@ class ResponseFormat(msgspec.Struct):
     format: Format | None = None
     """What a structural tag is made of."""
     structures: Structures | None = None
-    triggers: SomeTexts | None = None
+    triggers: Triggers | None = None
 
 
 class StructuredOutputs(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 They are those of XGrammar that are about text. Its formats about tokens, grammars within formats, other styles than
 JSON and regions of so many tokens have no form here, so that a request with one of these is refused by its place.
+XGrammar's own models write every field. One that pdserve does not follow is taken with the value that asks for nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from msgspec import Meta
 
 MAX_PARTS = 512
 """The most formats of one list."""
+MAX_TRIGGERS = 128
+"""The most triggers of one list. Each is looked for in all others."""
+MAX_TRIGGER_CHARS = 128
 
 NonEmpty: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4_096)]
 MaybeEmpty: TypeAlias = Annotated[str, Meta(max_length=4_096)]
 Texts: TypeAlias = Annotated[list[NonEmpty], Meta(max_length=MAX_PARTS)]
 SomeTexts: TypeAlias = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_PARTS)]
+Triggers: TypeAlias = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=MAX_TRIGGER_CHARS)]],
+    Meta(min_length=1, max_length=MAX_TRIGGERS),
+]
+NoTexts: TypeAlias = Annotated[list[str], Meta(max_length=0)]
 Times: TypeAlias = Annotated[int, Meta(ge=0, le=1_000)]
 
 
@@ -28,6 +37,13 @@ class ConstString(msgspec.Struct, tag_field="type", tag="const_string", forbid_u
 class JsonSchemaPart(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
     json_schema: dict[str, Any] | bool
     style: Literal["json"] = "json"
+    any_order: bool = False
+    max_whitespace_cnt: None = None
+    excludes: NoTexts = []
+
+    def __post_init__(self) -> None:
+        if self.any_order:
+            raise ValueError("'any_order' is not supported by pdserve")
 
 
 class RegexPart(msgspec.Struct, tag_field="type", tag="regex", forbid_unknown_fields=True):
@@ -39,6 +55,8 @@ class AnyText(msgspec.Struct, tag_field="type", tag="any_text", forbid_unknown_f
 
     excludes: Texts = []
     """It has none of these in it."""
+    max_tokens: None = None
+    max_chars: None = None
 
 
 class InOrder(msgspec.Struct, tag_field="type", tag="sequence", forbid_unknown_fields=True):
@@ -79,7 +97,7 @@ class Tag(msgspec.Struct, tag_field="type", tag="tag", forbid_unknown_fields=Tru
 class TriggeredTags(msgspec.Struct, tag_field="type", tag="triggered_tags", forbid_unknown_fields=True):
     """Free text, in which a tag has to follow wherever a trigger comes, with which the tag begins."""
 
-    triggers: SomeTexts
+    triggers: Triggers
     tags: Annotated[list[Tag], Meta(min_length=1, max_length=MAX_PARTS)]
     at_least_one: bool = False
     """Whether it begins with a tag."""
@@ -132,4 +150,4 @@ class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["structural_tag"]
     format: Format | None = None
     structures: Structures | None = None
-    triggers: SomeTexts | None = None
+    triggers: Triggers | None = None

@@ -38,6 +38,8 @@ from pdserve.wire.grammar import JSON_WHITESPACE, Grammar, GrammarKind
 
 _OPTIONS = {"lenient": True, "coerce_one_of": True, "whitespace_pattern": JSON_WHITESPACE}
 _NOTHING = '""'
+_VERBOSE = re.compile(r"(?<!\\)(?:\\\\)*\(\?[A-Za-z-]*x")
+"""The flag of a regular expression with which the end of a line is no character of it, but may end a comment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,10 @@ def tag_grammar(asked: StructuralTag, param: str) -> TagGrammar:
     else:
         tags = [Tag(one.begin, JsonSchemaPart(_or_any(one.schema)), one.end) for one in asked.structures]
         wanted, place = TriggeredTags(asked.triggers, tags), param
-    builder = _Builder(param)
+    builder = _Builder(param, older=asked.format is None)
     start = builder.expression(wanted, place, last=True)
     text = "\n".join([f"start: {start}", *builder.book.lines, ""])
-    parts = builder.parts if asked.format is not None else [_of_structure(part) for part in builder.parts]
-    return TagGrammar(Grammar(GrammarKind.LARK, text), tuple(parts))
+    return TagGrammar(Grammar(GrammarKind.LARK, text), tuple(builder.parts))
 
 
 @dataclass
@@ -100,6 +101,8 @@ class _Builder:
     """The rules of one grammar. ``last`` says whether the answer ends behind a format."""
 
     param: str
+    older: bool
+    """Whether the client has written ``structures``: places are named by these."""
     book: RuleBook = field(init=False)
     parts: list[GrammarPart] = field(default_factory=list)
     _depth: int = 0
@@ -129,7 +132,9 @@ class _Builder:
             case ConstString(value=value):
                 return _fixed(value)
             case JsonSchemaPart(json_schema=schema):
-                return [self._json(schema, f"{place}.json_schema")]
+                # Structures have schemas alone.
+                written = place.removesuffix(".content") + ".schema" if self.older else f"{place}.json_schema"
+                return [self._json(schema, written)]
             case RegexPart(pattern=pattern):
                 return [_Part(self.book.terminal(self._regex(pattern, place)))]
             case AnyText(excludes=excludes):
@@ -154,7 +159,7 @@ class _Builder:
             case AnyTimes(content=content):
                 return [self._repeated(content, place, "*")]
             case Repeated(content=content):
-                if wanted.max not in (-1, *range(wanted.min, wanted.max + 1)):
+                if -1 < wanted.max < wanted.min:
                     raise InvalidRequest(f"'max' of {place!r} must be -1, or 'min' at least", param=self.param)
                 if wanted.max == 0:
                     return []
@@ -182,9 +187,10 @@ class _Builder:
         self._check_triggers(triggers, wanted, place)
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         whole = []
+        tags = f"{place}.structures" if self.older else f"{place}.tags"
         for index, tag in enumerate(wanted.tags):
             trigger = next(one for one in triggers if tag.begin.startswith(one))
-            pieces = self._tag(tag, tag.begin.removeprefix(trigger), f"{place}.tags[{index}]")
+            pieces = self._tag(tag, tag.begin.removeprefix(trigger), f"{tags}[{index}]")
             behind = self.book.rule(self._joined(pieces, last=False))
             by_trigger[trigger].append(behind)
             whole.append(f"{quoted(trigger)} {behind}")
@@ -270,7 +276,7 @@ class _Builder:
         if schema is False:
             raise InvalidRequest(f"{place!r} is a schema that nothing follows", param=self.param)
         given = {} if schema is True else schema
-        written = json.dumps(closed_schema(given, place, _OPTIONS)).replace("\x7f", "\\u007f")
+        written = json.dumps(closed_schema(given, self.param, _OPTIONS, repr(place))).replace("\x7f", "\\u007f")
         self.parts.append(GrammarPart(repr(place), Grammar(GrammarKind.JSON_SCHEMA, written)))
         return _Part(self.book.rule(f"%json {written}"))
 
@@ -282,9 +288,13 @@ class _Builder:
         if re.search(r"(?<!\\)(\\\\)*\\\Z", pattern):
             raise InvalidRequest(f"the pattern of {place!r} ends within an escape", param=self.param)
         self.parts.append(GrammarPart(repr(f"{place}.pattern"), Grammar(GrammarKind.REGEX, pattern)))
+        if _VERBOSE.search(pattern) and ("\n" in pattern or "\r" in pattern):
+            raise InvalidRequest(
+                f"the pattern of {place!r} has the flag 'x' and several lines: it takes one line", param=self.param
+            )
         # A slash would end it, and a line's end the line. What is escaped already stays as it is.
         written = re.sub(r"\\.|[/\n\r]", _in_slashes, pattern, flags=re.DOTALL)
-        return f"/(?:{written})/" if written else _NOTHING
+        return f"/{written}/" if written else _NOTHING
 
 
 def _in_slashes(match: re.Match[str]) -> str:
@@ -293,12 +303,6 @@ def _in_slashes(match: re.Match[str]) -> str:
 
 def _fixed(text: str) -> list[_Piece]:
     return [_Fixed((text,))] if text else []
-
-
-def _of_structure(part: GrammarPart) -> GrammarPart:
-    """Returns the schema of a tag under the name that it has among ``structures``."""
-    name = part.name.replace(".tags[", ".structures[").replace(".content.json_schema", ".schema")
-    return GrammarPart(name, part.grammar)
 
 
 def _or_any(schema: dict[str, Any] | bool | None) -> dict[str, Any] | bool:

@@ -108,6 +108,15 @@ def test_tokens_go_out_with_their_text(
     assert [delta.outcome for delta in deltas] == [None] * (len(deltas) - 1) + [ChoiceOutcome.STOP]
 
 
+@pytest.mark.parametrize("scores_only", [False, True])
+def test_the_model_s_end_is_told_of_an_answer_and_not_of_scores_alone(scores_only: bool) -> None:
+    detokenizer = WindowDetokenizer(lambda ids: "", frozenset({EOS}))
+    text = ChoiceText(0, detokenizer, StopStrings(StopTable([])), frozenset(), scores_only=scores_only)
+    delta = text.add(RequestOutput(1, [EOS], FinishReason.STOP))
+    wanted = (ChoiceOutcome.LENGTH, None) if scores_only else (ChoiceOutcome.STOP, EOS)
+    assert (delta.outcome, delta.matched_stop) == wanted
+
+
 @settings(max_examples=examples(200))
 @given(
     st.lists(st.integers(0, len(PIECES) - 1), max_size=14),

@@ -14,6 +14,7 @@ import pytest
 
 from pdserve.api.requests.grammar_check import (
     MAX_OF_CLIENT,
+    MAX_PARTS_TRIED,
     MAX_WAITING,
     GrammarCheck,
     GrammarPart,
@@ -43,7 +44,8 @@ for line in sys.stdin:
         os.kill(os.getpid(), signal.SIGKILL)
     if text == "die":
         os.abort()
-    print(json.dumps({"grammar": trial["grammar"], "refusal": "it is bad" if text == "bad" else ""}), flush=True)
+    refusal = "it is bad" if text in ("bad", "worse") else ""
+    print(json.dumps({"grammar": trial["grammar"], "refusal": refusal}), flush=True)
 """
 
 AT_FAULT = "the schema of 'g' cannot be followed at 'properties.a': "
@@ -113,6 +115,37 @@ async def test_of_a_grammar_that_the_node_has_made_the_part_at_fault_is_named(tm
             assert "look-ahead" in refused.value.message
             assert "%json" not in refused.value.message
             assert (refused.value.param, refused.value.code) == ("tools", "invalid_grammar")
+
+
+def of_parts(whole: str, parts: list[str]) -> WantedGrammar:
+    made = [GrammarPart(repr(text), Grammar(GrammarKind.REGEX, text)) for text in parts]
+    return WantedGrammar(GrammarTrial(Grammar(GrammarKind.REGEX, whole)), "tools", lambda: made)
+
+
+async def test_why_a_grammar_is_refused_is_looked_for_once_and_takes_no_other_s_place(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted, cached=2) as check:
+        await check.compiled(wanted("x"), 30.0)
+        parts = [f"p{number}" for number in range(4)]
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="'worse' cannot be followed: it is bad"):
+                await check.compiled(of_parts("bad", [*parts, "worse", "p9"]), 60.0)
+        await check.compiled(wanted("x"), 30.0)
+        assert asked(tmp_path) == ["x", "bad", *parts, "worse"]
+        # Nothing is at fault by itself among so many.
+        many = [f"q{number}" for number in range(MAX_PARTS_TRIED)]
+        with pytest.raises(InvalidRequest, match="'tools' cannot be followed: it is bad"):
+            await check.compiled(of_parts("worse", [*many, "bad"]), 120.0)
+        assert asked(tmp_path)[7:] == ["worse", *many]
+
+
+async def test_a_refusal_stays_one_when_its_reason_cannot_be_looked_for(tmp_path: Path) -> None:
+    async with checking(tmp_path, scripted, compile_s=2.0) as check:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="'tools' cannot be followed: it is bad"):
+                await check.compiled(of_parts("bad", ["x", "hang", "worse"]), 60.0)
+        with pytest.raises(InvalidRequest, match="'tools' cannot be followed: it is bad"):
+            await check.compiled(of_parts("bad", ["hang"]), 0.5)
+    assert asked(tmp_path).count("bad") == 1
 
 
 async def test_outcomes_are_kept_by_content(tmp_path: Path) -> None:

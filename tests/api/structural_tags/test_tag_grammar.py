@@ -11,7 +11,8 @@ from llguidance import LLTokenizer
 
 from pdserve.api.requests.closed_schemas import MAX_DEPTH
 from pdserve.api.requests.structured_outputs import StructuredFields, wanted_grammar
-from pdserve.errors import InvalidRequest
+from pdserve.api.structural_tags.tag_formats import MAX_TRIGGER_CHARS, MAX_TRIGGERS
+from pdserve.errors import GrammarRefused, InvalidRequest
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar
 from tests.tiny_vocabulary import tiny_vocabulary
@@ -54,6 +55,13 @@ def repeated(content: dict[str, Any], least: int, most: int) -> dict[str, Any]:
     return {"type": "repeat", "content": content, "min": least, "max": most}
 
 
+def of_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    return {"structures": [{"begin": "<", "schema": schema, "end": ">"}], "triggers": ["<"]}
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(MAX_DEPTH):
+    DEEP = {"not": DEEP}
 A, B = tag("<a>", const("1"), "</a>"), tag("<b", ANY, ["</b>", "/>"])
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (const('"} %json\n'), ['"} %json\n'], ["", '"}']),
@@ -64,6 +72,8 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "regex", "pattern": r"a|\/\$"}, ["a", "/$"], ["", "\\/"]),
     ({"type": "regex", "pattern": "a\nb"}, ["a\nb"], ["ab"]),
     ({"type": "regex", "pattern": "^$"}, [""], ["a"]),
+    (in_order(const("("), {"type": "regex", "pattern": "a|b"}, const(")")), ["(a)", "(b)"], ["(a", "b)"]),
+    (in_order({"type": "regex", "pattern": "(?x)a b # c"}, const("d")), ["abd"], ["a bd"]),
     (ANY, ["", "a<b"], []),
     ({**ANY, "excludes": ["no", "<"]}, ["", "n o"], ["a no", "<"]),
     (in_order(ANY, const("end")), ["end", "a\nb end"], ["en", "end end"]),
@@ -158,6 +168,10 @@ def test_what_older_clients_write_is_the_same_as_triggered_tags(vocabulary: LLTo
         ({"format": tag("(", triggered(A), ")")}, "format.content' has free text at its end"),
         ({"format": repeated(ANY, 2, 1)}, "must be -1, or 'min' at least"),
         ({"format": {"type": "regex", "pattern": "a\\"}}, "ends within an escape"),
+        ({"format": {"type": "regex", "pattern": "(?x)a # b\nc"}}, "has the flag 'x' and several lines"),
+        ({"format": {"type": "json_schema", "json_schema": DEEP}}, r"format\.json_schema' is nested too deeply"),
+        (of_schema(DEEP), r"'response_format\.structures\[0\]\.schema' is nested too deeply"),
+        (of_schema(False), r"'response_format\.structures\[0\]\.schema' is a schema that nothing follows"),
     ],
     ids=str,
 )
@@ -175,15 +189,43 @@ def test_what_has_no_grammar_is_refused(wanted: dict[str, Any], reason: str) -> 
         {**ANY, "max_tokens": 3},
         {**JSON_PART, "style": "qwen_xml"},
         {**JSON_PART, "any_order": True},
+        {**JSON_PART, "excludes": ["a"]},
+        {**JSON_PART, "max_whitespace_cnt": 1},
+        {**ANY, "max_chars": 3},
+        triggered(A, triggers=("<" * (MAX_TRIGGER_CHARS + 1),)),
+        triggered(A, triggers=tuple(f"<{number}" for number in range(MAX_TRIGGERS + 1))),
         tag("<", {"type": "token", "token": 1}, ">"),
     ],
     ids=str,
 )
-def test_formats_that_are_not_about_text_are_unknown(wanted: dict[str, Any]) -> None:
+def test_formats_that_are_not_supported_are_refused_by_their_place(wanted: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError, match=r"response_format\.format"):
         grammar_of(of_format(wanted))
     with pytest.raises(InvalidRequest, match="'structural_tag' is no structural tag"):
         grammar_of({"structural_tag": json.dumps({"type": "structural_tag", "format": wanted})})
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    plain = in_order(tag("<", JSON_PART, ">"), ANY)
+    neutral: dict[str, Any] = {"any_order": False, "max_whitespace_cnt": None, "excludes": []}
+    whole: dict[str, Any] = {"excludes": [], "max_tokens": None, "max_chars": None}
+    written = in_order(tag("<", {**JSON_PART, "style": "json", **neutral}, ">"), {**ANY, **whole})
+    assert grammar_of(of_format(written)) == grammar_of(of_format(plain))
+
+
+def test_the_triggers_of_structures_are_as_bounded_as_those_of_formats() -> None:
+    for triggers in (["<f=" * MAX_TRIGGER_CHARS], [f"<{number}" for number in range(MAX_TRIGGERS + 1)]):
+        fields = {"type": "structural_tag", **OLDER, "triggers": triggers}
+        with pytest.raises(msgspec.ValidationError, match=r"response_format\.triggers"):
+            grammar_of({"response_format": fields})
+        with pytest.raises(InvalidRequest, match=r"triggers"):
+            grammar_of({"structural_tag": json.dumps(fields)})
+
+
+@pytest.mark.parametrize("pattern", ["a)|(?:b", "(a"])
+def test_a_pattern_is_refused_that_is_none_by_itself(pattern: str, vocabulary: LLTokenizer) -> None:
+    with pytest.raises(GrammarRefused):
+        compile_grammar(grammar_of(of_format({"type": "regex", "pattern": pattern})), vocabulary)
 
 
 @pytest.mark.parametrize("fits", [True, False])
