@@ -7,6 +7,9 @@ Bodies on their way have bounds of their own, and so have the bodies of each cli
 stops in the middle, takes only places of other bodies like its own. Only large bodies can be refused for memory: the
 number of requests bounds the small ones, and no number of large bodies keeps an ordinary request out.
 
+A kept response that a client reads counts among its bodies. It may be larger than any body, so a client that holds
+nothing gets its first one whatever the size, unless other clients have what memory there is.
+
 A client is the owner of an API key, or an address where there are no keys (``client_of``). The admission queue counts
 by caller instead: the owner of a key alone.
 """
@@ -90,6 +93,18 @@ class HeldBodies:
             one.large_bytes += size
             one.arriving_bytes += size if arriving else 0
 
+    def add_kept(self, client: str, size: int) -> None:
+        """Counts a large kept response. There is no smaller one to ask for: whoever holds nothing has to get it."""
+        share = self._clients.get(client) or BodyCounts()
+        limit = self._max_of_client.large_bytes
+        if share.large_bytes and share.large_bytes + size > limit:
+            raise _client_has_its_share(f"{limit} bytes of kept responses that it reads and of request bodies")
+        if self.total.large_bytes and self.total.large_bytes + size > self._max.large_bytes:
+            raise _full("the proxy has no memory left for large kept responses that clients read")
+        self._clients[client] = share
+        for one in (share, self.total):
+            one.large_bytes += size
+
     def arrived(self, client: str, size: int) -> None:
         share = self._clients[client]
         for one in (share, self.total):
@@ -152,6 +167,12 @@ class HeldBody:
         if self._size > self._bodies.small_bytes:
             self._bodies.add(self._client, self._size - self._counted, arriving=self._arriving)
             self._counted = self._size
+
+    def add_kept(self, size: int) -> None:
+        """Counts a kept response, instead of a body. Raises TooManyRequests and Unavailable."""
+        if size > self._bodies.small_bytes:
+            self._bodies.add_kept(self._client, size)
+            self._counted = size
 
     def arrived(self) -> None:
         """Notes that nothing more will come. Only the first call after ``arrive`` has an effect."""

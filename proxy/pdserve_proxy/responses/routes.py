@@ -69,7 +69,7 @@ class StoredResponseRoutes:
             body = await storage.body(owner, name)
             if body is None:
                 raise not_found(name)
-            held.add(len(body))
+            held.add_kept(len(body))
             await request.respond(200, JSON, body)
 
     async def input_items(self, request: HttpRequest) -> None:
@@ -83,7 +83,7 @@ class StoredResponseRoutes:
             if items is None:
                 raise not_found(name)
             # A page is no larger than all items, which are gone when it leaves.
-            held.add(len(items))
+            held.add_kept(len(items))
             shown = _encoder.encode(page(items, after=query.get("after"), limit=limit, newest_first=order == "desc"))
             del items
             await request.respond(200, JSON, shown)

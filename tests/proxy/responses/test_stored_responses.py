@@ -291,6 +291,19 @@ async def test_what_slow_readers_of_kept_responses_hold_is_bounded_for_each_clie
         await eventually(freed, "the client that left holds nothing")
 
 
+async def test_a_kept_response_is_read_that_is_larger_than_what_a_client_may_hold() -> None:
+    async def large(exchange: Exchange) -> None:
+        await exchange.answer(200, json.dumps(response_of(exchange, "x" * 2**20)).encode())
+
+    admission = dataclasses.replace(proxy_config().admission, body_memory_mib=1)
+    http = dataclasses.replace(proxy_config().http, max_body_bytes=2**16)
+    settings = dataclasses.replace(config(store_mib=64), admission=admission, http=http)
+    async with serving(large, settings=settings) as (running, _):
+        name = (await ask(running))[1]["id"]
+        status, body = await call(running, name)
+        assert (status, len(body) > 2**20) == (200, True)
+
+
 async def test_other_methods_of_kept_responses_are_refused() -> None:
     async with serving(whole) as (running, _):
         name = (await ask(running))[1]["id"]
