@@ -484,6 +484,7 @@ class GoodputBenchConfig:
         "The nodes of a system lend each other their cores, as under pdserve up. Off: each computes on its own alone.",
         Switch.ON,
     )
+    plot: str = setting("plot", "Both plots go to this folder, as SVG.", "", metavar="FOLDER")
     startup_timeout_s: float = setting(
         "startup-timeout-s", "Each system gets this many seconds to start.", 300.0, minimum=1, maximum=86_400
     )

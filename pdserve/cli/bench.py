@@ -239,6 +239,8 @@ BENCHMARKS = {
         "under the same closed and open loops in turns: answers a second within targets of TTFT and ITL.",
         BenchGoodputConfig,
         _goodput,
+        lambda config: config.goodput.plot,
+        "pdserve.bench.goodput.plots",
     ),
     "turns": Benchmark(
         "conversations, with and without KV return",

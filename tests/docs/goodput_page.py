@@ -22,7 +22,7 @@ from pdserve.bench.goodput.figures import (
     goodput_name,
     verdicts,
 )
-from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT, write_plots
+from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT, write_plot
 from pdserve.bench.goodput.workload import Loop
 from pdserve.bench.report import Report, Row, number, read_report
 from pdserve.bench_config import BenchGoodputConfig
@@ -143,7 +143,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def main() -> None:
     report = read_report(FIGURES)
-    write_plots(report, DOCS)
+    write_plot(report, DOCS)
     for page, part in ((PAGE, figures(report)), (README, picture(report))):
         page.write_text(written(page.read_text(), part))
 

@@ -1,4 +1,4 @@
-"""Plots a report of ``pdserve bench goodput``: ``python -m pdserve.bench.goodput.plots REPORT.json FOLDER``.
+"""Plots a report of ``pdserve bench goodput``.
 
 ``goodput.svg`` has goodput over the rate of an open loop, ``goodput-latency.svg`` TTFT against ITL for each number of
 clients of a closed loop. Both can be read on a light and on a dark page: nothing is filled, and the ink is grey.
@@ -6,7 +6,6 @@ clients of a closed loop. Both can be read on a light and on a dark page: nothin
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 
 from pdserve.bench.goodput.figures import ALWAYS, AUTO, MIXED, RATE, SYSTEM, Tightness, goodput_name
 from pdserve.bench.goodput.workload import Loop
-from pdserve.bench.report import Report, Row, read_report
+from pdserve.bench.report import Report, Row
 from pdserve.errors import BenchError
 
 GOODPUT_PLOT, LATENCY_PLOT = "goodput.svg", "goodput-latency.svg"
@@ -73,8 +72,12 @@ def _rows_by_system(report: Report, loop: Loop, shape: str) -> dict[str, list[Ro
     return found
 
 
-def write_plots(report: Report, folder: Path) -> None:
-    """Writes both plots into ``folder``. Raises BenchError if they cannot be written."""
+def write_plot(report: Report, folder: Path) -> None:
+    """Writes both plots into ``folder``, which is made if it is not there. Raises BenchError if that cannot be."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as exc:
+        raise BenchError(f"cannot write {folder}: {exc.strerror}") from exc
     with matplotlib.rc_context(
         {
             # Text remains text in the file, so that readers can search it. A fixed salt gives the same file for the
@@ -158,21 +161,3 @@ def _save(figure: Figure, path: Path, title: str) -> None:
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Title": title})
     except OSError as exc:
         raise BenchError(f"cannot write {path}: {exc.strerror}") from exc
-
-
-def main(argv: Sequence[str]) -> int:
-    """Plots the report that ``argv`` names; returns the exit status."""
-    if len(argv) != 2:
-        print("usage: python -m pdserve.bench.goodput.plots REPORT.json FOLDER", file=sys.stderr)
-        return 2
-    report, folder = map(Path, argv)
-    try:
-        write_plots(read_report(report), folder)
-    except BenchError as exc:
-        print(exc, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

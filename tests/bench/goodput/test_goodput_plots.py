@@ -12,12 +12,10 @@ from pdserve.bench.goodput.plots import (
     LATENCY_PLOT,
     goodput_lines,
     latency_lines,
-    main,
     shapes_of,
-    write_plots,
+    write_plot,
 )
 from pdserve.bench.goodput.workload import Loop
-from pdserve.bench.report import to_json
 from pdserve.errors import BenchError
 from tests.bench.goodput.outcomes import SHAPE, goodput_report
 
@@ -41,19 +39,14 @@ def test_latencies_are_drawn_by_the_number_of_clients() -> None:
 
 
 def test_both_plots_are_the_same_for_the_same_figures_and_name_every_system(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_bytes(to_json(goodput_report()))
-    (tmp_path / "again").mkdir()
-    assert main([str(tmp_path / "report.json"), str(tmp_path)]) == 0
-    write_plots(goodput_report(), tmp_path / "again")
+    write_plot(goodput_report(), tmp_path)
+    write_plot(goodput_report(), tmp_path / "again")
     for name in (GOODPUT_PLOT, LATENCY_PLOT):
         drawn = (tmp_path / name).read_text()
         assert drawn == (tmp_path / "again" / name).read_text()
         assert all(f">{system}</text>" in drawn for system in ("mixed", "always", "auto"))
 
 
-def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert main([str(tmp_path / "nothing.json"), str(tmp_path)]) == 1
-    assert "cannot read" in capsys.readouterr().err
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="cannot write"):
-        write_plots(goodput_report(), tmp_path / "nowhere")
+        write_plot(goodput_report(), tmp_path / "no" / "where")
