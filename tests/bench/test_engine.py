@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +14,14 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from pdserve.bench.engine import benchmark
+from pdserve.bench.engine.lent_core_rows import Neighbour, lent_core_rows
 from pdserve.bench.engine.parts import Product, attention_s, products_of
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import read_report, to_json
 from pdserve.bench_config import BenchEngineConfig, EngineBenchConfig
 from pdserve.config import Device, Dtype, ModelConfig, Switch
-from pdserve.errors import ConfigError
+from pdserve.errors import BenchError, ConfigError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat
@@ -165,13 +168,48 @@ def test_attention_of_recorded_steps_is_timed_as_a_replay(tiny: Path) -> None:
     assert len(graphs.made) == 1
 
 
+def cores_of_threads() -> set[frozenset[int]]:
+    found = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            found.add(frozenset(os.sched_getaffinity(int(thread))))
+    return found
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="another engine has no core")
 def test_borrowed_cores_are_timed(tiny: Path) -> None:
     config = BenchEngineConfig(
         engine=replace(SMALL, lent_cores=Switch.ON), model=ModelConfig(served_name="tiny", dtype=Dtype.FP32)
     )
+    before = cores_of_threads()
     report = benchmark.run(config, tiny, compiled, cache_folder(os.environ))
     found = [(row.what, row.at.get("step")) for row in report.rows]
     steps = ["decode", "prefill of 7", "prefill of 33"]
-    wanted = [*(("step with borrowed cores", step) for step in steps), ("owner's wake-up", None)]
-    assert found == (wanted if len(os.sched_getaffinity(0)) > 1 else [])
+    assert found == [*(("step with borrowed cores", step) for step in steps), ("owner's wake-up", None)]
     assert all(figure.value > 0 for row in report.rows for figure in row.figures)
+    # No thread stays on a part of the cores.
+    assert cores_of_threads() <= before
+
+
+def test_what_cannot_borrow_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    steps = Steps((1,), (40,), (33,))
+    model = ModelConfig(dtype=Dtype.FP32, device=Device.CPU)
+    with pytest.raises(BenchError, match="compiled CPU kernels"):
+        lent_core_rows(open_subject("tiny", tiny, model, 16, steps, TorchKernels), steps, tmp_path, 0.0)
+    subject = open_subject("tiny", tiny, model, 16, steps, compiled)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises(BenchError, match="two cores"):
+        lent_core_rows(subject, steps, tmp_path, 0.0)
+
+
+def test_a_neighbour_that_has_ended_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    neighbour = Neighbour(tmp_path / "ledger", tmp_path, [0])
+    try:
+        with pytest.raises(BenchError, match="does not answer"):
+            neighbour.wait()
+        neighbour.popen.wait(60)
+        with pytest.raises(BenchError, match="has ended"):
+            neighbour.order("sleep")
+    finally:
+        neighbour.end()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -29,53 +29,60 @@ _WAKE_UPS = 20
 _PAUSE_S = 0.002
 
 
-class _Neighbour:
-    """The process of ``neighbour_program``."""
+class Neighbour:
+    """The process of ``neighbour_program``. The caller has to end it."""
 
     def __init__(self, ledger: Path, cache_dir: Path, cores: Sequence[int]) -> None:
         argv = [sys.executable, "-m", "pdserve.bench.engine.neighbour_program"]
         argv += [str(ledger), str(cache_dir), ",".join(map(str, cores))]
-        self._popen = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.popen = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def wait(self) -> str:
         """Returns the answer to the last order. Raises BenchError."""
-        assert self._popen.stdout is not None
-        ready, _, _ = select.select([self._popen.stdout], [], [], _TIMEOUT_S)
-        line = self._popen.stdout.readline().decode().strip() if ready else ""
+        assert self.popen.stdout is not None
+        ready, _, _ = select.select([self.popen.stdout], [], [], _TIMEOUT_S)
+        line = self.popen.stdout.readline().decode().strip() if ready else ""
         if not line:
             raise BenchError("the engine whose cores are borrowed does not answer")
         return line
 
     def order(self, word: str) -> None:
-        assert self._popen.stdin is not None
-        self._popen.stdin.write(word.encode() + b"\n")
-        self._popen.stdin.flush()
+        """Gives an order. Raises BenchError."""
+        assert self.popen.stdin is not None
+        try:
+            self.popen.stdin.write(word.encode() + b"\n")
+            self.popen.stdin.flush()
+        except BrokenPipeError as exc:
+            raise BenchError("the engine whose cores are borrowed has ended") from exc
 
     def tell(self, word: str) -> float:
+        """Gives an order and returns the answer. Raises BenchError."""
         self.order(word)
         return float(self.wait())
 
     def end(self) -> None:
-        self._popen.kill()
-        self._popen.communicate()
+        self.popen.kill()
+        self.popen.communicate()
 
 
 def lent_core_rows(subject: Subject, steps: Steps, cache_dir: Path, budget_s: float) -> list[Row]:
     """Returns a row for one decode step and one for each prefill step: on half of the cores, with the other half
     borrowed, and on all as own ones; and a row for the owner's wake-up.
 
-    Returns none where there is one core, or where the kernels cannot borrow any. Raises BenchError.
+    Raises BenchError, also where there is one core, or where the kernels cannot borrow any.
     """
     usable = sorted(os.sched_getaffinity(0))
-    if not isinstance(subject.kernels, CompiledKernels) or len(usable) < 2:
-        return []
+    if not isinstance(subject.kernels, CompiledKernels):
+        raise BenchError("--lent-cores needs the compiled CPU kernels: others cannot borrow cores")
+    if len(usable) < 2:
+        raise BenchError("--lent-cores needs two cores at least, and this process may use one")
     own, others = partition_cores(usable, 2)
     threads = torch.get_num_threads()
     rows = [("decode", subject.decode_rows(1, steps.contexts[0]))]
     rows += [(f"prefill of {chunk}", subject.prefill_rows(chunk)) for chunk in steps.chunks]
     try:
         with private_ledger() as path, CoreLedger(path) as ledger:
-            neighbour = _Neighbour(path, cache_dir, others)
+            neighbour = Neighbour(path, cache_dir, others)
             try:
                 neighbour.wait()
                 with _on(own), _engine(subject.kernels, ledger, own) as cores:
@@ -99,14 +106,25 @@ def lent_core_rows(subject: Subject, steps: Steps, cache_dir: Path, budget_s: fl
 
 @contextmanager
 def _on(cores: Sequence[int]) -> Iterator[None]:
-    """Computes on these cores within the block."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
+    """Computes on these cores within the block, with all threads: those of pools that exist already, too."""
+    usual = os.sched_getaffinity(0)
+    before = {}
+    for thread in _threads():
+        with suppress(ProcessLookupError):
+            before[thread] = os.sched_getaffinity(thread)
+            os.sched_setaffinity(thread, cores)
     torch.set_num_threads(len(cores))
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        # Threads that have begun within the block have the cores of the one that began them.
+        for thread in _threads():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, before.get(thread, usual))
+
+
+def _threads() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/task")]
 
 
 @contextmanager
@@ -124,7 +142,7 @@ def _seconds(subject: Subject, step: Sequence[StepRow], budget_s: float) -> floa
 
 
 def _times(
-    subject: Subject, step: Sequence[StepRow], cores: LentCores, neighbour: _Neighbour, budget_s: float
+    subject: Subject, step: Sequence[StepRow], cores: LentCores, neighbour: Neighbour, budget_s: float
 ) -> tuple[float, float]:
     """Returns the time of a step on own cores alone, and with those that the neighbour lends."""
     neighbour.tell("step")
@@ -139,9 +157,13 @@ def _times(
     return alone, seconds_of(borrowing, subject.device, budget_s)
 
 
-def _wake_ups(subject: Subject, step: Sequence[StepRow], cores: LentCores, neighbour: _Neighbour) -> tuple[Figure, ...]:
-    """Has the neighbour wake up while its cores sleep, and while they compute for this process."""
-    cores.sleep()
+def _wake_ups(subject: Subject, step: Sequence[StepRow], cores: LentCores, neighbour: Neighbour) -> tuple[Figure, ...]:
+    """Has the neighbour wake up while its cores sleep, and while they compute for this process.
+
+    This process keeps its own cores throughout: the neighbour computes on its own ones alone in both cases.
+    """
+    neighbour.tell("step")
+    cores.begin_step()
     alone, lent = [], []
     for _ in range(_WAKE_UPS):
         neighbour.tell("sleep")

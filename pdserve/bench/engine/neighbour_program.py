@@ -1,7 +1,8 @@
 """The engine whose cores are borrowed: ``python -m pdserve.bench.engine.neighbour_program LEDGER CACHE CORES``.
 
 Each line of standard input is answered with a line: ``sleep``; ``step``, which begins one; or ``work``, which wakes up,
-computes a little, and answers with the time that this has taken, in seconds. The end of standard input ends it.
+computes a little, and answers with the time that this has taken, in seconds. It has only its own cores for that: a core
+of another engine ends it, because times with more cores mean something else. The end of standard input ends it, too.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def main(path: str, cache: str, owned: str) -> None:
                     cores.begin_step()
                     _compute(linears, torch.ones(1, WIDTH))
                     answer = time.perf_counter() - begin
+                    if cores.borrowed:
+                        sys.exit("the engine whose cores are borrowed has borrowed some itself")
             print(answer, flush=True)
         cores.close()
 

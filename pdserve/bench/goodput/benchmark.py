@@ -146,10 +146,8 @@ class GoodputBench:
             point: {system.name: [] for system in systems} for point in points
         }
         for number in range(settings.repeats):
-            for point in points:
-                # Each begins as often as the others, so that none always follows the same one.
-                first = number % len(systems)
-                for system in (*systems[first:], *systems[:first]):
+            for turn, point in enumerate(points, number):
+                for system in in_order(systems, turn):
                     run = await self._run(system, point, number, [other for other in systems if other is not system])
                     runs[point][system.name].append(run)
         targets = {tightness: LatencyTargets(ttft_s, itl_s) for tightness, itl_s in itls_s.items()}
@@ -210,6 +208,15 @@ class GoodputBench:
         if result.failed:
             raise BenchError(f"{system.name} failed without much load: {'; '.join(result.errors)}")
         return result
+
+
+def in_order(systems: Sequence[MeasuredSystem], turn: int) -> list[MeasuredSystem]:
+    """Returns all systems. With the turn changes which one begins, and which one follows another."""
+    begins = turn % len(systems)
+    ordered = [*systems[begins:], *systems[:begins]]
+    # Two systems have no other order backwards than in turns.
+    backwards = len(systems) > 2 and turn // len(systems) % 2 == 1
+    return ordered[::-1] if backwards else ordered
 
 
 def _cpu_s(systems: Iterable[MeasuredSystem]) -> float:

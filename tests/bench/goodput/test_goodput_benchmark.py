@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.goodput.benchmark import GoodputBench
+from pdserve.bench.goodput.benchmark import GoodputBench, MeasuredSystem, in_order
 from pdserve.bench.goodput.workload import LoadPoint, Loop
+from pdserve.bench.load import Target
 from pdserve.bench.report import read_report
 from pdserve.bench_config import BenchGoodputConfig
 from pdserve.errors import BenchError
@@ -24,6 +25,14 @@ LIMIT_S = 120.0
 
 def goodput_config(*flags: str) -> BenchGoodputConfig:
     return load(BenchGoodputConfig, ["--shapes", "5/3", *LOADS, *flags], {}, prog="pdserve bench goodput")
+
+
+@pytest.mark.parametrize(("count", "orders"), [(1, 1), (2, 2), (3, 6)])
+def test_no_system_always_follows_the_same_one(count: int, orders: int) -> None:
+    systems = [MeasuredSystem(str(number), Target("", ""), {}) for number in range(count)]
+    turns = [[system.name for system in in_order(systems, turn)] for turn in range(orders)]
+    assert len({tuple(names) for names in turns}) == orders
+    assert {frozenset(names) for names in turns} == {frozenset(map(str, range(count)))}
 
 
 async def test_servers_that_are_up_get_the_same_requests() -> None:
