@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +28,16 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[Callable[[], str]]:
     """Compiles within the block, if nodes with these settings need it. What has not ended with the block is killed.
 
-    Yields a function that says how far the compiler is; it returns an empty text when nothing is compiled.
+    Yields a function that says how far the compiler is; it returns an empty text when nothing is compiled, or if that
+    cannot be told.
     """
     if not computes_on_cpu(node) or not needs_compiling(CPU_KERNELS, cache_dir):
         yield str
         return
+    progress: Callable[[], str] = str
+    # A failing compiler is the engines' to report: they may do without.
+    with suppress(BuildError):
+        progress = partial(_progress, CompilerWatch(CPU_KERNELS, cache_dir))
     command = python_program("pdserve.cli.kernel_compiler", str(cache_dir))
     child = ChildProcess("kernel compiler", command, stderr=subprocess.DEVNULL, own_session=True)
     over = os.eventfd(0, os.EFD_CLOEXEC)
@@ -40,7 +45,7 @@ def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[Callable[[]
     waiting = threading.Thread(target=_reap_first, args=(child, over), name="kernel compiler", daemon=True)
     waiting.start()
     try:
-        yield partial(_progress, CompilerWatch(CPU_KERNELS, cache_dir))
+        yield progress
     finally:
         os.eventfd_write(over, 1)
         waiting.join()

@@ -14,8 +14,7 @@ from pdserve.compiled_library import BuildError
 from pdserve.config import CpuKernels, EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.models.backend import Backend, choose_device, open_backend
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, OutsideConfig
 from pdserve.models.checkpoint.kept_blocks import keeps_blocks
 from pdserve.models.checkpoint.weight_file import SMALLEST, kept_weights, weights_name
 from pdserve.models.runner import ModelRunner
@@ -61,7 +60,7 @@ def load_runner(
     Raises ModelError if the folder does not hold the model, or if the model cannot be split over the ranks.
     """
     folder, block_size = Path(config.model_dir), config.cache.block_size
-    with packed_weights(config, tp, backend.kernels, in_blocks=block_kernels is not None):
+    with packed_weights(config, decoder, tp, backend.kernels, in_blocks=block_kernels is not None):
         return ModelRunner(
             folder,
             decoder,
@@ -78,7 +77,9 @@ def load_runner(
 
 
 @contextmanager
-def packed_weights(config: EngineConfig, tp: TpGroup, kernels: Kernels, *, in_blocks: bool) -> Iterator[None]:
+def packed_weights(
+    config: EngineConfig, decoder: DecoderConfig, tp: TpGroup, kernels: Kernels, *, in_blocks: bool
+) -> Iterator[None]:
     """Within the block, kernels that pack weights take one rank's from the file that the machine's engines share.
 
     They make it if it is not there. Small models, and those that transformers computes, have no such file.
@@ -86,17 +87,21 @@ def packed_weights(config: EngineConfig, tp: TpGroup, kernels: Kernels, *, in_bl
     if not isinstance(kernels, CompiledKernels) or not config.cpu.packed_weights_mib:
         yield
         return
+    # Who has nothing to pack waits for nobody: engines that make a file load one after another.
+    if isinstance(decoder, OutsideConfig) or not (in_blocks or kernels.packs_linear):
+        yield
+        return
     model, dtype = Path(config.model_dir), config.model.dtype
     name, nbytes = weights_name(model, kernels.packing, dtype.value, tp.rank, tp.size, in_blocks)
-    # Packed, a rank's part has about as many bytes as in the file, or as many as the dtype's numbers have.
-    likely = nbytes * (1 if in_blocks else 4 if is_gguf(model) else 2) // tp.size
-    if likely < SMALLEST:
+    # Packed, a rank's part seldom has fewer bytes than in the file. How many they are shows when they are packed.
+    least = nbytes // tp.size
+    if least < SMALLEST:
         yield
         return
     own = kernels.memory
     path = Path(config.cache_dir, "packed-weights", name)
     try:
-        with kept_weights(path, likely, config.cpu.packed_weights_mib, own) as memory:
+        with kept_weights(path, least, config.cpu.packed_weights_mib, own, tp.size) as memory:
             kernels.memory = memory
             yield
     finally:

@@ -72,6 +72,23 @@ def test_a_compiler_that_has_ended_does_not_stay_until_the_end_of_the_block(
         assert progress() == ""
 
 
+@pytest.mark.integration
+def test_a_compiler_that_begins_to_fail_costs_no_more_than_the_progress(
+    started: list[ChildProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    compiler = programs / "g++"
+    # It says its version once.
+    compiler.write_text('#!/bin/sh\nmkdir "$0.asked" && echo one\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    with compiling_kernels(NodeConfig(model=ModelConfig(device=Device.CPU)), tmp_path / "cache") as progress:
+        assert (programs / "g++.asked").is_dir()
+        assert len(started) == 1
+        assert progress() == ""
+
+
 def test_without_need_none_is_started(started: list[ChildProcess], tmp_path: Path) -> None:
     with compiling_kernels(NodeConfig(model=ModelConfig(device=Device.CUDA)), tmp_path):
         assert started == []

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from gguf.constants import GGMLQuantizationType
 
 from pdserve.config import CpuConfig, CpuKernels, Dtype, EngineConfig, ModelConfig
 from pdserve.engine import runner_loading
-from pdserve.engine.runner_loading import kept_block_kernels, load_runner
+from pdserve.engine.runner_loading import kept_block_kernels, load_runner, packed_weights
 from pdserve.models.backend import CPU, Backend
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint import weight_file
+from pdserve.models.checkpoint.decoder_config import OutsideConfig, read_decoder_config
 from pdserve.models.checkpoint.weights import SafetensorsFiles
 from pdserve.models.runner import StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.settings import cache_folder
-from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.engine.started_ranks import engine_config
 from tests.models.test_qwen3_moe import Unsummed
 from tests.tiny_gguf import save_tiny_gguf
@@ -32,6 +34,12 @@ PROMPT = list(range(20, 31))
 @pytest.fixture(autouse=True)
 def small_models_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_loading, "SMALLEST", 0)
+
+
+@pytest.fixture(autouse=True)
+def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files may be in memory here."""
+    monkeypatch.setattr(weight_file, "_UNFIT_FILE_SYSTEMS", {})
 
 
 @pytest.fixture
@@ -72,6 +80,11 @@ class Ungathered(Unsummed):
         return x
 
 
+def packs() -> bool:
+    """Returns whether this CPU's kernels pack weights that are not in blocks."""
+    return CompiledKernels(cache_folder(os.environ)).packs_linear
+
+
 def files(cache_dir: Path) -> list[Path]:
     return sorted(cache_dir.glob("packed-weights/*.weights"))
 
@@ -84,11 +97,12 @@ def test_of_a_folder(family: str, dtype: Dtype, read: list[str], tmp_path: Path)
     assert files(tmp_path) == []
     config = settings(model, tmp_path, dtype)
     assert torch.equal(logits(config), wanted)
-    (kept,) = files(tmp_path)
+    kept = files(tmp_path)
+    assert len(kept) == packs()
     read.clear()
     assert torch.equal(logits(config), wanted)
-    assert files(tmp_path) == [kept]
-    if isinstance(CompiledKernels(cache_folder(os.environ)).linear(torch.zeros(2, 2)), CompiledLinear):
+    assert files(tmp_path) == kept
+    if packs():
         assert not [name for name in read if "_proj.weight" in name or "embed" in name], "they are in the file"
 
 
@@ -97,11 +111,11 @@ def test_of_a_file_in_blocks(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "model", head_dim=16, **shape)
     model = save_tiny_gguf(folder, tmp_path / "q.gguf", quantized=GGMLQuantizationType.Q8_0, widths=(64, 96))
     wanted = [logits(settings(model, tmp_path, dtype, packed_weights_mib=0)) for dtype in Dtype]
-    for count in (2, 2):
+    for _ in range(2):
         assert all(
             torch.equal(logits(settings(model, tmp_path, dtype)), own) for dtype, own in zip(Dtype, wanted, strict=True)
         )
-        assert len(files(tmp_path)) == count, "one of the blocks, and one of the dequantised weights"
+        assert len(files(tmp_path)) == 1 + packs(), "one of the blocks, and one of the dequantised weights"
 
 
 def test_each_rank_has_a_file(tmp_path: Path) -> None:
@@ -111,7 +125,7 @@ def test_each_rank_has_a_file(tmp_path: Path) -> None:
     for _ in range(2):
         for group, own in zip(groups, wanted, strict=True):
             assert torch.equal(logits(settings(model, tmp_path, Dtype.FP32), group), own)
-    assert len(files(tmp_path)) == 2
+    assert len(files(tmp_path)) == 2 * packs()
 
 
 def test_another_fine_tune_of_the_same_shape_has_its_own(tmp_path: Path) -> None:
@@ -124,6 +138,20 @@ def test_another_fine_tune_of_the_same_shape_has_its_own(tmp_path: Path) -> None
     changed[half:] = changed[half - 4000 : half]
     weights.write_bytes(changed)
     after = logits(config)
-    assert len(files(tmp_path)) == 2
+    assert len(files(tmp_path)) == 2 * packs()
     assert not torch.equal(before, after)
     assert torch.equal(logits(settings(model, tmp_path, Dtype.FP32, packed_weights_mib=0)), after)
+
+
+@pytest.mark.parametrize("reason", ["transformers computes", "the CPU packs nothing"])
+def test_who_packs_nothing_waits_for_nobody(reason: str, tmp_path: Path) -> None:
+    config = settings(save_tiny_model("llama", tmp_path / "model"), tmp_path, Dtype.FP32)
+    kernels, decoder = CompiledKernels(cache_folder(os.environ)), read_decoder_config(Path(config.model_dir))
+    kernels.packs_linear = reason == "transformers computes"
+    if kernels.packs_linear:
+        known = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
+        decoder = OutsideConfig(**known, hf=transformers.PretrainedConfig())
+    own = kernels.memory
+    with packed_weights(config, decoder, ALONE, kernels, in_blocks=False):
+        assert kernels.memory is own
+    assert not (tmp_path / "packed-weights").exists()

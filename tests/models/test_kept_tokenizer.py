@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -92,6 +93,41 @@ def test_only_the_last_ones_stay(
 def test_a_cache_that_cannot_be_written(demo_model: Path, made: list[Path], tmp_path: Path) -> None:
     (tmp_path / "tokenizers").touch()
     assert read_tokenizer(demo_model, tmp_path) == read_tokenizer(demo_model)
+    assert len(made) == 2
+
+
+def test_a_save_that_fails_costs_no_second_making(
+    demo_model: Path, made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "rename", fail)
+    read_tokenizer(demo_model, tmp_path)
+    assert len(made) == 1
+    assert [each.suffix for each in (tmp_path / "tokenizers").iterdir()] == [".lock"]
+
+
+def test_all_may_read_it_and_the_drafts_of_the_dead_go(demo_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizers"
+    folder.mkdir()
+    (folder / ".alive.draft").touch()
+    (folder / ".dead.draft").touch()
+    os.utime(folder / ".dead.draft", (0, 0))
+    read_tokenizer(demo_model, tmp_path)
+    (path,) = folder.glob("*.tokenizer")
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert [each.name for each in folder.glob(".*.draft")] == [".alive.draft"]
+
+
+def test_other_code_makes_another_one(
+    demo_model: Path, made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "code.py"
+    monkeypatch.setattr(kept_tokenizer, "_CODE", (code,))
+    for text in ("one", "two", "two"):
+        code.write_text(text)
+        read_tokenizer(demo_model, tmp_path)
     assert len(made) == 2
 
 

@@ -16,7 +16,15 @@ from pdserve.models.checkpoint.weight_file import WeightDraft, WeightFile, kept_
 from pdserve_kernels.cpu.weight_memory import LINE, FilledMemory
 from tests.tiny_models import save_tiny_model
 
+EXT4 = 0xEF53
+FILE_SYSTEM = weight_file._file_system
 SIZES = {"small": 100, "odd": 4097, "large": 9 * 2**20, "smaller": 1}
+
+
+@pytest.fixture(autouse=True)
+def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files may be in memory here."""
+    monkeypatch.setattr(weight_file, "_file_system", lambda folder: EXT4)
 
 
 class OwnMemory:
@@ -49,9 +57,9 @@ def fill_all(memory: FilledMemory, packed: list[str]) -> dict[str, torch.Tensor]
     return {key: memory.filled(key, nbytes, fill(key)) for key, nbytes in SIZES.items()}
 
 
-def load(path: Path, own: OwnMemory, most_mib: int = 100) -> tuple[list[str], dict[str, torch.Tensor]]:
+def load(path: Path, own: OwnMemory, most_mib: int = 100, ranks: int = 1) -> tuple[list[str], dict[str, torch.Tensor]]:
     packed: list[str] = []
-    with kept_weights(path, 2**20, most_mib, own) as memory:
+    with kept_weights(path, 2**20, most_mib, own, ranks) as memory:
         return packed, fill_all(memory, packed)
 
 
@@ -128,11 +136,12 @@ def test_nothing_is_left_where_loading_fails(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["a.lock"]
 
 
-def test_no_file_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "no space left")
+@pytest.mark.parametrize(("call", "error"), [("pwrite", errno.ENOSPC), ("fsync", errno.EIO)])
+def test_no_file_where_the_disk_fails(call: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(error, "the disk fails")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, call, fail)
     packed, found = load(tmp_path / "a.weights", OwnMemory())
     assert packed == list(SIZES)
     assert torch.equal(found["large"], written("large", SIZES["large"]))
@@ -144,6 +153,65 @@ def test_no_file_beyond_what_may_be_kept(tmp_path: Path) -> None:
     load(tmp_path / "a.weights", own, most_mib=0)
     assert own.taken == sum(SIZES.values())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("most_mib", "ranks"), [(30, 1), (80, 2)])
+def test_what_is_too_large_once_it_is_packed_costs_no_other_file(
+    most_mib: int, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(tmp_path / "old.weights", OwnMemory())
+    packed, found = load(tmp_path / "a.weights", OwnMemory(), most_mib, ranks)
+    assert packed == list(SIZES)
+    assert torch.equal(found["large"], written("large", SIZES["large"]))
+    assert [each.name for each in tmp_path.glob("*.weights")] == ["old.weights"]
+    assert f"--packed-weights-mib is {most_mib}" in caplog.text
+
+
+def test_no_file_of_nothing(tmp_path: Path) -> None:
+    with kept_weights(tmp_path / "a.weights", 1, 100, OwnMemory()) as memory:
+        memory.filled("", 8, lambda to: None)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.lock"]
+
+
+@pytest.mark.parametrize("kind", ["NFS", "CIFS", "FUSE", "tmpfs"])
+def test_no_file_where_other_machines_may_remove_it_or_in_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(tmp_path / "a.weights", OwnMemory())
+    (magic,) = (number for number, name in weight_file._UNFIT_FILE_SYSTEMS.items() if name == kind)
+    monkeypatch.setattr(weight_file, "_file_system", lambda folder: magic)
+    for name in ("a", "b"):
+        own = OwnMemory()
+        load(tmp_path / f"{name}.weights", own)
+        assert own.taken == sum(SIZES.values())
+    assert not (tmp_path / "b.weights").exists()
+
+
+def test_a_file_system_is_told_by_its_number() -> None:
+    assert FILE_SYSTEM(Path("/proc")) == 0x9FA0
+    with pytest.raises(FileNotFoundError):
+        FILE_SYSTEM(Path("/proc/none"))
+
+
+def test_a_file_that_is_only_read_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, own = tmp_path / "a.weights", OwnMemory()
+    load(path, own)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    packed, _ = load(path, own)
+    assert (packed, own.taken) == ([], 0)
+
+
+def test_a_file_that_another_process_removes_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "gone.weights").symlink_to("nowhere")
+    path = tmp_path / "a.weights"
+    (tmp_path / "dead.draft").touch()
+    load(path, OwnMemory())
+    assert path.is_file()
+    assert not (tmp_path / "dead.draft").exists()
 
 
 def test_the_oldest_go_and_what_the_dead_have_left(tmp_path: Path) -> None:
@@ -165,6 +233,17 @@ def test_who_waits_too_long_packs_for_itself(tmp_path: Path, monkeypatch: pytest
     with FileLock(tmp_path / "a.lock"):
         load(tmp_path / "a.weights", own)
     assert own.taken == sum(SIZES.values())
+
+
+def test_other_code_makes_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model("llama", tmp_path / "model")
+    names = {weights_name(model)[0]}
+    code = tmp_path / "code.py"
+    monkeypatch.setattr(weight_file, "_sources", lambda: [code])
+    for text in ("one", "two", "two"):
+        code.write_text(text)
+        names.add(weights_name(model)[0])
+    assert len(names) == 3
 
 
 def test_a_name_for_each_form_of_each_model(tmp_path: Path) -> None:

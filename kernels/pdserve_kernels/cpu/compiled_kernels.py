@@ -6,6 +6,7 @@ of plain torch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,8 +81,10 @@ class CompiledKernels:
         path = built_library(CPU_KERNELS, cache_dir)
         self._library = Library(path)
         self.name = f"compiled {self._library.instructions}"
-        self.packing = path.stem
+        self.packing = f"{path.stem} {_packers_digest()}"
         """The name of the form in which weights are packed: another one for other kernels or another CPU."""
+        self.packs_linear = self._library.linear_is_fast
+        """Whether weights that are not in blocks are packed on this CPU."""
         self.memory: FilledMemory = WeightMemory(self._library)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -159,6 +162,14 @@ class CompiledKernels:
         rows = gate_up.numel() // (2 * width)
         self._library.act_and_mul(_bf16(gate_up), gelu, gate_up.data_ptr(), rows, width, out.data_ptr())
         return out
+
+
+def _packers_digest() -> str:
+    """Returns a digest of the Python code that packs. The library's name stands for the C++."""
+    digest = hashlib.sha256()
+    for source in (Path(__file__), Path(__file__).with_name("compiled_block_linear.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _bf16(x: torch.Tensor) -> int:

@@ -8,10 +8,10 @@ reads.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,15 +20,18 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.code_digest import code_digest
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
 
 log = logging.getLogger(__name__)
 
-# This is part of each file's name. Raise it when ``KeptTokenizer`` changes.
-_FORM = 1
+_CODE = (Path(__file__), Path(__file__).with_name("gguf_file.py"), Path(__file__).with_name("gguf_tokenizer.py"))
+"""What makes a tokenizer. Its bytes are part of each file's name, so that a change of the code makes another file."""
 _KEPT = 16
 """So many tokenizers are kept, those that were used last."""
 _LOCK_TIMEOUT_S = 60.0
+_DEAD_DRAFT_S = 3600.0
+"""A draft that is older was left by a process that has died: to write one takes milliseconds."""
 _HEAD_BYTES = 2**25
 """A GGUF file's tokenizer lies in its first part, before the weights."""
 _DIGEST_BYTES = 16
@@ -66,16 +69,19 @@ def read_tokenizer(model: Path, cache_dir: Path | None = None) -> KeptTokenizer:
             found = _load(path)
             if found is None:
                 found = _made(model)
-                _save(path, found)
+                try:
+                    _save(path, found)
+                except OSError as exc:
+                    log.warning("the tokenizer cannot be kept in %s: %s", folder, exc)
     except OSError as exc:
-        log.warning("the tokenizer cannot be kept in %s: %s", folder, exc)
+        log.warning("tokenizers cannot be kept in %s: %s", folder, exc)
         return _made(model)
     return found
 
 
 def _key(model: Path) -> str:
     """Returns a digest of everything that the tokenizer is made of, and of what makes it."""
-    digest = xxhash.xxh3_128(f"{_FORM} {_version('transformers')} {_version('tokenizers')}".encode())
+    digest = xxhash.xxh3_128(code_digest(_CODE, ("transformers", "tokenizers")).encode())
     if is_gguf(model):
         with model.open("rb") as file:
             digest.update(file.read(_HEAD_BYTES))
@@ -86,13 +92,6 @@ def _key(model: Path) -> str:
             digest.update(f"\0{path.relative_to(model)}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 @contextlib.contextmanager
@@ -129,15 +128,34 @@ def _save(path: Path, tokenizer: KeptTokenizer) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".draft", delete=False) as draft:
         try:
             draft.write(xxhash.xxh3_128_digest(body) + body)
+            # Whoever shares the cache may read it. A temporary file is its maker's alone.
+            os.fchmod(draft.fileno(), 0o644)
             draft.close()
             os.rename(draft.name, path)
         except BaseException:
             os.unlink(draft.name)
             raise
-    by_age = sorted(path.parent.glob("*.tokenizer"), key=lambda each: each.stat().st_mtime, reverse=True)
-    for old in by_age[_KEPT:]:
+    _remove_old(path.parent)
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes all but the tokenizers that were used last, and the drafts that dead processes have left."""
+    ages = _ages(folder, "*.tokenizer")
+    for old in sorted(ages, key=lambda each: ages[each])[_KEPT:]:
         old.unlink(missing_ok=True)
         old.with_suffix(".lock").unlink(missing_ok=True)
+    for draft, age in _ages(folder, ".*.draft").items():
+        if age > _DEAD_DRAFT_S:
+            draft.unlink(missing_ok=True)
+
+
+def _ages(folder: Path, pattern: str) -> dict[Path, float]:
+    """Returns the files and the seconds since each was used, without those that another process removes meanwhile."""
+    now, ages = time.time(), {}
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            ages[path] = now - path.stat().st_mtime
+    return ages
 
 
 def _made(model: Path) -> KeptTokenizer:

@@ -4,8 +4,12 @@ The first engine packs the weights, writes them to a draft of the file, gives th
 it in the place of its own memory. Engines that come later, and those that have waited for it, map the file: they read
 and pack nothing of the model's own, and the memory of the weights is there once, however many engines use it.
 
-A file's name is a digest of all that its bytes depend on: the model's files, the kernels, the dtype and the rank. It
-ends with an index and a digest of the bytes, so that a file which lost some of them in a crash is packed anew.
+A file's name is a digest of all that its bytes depend on: the model's files, the code that reads and packs them, the
+kernels, the dtype and the rank. It ends with an index and a digest of the bytes, so that a file which lost some of them
+in a crash is packed anew.
+
+There is none on a file system that other machines may change: whoever has mapped a file would be killed when another
+machine removes it. There is none in memory either, where it would take the room of the weights a second time.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.code_digest import code_digest
 from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.checkpoint.weights import fingerprint, weight_files
 from pdserve_kernels.cpu.weight_memory import LINE, PIECE, FilledMemory
@@ -36,8 +41,20 @@ log = logging.getLogger(__name__)
 SMALLEST = 32 * 2**20
 """Weights of fewer bytes are packed by each engine: that takes no time, and a cache of many test models takes room."""
 LOCK_TIMEOUT_S = 300.0
-# This is part of each file's name. Raise it when the same keys begin to mean other bytes.
-_FORM = 1
+_UNFIT_FILE_SYSTEMS = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFE534D42: "SMB",
+    0xFF534D42: "CIFS",
+    0x65735546: "FUSE",
+    0x01021997: "9P",
+    0x00C36400: "Ceph",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x01021994: "tmpfs",
+    0x858458F6: "ramfs",
+}
+"""The magic numbers of file systems that other machines may change, or that are in memory."""
 _SUFFIX = ".weights"
 _DRAFT = ".draft"
 _END = struct.Struct("<8sQQ16s")
@@ -97,6 +114,7 @@ class WeightDraft:
         self._other = other
         self._index: Index = {}
         self._size = 0
+        """The bytes of all pieces."""
         self._pieces: list[tuple[int, torch.Tensor]] = []
         """Where each piece begins in the file, and its memory."""
         self._left = (0, torch.empty(0, dtype=torch.uint8))
@@ -111,11 +129,18 @@ class WeightDraft:
         self._index[key] = (start, nbytes)
         return taken
 
+    @property
+    def size(self) -> int:
+        """The bytes that the file has if it is finished now."""
+        return self._size + len(msgspec.msgpack.encode(self._index)) + _END.size
+
     def finish(self) -> None:
         """Writes the file and gives it its name. The memory is the file's from then on, and cannot be written to.
 
-        Raises OSError, and then the memory stays this process's own.
+        Raises OSError, and then the memory stays this process's own. Without a key, no file is made.
         """
+        if not self._index:
+            return
         digest = xxhash.xxh3_128()
         for start, piece in self._pieces:
             data = memoryview(piece.numpy())  # type: ignore[arg-type]  # ndarray is a buffer, unannotated
@@ -127,6 +152,8 @@ class WeightDraft:
         digest.update(index)
         end = _END.pack(_MARK, self._size, self._size + len(index), digest.digest())
         _write_all(self._fd, memoryview(index + end), self._size)
+        # Some disks report only now what they could not write. Afterwards, nobody has these bytes but the file.
+        os.fsync(self._fd)
         os.fchmod(self._fd, 0o444)
         os.rename(self._draft, self._path)
         for start, piece in self._pieces:
@@ -162,31 +189,34 @@ class WeightDraft:
 
 
 @contextmanager
-def kept_weights(path: Path, nbytes: int, most_mib: int, other: FilledMemory) -> Iterator[FilledMemory]:
-    """Yields where to pack weights of about ``nbytes`` within the block: into the file ``path``, or from it.
+def kept_weights(path: Path, nbytes: int, most_mib: int, other: FilledMemory, ranks: int = 1) -> Iterator[FilledMemory]:
+    """Yields where to pack weights of at least ``nbytes`` within the block: into the file ``path``, or from it.
 
     Files beside it that were used longest ago are removed until all have at most ``most_mib``. Where there can be no
-    file, ``other`` is yielded; the same holds where another process takes very long to make it.
+    file, ``other`` is yielded; the same holds where another process takes very long to make it. None is made if as
+    many as there are ``ranks`` would not be kept side by side.
     """
     with ExitStack() as stack:
-        memory: FilledMemory | None = _opened(path, other)
+        memory: FilledMemory | None = None
         draft: WeightDraft | None = None
-        if memory is None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if nbytes <= most_mib * _MIB and 2 * nbytes <= shutil.disk_usage(path.parent).free:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if _may_be_mapped(path.parent):
+                memory = _opened(path, other)
+                if memory is None and _has_room(path.parent, nbytes, most_mib, ranks):
                     stack.enter_context(FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S))
                     memory = _opened(path, other)
                     if memory is None:
                         memory = draft = WeightDraft(path, other)
                         stack.callback(draft.close)
-            except (OSError, Timeout) as exc:
-                log.warning("the packed weights are not kept in %s: %s", path.parent, exc)
+        except (OSError, Timeout) as exc:
+            log.warning("the packed weights are not kept in %s: %s", path.parent, exc)
         yield memory or other
         if draft is not None:
             try:
-                draft.finish()
-                _remove_old(path, most_mib * _MIB)
+                if _has_room(path.parent, draft.size, most_mib, ranks):
+                    draft.finish()
+                    _remove_old(path, most_mib * _MIB)
             except OSError as exc:
                 log.warning("the packed weights cannot be kept in %s: %s", path.parent, exc)
 
@@ -196,9 +226,10 @@ def weights_name(model: Path, *form: object) -> tuple[str, int]:
 
     A file of the model that was written anew is another one. Raises ModelError if there is none.
     """
-    digest = xxhash.xxh3_128(repr((_FORM, fingerprint(model), *form)).encode())
+    digest = xxhash.xxh3_128(repr((fingerprint(model), *form)).encode())
     total = 0
     try:
+        digest.update(code_digest(_sources()).encode())
         for path in [model] if is_gguf(model) else weight_files(model):
             status = path.stat()
             total += status.st_size
@@ -208,23 +239,65 @@ def weights_name(model: Path, *form: object) -> tuple[str, int]:
     return digest.hexdigest() + _SUFFIX, total
 
 
+def _sources() -> list[Path]:
+    """Returns the code that says which bytes a key means: it reads the weights, and puts several into one."""
+    here = Path(__file__)
+    readers = [here, *(here.with_name(name) for name in ("weights.py", "gguf_file.py", "gguf_tensors.py"))]
+    return [*readers, *sorted(here.parents[1].glob("decoders/*.py"))]
+
+
+def _may_be_mapped(folder: Path) -> bool:
+    """Returns whether a file in this folder may take the place of memory."""
+    unfit = _UNFIT_FILE_SYSTEMS.get(_file_system(folder))
+    if unfit is not None:
+        log.info("the packed weights are not kept in %s, because that is %s", folder, unfit)
+    return unfit is None
+
+
+def _file_system(folder: Path) -> int:
+    """Returns the magic number of a folder's file system, with which ``struct statfs`` begins. Raises OSError."""
+    statfs = (ctypes.c_long * 32)()
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), statfs) != 0:
+        raise OSError(ctypes.get_errno(), "its file system is unknown")
+    return int(statfs[0]) & 0xFFFFFFFF
+
+
+def _has_room(folder: Path, nbytes: int, most_mib: int, ranks: int) -> bool:
+    """Returns whether files of ``nbytes`` for each rank may be kept, and whether half of the free disk has one.
+
+    A warning says why not. Raises OSError.
+    """
+    needed, free = ranks * nbytes / _MIB, shutil.disk_usage(folder).free
+    if needed > most_mib:
+        log.warning("packed weights of %.0f MiB are not kept: --packed-weights-mib is %d", needed, most_mib)
+    elif 2 * nbytes > free:
+        log.warning("packed weights of %.0f MiB are not kept: %s has %.0f MiB left", needed, folder, free / _MIB)
+    else:
+        return True
+    return False
+
+
 def _opened(path: Path, other: FilledMemory) -> WeightFile | None:
     """Returns the file if it is there and whole."""
     try:
         found = WeightFile(path, other)
-        os.utime(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, msgspec.MsgspecError) as exc:
         log.warning("%s is not used: %s", path, exc)
         return None
+    with contextlib.suppress(OSError):  # It may be another user's, or on a disk that is only read.
+        os.utime(path)
     return found
 
 
 def _remove_old(newest: Path, most_bytes: int) -> None:
     """Removes files, and what processes that were killed have left. Who has mapped a file keeps its memory."""
     total = 0
-    found = {path: path.stat() for path in newest.parent.glob(f"*{_SUFFIX}")}
+    found: dict[Path, os.stat_result] = {}
+    for path in newest.parent.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # Another process removes it.
+            found[path] = path.stat()
     for path in sorted(found, key=lambda each: (each == newest, found[each].st_mtime_ns), reverse=True):
         total += found[path].st_size
         if total > most_bytes:
