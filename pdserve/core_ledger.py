@@ -45,7 +45,7 @@ class CoreState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CoreWord:
-    """A core's word. Engines have numbers from 1 on; 0 is none."""
+    """A core's word. Engines have numbers from 1 on; 0 is none. The borrower of a SHARED core is its second owner."""
 
     state: CoreState
     owner: int
@@ -89,11 +89,14 @@ class CoreLedger:
 
     def join(self, forget: Callable[[int], None]) -> int:
         """Takes a number for this engine and returns it. ``forget`` is called for each number that is no living
-        engine's but is in the ledger, the new one among them.
+        engine's but is in the ledger, the new one among them. If no engine lives, the ledger begins anew.
 
         Raises ConfigError if there are too many engines.
         """
         with self._locked():
+            if self._is_free(1, MAX_ENGINES - 1):
+                with self.words as words:
+                    words[:] = bytes(len(words))
             for engine in self._dead():
                 forget(engine)
             for engine in range(1, MAX_ENGINES):
@@ -101,6 +104,10 @@ class CoreLedger:
                     self.engine = engine
                     return engine
         raise self._unusable(f"it has {MAX_ENGINES - 1} engines already")
+
+    def engines(self) -> int:
+        """Returns how many engines live."""
+        return sum(number == self.engine or not self._is_free(number) for number in range(1, MAX_ENGINES))
 
     def forget_dead(self, forget: Callable[[int], None]) -> None:
         """Calls ``forget`` for each engine in the ledger that has died, unless another engine does so just now."""
@@ -129,9 +136,8 @@ class CoreLedger:
         if found.st_uid != os.geteuid():
             raise self._unusable("it belongs to another user")
         try:
-            if found.st_size == 0:
-                os.ftruncate(self._fd, HEADER_BYTES + WORD_BYTES * (os.cpu_count() or 1))
-                os.pwrite(self._fd, MAGIC, 0)
+            if found.st_size == 0 or self._is_unfinished(found.st_size):
+                self._make()
                 found = os.fstat(self._fd)
             cores, rest = divmod(found.st_size - HEADER_BYTES, WORD_BYTES)
             if rest or not 0 < cores * WORD_BYTES < _MAX_BYTES or os.pread(self._fd, len(MAGIC), 0) != MAGIC:
@@ -139,6 +145,22 @@ class CoreLedger:
             return mmap.mmap(self._fd, found.st_size)
         except OSError as exc:
             raise self._unusable(exc) from exc
+
+    def _is_unfinished(self, size: int) -> bool:
+        """Returns whether an engine died while it made the file. It writes ``MAGIC`` last."""
+        return size < _MAX_BYTES and not any(os.pread(self._fd, size, 0)) and self._is_free(1, MAX_ENGINES - 1)
+
+    def _make(self) -> None:
+        # A number of a core may be larger than the count of those that are on.
+        cores = max(os.sysconf("SC_NPROCESSORS_CONF"), *(core + 1 for core in os.sched_getaffinity(0)))
+        os.ftruncate(self._fd, 0)
+        try:
+            # The memory is reserved now: an engine that writes where none is left would be killed.
+            os.posix_fallocate(self._fd, 0, HEADER_BYTES + WORD_BYTES * cores)
+            os.pwrite(self._fd, MAGIC, 0)
+        except OSError:
+            os.ftruncate(self._fd, 0)
+            raise
 
     # ------------------------------------------------------------ locks, which belong to the open file
 
@@ -167,8 +189,9 @@ class CoreLedger:
     def _lock(self, byte: int, kind: int) -> None:
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _flock(kind, byte))
 
-    def _is_free(self, byte: int) -> bool:
-        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte))
+    def _is_free(self, byte: int, count: int = 1) -> bool:
+        """Returns whether nobody else has a lock on any of ``count`` bytes."""
+        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte, count))
         kind: int = _FLOCK.unpack(found)[0]
         return kind == fcntl.F_UNLCK
 
@@ -191,8 +214,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock`` of 64-bit Linux: type, whence, start, length and pid."""
 
 
-def _flock(kind: int, byte: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+def _flock(kind: int, byte: int, count: int = 1) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0)
 
 
 def _read_word(words: memoryview, at: int) -> CoreWord:

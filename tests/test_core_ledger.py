@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -10,18 +11,12 @@ import pytest
 
 from pdserve.core_ledger import HEADER_BYTES, MAGIC, CoreLedger, CoreState, CoreWord, private_ledger
 from pdserve.errors import ConfigError
+from tests.core_words import write
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger"
-
-
-def write(ledger: CoreLedger, core: int, state: CoreState, owner: int, borrower: int) -> None:
-    """Sets a core's word as the kernels do."""
-    word = state | owner << 16 | borrower << 32
-    with ledger.words as words:
-        words[core * 64 : core * 64 + 8] = word.to_bytes(8, "little")
 
 
 def nobody(engine: int) -> None:
@@ -32,12 +27,41 @@ def test_the_first_engine_makes_the_file_for_its_user_alone(path: Path) -> None:
     with CoreLedger(path) as one, CoreLedger(path) as other:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
         nothing = CoreWord(CoreState.NOBODYS, 0, 0)
-        assert one.read() == other.read() == [nothing] * (os.cpu_count() or 1)
-        write(one, 0, CoreState.WANTED, 1000, 7)
+        assert one.read() == other.read()
+        assert set(one.read()) == {nothing}
+        assert len(one.read()) > max(os.sched_getaffinity(0))
+        write(one, 0, CoreWord(CoreState.WANTED, 1000, 7))
         assert other.read()[0] == CoreWord(CoreState.WANTED, 1000, 7)
 
 
-@pytest.mark.parametrize("content", [b"x", MAGIC, bytes(HEADER_BYTES + 64), MAGIC.ljust(HEADER_BYTES + 65, b"\0")])
+def test_cores_may_have_larger_numbers_than_there_are_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5000})
+    with CoreLedger(path) as ledger:
+        assert len(ledger.read()) == 5001
+
+
+@pytest.mark.parametrize("size", [1, HEADER_BYTES, HEADER_BYTES + 64])
+def test_a_file_whose_maker_died_is_made_anew(path: Path, size: int) -> None:
+    path.write_bytes(bytes(size))
+    with CoreLedger(path) as ledger:
+        assert ledger.join(nobody) == 1
+    assert path.read_bytes().startswith(MAGIC)
+
+
+def test_a_full_file_system_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        os.ftruncate(fd, 64)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        CoreLedger(path)
+    assert path.stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    "content", [b"x", MAGIC, bytes(HEADER_BYTES + 63) + b"x", MAGIC.ljust(HEADER_BYTES + 65, b"\0")]
+)
 def test_another_file_is_refused_and_left_alone(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"--core-ledger .*: it is no core ledger"):
@@ -59,19 +83,31 @@ def test_a_number_is_an_engines_until_it_closes(path: Path) -> None:
         assert (first.join(nobody), second.join(nobody)) == (1, 2)
         with CoreLedger(path) as third:
             assert third.join(nobody) == 3
-            write(third, 0, CoreState.LENT, 3, 2)
+            write(third, 0, CoreWord(CoreState.LENT, 3, 2))
             first.forget_dead(nobody)
+            assert first.engines() == third.engines() == 3
         dead: list[int] = []
         first.forget_dead(dead.append)
         assert dead == [3]
+        assert first.engines() == 2
 
 
 def test_who_joins_forgets_the_dead(path: Path) -> None:
-    with CoreLedger(path) as first:
-        write(first, 0, CoreState.LENT, 1, 9)
+    with CoreLedger(path) as first, CoreLedger(path) as second:
+        assert first.join(nobody) == 1
+        write(second, 0, CoreWord(CoreState.LENT, 2, 9))
         dead: list[int] = []
-        assert first.join(dead.append) == 1
-        assert dead == [1, 9]
+        assert second.join(dead.append) == 2
+        assert dead == [2, 9]
+
+
+def test_the_ledger_begins_anew_where_no_engine_lives(path: Path) -> None:
+    with CoreLedger(path) as first:
+        # A word that names no engine, so nobody would ever be forgotten.
+        write(first, 0, CoreWord(CoreState.SHARED, 0, 0))
+        with CoreLedger(path) as second:
+            assert second.join(nobody) == 1
+        assert first.read()[0] == CoreWord(CoreState.NOBODYS, 0, 0)
 
 
 def test_a_private_ledger_has_no_file() -> None:

@@ -22,7 +22,7 @@ from pdserve.cli.console import Console
 from pdserve.cli.kept_server import KeptServer
 from pdserve.config import ClusterConfig, HttpConfig, LogConfig, LogLevel, NodeConfig, Switch, UpConfig
 from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
-from pdserve.settings import to_environ
+from pdserve.settings import load, to_environ
 from pdserve.wire.discovery import Role
 
 LOOPBACK = "127.0.0.1"
@@ -64,8 +64,8 @@ def child_environ(
 ) -> dict[str, str]:
     """Returns every child's environment: ``environ`` with the settings of ``config`` in it.
 
-    The nodes lend each other their cores by ``core_ledger``, or not at all. A ledger that ``environ`` names is shared
-    with engines outside of this cluster, and goes before it.
+    The nodes lend each other their cores by ``core_ledger``, or not at all. A ledger that ``environ`` or ``file`` names
+    is shared with engines outside of this cluster, and goes before it.
 
     Whatever the environment says, addresses are loopback ones and ports are free ones. The proxy's flags say where
     clients connect.
@@ -79,12 +79,13 @@ def child_environ(
     private["PDSERVE_CONTROL_HOST"] = LOOPBACK
     private["PDSERVE_UCX_NET_DEVICES"] = LOOPBACK_DEVICE
     own = {**settings, **private, "PDSERVE_SECRET": secret, "PDSERVE_SECRET_FILE": ""}
-    if config.cluster.lend_cores is Switch.OFF:
-        own[_CORE_LEDGER] = ""
-    elif core_ledger is not None and not environ.get(_CORE_LEDGER):
-        own[_CORE_LEDGER] = str(core_ledger)
     if file:
         own["PDSERVE_CONFIG"] = file
+    if config.cluster.lend_cores is Switch.OFF:
+        own[_CORE_LEDGER] = ""
+    elif core_ledger is not None:
+        named = load(NodeConfig, [], {**environ, **own}, prog="pdserve decode").cpu.core_ledger
+        own[_CORE_LEDGER] = named or str(core_ledger)
     return {**environ, **own}
 
 

@@ -172,21 +172,22 @@ def check_core_ledger(path: str) -> Finding:
     check = "core ledger"
     if not path:
         return not_applicable(check, "--core-ledger names none, so no core is lent; pdserve up has its own")
-    if not Path(path).exists():
-        return ok(check, "no engine has made it yet")
     try:
+        # Nobody is to make the file but an engine.
+        os.stat(path)
         with CoreLedger(Path(path)) as ledger:
-            words = ledger.read()
-    except ConfigError as exc:
+            words, engines = ledger.read(), ledger.engines()
+    except FileNotFoundError:
+        return ok(check, "no engine has made it yet")
+    except (OSError, ConfigError) as exc:
         return problem(check, str(exc), "name another file, in memory, which all engines of this machine may write")
-    engines = len({number for word in words for number in (word.owner, word.borrower)} - {0})
     counts = Counter(word.state for word in words if word.state is not CoreState.NOBODYS)
     states = [
         f"{count} {'is' if count == 1 else 'are'} {state.name.lower()}" for state, count in sorted(counts.items())
     ]
     seen = f"engines: {engines}; of {len(words)} cores {', '.join(states) or 'none has an engine'}"
     if CoreState.SHARED in counts:
-        return warning(check, seen, "give each engine cores of its own with --cores: shared ones are never lent")
+        return warning(check, seen, "give each engine cores of its own with --cores: shared ones are not lent")
     return ok(check, seen)
 
 

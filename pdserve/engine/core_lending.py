@@ -62,6 +62,9 @@ class LedgerCores:
     def __init__(self, kernels: CompiledKernels, ledger: CoreLedger, own: Sequence[int]) -> None:
         """Takes over ``ledger``, and its cores ``own`` for this engine. Raises ConfigError."""
         self._kernels, self._ledger = kernels, ledger
+        entered = len(ledger.read())
+        if beyond := [core for core in own if core >= entered]:
+            log.warning("the core ledger was made for fewer cores, so cores %s are not lent", beyond)
         engine = ledger.join(self._forget)
         self._cores = kernels.lent_cores(ledger.words, engine, own)
         self._look_at = 0.0

@@ -97,6 +97,27 @@ def test_settings_of_nodes_in_the_file_reach_the_nodes(tmp_path: Path) -> None:
     assert child.cache.block_size == 8
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "file", "ledger"),
+    [
+        ((), {}, "", "/own"),
+        ((), {"PDSERVE_CORE_LEDGER": "/named"}, "", "/named"),
+        ((), {}, "/in-file", "/in-file"),
+        ((), {"PDSERVE_CORE_LEDGER": "/named"}, "/in-file", "/named"),
+        (("--lend-cores", "off"), {"PDSERVE_CORE_LEDGER": "/named"}, "/in-file", ""),
+    ],
+    ids=["own", "environment", "file", "environment-before-file", "off"],
+)
+def test_the_users_core_ledger_goes_before_the_clusters(
+    tmp_path: Path, argv: tuple[str, ...], environ: dict[str, str], file: str, ledger: str
+) -> None:
+    settings = tmp_path / "cluster.toml"
+    settings.write_text(f'[cpu]\ncore-ledger = "{file}"\n' if file else "")
+    config = up("--config", str(settings), *argv)
+    given = child_environ(config, environ, "s" * 16, str(settings), Path("/own"))
+    assert load(NodeConfig, [], given, prog="pdserve decode").cpu.core_ledger == ledger
+
+
 @pytest.mark.parametrize(("level", "given"), [("error", "info"), ("info", "info"), ("debug", "debug")])
 def test_processes_log_enough_to_say_where_they_listen(level: str, given: str) -> None:
     environ = child_environ(up("--log-level", level), {}, "s" * 16, "")

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.core_ledger import CoreLedger, CoreState
+from pdserve.core_ledger import CoreLedger, CoreState, CoreWord
 from pdserve.doctor.cores import CoreFacts, RunningEngine, check_core_ledger, check_cores, read_cores
 from pdserve.doctor.finding import Verdict
+from tests.core_words import write
 
 FINE = CoreFacts(
     allowed=(0, 1),
@@ -134,13 +135,17 @@ def test_the_core_ledger(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     assert check_core_ledger(str(path)).verdict is Verdict.OK
     assert not path.exists()
-    with CoreLedger(path) as ledger, ledger.words as words:
-        cores = len(words) // 64
+    with CoreLedger(path) as ledger:
+        cores = len(ledger.read())
         found = check_core_ledger(str(path))
         assert (found.verdict, found.seen) == (Verdict.OK, f"engines: 0; of {cores} cores none has an engine")
-        words[:6] = bytes((CoreState.LENT, 0, 1, 0, 2, 0))
-        assert check_core_ledger(str(path)).seen == f"engines: 2; of {cores} cores 1 is lent"
-        words[:6] = bytes((CoreState.SHARED, 0, 0, 0, 0, 0))
+        engine = ledger.join(lambda dead: None)
+        # Number 9 is no living engine's.
+        write(ledger, 0, CoreWord(CoreState.LENT, engine, 9))
+        assert check_core_ledger(str(path)).seen == f"engines: 1; of {cores} cores 1 is lent"
+        write(ledger, 0, CoreWord(CoreState.SHARED, engine, 9))
         assert check_core_ledger(str(path)).verdict is Verdict.WARNING
     path.write_bytes(b"something else")
     assert check_core_ledger(str(path)).verdict is Verdict.PROBLEM
+    # The file system refuses to look.
+    assert check_core_ledger(str(tmp_path / ("x" * 300))).verdict is Verdict.PROBLEM

@@ -2,8 +2,9 @@
 //
 // An engine OWNs its cores while it computes, and sets them FREE when it goes to sleep. Another engine may then take
 // them (LENT). An owner that wakes up finds them OWNED again, or says that they are WANTED, and begins without waiting:
-// the borrower looks at the word before each piece of work, and leaves. SHARED are cores that two engines own, which
-// nobody lends. A core of no engine is NOBODYS.
+// the borrower looks at the word before each piece of work, and leaves. SHARED is a core that two engines own, `owner`
+// and `borrower`: nobody lends it until one of them has gone, and the other then has it alone. A core of no engine is
+// NOBODYS.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -45,25 +46,14 @@ static_assert(sizeof(CoreEntry) == 64 && std::atomic<uint64_t>::is_always_lock_f
 
 // What an engine may do with a core. Each returns whether it has.
 
-// The engine has the core from its start on.
+// The engine owns the core and computes there: it starts, or wakes up. Where two own it already, it is not entered, and
+// tries again when it next wakes up.
 inline bool claim(CoreEntry& core, uint16_t engine) {
   return core.change([&](CoreWord& word) {
     if (word.state == CoreState::kShared) return false;
-    if (word.owner && word.owner != engine) {
-      word = {CoreState::kShared, 0, 0};
-    } else {
-      word.state = word.lent() ? CoreState::kWanted : CoreState::kOwned;
-      word.owner = engine;
-    }
-    return true;
-  });
-}
-
-inline bool take_back(CoreEntry& core, uint16_t engine) {
-  return core.change([&](CoreWord& word) {
-    if (word.owner != engine) return false;
-    if (word.state == CoreState::kFree) word.state = CoreState::kOwned;
+    if (word.owner && word.owner != engine) word = {CoreState::kShared, word.owner, engine};
     else if (word.state == CoreState::kLent) word.state = CoreState::kWanted;
+    else if (word.state == CoreState::kFree || !word.owner) word = {CoreState::kOwned, engine, 0};
     else return false;
     return true;
   });
@@ -102,12 +92,14 @@ inline bool give_back(CoreEntry& core, uint16_t engine) {
   });
 }
 
-// The engine is gone: what it has borrowed is given back, and what it owned is nobody's.
+// The engine is gone: what it has borrowed is given back, what it shared is the other owner's, and the rest nobody's.
 inline bool forget(CoreEntry& core, uint16_t engine) {
   const bool gave = give_back(core, engine);
   return core.change([&](CoreWord& word) {
-    if (word.owner != engine) return false;
-    word = {CoreState::kNobodys, 0, 0};
+    const bool second = word.state == CoreState::kShared && word.borrower == engine;
+    if (word.owner != engine && !second) return false;
+    if (word.state == CoreState::kShared) word = {CoreState::kOwned, second ? word.owner : word.borrower, 0};
+    else word = {CoreState::kNobodys, 0, 0};
     return true;
   }) || gave;
 }

@@ -1,6 +1,7 @@
 // Borrows cores of sleeping engines, and has the helpers that compute there.
 #include "lent_cores.h"
 
+#include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -111,7 +112,9 @@ class Borrower {
  public:
   Borrower(CoreEntry* cores, long count, uint16_t engine, const int* own, long own_count) : engine_(engine) {
     for (long i = 0; i < own_count; i++) {
-      if (own[i] < count && claim(cores[own[i]], engine)) own_.push_back(&cores[own[i]]);
+      if (own[i] >= count) continue;
+      own_.push_back(&cores[own[i]]);
+      claim(*own_.back(), engine);
     }
     for (long core = 0; core < std::min(count, long(CPU_SETSIZE)); core++) {
       if (std::find(own, own + own_count, core) != own + own_count) continue;
@@ -141,7 +144,7 @@ class Borrower {
   // Takes what this engine owns, and borrows what is free.
   void begin_step() {
     if (asleep_) {
-      for (CoreEntry* core : own_) take_back(*core, engine_);
+      for (CoreEntry* core : own_) claim(*core, engine_);
       asleep_ = false;
     }
     for (auto& helper : helpers_) {
@@ -167,7 +170,9 @@ class Borrower {
     for (auto& helper : helpers_) {
       if (helper->engaged.load()) sum += now() - helper->since;
     }
-    return sum / 1e9;
+    // A helper that leaves just now is in neither, and a counter never falls.
+    told_ns_ = std::max(told_ns_, sum);
+    return told_ns_ / 1e9;
   }
 
   long pieces() { return pieces_.load(); }
@@ -206,9 +211,10 @@ class Borrower {
 
   void engage(Helper& helper) {
     if (!borrow(*helper.core, engine_)) return;
-    if (!(helper.started ? place(helper, helper.place) : start(helper))) {
-      // The core is not one that this process may use.
-      helper.refused = true;
+    const int error = helper.started ? place(helper, helper.place) : start(helper);
+    if (error) {
+      // The core is not one that this process may use. Other errors, as too many threads, may pass.
+      helper.refused = error == EINVAL;
       give_back(*helper.core, engine_);
       return;
     }
@@ -218,14 +224,16 @@ class Borrower {
     wake(helper.engaged);
   }
 
-  // Only the caller's thread moves helpers: a helper gets no time on a core where the caller computes.
-  bool place(Helper& helper, const cpu_set_t& place) {
+  // Only the caller's thread moves helpers: a helper gets no time on a core where the caller computes. Returns an error
+  // number or 0.
+  int place(Helper& helper, const cpu_set_t& place) {
     const pid_t id = helper.id.load();
     // A thread without a number yet has not left the core on which it was started.
-    return id == 0 || sched_setaffinity(id, sizeof place, &place) == 0;
+    return id == 0 || sched_setaffinity(id, sizeof place, &place) == 0 ? 0 : errno;
   }
 
-  bool start(Helper& helper) {
+  // Returns an error number or 0.
+  int start(Helper& helper) {
     struct Start {
       Borrower* borrower;
       Helper* helper;
@@ -243,14 +251,15 @@ class Borrower {
       start->borrower->help(*start->helper);
       return nullptr;
     };
-    helper.started = pthread_create(&helper.thread, &how, main, start) == 0;
+    const int error = pthread_create(&helper.thread, &how, main, start);
+    helper.started = !error;
     if (!helper.started) delete start;
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_attr_destroy(&how);
-    return helper.started;
+    return error;
   }
 
-  // Ends the use of a core; the helper and the thread that begins steps may both find that it has to end.
+  // Ends the use of a core; the helper and the caller's thread may both find that it has to end.
   void leave(Helper& helper) {
     const int64_t since = helper.since;
     if (!helper.engaged.exchange(0)) return;
@@ -337,13 +346,16 @@ class Borrower {
     for (uint32_t gate; (gate = gate_.load()) & kInside;) {
       for (auto& helper : helpers_) {
         if (!helper->inside.load() || std::find(moved.begin(), moved.end(), helper.get()) != moved.end()) continue;
-        if (place(*helper, here)) moved.push_back(helper.get());
+        if (!place(*helper, here)) moved.push_back(helper.get());
       }
       const timespec soon{0, kLookAgainNs};
       sleep_on(gate_, gate, &soon);
     }
     waits_.store(false);
-    for (Helper* helper : moved) place(*helper, helper->place);
+    for (Helper* helper : moved) {
+      // This process may not use the core any more, and the helper would stay on the caller's.
+      if (place(*helper, helper->place)) leave(*helper);
+    }
   }
 
   const uint16_t engine_;
@@ -351,6 +363,7 @@ class Borrower {
   std::vector<std::unique_ptr<Helper>> helpers_;
   bool asleep_ = false;
   uint32_t number_ = 0;
+  int64_t told_ns_ = 0;
   std::atomic<bool> sharing_{false}, waits_{false}, stopping_{false};
   std::atomic<int64_t> total_ns_{0}, pieces_{0};
   alignas(64) Word gate_{kClosed};
