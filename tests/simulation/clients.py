@@ -43,7 +43,6 @@ class ClientRequest:
     max_tokens: int
     stream: bool
     salt: str = ""
-    timeout_s: float = 20.0
     leaves_after_s: float | None = None
     text: str = ""
     status: int = 0
@@ -58,6 +57,10 @@ class ClientRequest:
     def reference(self) -> str:
         return text_of(answer(self.prompt, self.max_tokens, self.salt))
 
+    @property
+    def reference_reason(self) -> str:
+        return "stop" if answer(self.prompt, self.max_tokens, self.salt)[-1] == EOS else "length"
+
     def violation(self) -> str | None:
         """Returns what is wrong about the answer so far."""
         if not self.reference.startswith(self.text):
@@ -66,6 +69,10 @@ class ClientRequest:
             return f"request {self.number} ended {len(self.outcomes)} times: {self.outcomes}"
         if self.outcomes == [Outcome.WHOLE] and self.text != self.reference:
             return f"request {self.number} has a finished answer {self.text!r}, and not {self.reference!r}"
+        if self.outcomes == [Outcome.WHOLE] and self.finish_reason != self.reference_reason:
+            return (
+                f"request {self.number} finished because of {self.finish_reason!r}, and not {self.reference_reason!r}"
+            )
         return None
 
 

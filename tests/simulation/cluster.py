@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import signal
+import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -53,6 +54,10 @@ PROXY = "10.0.0.1"
 CLIENTS = "10.0.1.1"
 HTTP_PORT = 8000
 CONTROL_PORT = 9000
+TIMEOUT_S = 20.0
+"""A request's deadline."""
+LATE_S = 5.0
+"""A request has ended so long after its deadline at the latest."""
 CHECK_EVERY_TURNS = 32
 """All blocks are counted after so many turns of the loop."""
 
@@ -69,6 +74,7 @@ class Node:
         self.pace = Pace(cluster.random, cluster.shape.step_s)
         self.engine: RunningEngine | None = None
         self.process: SimProcess
+        self._engine_killed = self._told_to_end = False
 
     @property
     def name(self) -> str:
@@ -80,7 +86,9 @@ class Node:
 
     def start(self) -> None:
         self.starts += 1
+        self._engine_killed = self._told_to_end = False
         self.process = SimProcess(self.cluster.loop, f"{self.name}.{self.starts}", self.host)
+        self.process.on_end[self._ended] = None
         self.cluster.events.add(f"{self.process.name} starts")
         self.process.start(self._main)
 
@@ -97,12 +105,18 @@ class Node:
             discovery=DiscoveryConfig(
                 proxies=(f"tcp://{PROXY}:{CONTROL_PORT}",), name=self.process.name, drain=shape.drain
             ),
-            request=RequestConfig(timeout_s=20.0),
+            request=RequestConfig(timeout_s=TIMEOUT_S),
             cpu=CpuConfig(),
             log=LogConfig(),
         )
         server = NodeServer(self.role, config, SECRET, Path("/simulated"), Path("/simulated"), ENGINE_COMMAND)
         return await server.run()
+
+    def _ended(self) -> None:
+        """Notes an end for which there is no reason."""
+        status = self.process.status
+        if not (status == -9 or self._engine_killed or (status == 0 and self._told_to_end)):
+            self.cluster.violated(f"{self.process.name} ended by itself with {status}")
 
     def processes(self) -> list[SimProcess]:
         child = self.process.child
@@ -113,23 +127,13 @@ class Node:
         self.process.end(-9)
 
     def kill_engine(self) -> None:
-        if self.process.child is not None:
-            self.process.child.end(-9)
-
-    def stop(self) -> None:
-        for process in self.processes():
-            process.stop()
-
-    def go_on(self) -> None:
-        for process in self.processes():
-            process.go_on()
+        assert self.process.child is not None, "no engine runs"
+        self._engine_killed = True
+        self.process.child.end(-9)
 
     def drain(self) -> None:
+        self._told_to_end = True
         self.process.signal(signal.SIGTERM)
-
-
-class Violation(Exception):
-    """An invariant does not hold."""
 
 
 class Cluster:
@@ -152,6 +156,7 @@ class Cluster:
         self.nodes = [Node(self, number, role) for number, role in enumerate(shape.roles)]
         self.clients = SimProcess(self.loop, "clients", CLIENTS)
         self._stopping: asyncio.Event
+        self._proxy_may_end = False
 
     @property
     def digest(self) -> str:
@@ -159,8 +164,16 @@ class Cluster:
         return self.events.digest
 
     def start_proxy(self) -> None:
+        self._proxy_may_end = False
         self.proxy = SimProcess(self.loop, "proxy", PROXY)
+        self.proxy.on_end[self._proxy_ended] = None
         self.proxy.start(self._proxy_main)
+
+    def _proxy_ended(self) -> None:
+        """Notes an end for which there is no reason."""
+        status = self.proxy.status
+        if not (status == -9 or (status == 0 and self._proxy_may_end)):
+            self.violated(f"the proxy ended by itself with {status}")
 
     def start(self) -> None:
         self.start_proxy()
@@ -172,13 +185,14 @@ class Cluster:
             http=HttpConfig(host=PROXY, port=HTTP_PORT, drain_s=5.0),
             registry=RegistryConfig(control_host=PROXY, control_port=CONTROL_PORT),
             relay=RelayConfig(),
-            request=RequestConfig(timeout_s=20.0),
+            request=RequestConfig(timeout_s=TIMEOUT_S),
         )
         self._stopping = asyncio.Event()
         await proxy_server.run(config, SECRET, self._stopping)
         return 0
 
     def stop_proxy(self) -> None:
+        self._proxy_may_end = True
         self.loop.call_soon(self._stopping.set, context=self.proxy.context)
 
     def ask(self, request: ClientRequest) -> asyncio.Task[None]:
@@ -198,6 +212,10 @@ class Cluster:
                 f"{len(request.reference)} {request.error}"
             )
             self._check_answer(request)
+            if request.ended_s - request.began_s > TIMEOUT_S + LATE_S:
+                self.violated(
+                    f"request {request.number} ended {request.ended_s - request.began_s:.1f} s after it began"
+                )
 
         made: list[asyncio.Task[None]] = []
         self.clients.context.run(lambda: made.append(self.loop.create_task(run())))
@@ -252,6 +270,11 @@ class Cluster:
         except Stuck as exc:
             if until_s is None:
                 self.violated(str(exc))
+        except Exception as exc:
+            where = traceback.extract_tb(exc.__traceback__)[-1]
+            self.violated(f"the run itself failed in {where.name}: {type(exc).__name__}: {exc}")
+        # A task that has failed and is part of a cycle says so only when it is finalised.
+        gc.collect()
         for failure in self.loop.failures:
             self.violated(failure)
 
@@ -278,8 +301,10 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
     """Yields a cluster that is not started yet. Within the block, the product's parts are simulated."""
     gc_was_on, torch_threads = gc.isenabled(), torch.get_num_threads()
     torch.set_num_threads(1)
-    # Finalisers would run at times that do not depend on the seed.
+    # Finalisers would run at times that do not depend on the seed. What is there already stays as it is when the run
+    # collects its garbage.
     gc.disable()
+    gc.freeze()
     cluster = Cluster(seed, shape)
     program = EngineProgram(
         cluster.pace, shape.num_blocks, MAX_MODEL_LEN, cluster.engine_started, cluster.engine_failed
@@ -304,6 +329,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 cluster.close()
     finally:
         torch.set_num_threads(torch_threads)
+        gc.unfreeze()
         if gc_was_on:
             gc.enable()
 

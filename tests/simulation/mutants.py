@@ -41,13 +41,16 @@ class Mutant:
     def applied(self) -> Iterator[None]:
         """Raises GoneLine."""
         module_name, _, class_name = self.owner.rpartition(".")
-        module = importlib.import_module(module_name)
-        owner = getattr(module, class_name)
-        original = vars(owner)[self.method]
+        try:
+            module = importlib.import_module(module_name)
+            owner = getattr(module, class_name)
+            original = vars(owner)[self.method]
+        except (ImportError, AttributeError, KeyError) as exc:
+            raise GoneLine(f"{self.owner}.{self.method} is not there any more: {self.what}") from exc
         function: Any = original.fget if isinstance(original, property) else original
         source = textwrap.dedent(inspect.getsource(function))
         if source.count(self.before) != 1:
-            raise GoneLine(f"{self.owner}.{self.method} has no {self.before!r} any more: {self.what}")
+            raise GoneLine(f"{self.owner}.{self.method} has {self.before!r} not exactly once any more: {self.what}")
         made: dict[str, Any] = {}
         exec(source.replace(self.before, self.after), vars(module), made)
         setattr(owner, self.method, made[self.method])
@@ -240,17 +243,19 @@ UNFOUND = (
     ),
 )
 """Those that no seed has found: what the simulation has to learn."""
+ALL = (*MUTANTS, *RARE, *UNFOUND)
 
 
 def main() -> int:
     """Prints the first seed that kills each mutant, among as many as the argument says."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     survived = 0
-    for mutant in (*MUTANTS, *RARE, *UNFOUND):
+    for mutant in ALL:
         try:
             seed = next((seed for seed in range(count) if mutant.killed_by(seed)), None)
         except GoneLine as exc:
             print(exc, flush=True)
+            survived += 1
             continue
         survived += seed is None
         print(f"{'survives' if seed is None else seed}: {mutant.what}", flush=True)

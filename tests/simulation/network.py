@@ -10,7 +10,7 @@ import asyncio
 import errno
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -144,6 +144,7 @@ class Network:
         self.waiting: dict[Flow, None] = {}
         self.blocked: dict[tuple[str, str], float] = {}
         """When each direction was blocked."""
+        self._blocks: Counter[tuple[str, str]] = Counter()
         self.numbers: dict[SimProcess, set[int]] = {}
         self._kernels: dict[str, SimProcess] = {}
         self.on_block: dict[Callable[[], None], None] = {}
@@ -158,15 +159,19 @@ class Network:
         return (source, target) in self.blocked
 
     def block(self, source: str, target: str) -> None:
+        """Blocks a direction until ``open`` has been called as often."""
+        self._blocks[source, target] += 1
         self.blocked.setdefault((source, target), self.loop.time())
         for action in list(self.on_block):
             action()
 
-    def open_all(self) -> None:
-        """Ends all blocks."""
-        self.blocked.clear()
-        flows, self.waiting = self.waiting, {}
-        for flow in flows:
+    def open(self, source: str, target: str) -> None:
+        self._blocks[source, target] -= 1
+        if self._blocks[source, target]:
+            return
+        del self.blocked[source, target]
+        for flow in [flow for flow in self.waiting if (flow.source.host, flow.target.host) == (source, target)]:
+            del self.waiting[flow]
             flow.again()
 
     def listen(self, process: SimProcess, address: Address, accept: Callable[[End], None]) -> Callable[[], None]:

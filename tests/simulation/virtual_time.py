@@ -21,6 +21,8 @@ from typing import Any
 
 import greenlet
 
+from pdserve.errors import PdserveError
+
 START_S = 1_000.0
 """The monotonic clock begins with this time, as a machine's does that has run for a while."""
 WALL_S = 1_800_000_000.0
@@ -222,6 +224,7 @@ class SimProcess:
         self.context.run(PROCESS.set, self)
         loop.processes.append(self)
         self._held: deque[asyncio.Handle] = deque()
+        self._stops = 0
 
     def hold(self, handle: asyncio.Handle) -> None:
         if not self.ended:
@@ -236,7 +239,11 @@ class SimProcess:
             except Exception as exc:
                 if SimThread.over:
                     return
-                self.loop.events.add(f"{self.name} fails: {type(exc).__name__}: {exc}")
+                what = f"{self.name} fails: {type(exc).__name__}: {exc}"
+                self.loop.events.add(what)
+                # The command line says in one line what a PdserveError is about. Any other one is a crash.
+                if not isinstance(exc, PdserveError):
+                    self.loop.failures.append(what)
                 status = 1
             self.end(status)
 
@@ -253,12 +260,14 @@ class SimProcess:
         return made[0]
 
     def stop(self) -> None:
-        """Does what SIGSTOP does."""
+        """Does what SIGSTOP does, until ``go_on`` has been called as often."""
+        self._stops += 1
         self.running = False
 
     def go_on(self) -> None:
         """Does what SIGCONT does."""
-        if self.ended or self.running:
+        self._stops -= 1
+        if self.ended or self._stops:
             return
         self.running = True
         held, self._held = self._held, deque()

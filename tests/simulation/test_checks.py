@@ -1,0 +1,125 @@
+"""The simulation's own checks: what goes wrong in a process or in the scenario is a violation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from pdserve.api.server import NodeServer
+from pdserve.errors import PdserveError
+from pdserve_proxy import server as proxy_server
+from tests.simulation.cluster import Node, simulate
+from tests.simulation.network import Network
+from tests.simulation.plan import Fault, FaultKind, Plan, Shape
+from tests.simulation.run import LIMIT_S, Run, run_plan
+from tests.simulation.virtual_time import Events, SimLoop, SimProcess
+
+
+@pytest.fixture
+def loop() -> Iterator[SimLoop]:
+    loop = SimLoop(Events())
+    yield loop
+    loop.close()
+
+
+async def _crash(*_: Any, **__: Any) -> None:
+    await asyncio.sleep(1.0)
+    raise RuntimeError("a defect")
+
+
+def _fail(_: Run) -> None:
+    raise RuntimeError("a defect")
+
+
+async def _refuse(*_: Any, **__: Any) -> None:
+    raise PdserveError("a wrong setting")
+
+
+async def _end(*_: Any, **__: Any) -> int:
+    await asyncio.sleep(1.0)
+    return 0
+
+
+def _finds(plan: Plan, *texts: str) -> None:
+    violations = run_plan(1, plan).violations
+    for text in texts:
+        assert any(text in violation for violation in violations), violations
+
+
+@pytest.mark.integration
+def test_a_proxy_that_crashes_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_server, "run", _crash)
+    _finds(Plan(), "proxy fails: RuntimeError: a defect", "the proxy ended by itself with 1")
+
+
+@pytest.mark.integration
+def test_a_proxy_that_ends_before_it_is_told_to_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_server, "run", _end)
+    _finds(Plan(), "the proxy ended by itself with 0")
+
+
+@pytest.mark.integration
+def test_a_node_that_crashes_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NodeServer, "run", _crash)
+    _finds(Plan(), "decode1.1 fails: RuntimeError: a defect", "decode1.1 ended by itself with 1")
+
+
+@pytest.mark.integration
+def test_a_node_that_gives_up_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NodeServer, "run", _refuse)
+    _finds(Plan(), "prefill0.1 ended by itself with 1")
+
+
+@pytest.mark.integration
+def test_a_node_that_does_not_drain_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "drain", lambda self: None)
+    _finds(Plan(faults=(Fault(0.1, FaultKind.DRAIN, 0, 0.1),)), "prefill0.1 has to end and does not")
+
+
+@pytest.mark.integration
+def test_a_scenario_that_fails_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "_at_rest", _fail)
+    _finds(Plan(), "the run itself failed in _fail: RuntimeError: a defect")
+
+
+@pytest.mark.integration
+def test_the_exception_of_a_task_that_refers_to_itself_is_a_violation() -> None:
+    async def scenario() -> None:
+        async def fail() -> None:
+            assert circle
+            raise RuntimeError("a defect")
+
+        circle: list[Any] = []
+        circle.append(asyncio.get_running_loop().create_task(fail()))
+        await asyncio.sleep(1.0)
+
+    with simulate(1, Shape()) as cluster:
+        cluster.run(scenario(), LIMIT_S)
+        assert len(cluster.violations) == 1
+        assert "a defect" in cluster.violations[0]
+
+
+def test_a_way_is_open_when_all_its_blocks_are_over(loop: SimLoop) -> None:
+    network = Network(loop, Random(1), delay_s=0.1)
+    network.block("a", "b")
+    network.block("a", "b")
+    network.block("b", "a")
+    network.open("a", "b")
+    assert network.is_blocked("a", "b")
+    network.open("a", "b")
+    assert not network.is_blocked("a", "b")
+    assert network.is_blocked("b", "a")
+
+
+def test_a_process_goes_on_when_all_its_stops_are_over(loop: SimLoop) -> None:
+    process = SimProcess(loop, "one", "a")
+    process.stop()
+    process.stop()
+    process.go_on()
+    assert not process.running
+    process.go_on()
+    assert process.running
