@@ -115,7 +115,7 @@ def assemble(
     prompts = PromptRule(decoder.vocab_size, max_model_len)
     bytes_per_token = layout.block_bytes * tp.size / block_size
     step_cost = StepCost()
-    targets = LatencyTargets(config.targets, step_cost, config.role)
+    targets = LatencyTargets(config.targets, step_cost, config.role, config.scheduler.batching)
     placement = Placement(step_cost, config.transfer, config.scheduler, block_size, bytes_per_token, targets)
     secrets = Secrets(config.secret)
     connector, control = open_connector(

@@ -314,7 +314,7 @@ class StepLoop:
             stale_blocks_dropped=transfers.stale_blocks_dropped,
             queue_s=max(
                 scheduler.longest_wait_s(now),
-                self._placement.queued_s(scheduler.queued_prompt_tokens, scheduler.num_running),
+                scheduler.queued_prompt_tokens / self._placement.tokens_per_s(*scheduler.decoding),
             ),
             prefill=self._placement.stats(now),
             step=self._watch.stats(),

@@ -22,9 +22,10 @@ class StepWatch:
     def note(self, plan: BatchPlan, seconds: float, now: float) -> None:
         """Notes a step that took ``seconds`` until ``now``."""
         rows, context_tokens, prompt_tokens = plan.num_decoding, plan.context_tokens, plan.num_prompt_tokens
-        if rows:
+        decodes = any(work.num_tokens == 1 and work.request.prompt_is_computed for work in plan.work)
+        if decodes:
             self._target_s = self._targets.itl_s(rows, context_tokens) or 0.0
-        if rows and prompt_tokens:
+        if decodes and prompt_tokens:
             self._shared += 1
             self._shared_prompt_tokens += prompt_tokens
             self._shared_late += 0 < self._target_s < seconds

@@ -14,7 +14,6 @@ from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
 from pdserve.engine.launched_step import decodes_on
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.engine.scheduling.output_collector import OutputCollector
@@ -80,7 +79,7 @@ class FakeEngine:
             self.connector = NoTransferConnector(self.blocks)
         else:
             pushing = PushingConnector(
-                self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), StepCost()
+                self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), placement
             )
             fetching = FetchingConnector(self.blocks, thread, 30.0, BOOT, placement)
             self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT)

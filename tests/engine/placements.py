@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.config import Disaggregation, SchedulerConfig, TargetsConfig, TransferConfig
+from pdserve.config import Batching, Disaggregation, SchedulerConfig, TargetsConfig, TransferConfig
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
@@ -21,6 +21,7 @@ def make_placement(
     target_itl_ms: float = 0.0,
     role: Role = Role.MIXED,
     kind: type[Placement] = Placement,
+    batching: Batching = Batching.CONTINUOUS,
 ) -> Placement:
     """Returns a placement that, by default, sends a prompt that lacks more than one block to a prefill node.
 
@@ -30,8 +31,8 @@ def make_placement(
     return kind(
         step_cost,
         TransferConfig(disaggregation=disaggregation),
-        SchedulerConfig(max_step_tokens=max_step_tokens),
+        SchedulerConfig(max_step_tokens=max_step_tokens, batching=batching),
         block_size,
         BYTES_PER_TOKEN,
-        LatencyTargets(TargetsConfig(target_ttft_ms, target_itl_ms), step_cost, role),
+        LatencyTargets(TargetsConfig(target_ttft_ms, target_itl_ms), step_cost, role, batching),
     )

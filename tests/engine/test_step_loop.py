@@ -38,6 +38,7 @@ from pdserve.wire.engine import (
     Stats,
     StepOutput,
     Submit,
+    ToEngine,
 )
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
@@ -50,7 +51,7 @@ from tests.tiny_vocabulary import tiny_vocabulary
 
 BLOCK_SIZE = 4
 MAX_LEN = 128
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 
 
 @dataclass
@@ -80,10 +81,26 @@ class Answer:
         return [logprobs for output in self.outputs for logprobs in output.logprobs or []]
 
 
+class TurnsChannel(ApiChannel):
+    """A channel that gives the engine what is sent under ``lock`` all at once."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        super().__init__(context, address)
+        self.lock = threading.Lock()
+
+    def receive(self) -> list[ToEngine]:
+        with self.lock:
+            return super().receive()
+
+
 class Client:
     """The API process's end of one step loop."""
 
-    def __init__(self, runner: ModelRunner, blocks: BlockManager, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, runner: ModelRunner, blocks: BlockManager, socket: zmq.Socket[bytes], lock: threading.Lock
+    ) -> None:
+        """What is sent under ``lock`` arrives at once."""
+        self._lock = lock
         self.runner = runner
         self.blocks = blocks
         self.targets: tuple[PrefillTarget, ...] = ()
@@ -135,6 +152,7 @@ class Client:
         ``emitted`` has, for each prompt, the tokens of each answer that the client has from another node.
         """
         answers: dict[int, Answer] = {}
+        submits: list[Submit] = []
         known = emitted or [[()] * (1 + len(seeds)) for _, _, seeds in asked]
         for (prompt, sampling, seeds), (own, *others) in zip(asked, known, strict=True):
             ids = range(self._next, self._next + 1 + len(seeds))
@@ -143,7 +161,7 @@ class Client:
             children = tuple(
                 ChildRequest(i, seed, tuple(tokens)) for i, seed, tokens in zip(ids[1:], seeds, others, strict=True)
             )
-            self.send(
+            submits.append(
                 Submit(
                     local_id=ids[0],
                     uuid=new_id(),
@@ -157,6 +175,9 @@ class Client:
                     fetch_only=fetch_only,
                 )
             )
+        with self._lock:
+            for submit in submits:
+                self.send(submit)
         while not all(answer.ended for answer in answers.values()):
             assert self._socket.poll(PATIENCE_MS), "the engine says nothing"
             message = self._decoder.decode(self._socket.recv())
@@ -188,7 +209,7 @@ def engine(
     with zmq.Context() as context:
         socket = context.socket(zmq.PAIR)
         socket.bind("inproc://engine")
-        channel, wake_up = ApiChannel(context, "inproc://engine"), WakeUp()
+        channel, wake_up = TurnsChannel(context, "inproc://engine"), WakeUp()
         connector = NoTransferConnector(blocks) if connect is None else connect(runner, blocks, wake_up)
         loop = StepLoop(
             api=channel,
@@ -212,7 +233,7 @@ def engine(
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            client = Client(runner, blocks, socket)
+            client = Client(runner, blocks, socket, channel.lock)
             yield client
             # A transfer that broke off gives its blocks back when its link is closed.
             eventually(lambda: blocks.num_free == num_blocks, "every block is free")

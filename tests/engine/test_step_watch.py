@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.config import TargetsConfig
+from pdserve.config import Batching, TargetsConfig
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
@@ -15,11 +15,11 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
 
 
-def request(known: int, computed: int) -> Request:
+def request(known: int, computed: int, prompt: int | None = None) -> Request:
     return Request(
         uuid=new_id(),
         token_ids=[5] * known,
-        num_prompt_tokens=known,
+        num_prompt_tokens=known if prompt is None else prompt,
         sampling=SamplingParams(max_tokens=4, seed=0),
         arrived=0.0,
         deadline=100.0,
@@ -32,7 +32,8 @@ def watch(target_itl_ms: float, role: Role = Role.MIXED) -> tuple[StepWatch, Ste
     return StepWatch(step_cost, LatencyTargets(TargetsConfig(0.0, target_itl_ms), step_cost, role)), step_cost
 
 
-DECODING = Work(request(21, 20), 1)
+DECODING = Work(request(21, 20, prompt=20), 1)
+SHORT = Work(request(1, 0), 1)
 CHUNK = Work(request(64, 16), 16)
 
 
@@ -40,6 +41,7 @@ def test_only_chunks_beside_requests_that_decode_share_a_step() -> None:
     steps, _ = watch(50)
     steps.note(BatchPlan([DECODING]), 0.2, 1.0)
     steps.note(BatchPlan([CHUNK]), 0.2, 2.0)
+    steps.note(BatchPlan([SHORT, CHUNK]), 0.2, 2.5)
     assert (steps.stats().shared, steps.stats().shared_late) == (0, 0)
     steps.note(BatchPlan([DECODING, CHUNK]), 0.049, 3.0)
     steps.note(BatchPlan([DECODING, CHUNK]), 0.051, 4.0)
@@ -51,6 +53,14 @@ def test_only_chunks_beside_requests_that_decode_share_a_step() -> None:
 
 def test_without_a_target_no_step_is_late() -> None:
     steps, _ = watch(0)
+    steps.note(BatchPlan([DECODING, CHUNK]), 10.0, 1.0)
+    assert (steps.stats().shared, steps.stats().shared_late, steps.stats().itl_target_s) == (1, 0, 0.0)
+
+
+def test_a_static_batch_has_no_target() -> None:
+    step_cost = StepCost()
+    targets = LatencyTargets(TargetsConfig(0.0, 50), step_cost, Role.DECODE, Batching.STATIC)
+    steps = StepWatch(step_cost, targets)
     steps.note(BatchPlan([DECODING, CHUNK]), 10.0, 1.0)
     assert (steps.stats().shared, steps.stats().shared_late, steps.stats().itl_target_s) == (1, 0, 0.0)
 

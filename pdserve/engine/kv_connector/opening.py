@@ -98,7 +98,7 @@ def open_connector(
         prompts.misfit,
         config.scheduler.max_waiting,
         PushSchedule(transfer.overlap),
-        placement.step_cost,
+        placement,
         memory.finish_writes,
     )
     reusing = ReusingConnector(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pdserve.config import KvOverlap
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.transfers import Pushes
-from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
@@ -65,12 +65,12 @@ class PushingConnector:
         misfit: Callable[[list[int], SamplingParams], str | None],
         max_waiting: int,
         schedule: PushSchedule,
-        step_cost: StepCost,
+        placement: Placement,
         finish_writes: Callable[[], None] = lambda: None,
     ) -> None:
         """``misfit`` returns why a request cannot be computed here, None if it can; ``max_waiting`` bounds the queue.
 
-        Decode nodes are told this node's speed, by ``step_cost``. ``finish_writes`` returns when the kernels that
+        Decode nodes are told this node's speed, by ``placement``. ``finish_writes`` returns when the kernels that
         write the blocks of a push have ended. On other ranks they come before the sums that this one has waited for.
         """
         self._blocks = blocks
@@ -78,7 +78,7 @@ class PushingConnector:
         self._misfit = misfit
         self._max_waiting = max_waiting
         self._schedule = schedule
-        self._step_cost = step_cost
+        self._placement = placement
         self._finish_writes = finish_writes
         self._pushes: dict[TransferId, Request] = {}
         self._cancelled_blocks: dict[TransferId, list[int]] = {}
@@ -186,7 +186,9 @@ class PushingConnector:
             scheduler.pushed_all(request)
 
     def _load(self, scheduler: Scheduler) -> PrefillLoad:
-        rate = self._step_cost.tokens_per_s if self._step_cost.rate_known else 0.0
+        known = self._placement.step_cost.rate_known
+        # Beside streams of its own, this node's steps take fewer tokens of prompts, and longer.
+        rate = self._placement.tokens_per_s(*scheduler.decoding) if known else 0.0
         return PrefillLoad(scheduler.queued_prompt_tokens, rate, scheduler.num_streams)
 
     def _push_early(self, request: Request) -> None:

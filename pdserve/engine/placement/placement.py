@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
-from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, LatencyTargets
+from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, TTFT_FACTOR, LatencyTargets
 from pdserve.engine.placement.placement_rule import Estimate, PlacementDecision, estimate, place
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, remote_time
@@ -56,25 +56,35 @@ class Placement:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.UNFIT)
         if self._mode is Disaggregation.ALWAYS:
             return PlacementDecision(PrefillSource.REMOTE, PrefillReason.SETTING)
-        if node is None or node.due(now):
+        # One prompt is enough to see what the node can do. Those that come with it are placed by what is known.
+        if (node is None or node.due(now)) and not prompt.leaving_tokens:
             return PlacementDecision(PrefillSource.REMOTE, PrefillReason.PROBE)
+        node = node or PrefillNode(target.name)
         if node.failing:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.FAILED)
-        here = LocalMeasures(
-            self._own_rate(prompt, node, now), self.step_cost.decode_step_s, self._chunk_tokens(prompt)
-        )
+        here = self._here(prompt, node, now)
         there = node.measures(now, self.bytes_per_token, here.tokens_per_s)
         self._times = estimate(prompt, here, there, self._max_step_tokens)
-        ttft_s = self.targets.ttft_s(prompt.missing_tokens, here.tokens_per_s)
-        return place(prompt, self._times, ttft_s, there.streams)
+        ttft_s = self.targets.ttft_s(here.alone_s(prompt.missing_tokens))
+        # A short prompt that waits does not let the prefill node run dry before long ones.
+        most_queued_s = max(ttft_s, TTFT_FACTOR * self._max_step_tokens / here.tokens_per_s)
+        return place(prompt, self._times, ttft_s, most_queued_s, there.streams)
 
-    def _chunk_tokens(self, prompt: PromptSize) -> int:
-        """Returns how many tokens of prompts a step takes beside the requests that decode now."""
-        itl_s = self.targets.itl_s(prompt.rows, prompt.context_tokens) if prompt.rows else None
-        if itl_s is None:
+    def _chunk_tokens(self, rows: int, context_tokens: int, prompt_context: int = 0) -> int:
+        """Returns how many tokens of prompts a step takes beside ``rows`` requests that decode."""
+        aim_s = self.targets.aim_s(rows, context_tokens) if rows else None
+        if aim_s is None:
             return self._max_step_tokens
-        within = self.step_cost.prompt_tokens_within(itl_s, prompt.rows, prompt.context_tokens)
+        within = self.step_cost.prompt_tokens_within(aim_s, rows, context_tokens, prompt_context=prompt_context)
         return min(self._max_step_tokens, max(LEAST_PROMPT_TOKENS, within))
+
+    def _here(self, prompt: PromptSize, node: PrefillNode, now: float) -> LocalMeasures:
+        """Returns what was measured of this node, to be compared with ``node``."""
+        cost, rate = self.step_cost, self._own_rate(prompt, node, now)
+        chunk_tokens = self._chunk_tokens(prompt.rows, prompt.context_tokens, prompt.cached_tokens)
+        if not cost.rate_known or rate != cost.tokens_per_s:
+            return LocalMeasures(rate, cost.decode_step_s, chunk_tokens)
+        return LocalMeasures(rate, cost.decode_step_s, chunk_tokens, cost.estimate_s(0, 0, 1), cost.prompt_s(1))
 
     def _own_rate(self, prompt: PromptSize, node: PrefillNode, now: float) -> float:
         """Returns the prompt tokens a second of this node, as measured.
@@ -118,10 +128,10 @@ class Placement:
         remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0, held_share=0.0)
         return remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
 
-    def queued_s(self, tokens: int, streams: int) -> float:
-        """Returns how long this node takes for ``tokens`` of prompts, beside the decode steps of ``streams``."""
-        steps_s = self.step_cost.decode_step_s * tokens / self._max_step_tokens if streams else 0.0
-        return tokens / self.step_cost.tokens_per_s + steps_s
+    def tokens_per_s(self, rows: int, context_tokens: int) -> float:
+        """Returns the prompt tokens a second of this node beside ``rows`` requests that decode."""
+        chunk_tokens = self._chunk_tokens(rows, context_tokens)
+        return self.step_cost.tokens_per_s_beside(rows, context_tokens, chunk_tokens)
 
     def met(self, boot_id: BootId, max_prompt_tokens: int) -> None:
         """Notes the longest prompt that a prefill node takes, as the node has said."""

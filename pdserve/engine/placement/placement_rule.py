@@ -4,9 +4,9 @@ Streams lose least where a prefill node computes the prompts, so a prompt goes t
 within the target. Once the node's queue is too long for that, a prompt goes where its first token comes sooner: this
 node takes prompts into its own steps, as far as those stay within the ITL target.
 
-Orders leave while the prefill node has no more than one target's work. The other prompts wait on this node, where the
-one that has a turn goes to whichever node is free for it first. So nothing has to be forecast for longer than the
-target, and old news of a queue does little harm.
+Orders leave while the prefill node has no more than one target's work, or two full steps' if that is more. The other
+prompts wait on this node, where the one that has a turn goes to whichever node is free for it first. So nothing has to
+be forecast for longer than that, and old news of a queue does little harm.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ def estimate(prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, chu
     return Estimate(local_time(prompt, here), remote_time(prompt, there, chunk_tokens), there.queue_s(prompt))
 
 
-def place(prompt: PromptSize, times: Estimate, ttft_s: float, remote_streams: int) -> PlacementDecision:
+def place(
+    prompt: PromptSize, times: Estimate, ttft_s: float, most_queued_s: float, remote_streams: int
+) -> PlacementDecision:
     """Decides where a prompt is computed whose first token should come within ``ttft_s`` of its arrival.
 
+    While the prefill node's queue is longer than ``most_queued_s``, which is no less, no order leaves.
     ``remote_streams`` is the number of streams that the prefill node has itself, if it is a mixed one: a node does not
     spare its streams by slowing as many elsewhere.
     """
@@ -61,6 +64,6 @@ def place(prompt: PromptSize, times: Estimate, ttft_s: float, remote_streams: in
     # Where both are as fast, no transfer is better.
     if times.local_s <= times.remote_s:
         return PlacementDecision(PrefillSource.LOCAL, PrefillReason.SOONER)
-    if prompt.may_wait and times.queue_s > ttft_s:
+    if prompt.may_wait and times.queue_s > most_queued_s:
         return PlacementDecision(None, PrefillReason.SOONER)
     return PlacementDecision(PrefillSource.REMOTE, PrefillReason.SOONER)

@@ -44,6 +44,14 @@ class LocalMeasures:
     decode_step_s: float
     chunk_tokens: int
     """The prompt tokens that a step computes beside streams."""
+    chunk_s: float = 0.0
+    """The time of a step that computes a single token of a prompt and nothing else; 0 if it is not known."""
+    token_s: float = 0.0
+    """The time that each further token adds to such a step."""
+
+    def alone_s(self, tokens: int) -> float:
+        """Returns how long so many tokens of prompts take in steps of their own. A short step has a time of its own."""
+        return max(tokens / self.tokens_per_s, self.chunk_s + max(0, tokens - 1) * self.token_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ def local_time(prompt: PromptSize, here: LocalMeasures) -> float:
     """Returns the time until this node has computed the first token."""
     ahead = prompt.queued_tokens + prompt.missing_tokens
     decode_s = here.decode_step_s * ahead / here.chunk_tokens if prompt.streams else 0.0
-    return ahead / here.tokens_per_s + decode_s
+    return here.alone_s(ahead) + decode_s
 
 
 def remote_time(prompt: PromptSize, there: RemoteMeasures, chunk_tokens: int) -> float:

@@ -98,6 +98,13 @@ class StepCost:
         fixed_s, tokens = self._pace * self._parts[_ALONE], self._chunk_tokens
         return tokens / (fixed_s + tokens * self._token_s(self._chunk_context))
 
+    def tokens_per_s_beside(self, rows: int, context_tokens: int, chunk_tokens: int) -> float:
+        """Returns the prompt tokens a second of steps with such chunks beside ``rows``, which make none faster."""
+        if not rows:
+            return self.tokens_per_s
+        step_s = self.estimate_s(rows, context_tokens, chunk_tokens, prompt_context=self._chunk_context)
+        return min(self.tokens_per_s, chunk_tokens / step_s)
+
     @property
     def parts(self) -> dict[str, float]:
         """The seconds that each part of a step takes."""

@@ -37,6 +37,8 @@ class _Ahead:
     """The tokens of their contexts."""
     leaving: Counter[BootId] = field(default_factory=Counter)
     """The tokens of prompts that go to each prefill node and have not left this one yet."""
+    held: set[BootId] = field(default_factory=set)
+    """The prefill nodes for which a prompt waits: none that comes after it goes there before it."""
 
 
 class BatchAdmission:
@@ -44,7 +46,8 @@ class BatchAdmission:
 
     A request whose prompt is being fetched has no place in the batch: as many as the batch holds may be on their way or
     have landed and wait for a place, with their blocks. So a slow prefill node keeps no request out that can run here.
-    A prompt that placement lets wait is passed over: it goes to whichever node is free for it first.
+    A prompt that placement lets wait is passed over: it goes to whichever node is free for it first. Prompts that wait
+    for the same prefill node go there in turn, so that none is overtaken again and again by those that come later.
 
     Admission cannot deadlock: idle blocks of the prefix cache are free, the blocks that waiting requests kept of failed
     fetches are taken back when nothing else runs, and a request that is longer than all blocks together is refused on
@@ -128,6 +131,7 @@ class BatchAdmission:
             decision = None if reuses else self._place(request, found, ahead, now)
             fetch = reuses or (decision is not None and decision.remote)
             if no_budget and not fetch:
+                tries -= 1
                 continue
             if (fetch and not fetches) or (decision is not None and decision.waits):
                 tries -= 1
@@ -244,8 +248,8 @@ class BatchAdmission:
         return max(len(found), request.num_computed_tokens // self._blocks.block_size)
 
     def _ahead(self) -> _Ahead:
-        decoding = [request.num_computed_tokens for request in self._queues.running if request.prompt_is_computed]
-        return _Ahead(self._queues.uncomputed_prompt_tokens, len(decoding), sum(decoding))
+        rows, context_tokens = self._queues.decoding
+        return _Ahead(self._queues.uncomputed_prompt_tokens, rows, context_tokens)
 
     def _place(self, request: Request, found: Sequence[int], ahead: _Ahead, now: float) -> PlacementDecision | None:
         """Decides where a prompt is computed, and notes it in ``ahead`` for the next one.
@@ -271,6 +275,10 @@ class BatchAdmission:
             may_wait=bool(self._queues.running),
         )
         decision = self._placement.decide(prompt, target, now)
+        if decision.remote and prompt.may_wait and target.boot_id in ahead.held:
+            decision = PlacementDecision(None, decision.reason)
+        if decision.waits:
+            ahead.held.add(target.boot_id)
         if decision.remote or decision.waits:
             ahead.leaving[target.boot_id] += missing
         else:

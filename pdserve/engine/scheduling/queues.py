@@ -44,6 +44,19 @@ class Queues:
         return sum(tokens for request in self.running if (tokens := request.num_uncomputed_tokens) > 1)
 
     @property
+    def decoding(self) -> tuple[int, int]:
+        """The number of running requests that decode, and the number of tokens of their contexts.
+
+        An order of another node does not decode, though it is running until its first token is sent.
+        """
+        contexts = [
+            request.num_computed_tokens
+            for request in self.running
+            if request.prompt_is_computed and not request.serves_push
+        ]
+        return len(contexts), sum(contexts)
+
+    @property
     def num_children(self) -> int:
         """The number of requests of this node's clients that wait for their parents' prompts."""
         held = chain(self.waiting, self.running, self.remote)

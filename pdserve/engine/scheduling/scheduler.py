@@ -58,8 +58,7 @@ class Scheduler:
         self._room = RoomWatch(self._queues, self._blocks, stop)
         self._max_step_tokens = config.max_step_tokens
         self._step_cost = placement.step_cost
-        # A static batch computes prompts before it decodes, so that no stream waits for them.
-        self._targets = None if config.batching is Batching.STATIC else placement.targets
+        self._targets = placement.targets
         self._static = config.batching is Batching.STATIC
         self._stop = stop
         self._collector = collector
@@ -88,6 +87,11 @@ class Scheduler:
     def num_streams(self) -> int:
         """Returns the number of running requests of this node's own clients, not of other nodes."""
         return sum(not request.serves_push for request in self._queues.running)
+
+    @property
+    def decoding(self) -> tuple[int, int]:
+        """Returns the number of running requests that decode, and the number of tokens of their contexts."""
+        return self._queues.decoding
 
     @property
     def num_remote(self) -> int:

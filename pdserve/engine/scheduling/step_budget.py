@@ -20,8 +20,8 @@ _LEAST_CHUNK = 3
 class StepBudget:
     """What the step that is being planned may still compute."""
 
-    def __init__(self, tokens: int, step_cost: StepCost, targets: LatencyTargets | None) -> None:
-        """The step has at most ``tokens``, and takes any time where there are no ``targets``."""
+    def __init__(self, tokens: int, step_cost: StepCost, targets: LatencyTargets) -> None:
+        """The step has at most ``tokens``."""
         self.tokens = tokens
         self._step_cost = step_cost
         self._targets = targets
@@ -49,13 +49,10 @@ class StepBudget:
 
     def for_prompt(self, before: int = 0) -> int:
         """Returns how many tokens of a prompt the step may compute that has so many tokens ``before`` them."""
-        target_s = None
-        if self._targets is not None and self._decodes:
-            target_s = self._targets.itl_s(self._rows, self._context_tokens)
-        if target_s is None:
+        aim_s = self._targets.aim_s(self._rows, self._context_tokens) if self._decodes else None
+        if aim_s is None:
             return self.tokens
-        # As far as steps differ from their estimates, they aim below the target: it is a bound and no mean.
-        left_s = target_s / (1 + self._step_cost.spread) - self._prompt_s
+        left_s = aim_s - self._prompt_s
         within = self._step_cost.prompt_tokens_within(left_s, self._rows, self._context_tokens, prompt_context=before)
         within = max(within, LEAST_PROMPT_TOKENS - self._prompt_tokens)
         return min(self.tokens, within) if within >= _LEAST_CHUNK else 0

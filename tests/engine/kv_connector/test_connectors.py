@@ -171,7 +171,7 @@ class Bench:
         self.step_cost = StepCost()
         self.placement = make_placement(BLOCK_SIZE, step_cost=self.step_cost)
         fetching = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB)
-        pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.step_cost)
+        pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.placement)
         self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, self.thread.finish_writes)
         self.collector = OutputCollector()
         self.scheduler = Scheduler(
@@ -455,6 +455,17 @@ def test_the_first_token_says_how_fast_the_node_is_and_what_else_it_has_to_do() 
     assert bench.thread.loads == [PrefillLoad(14 + 9, 2000.0)]
     bench.report()
     assert bench.thread.told == PrefillLoad(14 + 9, 2000.0)
+
+
+def test_a_node_says_that_its_own_streams_make_prompts_slower() -> None:
+    bench = Bench()
+    bench.step_cost.observe(0, 0, 256, 0.128)
+    bench.step_cost.observe(1, 10, 0, 0.1)
+    bench.request(targets=0, max_tokens=40)
+    for _ in range(2):
+        bench.step()
+    bench.report(wanted())
+    assert bench.thread.told.tokens_per_s == pytest.approx(256 / (0.128 + 0.1), rel=0.05)
 
 
 def test_the_placement_is_asked_with_what_is_cached_queued_and_running(monkeypatch: pytest.MonkeyPatch) -> None:

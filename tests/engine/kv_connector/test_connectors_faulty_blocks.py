@@ -16,7 +16,6 @@ from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
 from pdserve.engine.kv_connector.transfer_memory import region_of
-from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.wake_up import WakeUp
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.ids import new_id
@@ -88,10 +87,10 @@ class Threads:
                 self.target = PrefillTarget("p", control, boot)
             else:
                 self.decode = thread
-            schedule = PushSchedule(KvOverlap.ON)
-            pushing = PushingConnector(blocks, thread, lambda ids, sampling: None, 100, schedule, StepCost())
+            schedule, placement = PushSchedule(KvOverlap.ON), make_placement(BLOCK_SIZE)
+            pushing = PushingConnector(blocks, thread, lambda ids, sampling: None, 100, schedule, placement)
             timeout_s = CONFIG.prefill_timeout_ms / 1000
-            fetching = FetchingConnector(blocks, thread, timeout_s, boot, make_placement(BLOCK_SIZE))
+            fetching = FetchingConnector(blocks, thread, timeout_s, boot, placement)
             return whole_connector(thread, blocks, fetching, pushing, boot)
 
         return connect

@@ -15,7 +15,6 @@ from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
 from pdserve.engine.kv_connector.transfer_memory import staging_memory, transport_for
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
-from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import StopRule
@@ -76,7 +75,7 @@ def test_blocks_leave_when_the_kernels_that_write_them_are_over() -> None:
         lambda ids, sampling: None,
         100,
         PushSchedule(KvOverlap.ON),
-        StepCost(),
+        make_placement(4),
         lambda: seen.append("waited"),
     )
     scheduler = Scheduler(

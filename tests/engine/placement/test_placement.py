@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pdserve.config import Disaggregation
 from pdserve.engine.placement.placement import STALE_S, Placement
 from pdserve.engine.placement.placement_rule import PlacementDecision
@@ -50,6 +52,13 @@ def test_an_unknown_prefill_node_is_tried() -> None:
     assert make_placement(16, Disaggregation.AUTO).decide(ALONE, TARGET, 0.0) == PROBE
 
 
+def test_one_prompt_of_those_that_come_at_once_is_the_probe() -> None:
+    """The others are placed as if the prefill node were like this one."""
+    unknown = make_placement(16, Disaggregation.AUTO)
+    assert unknown.decide(replace(BESIDE_STREAMS, leaving_tokens=256), TARGET, 0.0) == LOCAL
+    assert unknown.decide(PromptSize(256, 0, 4000, 4, leaving_tokens=256), TARGET, 0.0) == REMOTE
+
+
 def test_alone_on_equal_hardware_nothing_is_moved() -> None:
     assert measured().decide(ALONE, TARGET, 1.0) == LOCAL
 
@@ -81,6 +90,29 @@ def test_the_operators_target_decides_what_is_late() -> None:
     assert placement.decide(BESIDE_STREAMS, TARGET, 1.0) == IN_TIME
     placement.ordered(TARGET, "next", 1024, 0, 1.0)
     assert placement.decide(BESIDE_STREAMS, TARGET, 1.0) == LOCAL
+
+
+def test_a_short_prompt_may_take_twice_what_a_short_step_takes() -> None:
+    """A step takes 50 ms however short it is, so the rate of long chunks says nothing of it."""
+    step_cost = StepCost()
+    for _ in range(20):
+        for tokens in (32, 256):
+            step_cost.observe(0, 0, tokens, 0.05 + tokens / RATE)
+    placement, load = make_placement(16, Disaggregation.AUTO, step_cost), PrefillLoad(0, step_cost.tokens_per_s)
+    for at in range(20):
+        placement.ordered(TARGET, at, 32, 0, at).answered(at, 0, load, at + 0.05 + 32 / RATE)
+    short = PromptSize(32, 0, 0, 4)
+    assert placement.decide(short, TARGET, 20.0) == IN_TIME
+    assert placement.stats(20.0).last_local_s == pytest.approx(0.05 + 32 / RATE, rel=0.1)
+
+
+def test_prompts_are_slower_beside_streams() -> None:
+    placement = measured(target_itl_ms=30.0)
+    for step in range(20):
+        placement.step_cost.observe(4, 4000, 0, 0.02, now=step / 100)
+    assert placement.tokens_per_s(0, 0) == pytest.approx(RATE)
+    # Beside 20 ms of decoding there are 10 ms, in which there is time for 20 tokens.
+    assert placement.tokens_per_s(4, 4000) == pytest.approx(20 / 0.03, rel=0.1)
 
 
 def test_a_burst_on_an_idle_pair_is_shared() -> None:
@@ -154,6 +186,7 @@ def test_after_a_failure_prompts_stay_until_the_probe() -> None:
     assert placement.decide(BESIDE_STREAMS, TARGET, 2.0) == failed
     later = next(now for now in range(3, 1000) if placement.decide(BESIDE_STREAMS, TARGET, now) != failed)
     assert placement.decide(BESIDE_STREAMS, TARGET, later) == PROBE
+    assert placement.decide(replace(BESIDE_STREAMS, leaving_tokens=256), TARGET, later) == failed, "one is enough"
 
 
 def test_a_restarted_prefill_node_is_another_one() -> None:

@@ -14,11 +14,12 @@ from tests.engine.placement.figures import HERES, PROMPTS, SECONDS, THERES, TOKE
 
 CHUNK = 256
 TARGETS = st.floats(0.001, 100)
+LEAST_QUEUED_S = 0.5
 NEARNESS: dict[PrefillSource | None, int] = {PrefillSource.REMOTE: 0, None: 1, PrefillSource.LOCAL: 2}
 
 
 def decide(prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, ttft_s: float) -> PlacementDecision:
-    return place(prompt, estimate(prompt, here, there, CHUNK), ttft_s, there.streams)
+    return place(prompt, estimate(prompt, here, there, CHUNK), ttft_s, max(ttft_s, LEAST_QUEUED_S), there.streams)
 
 
 def nearness(prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, ttft_s: float) -> int:
@@ -89,7 +90,7 @@ def test_the_reason_is_true(prompt: PromptSize, here: LocalMeasures, there: Remo
         assert times.local_s <= times.remote_s
     else:
         assert times.remote_s < times.local_s
-        assert decision.waits == (prompt.may_wait and times.queue_s > ttft_s)
+        assert decision.waits == (prompt.may_wait and times.queue_s > max(ttft_s, LEAST_QUEUED_S))
 
 
 @given(PROMPTS, HERES, THERES, TARGETS)

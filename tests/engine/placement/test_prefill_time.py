@@ -36,6 +36,9 @@ def test_the_figures_of_one_prompt() -> None:
     # The prompt waits, and computes beside twelve decode steps.
     assert local_time(prompt, here) == pytest.approx(0.768 + 12 * 0.02)
     assert local_time(replace(prompt, streams=0), here) == pytest.approx(0.768)
+    slow_alone = replace(here, chunk_s=0.05, token_s=0.0009)
+    assert slow_alone.alone_s(11) == pytest.approx(0.05 + 10 * 0.0009)
+    assert slow_alone.alone_s(1000) == pytest.approx(1), "long prompts have the measured rate"
     there = RemoteMeasures(2000, 1000, 0.1, 0.01, 0.75, 20_000, 1e9)
     # The sum is queue, lateness and overhead, the missing and a quarter of the cached tokens, the last chunk's blocks.
     assert there.queue_s(prompt) == pytest.approx(0.75 + 0.1)

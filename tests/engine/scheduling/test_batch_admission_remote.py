@@ -5,9 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pdserve.config import Disaggregation
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.placement_rule import PlacementDecision
+from pdserve.engine.placement.prefill_time import PromptSize
+from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request, Status
 from pdserve.wire.prompt_logprobs import NUMBER_BYTES
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import PrefillLoad
+from tests.engine.placements import make_placement
 from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, TARGET, Bench, expected
 
 
@@ -208,3 +216,53 @@ def test_what_is_only_fetched_does_not_keep_a_client_request_from_its_place() ->
     assert bench.scheduler.counters.preemptions == 1
     bench.step()
     assert other.status is Status.RUNNING
+
+
+RATE = 2000.0
+
+
+def measured(decode_step_s: float, remote_rate: float = RATE) -> Placement:
+    """Returns a placement that knows this node and ``TARGET``."""
+    step_cost = StepCost()
+    step_cost.observe(0, 0, 256, 256 / RATE)
+    step_cost.observe(1, 10, 0, decode_step_s)
+    placement = make_placement(BLOCK_SIZE, Disaggregation.AUTO, step_cost)
+    seconds = 256 / remote_rate
+    placement.ordered(TARGET, "first", 256, 0, -seconds).answered("first", 0, PrefillLoad(0, remote_rate), 0.0)
+    return placement
+
+
+def test_a_short_prompt_that_waits_for_the_prefill_node_is_not_overtaken_by_a_long_one() -> None:
+    """Its target is 64 ms and the long one's 8 s, while the prefill node is busy for half a second."""
+    placement = measured(decode_step_s=5.0)
+    bench = Bench(num_blocks=4096, max_len=9000, max_step_tokens=256, placement=placement)
+    add(bench, 0, 4, max_tokens=50)
+    assert bench.step().work
+    short, long = add(bench, 1, 64, remote=True), add(bench, 2, 8000, remote=True)
+    placement.ordered(TARGET, "ahead", 1024, 0, 1.0)
+    for now in (1.01, 1.2):
+        bench.now = now - 1
+        assert bench.step().fetches == []
+    # Less than two full steps' work is left there, so that it would soon have nothing to do.
+    bench.now = 1.3 - 1
+    assert bench.step().fetches == [short, long]
+
+
+def test_the_search_ends_among_prompts_that_are_for_this_node_when_it_can_compute_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placement, placed = measured(decode_step_s=0.01, remote_rate=RATE / 100), 0
+    decide = placement.decide
+
+    def counted(prompt: PromptSize, target: PrefillTarget, now: float) -> PlacementDecision:
+        nonlocal placed
+        placed += 1
+        return decide(prompt, target, now)
+
+    monkeypatch.setattr(placement, "decide", counted)
+    bench = Bench(num_blocks=8192, max_running=512, placement=placement)
+    for local_id in range(300):
+        add(bench, local_id, 10, remote=True, group_id=local_id + 1)
+    plan = bench.step()
+    assert [work.num_tokens for work in plan.work] == [10, 6] and plan.fetches == []
+    assert placed < 50

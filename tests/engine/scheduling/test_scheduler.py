@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import OutputCollector
@@ -38,6 +39,7 @@ class Bench:
         max_step_tokens: int = 16,
         max_len: int = 64,
         batching: Batching = Batching.CONTINUOUS,
+        placement: Placement | None = None,
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.collector = OutputCollector()
@@ -51,7 +53,7 @@ class Bench:
             stop,
             self.collector,
             lambda request: self.blocks.free(request.block_table),
-            make_placement(BLOCK_SIZE),
+            placement or make_placement(BLOCK_SIZE),
         )
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}

@@ -47,7 +47,9 @@ def engine(
     overlap: bool = False,
     num_blocks: int = 128,
 ) -> FakeEngine:
-    placement = make_placement(4, step_cost=cost or learned(), target_itl_ms=target_itl_ms, role=role)
+    placement = make_placement(
+        4, step_cost=cost or learned(), target_itl_ms=target_itl_ms, role=role, batching=batching
+    )
     return FakeEngine(
         placement=placement,
         num_blocks=num_blocks,
@@ -130,6 +132,8 @@ def test_steps_that_differ_from_their_estimates_aim_below_the_target() -> None:
         for at in range(100):
             cost.observe(1, 0, 8, (ROW_S + 8 * TOKEN_S) * (1 + (noise if at % 2 else -noise)))
         assert cost.spread == pytest.approx(noise, abs=0.05)
+        targets = make_placement(4, step_cost=cost, target_itl_ms=20).targets
+        assert targets.aim_s(1, 5) == pytest.approx(0.020 / (1 + cost.spread))
         bounded = engine(target_itl_ms=20, cost=cost)
         stream(bounded, 0)
         bounded.add(1, PROMPT)
