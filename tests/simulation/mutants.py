@@ -67,7 +67,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "digests are not compared",
-        14,
+        22,
         f"{SESSION}.Aggregator",
         "_note",
         "if expected != digest:",
@@ -183,7 +183,7 @@ RARE = (
     ),
     Mutant(
         "a failed fetch of cached blocks counts one block too many as landed",
-        29,
+        21,
         f"{CONNECTORS}.reusing_connector.ReusingConnector",
         "on_event",
         "event.landed * self._blocks.block_size",
@@ -191,7 +191,7 @@ RARE = (
     ),
     Mutant(
         "a prefill node's first token counts although the client has one",
-        47,
+        21,
         f"{CONNECTORS}.fetching_connector.FetchingConnector",
         "_accept",
         " and request.num_generated_tokens == 0",
@@ -199,7 +199,7 @@ RARE = (
     ),
     Mutant(
         "a journal's last token is generated again",
-        29,
+        21,
         "pdserve.wire.journal.Journal",
         "emitted",
         "self.choices[choice].token_ids)",
@@ -207,7 +207,7 @@ RARE = (
     ),
     Mutant(
         "the last entry of a journal does not reach the node that goes on",
-        29,
+        21,
         "pdserve_proxy.relay.journal.RelayJournal",
         "lines",
         "_lines(self.entries)",
@@ -215,7 +215,7 @@ RARE = (
     ),
     Mutant(
         "a request whose fetch has failed is not queued again",
-        22,
+        4,
         "pdserve.engine.scheduling.scheduler.Scheduler",
         "requeue",
         "self._queues.move(request, Status.WAITING)",
