@@ -185,7 +185,7 @@ class EngineProgram:
         blocks = BlockManager(self.num_blocks, BLOCK_SIZE, prefix_cache=config.cache.prefix_cache is Switch.ON)
         prompts = PromptRule(VOCAB, self.max_model_len)
         step_cost = StepCost()
-        targets = LatencyTargets(config.targets, step_cost, config.role)
+        targets = LatencyTargets(config.targets, step_cost, config.role, config.scheduler.batching)
         placement = Placement(
             step_cost, config.transfer, config.scheduler, BLOCK_SIZE, BLOCK_BYTES / BLOCK_SIZE, targets
         )
