@@ -7,7 +7,6 @@ it, so a process that reads a mapping of it cannot read past its end.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -18,6 +17,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.file_system import file_system
 from pdserve.wire.transfer import CELLS, MemoryOffer
 
 HEAD_BYTES = 4096
@@ -119,18 +119,13 @@ def _is(fd: int, offer: MemoryOffer) -> bool:
     try:
         named = _named(f"/proc/self/fd/{fd}", offer)
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        kind = file_system(fd)
     except OSError:
         return False
     whole = seals & _NEEDED_SEALS == _NEEDED_SEALS and os.fstat(fd).st_size == HEAD_BYTES + offer.nbytes
     # In a hugetlbfs file a page that was never written may be one that the machine does not have, and reading it raises
     # SIGBUS.
-    return named and whole and _file_system(fd) == _TMPFS
-
-
-def _file_system(fd: int) -> int | None:
-    """Returns the magic number of a file's file system, with which ``struct statfs`` begins, or None if unknown."""
-    statfs = (ctypes.c_long * 32)()
-    return int(statfs[0]) if ctypes.CDLL(None).fstatfs(fd, statfs) == 0 else None
+    return named and whole and kind == _TMPFS
 
 
 def _physical_bytes() -> int:

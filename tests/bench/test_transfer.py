@@ -12,7 +12,7 @@ from pdserve.bench.compare import changes
 from pdserve.bench.report import read_report
 from pdserve.bench.transfer.decode_steps import StepTimes
 from pdserve.bench.transfer.moves import Moves
-from pdserve.bench.transfer.returning_steps import ReturnTimes, StepCost
+from pdserve.bench.transfer.returning_steps import MeanStep, ReturnTimes
 from pdserve.bench.transfer.rows import checksum_row, decode_row, return_row
 from pdserve.bench.transfer.yardsticks import nixl_rates
 from pdserve.cli.bench import two_cores
@@ -77,8 +77,8 @@ def test_a_slowdown_is_told_for_each_gigabyte() -> None:
 
 
 def test_each_turn_with_returns_is_weighed_against_the_one_before_it() -> None:
-    alone = (StepCost(0.010, 0.008), StepCost(0.100, 0.080), StepCost(0.010, 0.008))
-    returning = (StepCost(0.011, 0.0082), StepCost(0.110, 0.082), StepCost(0.050, 0.040))
+    alone = (MeanStep(0.010, 0.008), MeanStep(0.100, 0.080), MeanStep(0.010, 0.008))
+    returning = (MeanStep(0.011, 0.0082), MeanStep(0.110, 0.082), MeanStep(0.050, 0.040))
     row = return_row("tiny", 8, ReturnTimes(alone, returning, 10.0, 0.002))
     assert row.figure("returning : alone").value == pytest.approx(1.1)
     assert row.figure("CPU returning : alone").value == pytest.approx(1.025)

@@ -17,14 +17,13 @@ from pdserve_kernels.cpu.weight_memory import LINE, FilledMemory
 from tests.tiny_models import save_tiny_model
 
 EXT4 = 0xEF53
-FILE_SYSTEM = weight_file._file_system
 SIZES = {"small": 100, "odd": 4097, "large": 9 * 2**20, "smaller": 1}
 
 
 @pytest.fixture(autouse=True)
 def on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary files may be in memory here."""
-    monkeypatch.setattr(weight_file, "_file_system", lambda folder: EXT4)
+    monkeypatch.setattr(weight_file, "file_system", lambda folder: EXT4)
 
 
 class OwnMemory:
@@ -179,18 +178,12 @@ def test_no_file_where_other_machines_may_remove_it_or_in_memory(
 ) -> None:
     load(tmp_path / "a.weights", OwnMemory())
     (magic,) = (number for number, name in weight_file._UNFIT_FILE_SYSTEMS.items() if name == kind)
-    monkeypatch.setattr(weight_file, "_file_system", lambda folder: magic)
+    monkeypatch.setattr(weight_file, "file_system", lambda folder: magic)
     for name in ("a", "b"):
         own = OwnMemory()
         load(tmp_path / f"{name}.weights", own)
         assert own.taken == sum(SIZES.values())
     assert not (tmp_path / "b.weights").exists()
-
-
-def test_a_file_system_is_told_by_its_number() -> None:
-    assert FILE_SYSTEM(Path("/proc")) == 0x9FA0
-    with pytest.raises(FileNotFoundError):
-        FILE_SYSTEM(Path("/proc/none"))
 
 
 def test_a_file_that_is_only_read_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

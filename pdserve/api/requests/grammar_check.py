@@ -73,7 +73,7 @@ class WantedGrammar:
     param: str
     """The request's field that has it, for errors."""
     parts: Callable[[], Iterable[GrammarPart]] | None = None
-    """Of a grammar that this node has made, it returns what the client knows of it."""
+    """Returns what the client has written of a grammar that this node has made."""
 
 
 @dataclass(slots=True)

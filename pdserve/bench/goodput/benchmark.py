@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.goodput.figures import GoodputRun, ShapeOutcome, Tightness, Unloaded, rows, verdicts
 from pdserve.bench.goodput.workload import LoadPoint, Loop, jobs_until, poisson_arrivals, shape_jobs
-from pdserve.bench.latency_targets import LatencyTargets
 from pdserve.bench.load import Target, first_model, run_arrivals, run_jobs
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.process_usage import cpu_s
@@ -150,7 +150,7 @@ class GoodputBench:
                 for system in in_order(systems, turn):
                     run = await self._run(system, point, number, [other for other in systems if other is not system])
                     runs[point][system.name].append(run)
-        targets = {tightness: LatencyTargets(ttft_s, itl_s) for tightness, itl_s in itls_s.items()}
+        targets = {tightness: AnswerTargets(ttft_s, itl_s) for tightness, itl_s in itls_s.items()}
         return ShapeOutcome(shape, unloaded, targets, runs)
 
     async def _unloaded(self, system: MeasuredSystem, shape: str) -> Unloaded:

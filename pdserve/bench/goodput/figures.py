@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.goodput.workload import LoadPoint, Loop
-from pdserve.bench.latency_targets import LatencyTargets
 from pdserve.bench.report import Better, Figure, Row, Unit, measured
 from pdserve.bench.streamed_answer import LoadResult, Stream, summarise
 from pdserve.bench_config import GoodputSystem
@@ -73,7 +73,7 @@ class ShapeOutcome:
 
     shape: str
     unloaded: Unloaded
-    targets: Mapping[Tightness, LatencyTargets]
+    targets: Mapping[Tightness, AnswerTargets]
     runs: Mapping[LoadPoint, Mapping[str, Sequence[GoodputRun]]]
 
     def goodputs(self, runs: Sequence[GoodputRun]) -> dict[str, float]:

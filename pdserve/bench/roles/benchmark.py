@@ -19,8 +19,8 @@ from pathlib import Path
 
 import aiohttp
 
+from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.engine.random_model import Shape, write_random_model
-from pdserve.bench.latency_targets import LatencyTargets
 from pdserve.bench.load import Arrival, Target, first_model, run_arrivals
 from pdserve.bench.machine import this_machine
 from pdserve.bench.observation import read_metrics, total, until_known
@@ -138,7 +138,7 @@ def _row(name: str, outcome: SplitOutcome, outcomes: Mapping[str, SplitOutcome],
 
 
 def _good(outcome: SplitOutcome, settings: RolesBenchConfig) -> int:
-    targets = LatencyTargets(settings.ttft_ms / 1000, settings.itl_ms / 1000)
+    targets = AnswerTargets(settings.ttft_ms / 1000, settings.itl_ms / 1000)
     return sum(map(targets.met_in_mean, outcome.streams))
 
 

@@ -15,7 +15,7 @@ ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class MeanStep:
     """The mean of all steps of one turn."""
 
     wall_s: float
@@ -27,8 +27,8 @@ class StepCost:
 class ReturnTimes:
     """Rounds of two turns, which follow each other so closely that other load changes little between them."""
 
-    alone: tuple[StepCost, ...]
-    returning: tuple[StepCost, ...]
+    alone: tuple[MeanStep, ...]
+    returning: tuple[MeanStep, ...]
     returns_per_s: float
     return_cpu_s: float
     """The CPU time of the decode engine's transfer thread for one return."""
@@ -51,8 +51,8 @@ def while_returning(
     """
     each_s = seconds / ROUNDS / 2
     engine = OfferingEngine(prefill.assign(Assignment(shape.block_bytes, shape.blocks, setup)), shape, setup)
-    alone: list[StepCost] = []
-    returning: list[StepCost] = []
+    alone: list[MeanStep] = []
+    returning: list[MeanStep] = []
     try:
         engine.offer()
         engine.finish()  # the engines have met
@@ -67,14 +67,14 @@ def while_returning(
     return ReturnTimes(tuple(alone), tuple(returning), returned / (each_s * ROUNDS), thread_cpu_s / returned)
 
 
-def _turn(step: Callable[[], object], seconds: float, between: Callable[[float], None]) -> StepCost:
+def _turn(step: Callable[[], object], seconds: float, between: Callable[[float], None]) -> MeanStep:
     """Calls ``step`` for so many seconds, and ``between`` with the time before each of them."""
     began_s, cpu_began_s, steps = time.perf_counter(), time.process_time(), 0
     while not steps or time.perf_counter() - began_s < seconds:
         between(time.perf_counter())
         step()
         steps += 1
-    return StepCost((time.perf_counter() - began_s) / steps, (time.process_time() - cpu_began_s) / steps)
+    return MeanStep((time.perf_counter() - began_s) / steps, (time.process_time() - cpu_began_s) / steps)
 
 
 def _median_ratio(dividends: list[float], divisors: list[float]) -> float:

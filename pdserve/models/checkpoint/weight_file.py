@@ -31,6 +31,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from pdserve.errors import ModelError
+from pdserve.file_system import file_system
 from pdserve.models.checkpoint.code_digest import code_digest
 from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.checkpoint.weights import fingerprint, weight_files
@@ -248,18 +249,10 @@ def _sources() -> list[Path]:
 
 def _may_be_mapped(folder: Path) -> bool:
     """Returns whether a file in this folder may take the place of memory."""
-    unfit = _UNFIT_FILE_SYSTEMS.get(_file_system(folder))
+    unfit = _UNFIT_FILE_SYSTEMS.get(file_system(folder))
     if unfit is not None:
         log.info("the packed weights are not kept in %s, because that is %s", folder, unfit)
     return unfit is None
-
-
-def _file_system(folder: Path) -> int:
-    """Returns the magic number of a folder's file system, with which ``struct statfs`` begins. Raises OSError."""
-    statfs = (ctypes.c_long * 32)()
-    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), statfs) != 0:
-        raise OSError(ctypes.get_errno(), "its file system is unknown")
-    return int(statfs[0]) & 0xFFFFFFFF
 
 
 def _has_room(folder: Path, nbytes: int, most_mib: int, ranks: int) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.goodput.figures import GoodputRun, ShapeOutcome, Tightness, Unloaded, rows
 from pdserve.bench.goodput.workload import LoadPoint, Loop
-from pdserve.bench.latency_targets import LatencyTargets
 from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import Stream
 from tests.bench.reports import report
@@ -14,7 +14,7 @@ from tests.bench.reports import report
 SHAPE = "8/5"
 CLOSED = LoadPoint(SHAPE, Loop.CLOSED, 4)
 OPEN = LoadPoint(SHAPE, Loop.OPEN, 75, 1.5)
-TARGETS = {Tightness.TIGHT: LatencyTargets(1.0, 0.025), Tightness.LOOSE: LatencyTargets(1.0, 0.06)}
+TARGETS = {Tightness.TIGHT: AnswerTargets(1.0, 0.025), Tightness.LOOSE: AnswerTargets(1.0, 0.06)}
 
 
 def answer(ttft_s: float, itl_s: float, tokens: int = 5) -> Stream:

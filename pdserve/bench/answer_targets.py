@@ -8,7 +8,7 @@ from pdserve.bench.streamed_answer import Stream, distribution
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyTargets:
+class AnswerTargets:
     """The longest time to the first token, and the longest time between two later ones."""
 
     ttft_s: float

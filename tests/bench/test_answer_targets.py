@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pdserve.bench.latency_targets import LatencyTargets
+from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.streamed_answer import Stream
 
-TARGETS = LatencyTargets(1.0, 0.025)
+TARGETS = AnswerTargets(1.0, 0.025)
 
 
 def answer(first_s: float, *gaps_s: float, error: str = "") -> Stream:
