@@ -100,7 +100,7 @@ class LoadConfig:
 
     url: str = setting("url", "The server is at this URL, without /v1.", "http://127.0.0.1:8000")
     model: str = setting(
-        "served-name",
+        "served-model-name",
         "The benchmark asks for the model of this name. If it is empty, it asks for the server's first.",
         "",
     )
@@ -350,7 +350,7 @@ class RolesBenchConfig:
     prompt_tokens_per_s: float = setting(
         "pace-tokens-per-s", "and the time in which so many tokens of prompts take a second.", 800.0, minimum=1
     )
-    max_running: int = setting("bench-max-running", "One step has at most this many requests.", 32, minimum=1)
+    max_num_seqs: int = setting("bench-max-num-seqs", "One step has at most this many requests.", 32, minimum=1)
     seed: int = setting("seed", "The prompts and the times of the requests follow from this seed.", 0, minimum=0)
     vocab_size: int = setting("prompt-vocab", "Prompts are made of token ids below this number.", 1000, minimum=4)
     startup_timeout_s: float = setting(

@@ -24,11 +24,14 @@ def setting(
     secret: bool = False,
     minimum: float | None = None,
     maximum: float | None = None,
+    former: str = "",
+    spellings: dict[str, str] | None = None,
 ) -> Any:
     """Returns a dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML.
 
     ``minimum`` and ``maximum`` are inclusive. ``bare`` is the value that the flag has if none follows it. A ``secret``
-    is left out of the dataclass's repr, of ``--help`` and of errors.
+    is left out of the dataclass's repr, of ``--help`` and of errors. ``former`` is the name that the flag had one
+    version ago; it is still taken, with a warning. ``spellings`` are other words for a choice's values.
     """
     metadata = {
         "flag": flag,
@@ -38,6 +41,8 @@ def setting(
         "secret": secret,
         "minimum": minimum,
         "maximum": maximum,
+        "former": former,
+        "spellings": spellings or {},
     }
     return field(default=default, metadata=metadata, repr=not secret)
 
@@ -45,8 +50,13 @@ def setting(
 class Dtype(enum.Enum):
     """The data type of weights, activations and KV cache."""
 
-    BF16 = "bf16"
-    FP32 = "fp32"
+    BF16 = "bfloat16"
+    FP32 = "float32"
+
+    @property
+    def short(self) -> str:
+        """The name in handshakes, file names and figures, which nodes of other versions know: ``bf16`` or ``fp32``."""
+        return self.name.lower()
 
 
 class Weights(enum.Enum):
@@ -198,12 +208,18 @@ class ModelConfig:
     path: str = setting(
         "model", "The model is a Hugging Face folder, a .gguf file, or 'demo' for SmolLM2-135M-Instruct.", "demo"
     )
-    served_name: str = setting(
-        "served-name",
+    served_model_name: str = setting(
+        "served-model-name",
         "Clients ask for the model by this name. If it is empty, they use the name of the folder or file.",
         "",
+        former="served-name",
     )
-    dtype: Dtype = setting("dtype", "Weights and KV cache have this number format.", Dtype.BF16)
+    dtype: Dtype = setting(
+        "dtype",
+        "Weights and KV cache have this number format. 'auto' is bfloat16.",
+        Dtype.BF16,
+        spellings={"auto": "bfloat16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"},
+    )
     weights: Weights = setting(
         "weights",
         "'auto' computes from a quantised .gguf file's own blocks where it can (bf16, on a CPU with g++). 'dequantise' "
@@ -236,6 +252,14 @@ class CacheConfig:
     kv_cache_mib: int = setting(
         "kv-cache-mib", "The KV caches of all ranks together take this much memory, in MiB.", 1024, minimum=1
     )
+    gpu_memory_utilization: float = setting(
+        "gpu-memory-utilization",
+        "On GPUs, each rank takes this share of its GPU's memory, for weights, KV cache and all else. 0 goes by "
+        "--kv-cache-mib.",
+        0.0,
+        minimum=0,
+        maximum=0.99,
+    )
     prefix_cache: Switch = setting(
         "prefix-cache", "The node keeps KV blocks for later prompts that begin alike.", Switch.ON
     )
@@ -245,8 +269,13 @@ class CacheConfig:
 class ParallelConfig:
     """Tensor parallelism: the ranks of one node, on one host, that compute the model together."""
 
-    tp: int = setting(
-        "tp", "The model is split over this many ranks, each of which is a process.", 1, minimum=1, maximum=64
+    tensor_parallel_size: int = setting(
+        "tensor-parallel-size",
+        "The model is split over this many ranks, each of which is a process.",
+        1,
+        minimum=1,
+        maximum=64,
+        former="tp",
     )
     backend: TpBackend = setting(
         "tp-backend",
@@ -266,12 +295,15 @@ class ParallelConfig:
 class SchedulerConfig:
     """The requests and tokens of an engine's steps."""
 
-    max_running: int = setting("max-running", "One step has at most this many requests.", 64, minimum=1)
-    max_step_tokens: int = setting(
-        "max-step-tokens",
+    max_num_seqs: int = setting(
+        "max-num-seqs", "One step has at most this many requests.", 64, minimum=1, former="max-running"
+    )
+    max_num_batched_tokens: int = setting(
+        "max-num-batched-tokens",
         "One step computes at most this many tokens. Longer prompts are computed in chunks.",
         256,
         minimum=1,
+        former="max-step-tokens",
     )
     max_waiting: int = setting(
         "max-waiting",

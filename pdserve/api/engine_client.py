@@ -90,7 +90,7 @@ class EngineClient:
     def __init__(self, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._config = config
         self._command = command
-        self._max_open = config.scheduler.max_running + config.scheduler.max_waiting
+        self._max_open = config.scheduler.max_num_seqs + config.scheduler.max_waiting
         self._loop = asyncio.get_running_loop()
         self._state = EngineState.STARTING
         self._ids = itertools.count(1)

@@ -214,7 +214,7 @@ class NodeServer:
             role=self.role,
             url=url,
             control=ready.control,
-            model=self.config.model.served_name or self.model_dir.name,
+            model=self.config.model.served_model_name or self.model_dir.name,
             fingerprint=ready.fingerprint,
             capacity=Capacity(
                 max_running=ready.max_running,

@@ -58,7 +58,7 @@ def run(config: BenchBatchingConfig, environ: Mapping[str, str]) -> Report:
         to_environ(config),
         (
             _description(config),
-            f"{differing} of {answers} greedy answers ({config.model.dtype.value}) differ between the modes",
+            f"{differing} of {answers} greedy answers ({config.model.dtype.short}) differ between the modes",
         ),
         (*(row for pair in pairs for row in _rows(pair)), *(compared(pair) for pair in pairs)),
     )

@@ -29,12 +29,12 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     read_secret = partial(resolve_secret, config.security, _binds(config), state_folder(environ))
     secret = read_secret()
 
-    from pdserve.models.checkpoint.demo import resolve_model, served_name
+    from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 
     cache_dir = cache_folder(environ)
     model_dir = resolve_model(config.model.path)
-    name = config.model.served_name or served_name(config.model.path, model_dir)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_name=name))
+    name = config.model.served_model_name or served_model_name(config.model.path, model_dir)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_model_name=name))
 
     from pdserve.api.server import serve
 

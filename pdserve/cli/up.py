@@ -18,9 +18,9 @@ from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
 from pdserve.config import NodeConfig, ProxyConfig, UpConfig
 from pdserve.core_ledger import private_ledger
 from pdserve.http.tls import trusting_only
-from pdserve.models.checkpoint.demo import resolve_model, served_name
+from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.process import ChildDied
-from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder
+from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder, with_current_names
 from pdserve.signals import stop_signals
 from pdserve_proxy.credentials import read_api_keys
 
@@ -35,14 +35,15 @@ _DESCRIPTION = (
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP, or until the answer to ``--ask``; returns the exit status."""
+    environ = with_current_names(environ)
     config, file = load_with_file(UpConfig, argv, environ, prog="pdserve up", description=_DESCRIPTION)
     secret = _secret(config, environ)
     cache_dir = cache_folder(environ)
     node = load(NodeConfig, [], child_environ(config, environ, secret, file), prog="pdserve decode")
     with compiling_kernels(node, cache_dir) as compiling, private_ledger() as ledger:
         folder = resolve_model(config.model.path)
-        name = config.model.served_name or served_name(config.model.path, folder)
-        config = replace(config, model=replace(config.model, path=str(folder), served_name=name))
+        name = config.model.served_model_name or served_model_name(config.model.path, folder)
+        config = replace(config, model=replace(config.model, path=str(folder), served_model_name=name))
         console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
         inherited = child_environ(config, environ, secret, file, ledger)
         access = _Access(api_key(inherited), proxy_tls(inherited))
@@ -130,7 +131,7 @@ async def _work(
     except (ChildDied, AskFailed) as error:
         console.say(str(error))
         return 1
-    _welcome(cluster.url, config.model.served_name, bool(access.key))
+    _welcome(cluster.url, config.model.served_model_name, bool(access.key))
     console.say(await cluster.watch())
     return 1
 
@@ -139,8 +140,8 @@ async def _ask(url: str, config: UpConfig, access: _Access, console: Console) ->
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
-    console.say(f"asking {config.model.served_name}: {config.cluster.ask}")
-    model, question, timeout_s = config.model.served_name, config.cluster.ask, config.request.timeout_s
+    console.say(f"asking {config.model.served_model_name}: {config.cluster.ask}")
+    model, question, timeout_s = config.model.served_model_name, config.cluster.ask, config.request.timeout_s
     with console.held():
         try:
             answer = await ask(url, model, question, show, api_key=access.key, timeout_s=timeout_s, tls=access.tls)

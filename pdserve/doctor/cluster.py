@@ -91,7 +91,7 @@ def _pairs(found: Sequence[ListedInstance]) -> list[Finding]:
             problem(
                 f"pair for {decode.name}",
                 f"it has {decode.model} {decode.fingerprint[:12]}; {'; '.join(others)}",
-                "start a prefill node with the same --model, in the same form, and the same --served-name",
+                "start a prefill node with the same --model, in the same form, and the same --served-model-name",
             )
         )
     return findings or [ok("pairs", "every decode node has a prefill node of the same model")]

@@ -25,7 +25,7 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels) -> E
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
         fingerprint=fingerprint(folder, in_blocks=keeps_blocks(folder, model, kernels=compiled)),
-        dtype=model.dtype.value,
+        dtype=model.dtype.short,
         block_size=cache.block_size,
         num_layers=decoder.num_layers,
         kv_heads=decoder.kv_heads,

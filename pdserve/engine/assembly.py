@@ -15,6 +15,7 @@ from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.cache_size import cache_blocks
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.launched_step import StepRunner
@@ -41,7 +42,6 @@ from pdserve.wire.rank import Loaded, LoadModel
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
-MIB = 2**20
 CPU_WARM_UP_TOKENS = 16
 
 
@@ -73,17 +73,17 @@ def assemble(
     ``tp`` is the group of all ranks, and ``device`` is rank 0's. ``around`` puts another runner around the model's.
     Raises ModelError, ConfigError, RankLost or TransferError if something does not fit.
     """
-    decoder = read_decoder_config(Path(config.model_dir))
+    model_dir = Path(config.model_dir)
+    decoder = read_decoder_config(model_dir)
     block_size = config.cache.block_size
     layout = kv_layout(decoder, config.model.dtype, block_size, tp)
-    num_blocks = config.cache.kv_cache_mib * MIB // (layout.block_bytes * tp.size)
+    num_blocks = cache_blocks(config.cache, layout.block_bytes, tp.size, device, model_dir, layout.dtype)
     max_model_len = _max_model_len(config, decoder, num_blocks)
     progress("preparing kernels")
     backend = rank_backend(config, device)
     cores = open_cores(config, backend.kernels)
     block_kernels = kept_block_kernels(config, backend)
     spec = _engine_spec(config, decoder, tp.size, in_blocks=block_kernels is not None)
-    model_dir = Path(config.model_dir)
     cache_dir = Path(config.cache_dir)
     load_own = partial(load_vocabulary, model_dir, sorted(decoder.eos_token_ids), cache_dir)
     grammars = GrammarOpener(load_own, wake_up.set)
@@ -104,10 +104,10 @@ def assemble(
         runner = TpRunner(own, ranks, tp)
     forget_gguf()
     progress("warming up")
-    warm_up(runner, warm_up_tokens(config.scheduler.max_step_tokens, max_model_len, device), block_size)
+    warm_up(runner, warm_up_tokens(config.scheduler.max_num_batched_tokens, max_model_len, device), block_size)
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
-        runner.capture_decode(backend.graph_kernels, config.scheduler.max_running, CudaGraphs())
+        runner.capture_decode(backend.graph_kernels, config.scheduler.max_num_seqs, CudaGraphs())
     if isinstance(runner, TpRunner):
         runner.warmed_up()
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
@@ -151,7 +151,7 @@ def assemble(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
-        max_running=config.scheduler.max_running,
+        max_running=config.scheduler.max_num_seqs,
         vocab_size=decoder.vocab_size,
         kernels=backend.kernels.name if tp.size == 1 else f"{backend.kernels.name}, {tp.size} ranks",
     )
@@ -167,7 +167,7 @@ def overlaps(config: EngineConfig, device: torch.device) -> bool:
     """
     staging = config.transfer.staging
     staged = staging is KvStaging.ON or (staging is KvStaging.AUTO and device.type == "cuda")
-    alone = config.parallel.tp == 1 and (staged or not config.has_peers)
+    alone = config.parallel.tensor_parallel_size == 1 and (staged or not config.has_peers)
     match config.scheduler.overlap:
         case Overlap.AUTO:
             return alone and device.type == "cuda"
@@ -177,13 +177,13 @@ def overlaps(config: EngineConfig, device: torch.device) -> bool:
             return False
 
 
-def warm_up_tokens(max_step_tokens: int, max_model_len: int, device: torch.device) -> int:
+def warm_up_tokens(max_num_batched_tokens: int, max_model_len: int, device: torch.device) -> int:
     """Returns the length of the prompt that warms an engine up: as long as a step allows, because a GPU's libraries
     choose their code by it and take memory for it.
 
     A CPU's do neither. After 16 tokens a step of 256 was measured to take what it takes later, 0.37 s on one core.
     """
-    most = min(max_step_tokens, max_model_len - 1)
+    most = min(max_num_batched_tokens, max_model_len - 1)
     return min(most, CPU_WARM_UP_TOKENS) if device.type == "cpu" else most
 
 
@@ -201,7 +201,7 @@ def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, *, 
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
         fingerprint=fingerprint(Path(config.model_dir), in_blocks=in_blocks),
-        dtype=config.model.dtype.value,
+        dtype=config.model.dtype.short,
         block_size=config.cache.block_size,
         num_layers=decoder.num_layers,
         kv_heads=decoder.kv_heads,
@@ -222,8 +222,10 @@ def _max_model_len(config: EngineConfig, decoder: DecoderConfig, num_blocks: int
         raise ConfigError(f"--max-model-len is {asked}, but the model knows only {decoder.max_positions} positions")
     fitting = num_blocks * config.cache.block_size
     if fitting < 2 or asked > fitting:
+        share = config.cache.gpu_memory_utilization
+        given = f"--gpu-memory-utilization {share:g}" if share else f"--kv-cache-mib {config.cache.kv_cache_mib}"
         raise ConfigError(
-            f"--kv-cache-mib {config.cache.kv_cache_mib} holds {fitting} tokens, which is less than one request needs"
+            f"the KV cache ({given}) holds {fitting} tokens, which is less than one request needs"
             + (f" (--max-model-len {asked})" if asked else "")
         )
     return min(asked or decoder.max_positions, fitting)

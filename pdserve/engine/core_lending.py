@@ -102,7 +102,7 @@ def open_cores(config: EngineConfig, kernels: Kernels) -> Cores:
     """
     if not config.cpu.core_ledger:
         return OwnCores()
-    if not isinstance(kernels, CompiledKernels) or config.parallel.tp > 1:
+    if not isinstance(kernels, CompiledKernels) or config.parallel.tensor_parallel_size > 1:
         log.info("this engine lends and borrows no cores: only one rank with the compiled CPU kernels does")
         return OwnCores()
     ledger = CoreLedger(Path(config.cpu.core_ledger))

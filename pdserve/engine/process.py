@@ -79,7 +79,7 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         stack.callback(wake_up.close)
         ranks: Ranks | None = None
         cores = config.cpu.cores
-        if config.parallel.tp > 1:
+        if config.parallel.tensor_parallel_size > 1:
             shares = rank_cores(config)
             cores = shares[0]
             ranks = stack.enter_context(running_ranks(config, launch.folder, shares, wake_up.fd))

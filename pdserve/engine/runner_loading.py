@@ -92,7 +92,7 @@ def packed_weights(
         yield
         return
     model, dtype = Path(config.model_dir), config.model.dtype
-    name, nbytes = weights_name(model, kernels.packing, dtype.value, tp.rank, tp.size, in_blocks)
+    name, nbytes = weights_name(model, kernels.packing, dtype.short, tp.rank, tp.size, in_blocks)
     # Packed, a rank's part seldom has fewer bytes than in the file. How many they are shows when they are packed.
     least = nbytes // tp.size
     if least < SMALLEST:
@@ -116,7 +116,7 @@ def kept_block_kernels(config: EngineConfig, backend: Backend) -> BlockKernels |
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
     """Returns the device that a rank of this node computes on. Raises ConfigError if it cannot be used."""
-    return choose_device(config.model.device, rank, config.parallel.tp)
+    return choose_device(config.model.device, rank, config.parallel.tensor_parallel_size)
 
 
 def rank_backend(config: EngineConfig, device: torch.device) -> Backend:

@@ -61,5 +61,7 @@ def choose_device(asked: Device, rank: int = 0, ranks: int = 1) -> torch.device:
             if not found:
                 raise ConfigError("--device cuda: torch finds no CUDA device here")
             if found < ranks:
-                raise ConfigError(f"--tp {ranks} --device cuda needs {ranks} GPUs, one a rank; torch finds {found}")
+                raise ConfigError(
+                    f"--tensor-parallel-size {ranks} --device cuda needs {ranks} GPUs, one a rank; torch finds {found}"
+                )
             return own

@@ -71,10 +71,10 @@ def _check_ports(flag: str, ports: str) -> None:
 
 
 def _scheduler(scheduler: SchedulerConfig) -> None:
-    if scheduler.max_step_tokens < 2 * scheduler.max_running:
+    if scheduler.max_num_batched_tokens < 2 * scheduler.max_num_seqs:
         raise ConfigError(
-            f"--max-step-tokens ({scheduler.max_step_tokens}) has to be at least twice --max-running "
-            f"({scheduler.max_running}): each running request takes one of them, and prompts need the rest"
+            f"--max-num-batched-tokens ({scheduler.max_num_batched_tokens}) has to be at least twice --max-num-seqs "
+            f"({scheduler.max_num_seqs}): each running request takes one of them, and prompts need the rest"
         )
 
 

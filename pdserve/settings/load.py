@@ -22,7 +22,7 @@ from pdserve.bench_config import (
 from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, UpConfig
 from pdserve.settings.checks import check
 from pdserve.settings.setting import Setting, build, settings_of, to_text
-from pdserve.settings.sources import CommandLine, from_environ, from_file, from_flags
+from pdserve.settings.sources import CommandLine, current_environ, from_environ, from_file, from_flags
 
 ROOTS: tuple[type, ...] = (
     NodeConfig,
@@ -71,6 +71,11 @@ def load_with_file(
     config = build(root, {**stored, **variables, **flags})
     check(config)
     return config, file
+
+
+def with_current_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns ``environ`` with the names of today for variables that had other ones, each with a warning."""
+    return current_environ(environ, [setting for root in ROOTS for setting in settings_of(root)])
 
 
 def to_environ(config: object) -> dict[str, str]:

@@ -42,6 +42,10 @@ class Setting:
     secret: bool
     minimum: float | None
     maximum: float | None
+    former: str
+    """The flag's name one version ago, without its dashes; empty if it had no other."""
+    spellings: Mapping[str, str]
+    """Other words for a choice's values."""
 
     @property
     def env(self) -> str:
@@ -141,7 +145,7 @@ def expected(setting: Setting) -> str:
     if setting.type == tuple[int, ...]:
         return "a list like 0,1,4-7"
     if isinstance(setting.type, type) and issubclass(setting.type, enum.Enum):
-        return "one of " + ", ".join(str(member.value) for member in setting.type)
+        return "one of " + ", ".join([*(str(member.value) for member in setting.type), *setting.spellings])
     if setting.type is str:
         return "text"
     noun = "a whole number" if setting.type is int else "a number"
@@ -175,8 +179,9 @@ def _in_range(setting: Setting, number: float, where: str) -> float:
 
 def _choice(setting: Setting, text: str, where: str) -> enum.Enum:
     members: type[enum.Enum] = setting.type
+    meant = setting.spellings.get(text, text)
     for member in members:
-        if member.value == text:
+        if member.value == meant:
             return member
     raise _wrong(setting, text, where)
 

@@ -2,7 +2,7 @@
 
 A name that no subcommand knows is an error in all three, with the nearest right one. A name that only another
 subcommand knows is an error as a flag, and ignored in the environment and the file, which several processes may
-share.
+share. A name that a setting had one version ago is taken in all three, and a warning names the new one.
 
 This module also finds the user's own folders in the environment, by the XDG rules.
 """
@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pdserve.errors import ConfigError
+from pdserve.settings.other_servers import own_words
 from pdserve.settings.setting import ENV_PREFIX, Setting, env_name, expected, from_texts, from_toml, to_text
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FLAG = "config"
 
@@ -105,10 +110,10 @@ def from_flags(
 ) -> tuple[dict[str, Any], str]:
     """Returns the values of the command line, and the TOML file that it names (empty if none).
 
-    ``elsewhere`` holds the settings of all subcommands, to tell a misplaced flag from a misspelt one. Prints help and
-    exits for ``--help``. Raises ConfigError.
+    ``elsewhere`` holds the settings of all subcommands, to tell a misplaced flag from a misspelt one. Flags of other
+    servers count as what they mean here. Prints help and exits for ``--help``. Raises ConfigError.
     """
-    texts, extra = command_line.parse(argv)
+    texts, extra = command_line.parse(_current_words(own_words(argv), elsewhere))
     if extra:
         # The error shows only the flag's own name, because the text after it may be a misspelt flag's secret.
         name = next((part for part in extra if part.startswith("-")), extra[0]).partition("=")[0]
@@ -123,10 +128,43 @@ def from_flags(
     return {flag: from_texts(settings[flag], given, f"--{flag}") for flag, given in texts.items()}, file
 
 
+def _current_words(argv: Sequence[str], elsewhere: Mapping[str, Setting]) -> list[str]:
+    """Returns ``argv`` with the names of today for flags that had other ones."""
+    renamed = {f"--{setting.former}": f"--{setting.flag}" for setting in elsewhere.values() if setting.former}
+    words: list[str] = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name in renamed:
+            _warn_of(name, renamed[name])
+            name = renamed[name]
+        words.append(name + equals + value)
+    return words
+
+
+@cache
+def _warn_of(former: str, name: str) -> None:
+    # Once in a process, however often it reads the same source.
+    logger.warning("%s is called %s now; the old name goes with the next version", former, name)
+
+
+def current_environ(environ: Mapping[str, str], known: Iterable[Setting]) -> dict[str, str]:
+    """Returns ``environ`` with the names of today for variables that had other ones. Raises ConfigError for both."""
+    current = dict(environ)
+    for setting in known:
+        former = env_name(setting.former)
+        if setting.former and former in current:
+            if setting.env in current:
+                raise ConfigError(f"{setting.env} is given twice: {former} is its old name")
+            _warn_of(former, setting.env)
+            current[setting.env] = current.pop(former)
+    return current
+
+
 def from_environ(
     settings: Sequence[Setting], environ: Mapping[str, str], elsewhere: Mapping[str, Setting]
 ) -> tuple[dict[str, Any], str]:
     """Returns the values of ``PDSERVE_*`` variables, and the file that ``PDSERVE_CONFIG`` names (empty if none)."""
+    environ = current_environ(environ, elsewhere.values())
     known = {setting.env for setting in elsewhere.values()} | {CONFIG_ENV}
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known:
@@ -144,12 +182,16 @@ def from_file(settings: Sequence[Setting], path: Path, elsewhere: Sequence[Setti
     document = _read(path)
     ours = {(setting.section, setting.flag): setting for setting in settings}
     every = {(setting.section, setting.flag) for setting in elsewhere}
+    renamed = {(setting.section, setting.former): setting.flag for setting in elsewhere if setting.former}
     values: dict[str, Any] = {}
     for section, table in document.items():
         _check_section(path, section, table, {name for name, _ in every})
         for key, value in table.items():
             flag = key.replace("_", "-")
             where = f"{path}: {section}.{key}"
+            if (section, flag) in renamed:
+                _warn_of(where, f"{section}.{renamed[section, flag]}")
+                flag = renamed[section, flag]
             if (section, flag) not in every:
                 keys = [known for name, known in every if name == section]
                 raise ConfigError(f"{where} is not a setting{_key_suggestion(section, flag, keys, every)}")

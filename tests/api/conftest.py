@@ -33,7 +33,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 def node(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeUnderTest]:
     """Yields a node that serves clients directly, and whose engine answers as ``Behaviour`` says."""
     config = NodeConfig(
-        model=ModelConfig(served_name=MODEL),
+        model=ModelConfig(served_model_name=MODEL),
         http=HttpConfig(max_body_bytes=100_000),
         request=RequestConfig(timeout_s=60.0),
     )

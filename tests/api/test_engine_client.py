@@ -256,7 +256,7 @@ async def test_an_engine_that_still_sends_blocks_to_others_is_not_idle(model_dir
 
 
 async def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
-    client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=1, max_waiting=2))
+    client = client_of(model_dir, tmp_path, SchedulerConfig(max_num_seqs=1, max_waiting=2))
     try:
         await client.start()
         held = [client.open([prompt(Behaviour.SILENT)], deadline_s=60.0) for _ in range(3)]
@@ -274,7 +274,7 @@ async def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
 async def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir: Path, tmp_path: Path) -> None:
     """Further answers are counted apart: a request for one answer is still accepted, and one for many is refused."""
 
-    client = client_of(model_dir, tmp_path, SchedulerConfig(max_running=2, max_waiting=6))
+    client = client_of(model_dir, tmp_path, SchedulerConfig(max_num_seqs=2, max_waiting=6))
     reply = prompt(Behaviour.REPLY)
     four, next_four = (prompt(Behaviour.SILENT, first, 4) for first in (0, 4))
     try:

@@ -75,7 +75,7 @@ def test_tickets_heartbeats_and_the_engine_follow_the_file(model_dir: Path, tmp_
 
     with zmq.Context() as context, closing(Ear(context)) as ear:
         config = NodeConfig(
-            model=ModelConfig(served_name=MODEL),
+            model=ModelConfig(served_model_name=MODEL),
             discovery=DiscoveryConfig(proxies=(ear.address,), heartbeat_ms=50),
             security=SecurityConfig(secret_file=str(secret)),
         )

@@ -63,7 +63,7 @@ BODY = {"model": MODEL, "prompt": "x"}
 
 def config(drain_s: float = 10.0, proxies: tuple[str, ...] = (), stream: StreamConfig | None = None) -> NodeConfig:
     return NodeConfig(
-        model=ModelConfig(served_name=MODEL),
+        model=ModelConfig(served_model_name=MODEL),
         http=HttpConfig(drain_s=drain_s),
         discovery=DiscoveryConfig(proxies=proxies, heartbeat_ms=100),
         stream=stream or StreamConfig(),

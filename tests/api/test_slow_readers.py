@@ -55,7 +55,7 @@ def reader(node: NodeUnderTest) -> Iterator[socket.socket]:
 
 
 def test_others_go_on_and_what_was_not_read_comes_in_fewer_chunks(model_dir: Path, tmp_path: Path) -> None:
-    config = NodeConfig(model=ModelConfig(served_name=MODEL))
+    config = NodeConfig(model=ModelConfig(served_model_name=MODEL))
     with scripted_node(config, model_dir, tmp_path) as node, reader(node) as client:
         # The engine never waits for a reader: it computes all tokens while nothing is read.
         eventually(lambda: metrics(node)["pdserve_generation_tokens_total"] >= CHOICES * TOKENS)

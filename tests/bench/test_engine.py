@@ -58,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", Dtype)
 def test_every_measurement_is_there(tiny: Path, tmp_path: Path, dtype: Dtype) -> None:
-    model = ModelConfig(served_name="tiny", dtype=dtype, device=Device.CPU)
+    model = ModelConfig(served_model_name="tiny", dtype=dtype, device=Device.CPU)
     report = benchmark.run(BenchEngineConfig(engine=SMALL, model=model), tiny, TorchKernels)
     found = [(row.what, *list(row.at.values())[1:]) for row in report.rows if row.what != "hardware"]
     each = [(batch, context) for batch in (1, 3) for context in (5, 40)]
@@ -77,7 +77,9 @@ def test_every_measurement_is_there(tiny: Path, tmp_path: Path, dtype: Dtype) ->
 
 
 def test_too_long_for_the_model_is_told(tiny: Path) -> None:
-    config = BenchEngineConfig(engine=EngineBenchConfig(contexts=(100_000,)), model=ModelConfig(served_name="tiny"))
+    config = BenchEngineConfig(
+        engine=EngineBenchConfig(contexts=(100_000,)), model=ModelConfig(served_model_name="tiny")
+    )
     with pytest.raises(ConfigError, match="tiny knows 512 positions; 100000 were asked for"):
         benchmark.run(config, tiny, TorchKernels)
 
@@ -179,7 +181,7 @@ def cores_of_threads() -> set[frozenset[int]]:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="another engine has no core")
 def test_borrowed_cores_are_timed(tiny: Path) -> None:
     config = BenchEngineConfig(
-        engine=replace(SMALL, lent_cores=Switch.ON), model=ModelConfig(served_name="tiny", dtype=Dtype.FP32)
+        engine=replace(SMALL, lent_cores=Switch.ON), model=ModelConfig(served_model_name="tiny", dtype=Dtype.FP32)
     )
     before = cores_of_threads()
     report = benchmark.run(config, tiny, compiled, cache_folder(os.environ))

@@ -40,8 +40,8 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
     config = node("--block-size", "64", "--config", file, PDSERVE_BLOCK_SIZE="8", PDSERVE_KV_CACHE_MIB="9")
     assert config.cache.block_size == 64
     assert config.cache.kv_cache_mib == 9
-    assert config.scheduler.max_running == 5
-    assert config.scheduler.max_step_tokens == NodeConfig().scheduler.max_step_tokens
+    assert config.scheduler.max_num_seqs == 5
+    assert config.scheduler.max_num_batched_tokens == NodeConfig().scheduler.max_num_batched_tokens
 
 
 def test_the_flag_names_the_file_before_the_environment_does(tmp_path: Path) -> None:
@@ -131,7 +131,10 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--drain-s", "nan"], "--drain-s: nan was given"),
         (["--kv-cache-mib", "0"], "--kv-cache-mib: 0 was given; it takes a whole number, at least 1"),
         (["--block-size", "12"], "--block-size: 12 was given; it takes a power of two"),
-        (["--dtype", "fp16"], "--dtype: 'fp16' was given; it takes one of bf16, fp32"),
+        (["--dtype", "int8"], "--dtype: 'int8' was given; it takes one of bfloat16, float32, auto, bf16, fp32, float"),
+        (["--dtype", "float16"], "--dtype: 'float16' was given; it takes one of bfloat16, float32, auto"),
+        (["--trust-remote-code"], "--trust-remote-code is not a setting of pdserve: pdserve never runs code that"),
+        (["--load-format=auto"], "--load-format is not a setting of pdserve: pdserve loads a folder or file"),
         (["--cores", "0-x"], "--cores: '0-x' was given; it takes a list like 0,1,4-7"),
         (["--cores", "3-1"], "--cores: '3-1' was given"),
         (["--cores", "1,0-2"], "--cores: '1,0-2' names a number twice"),
@@ -243,5 +246,5 @@ def test_no_representation_shows_a_secret(tmp_path: Path) -> None:
 
 
 def test_a_step_must_hold_more_than_the_running_requests() -> None:
-    with pytest.raises(ConfigError, match=r"--max-step-tokens \(64\).*--max-running \(64\)"):
-        load(NodeConfig, ["--max-step-tokens", "64"], {}, prog="x")
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens \(64\).*--max-num-seqs \(64\)"):
+        load(NodeConfig, ["--max-num-batched-tokens", "64"], {}, prog="x")

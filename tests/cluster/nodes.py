@@ -156,6 +156,6 @@ def start_node(
     """Starts a further node of a running cluster. By default, it has every prompt prefilled remotely."""
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
-    of_cluster = ["--model", str(model), "--served-name", MODEL, "--proxy", cluster.control]
+    of_cluster = ["--model", str(model), "--served-model-name", MODEL, "--proxy", cluster.control]
     with pdserve(role, "--name", name, *of_cluster, *more, *flags, prefix=prefix) as process:
         yield process

@@ -40,7 +40,7 @@ MAPPED = [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4)]
 STAGED = ("--kv-staging", "on", "--kv-staging-mib", "1")
 # As between hosts, no rank maps another node's memory: a prefill node decides that alone.
 NOT_MAPPED = ("--kv-shared-cache", "off")
-FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-step-tokens", "32", "--max-running", "8")
+FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
 
 Ranks: TypeAlias = tuple[int, tuple[str, ...]]
 """A node's number of ranks, and its flags besides ``FLAGS``."""
@@ -62,7 +62,7 @@ def clusters(model: Path, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Cluster]
             for ranks, more in sorted({pair[side] for pair in pairs}):
                 joined = [made[pair] for pair in pairs if pair[side] == (ranks, more)]
                 others = [flag for cluster in joined[1:] for flag in ("--proxy", cluster.control)]
-                flags = (*FLAGS, *more, "--tp", str(ranks), *others)
+                flags = (*FLAGS, *more, "--tensor-parallel-size", str(ranks), *others)
                 process = stack.enter_context(start_node(role, f"{role}-of-{ranks}", model, joined[0], *flags))
                 starting.append((process, [[cluster.prefill, cluster.decode][side] for cluster in joined]))
         for process, places in starting:

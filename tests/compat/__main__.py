@@ -34,7 +34,9 @@ READY = "OpenAI-compatible API: "
 @contextmanager
 def demo_cluster(model: Path) -> Iterator[str]:
     """Runs ``pdserve up`` with the demo model, of which ``model`` is the folder, and yields its URL without ``/v1``."""
-    with pdserve("up", *CLUSTER, "--model", str(model), "--served-name", DEMO_NAME, PDSERVE_CORS_ORIGINS="*") as up:
+    with pdserve(
+        "up", *CLUSTER, "--model", str(model), "--served-model-name", DEMO_NAME, PDSERVE_CORS_ORIGINS="*"
+    ) as up:
         line = up.wait_for(lambda line: line.startswith(READY))
         yield line.removeprefix(READY).removesuffix("/v1")
 

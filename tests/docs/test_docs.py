@@ -23,6 +23,7 @@ from pdserve.cli.main import SUBCOMMANDS
 from pdserve.cli.role import role_flags
 from pdserve.config import NodeConfig
 from pdserve.settings import ROOTS, load
+from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
 from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
@@ -111,7 +112,8 @@ def test_flags_and_variables_in_the_text_exist(page: Path) -> None:
     settings = [setting for root in ROOTS for setting in settings_of(root)]
     flags = {f"--{setting.flag}" for setting in settings} | {"--help", "--config", "--version"}
     foreign = {"--from-literal", "--replicas"}
-    assert set(re.findall(r"(?<=`)--[a-z-]+", text)) <= flags | foreign
+    other_names = {f"--{setting.former}" for setting in settings} | {f"--{flag}" for flag in MEANINGS}
+    assert set(re.findall(r"(?<=`)--[a-z-]+", text)) <= flags | foreign | other_names
     assert set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", text)) <= {setting.env for setting in settings} | {"PDSERVE_CONFIG"}
 
 

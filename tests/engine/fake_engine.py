@@ -63,8 +63,8 @@ class FakeEngine:
         *,
         thread: Any = None,
         num_blocks: int = 32,
-        max_running: int = 8,
-        max_step_tokens: int = 16,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
         max_len: int = 64,
         batching: Batching = Batching.CONTINUOUS,
         prefix_cache: bool = True,
@@ -86,7 +86,7 @@ class FakeEngine:
         self.collector = OutputCollector()
         self.max_len = max_len
         config = SchedulerConfig(
-            max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100, batching=batching
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_waiting=100, batching=batching
         )
         stop = StopRule(frozenset({EOS}), max_len)
         self.scheduler = Scheduler(self.blocks, config, stop, self.collector, self.connector.release, placement)

@@ -16,7 +16,7 @@ def make_placement(
     disaggregation: Disaggregation = Disaggregation.ALWAYS,
     step_cost: StepCost | None = None,
     *,
-    max_step_tokens: int = 256,
+    max_num_batched_tokens: int = 256,
     target_ttft_ms: float = 0.0,
     target_itl_ms: float = 0.0,
     role: Role = Role.MIXED,
@@ -31,7 +31,7 @@ def make_placement(
     return kind(
         step_cost,
         TransferConfig(disaggregation=disaggregation),
-        SchedulerConfig(max_step_tokens=max_step_tokens, batching=batching),
+        SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, batching=batching),
         block_size,
         BYTES_PER_TOKEN,
         LatencyTargets(TargetsConfig(target_ttft_ms, target_itl_ms), step_cost, role, batching),

@@ -44,7 +44,7 @@ def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO, device: Dev
         transfer=TransferConfig(),
         cpu=CpuConfig(kernels=CpuKernels.TORCH),
         log=LogConfig(),
-        parallel=ParallelConfig(tp=2, backend=backend, timeout_ms=TIMEOUT_MS),
+        parallel=ParallelConfig(tensor_parallel_size=2, backend=backend, timeout_ms=TIMEOUT_MS),
     )
 
 

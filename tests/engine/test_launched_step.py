@@ -59,7 +59,7 @@ def test_all_but_the_first_decode_step_are_launched_ahead() -> None:
 
 
 def test_a_request_that_waits_while_a_place_is_free_is_scheduled_at_once() -> None:
-    engine = FakeEngine(overlap=True, max_running=2)
+    engine = FakeEngine(overlap=True, max_num_seqs=2)
     for client in range(2):
         engine.add(client, PROMPT, 30, [talkative(PROMPT, 30)])
     for _ in range(4):
@@ -284,7 +284,7 @@ def test_where_steps_are_launched_ahead(
         transfer=TransferConfig(),
         cpu=CpuConfig(),
         log=LogConfig(),
-        parallel=ParallelConfig(tp=tp),
+        parallel=ParallelConfig(tensor_parallel_size=tp),
         has_peers=has_peers,
     )
     assert overlaps(config, torch.device(device)) is wanted

@@ -230,7 +230,7 @@ def test_what_a_failed_fetch_has_brought_is_no_token_of_the_answer() -> None:
 
 
 def test_what_has_landed_without_a_place_is_replayed_when_there_is_one() -> None:
-    bench = Bench(num_blocks=64, max_running=1, max_step_tokens=8)
+    bench = Bench(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=8)
     resumed = bench.add(1, prompt=10, max_tokens=30, targets=(TARGET,), emitted=20)
     bench.step()
     bench.add(0, prompt=3, max_tokens=6)
@@ -247,7 +247,7 @@ def test_what_has_landed_without_a_place_is_replayed_when_there_is_one() -> None
 
 
 def test_what_has_landed_does_not_wait_behind_a_request_that_finds_no_blocks() -> None:
-    bench = Bench(num_blocks=13, max_running=2)
+    bench = Bench(num_blocks=13, max_num_seqs=2)
     bench.now = 50.0
     resumed = bench.add(1, prompt=10, max_tokens=30, targets=(TARGET,), emitted=20)
     bench.step()
@@ -269,7 +269,7 @@ def test_what_has_landed_does_not_wait_behind_a_request_that_finds_no_blocks() -
 
 
 def test_a_replay_comes_before_prompts_that_came_first() -> None:
-    bench = Bench(num_blocks=64, max_step_tokens=16)
+    bench = Bench(num_blocks=64, max_num_batched_tokens=16)
     resumed = bench.add(1, prompt=10, max_tokens=30, targets=(TARGET,), emitted=20)
     bench.step()
     first = bench.add(2, prompt=40)
@@ -345,7 +345,7 @@ def test_a_step_that_replays_is_no_measure_of_others(
 
 
 def test_a_replay_is_spread_over_steps_after_those_that_decode_and_before_prompts() -> None:
-    engine = FakeEngine(max_step_tokens=12)
+    engine = FakeEngine(max_num_batched_tokens=12)
     decoding = engine.add(0, PROMPT, 40, [SEED])
     engine.step()
     resumed = engine.add(1, PROMPT, 40, [SEED], emitted=[WHOLE[:20]], salt="other")

@@ -217,7 +217,7 @@ def engine(
             runner=several_ranks or runner,
             blocks=blocks,
             connector=connector,
-            config=SchedulerConfig(max_running=8, max_step_tokens=16),
+            config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
             stop=StopRule(frozenset(config.eos_token_ids), MAX_LEN),
             prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
             placement=placement or make_placement(BLOCK_SIZE),

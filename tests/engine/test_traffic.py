@@ -23,8 +23,8 @@ MAX_LEN = 44
 TWO_NODES: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**32),
     "num_blocks": st.tuples(*[st.integers(MAX_LEN // BLOCK_SIZE, 40)] * 2),
-    "max_running": st.tuples(*[st.integers(1, 6)] * 2),
-    "max_step_tokens": st.tuples(*[st.integers(1, 24)] * 2),
+    "max_num_seqs": st.tuples(*[st.integers(1, 6)] * 2),
+    "max_num_batched_tokens": st.tuples(*[st.integers(1, 24)] * 2),
     "losses": st.sampled_from([0.0, 0.0, 0.05, 0.3]),
     "share": st.sampled_from([1.0, 0.3, 0.05]),
     "batching": st.sampled_from(Batching),
@@ -116,12 +116,12 @@ class Traffic:
 @pytest.mark.parametrize("batching", Batching)
 @settings(max_examples=250, deadline=None)
 # In a static batch the only request that has more than one token to compute finds no blocks.
-@example(seed=10828657, num_blocks=17, max_running=5, max_step_tokens=7, prefix_cache=True, overlap=False)
+@example(seed=10828657, num_blocks=17, max_num_seqs=5, max_num_batched_tokens=7, prefix_cache=True, overlap=False)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(MAX_LEN // BLOCK_SIZE, 40),
-    max_running=st.integers(1, 6),
-    max_step_tokens=st.integers(1, 24),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(1, 24),
     prefix_cache=st.booleans(),
     overlap=st.booleans(),
 )
@@ -129,16 +129,16 @@ def test_every_answer_is_right_on_a_mixed_node(
     batching: Batching,
     seed: int,
     num_blocks: int,
-    max_running: int,
-    max_step_tokens: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
     prefix_cache: bool,
     overlap: bool,
 ) -> None:
     random = Random(seed)
     engine = FakeEngine(
         num_blocks=num_blocks,
-        max_running=max_running,
-        max_step_tokens=max_step_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_len=MAX_LEN,
         batching=batching,
         prefix_cache=prefix_cache,
@@ -163,8 +163,8 @@ def test_every_answer_is_right_on_a_mixed_node(
 def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     seed: int,
     num_blocks: tuple[int, int],
-    max_running: tuple[int, int],
-    max_step_tokens: tuple[int, int],
+    max_num_seqs: tuple[int, int],
+    max_num_batched_tokens: tuple[int, int],
     prefix_cache: tuple[bool, bool],
     losses: float,
     share: float,
@@ -179,8 +179,8 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
         FakeEngine(
             thread=thread,
             num_blocks=num_blocks[i],
-            max_running=max_running[i],
-            max_step_tokens=max_step_tokens[i],
+            max_num_seqs=max_num_seqs[i],
+            max_num_batched_tokens=max_num_batched_tokens[i],
             max_len=MAX_LEN,
             prefix_cache=prefix_cache[i],
             batching=batching if i == 0 else Batching.CONTINUOUS,
@@ -218,8 +218,8 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
 def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
     seed: int,
     num_blocks: tuple[int, int],
-    max_running: tuple[int, int],
-    max_step_tokens: tuple[int, int],
+    max_num_seqs: tuple[int, int],
+    max_num_batched_tokens: tuple[int, int],
     prefix_cache: bool,
     losses: float,
     share: float,
@@ -233,8 +233,8 @@ def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
         FakeEngine(
             thread=NodeThread(wires[i].decode, wires[1 - i].prefill),
             num_blocks=num_blocks[i],
-            max_running=max_running[i],
-            max_step_tokens=max_step_tokens[i],
+            max_num_seqs=max_num_seqs[i],
+            max_num_batched_tokens=max_num_batched_tokens[i],
             max_len=MAX_LEN,
             prefix_cache=prefix_cache,
             batching=batching,

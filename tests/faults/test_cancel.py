@@ -24,7 +24,7 @@ ONE_OF_TEN = LONG[:800]
 SHORT = LONG[: 2 * CHUNK]
 CHUNKS_OF_SHORT = 2
 FLAGS = (
-    *("--dtype", "fp32", "--max-step-tokens", str(CHUNK), "--prefix-cache", "off"),
+    *("--dtype", "fp32", "--max-num-batched-tokens", str(CHUNK), "--prefix-cache", "off"),
     # With this lease, a node that a test has stopped is not taken for dead.
     *("--transfer-lease-ms", "60000"),
 )
@@ -34,10 +34,10 @@ FLAGS = (
 def nodes(slow_tiny_model: Path) -> Iterator[Cluster]:
     """Yields a decode node, and a prefill node that computes one prompt at a time."""
     with (
-        cluster(slow_tiny_model, *FLAGS, "--max-running", "16", "--kv-cache-mib", "512", prefill=0) as running,
+        cluster(slow_tiny_model, *FLAGS, "--max-num-seqs", "16", "--kv-cache-mib", "512", prefill=0) as running,
         ExitStack() as stack,
     ):
-        flags = (*FLAGS, "--max-running", "1", *one_core(1))
+        flags = (*FLAGS, "--max-num-seqs", "1", *one_core(1))
         process = stack.enter_context(start_node("prefill", "prefill-0", slow_tiny_model, running, *flags))
         running.prefill.append(Node("prefill-0", process, process.listening().url))
         eventually(lambda: len(http(running.url + "/instances").json()) == 2, "the prefill node is registered")

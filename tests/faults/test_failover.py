@@ -23,7 +23,7 @@ from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, s
 from tests.eventually import eventually
 
 # In bf16: its compiled kernels give the same bits in every batch, where rounding could decide a near tie otherwise.
-FLAGS = ("--dtype", "bf16", "--max-running", "16", "--kv-cache-mib", "64")
+FLAGS = ("--dtype", "bf16", "--max-num-seqs", "16", "--kv-cache-mib", "64")
 TOKENS = 60
 TEXT = "Once upon a time there was"
 STREAMED: dict[str, Mapping[str, object]] = {

@@ -24,7 +24,7 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers_go_on_when_a_rank_dies(model: Path) -> None:
-    with cluster(model, *FLAGS, "--tp", "2", prefill=0, decode=0, mixed=2) as running:
+    with cluster(model, *FLAGS, "--tensor-parallel-size", "2", prefill=0, decode=0, mixed=2) as running:
         unbroken = {name: client.answer() for name, client in requests("unbroken", running.url, ONLY).items()}
         clients = requests("killed", running.url, ONLY)
         until_received(clients["greedy"], 3000)

@@ -21,7 +21,7 @@ PROMPT = [11 + i % 400 for i in range(1400)]
 NEW_TOKENS = 6
 # Without a prefix cache, every prompt has to be prefilled again. It takes many steps, so that a test can act between
 # them.
-FLAGS = ("--dtype", "fp32", "--max-step-tokens", "16", "--max-running", "8", "--prefix-cache", "off")
+FLAGS = ("--dtype", "fp32", "--max-num-batched-tokens", "16", "--max-num-seqs", "8", "--prefix-cache", "off")
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_another_prefill_node_takes_over(broken: Broken, victims: Cluster, expec
 def test_prefill_that_misses_its_deadline(slow_tiny_model: Path, reference: Reference) -> None:
     prompt = PROMPT[:350]
     # On any machine, steps of two tokens take far longer than the time that a prompt of this length may take.
-    steps = ("--max-step-tokens", "2", "--max-running", "1", "--dtype", "fp32", "--prefix-cache", "off")
+    steps = ("--max-num-batched-tokens", "2", "--max-num-seqs", "1", "--dtype", "fp32", "--prefix-cache", "off")
     with cluster(slow_tiny_model, *steps, "--prefill-timeout-ms", "10") as slow:
         assert slow.complete(prompt, NEW_TOKENS, ignore_eos=True) == reference.answer(prompt)
         slow.until_idle()

@@ -29,17 +29,17 @@ NEW_TOKENS = 12
 LONG_ANSWER = 6000
 """The tokens of an answer that takes seconds, even with a tiny model."""
 FLAGS = (
-    "--served-name",
+    "--served-model-name",
     "tiny",
     "--dtype",
     "fp32",
     "--kv-cache-mib",
     "8",
-    "--max-step-tokens",
+    "--max-num-batched-tokens",
     "16",
-    "--max-running",
+    "--max-num-seqs",
     "8",
-    "--tp",
+    "--tensor-parallel-size",
     "2",
 )
 

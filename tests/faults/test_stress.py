@@ -32,7 +32,7 @@ PATIENCE_S = 120.0
 LENGTHS = (20, 90)
 FLAGS = (
     *("--dtype", "fp32", "--kv-cache-mib", "64", "--prefix-cache", "off"),
-    *("--max-step-tokens", "1280", "--max-running", "640", "--transfer-lease-ms", "30000"),
+    *("--max-num-batched-tokens", "1280", "--max-num-seqs", "640", "--transfer-lease-ms", "30000"),
 )
 
 

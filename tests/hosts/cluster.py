@@ -20,7 +20,7 @@ PROMPT_TOKENS = 900
 BLOCK_BYTES = 16 * 4 * 2 * 2 * 32 * 4
 """The bytes of a block of the model below: tokens, layers, KV heads, keys and values, head size, fp32."""
 FLAGS = (
-    *("--dtype", "fp32", "--kv-cache-mib", "64", "--max-step-tokens", "64", "--max-running", "16"),
+    *("--dtype", "fp32", "--kv-cache-mib", "64", "--max-num-batched-tokens", "64", "--max-num-seqs", "16"),
     # Without a prefix cache, every prompt has to be transferred again.
     *("--prefix-cache", "off", "--transfer-lease-ms", "2000", "--transfer-heartbeat-ms", "200"),
     # Blocks are sent while later chunks are still computed.

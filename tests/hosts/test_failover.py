@@ -22,7 +22,7 @@ FLAGS = (
     "bf16",
     "--kv-cache-mib",
     "32",
-    "--max-running",
+    "--max-num-seqs",
     "8",
     "--ucx-tls",
     "tcp",

@@ -75,7 +75,7 @@ def split(case: Case) -> Result:
     """Computes the case on its ranks. This process is rank 0."""
     if case.tp == 1:
         return compute(case, ALONE)
-    config = ParallelConfig(tp=case.tp, backend=case.backend)
+    config = ParallelConfig(tensor_parallel_size=case.tp, backend=case.backend)
     board = RankBoard.create(case.tp)
     with tempfile.TemporaryDirectory() as folder, closing(board):
         children: list[int] = []

@@ -61,7 +61,7 @@ def test_device_and_kernels(
     ("gpus", "ranks", "why"),
     [
         (0, 1, "no CUDA device"),
-        (2, 4, "--tp 4 --device cuda needs 4 GPUs, one a rank; torch finds 2"),
+        (2, 4, "--tensor-parallel-size 4 --device cuda needs 4 GPUs, one a rank; torch finds 2"),
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, why: str) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
-from pdserve.models.checkpoint.demo import resolve_model, served_name
+from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.models.checkpoint.gguf_file import read_gguf
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 from pdserve.models.checkpoint.weights import ALL, Checkpoint, fingerprint
@@ -95,7 +95,7 @@ def test_fingerprint_covers_the_file(tmp_path: Path) -> None:
 def test_it_is_served_under_its_name(tmp_path: Path) -> None:
     path = save_tiny_gguf(save_tiny_model("llama", tmp_path / "folder"), tmp_path / "tiny-q8.gguf")
     assert resolve_model(str(path)) == path
-    assert served_name(str(path), path) == "tiny-q8"
+    assert served_model_name(str(path), path) == "tiny-q8"
 
 
 @pytest.mark.parametrize(

@@ -173,5 +173,5 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
 def test_it_has_one_rank(tmp_path: Path) -> None:
     folder = save(FAMILIES["olmo2"], tmp_path)
     building = Building(Checkpoint(folder, torch.float32), TorchKernels(), Unsummed(0, 2))
-    with pytest.raises(ModelError, match=r"--tp 2 is for .*llama.*olmo2 model has one rank"):
+    with pytest.raises(ModelError, match=r"--tensor-parallel-size 2 is for .*llama.*olmo2 model has one rank"):
         build_decoder(read_decoder_config(folder), building, 64, torch.float32)

@@ -74,7 +74,7 @@ def test_each_rank_holds_the_kv_heads_of_its_query_heads(size: int, kv_heads: in
     heads = kv_heads * group
     for rank in everyone(size):
         if heads % size or (kv_heads % size and size % kv_heads):
-            with pytest.raises(ModelError, match=f"--tp {size} "):
+            with pytest.raises(ModelError, match=f"--tensor-parallel-size {size} "):
                 kv_share(rank, heads, kv_heads)
             continue
         mine, held = share(rank, heads, "heads"), kv_share(rank, heads, kv_heads)
@@ -83,9 +83,13 @@ def test_each_rank_holds_the_kv_heads_of_its_query_heads(size: int, kv_heads: in
 
 
 def test_what_does_not_divide_is_named() -> None:
-    with pytest.raises(ModelError, match=r"--tp 4 does not divide the model's 6 attention heads; .*\[1, 2, 3, 6\]"):
+    with pytest.raises(
+        ModelError, match=r"--tensor-parallel-size 4 does not divide the model's 6 attention heads; .*\[1, 2, 3, 6\]"
+    ):
         share(Place(0, 4), 6, "attention heads")
-    with pytest.raises(ModelError, match="--tp 3 neither divides the model's 2 KV heads nor is a multiple of them"):
+    with pytest.raises(
+        ModelError, match="--tensor-parallel-size 3 neither divides the model's 2 KV heads nor is a multiple of them"
+    ):
         kv_share(Place(0, 3), 6, 2)
 
 

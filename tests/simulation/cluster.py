@@ -95,10 +95,10 @@ class Node:
     async def _main(self) -> int:
         shape = self.cluster.shape
         config = NodeConfig(
-            model=ModelConfig(served_name=MODEL, max_model_len=MAX_MODEL_LEN),
+            model=ModelConfig(served_model_name=MODEL, max_model_len=MAX_MODEL_LEN),
             cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_mib=1),
             scheduler=SchedulerConfig(
-                max_running=shape.max_running, max_step_tokens=shape.max_step_tokens, max_waiting=32
+                max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens, max_waiting=32
             ),
             transfer=TransferConfig(host=self.host, disaggregation=shape.disaggregation),
             http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),

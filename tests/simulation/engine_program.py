@@ -226,7 +226,7 @@ class EngineProgram:
                     num_blocks=self.num_blocks,
                     block_size=BLOCK_SIZE,
                     max_model_len=self.max_model_len,
-                    max_running=config.scheduler.max_running,
+                    max_running=config.scheduler.max_num_seqs,
                     vocab_size=VOCAB,
                     kernels="simulated",
                 )

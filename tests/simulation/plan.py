@@ -30,8 +30,8 @@ class Shape:
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     num_blocks: int = 64
-    max_running: int = 8
-    max_step_tokens: int = 32
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 32
     step_s: float = 0.004
     delay_s: float = 0.0005
     disaggregation: Disaggregation = Disaggregation.ALWAYS
@@ -98,8 +98,8 @@ def plan_of(seed: int) -> Plan:
     shape = Shape(
         roles=random.choice(CLUSTERS),
         num_blocks=random.choice((20, 32, 64, 128)),
-        max_running=random.choice((1, 2, 4, 8)),
-        max_step_tokens=random.choice((4, 8, 32)),
+        max_num_seqs=random.choice((1, 2, 4, 8)),
+        max_num_batched_tokens=random.choice((4, 8, 32)),
         step_s=random.choice((0.005, 0.02, 0.05)),
         delay_s=random.choice((0.0001, 0.001, 0.02)),
         disaggregation=random.choice((Disaggregation.ALWAYS, Disaggregation.ALWAYS, Disaggregation.AUTO)),

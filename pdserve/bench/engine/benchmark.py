@@ -21,7 +21,7 @@ from pdserve.bench.report import Report, Row
 from pdserve.bench_config import BenchEngineConfig
 from pdserve.config import Switch
 from pdserve.grammars.vocabulary import load_vocabulary
-from pdserve.models.checkpoint.demo import served_name
+from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ
 from pdserve_kernels.contract import Kernels
@@ -54,7 +54,7 @@ def run(
     if config.cpu.cores:
         torch.set_num_threads(len(config.cpu.cores))
     steps = Steps(config.engine.batches, config.engine.contexts, config.engine.chunks)
-    name = config.model.served_name or served_name(config.model.path, folder)
+    name = config.model.served_model_name or served_model_name(config.model.path, folder)
     subject = open_subject(name, folder, config.model, config.engine.block_size, steps, cpu_kernels)
     if config.engine.lent_cores is Switch.ON and cache_dir is not None:
         _say(f"{subject.name}: steps with borrowed cores")

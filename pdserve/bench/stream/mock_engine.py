@@ -190,7 +190,7 @@ def main(argv: list[str]) -> int:
                     num_blocks=2**20,
                     block_size=launch.config.cache.block_size,
                     max_model_len=MAX_MODEL_LEN,
-                    max_running=launch.config.scheduler.max_running,
+                    max_running=launch.config.scheduler.max_num_seqs,
                     vocab_size=VOCAB_SIZE,
                 )
             )

@@ -13,7 +13,7 @@ from collections.abc import MutableMapping, Sequence
 
 from pdserve.api.server import serve
 from pdserve.config import NodeConfig
-from pdserve.models.checkpoint.demo import resolve_model, served_name
+from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.process import die_with_parent
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role
@@ -31,8 +31,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     secret = resolve_secret(config.security, [config.http.host], state_folder(environ))
     cache_dir = cache_folder(environ)
     model_dir = resolve_model(config.model.path)
-    name = config.model.served_name or served_name(config.model.path, model_dir)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_name=name))
+    name = config.model.served_model_name or served_model_name(config.model.path, model_dir)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_model_name=name))
     engine = (sys.executable, "-P", "-m", "pdserve.bench.stream.mock_engine", argv[0])
     return serve(Role.MIXED, config, secret, model_dir, cache_dir, engine_command=engine)
 

@@ -106,7 +106,7 @@ def _node_environ(own: Mapping[str, str], model: str, streams: int) -> dict[str,
     return {
         **own,
         "PDSERVE_MODEL": model,
-        "PDSERVE_SERVED_NAME": SERVED_NAME,
+        "PDSERVE_SERVED_MODEL_NAME": SERVED_NAME,
         "PDSERVE_MAX_WAITING": str(max(4096, streams)),
         "PDSERVE_MAX_CLIENT_CONNECTIONS": str(max(16_384, streams)),
     }

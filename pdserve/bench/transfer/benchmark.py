@@ -29,7 +29,7 @@ from pdserve.bench.transfer.rows import (
 from pdserve.bench.transfer.yardsticks import copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
 from pdserve.bench_config import BenchTransferConfig, CacheMemory
 from pdserve.engine.runner_loading import cpu_kernels
-from pdserve.models.checkpoint.demo import served_name
+from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.settings import to_environ
 
 _MIB = 2**20
@@ -102,7 +102,7 @@ def _report(config: BenchTransferConfig, rows: Sequence[Row]) -> Report:
 def _subject(config: BenchTransferConfig, folder: Path, cache_dir: Path) -> Subject:
     bench = config.bench
     steps = Steps((bench.decode_batch,), (bench.decode_context,), (1,))
-    name = config.model.served_name or served_name(config.model.path, folder)
+    name = config.model.served_model_name or served_model_name(config.model.path, folder)
     return open_subject(
         name, folder, config.model, BLOCK_TOKENS, steps, partial(cpu_kernels, config.cpu.kernels, cache_dir)
     )

@@ -41,7 +41,7 @@ def rank_transfer(
     memory = open_memory(
         config.transfer,
         Path(config.cache_dir),
-        config.parallel.tp,
+        config.parallel.tensor_parallel_size,
         kv_cache,
         shared,
         loopback=on_loopback(config),
@@ -49,7 +49,7 @@ def rank_transfer(
     thread = RankThread(
         address=launch.transfer_address,
         rank=launch.rank,
-        ranks=config.parallel.tp,
+        ranks=config.parallel.tensor_parallel_size,
         kv_heads=kv_heads,
         region=memory.region,
         transport=memory.transport,

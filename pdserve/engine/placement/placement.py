@@ -38,7 +38,7 @@ class Placement:
         self.step_cost = step_cost
         self.targets = targets
         self._mode = transfer.disaggregation
-        self._max_step_tokens = scheduler.max_step_tokens
+        self._max_num_batched_tokens = scheduler.max_num_batched_tokens
         self._block_size = block_size
         self.bytes_per_token = bytes_per_token
         self._nodes: dict[BootId, PrefillNode] = {}
@@ -64,19 +64,19 @@ class Placement:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.FAILED)
         here = self._here(prompt, node, now)
         there = node.measures(now, self.bytes_per_token, here.tokens_per_s)
-        self._times = estimate(prompt, here, there, self._max_step_tokens)
+        self._times = estimate(prompt, here, there, self._max_num_batched_tokens)
         ttft_s = self.targets.ttft_s(here.alone_s(prompt.missing_tokens))
         # A short prompt that waits does not let the prefill node run dry before long ones.
-        most_queued_s = max(ttft_s, TTFT_FACTOR * self._max_step_tokens / here.tokens_per_s)
+        most_queued_s = max(ttft_s, TTFT_FACTOR * self._max_num_batched_tokens / here.tokens_per_s)
         return place(prompt, self._times, ttft_s, most_queued_s, there.streams)
 
     def _chunk_tokens(self, rows: int, context_tokens: int, prompt_context: int = 0) -> int:
         """Returns how many tokens of prompts a step takes beside ``rows`` requests that decode."""
         aim_s = self.targets.aim_s(rows, context_tokens) if rows else None
         if aim_s is None:
-            return self._max_step_tokens
+            return self._max_num_batched_tokens
         within = self.step_cost.prompt_tokens_within(aim_s, rows, context_tokens, prompt_context=prompt_context)
-        return min(self._max_step_tokens, max(LEAST_PROMPT_TOKENS, within))
+        return min(self._max_num_batched_tokens, max(LEAST_PROMPT_TOKENS, within))
 
     def _here(self, prompt: PromptSize, node: PrefillNode, now: float) -> LocalMeasures:
         """Returns what was measured of this node, to be compared with ``node``."""
@@ -95,7 +95,7 @@ class Placement:
         other = node.tokens_per_s or self.step_cost.tokens_per_s
         if not self.step_cost.rate_known:
             return other
-        if now - self.step_cost.measured_at > STALE_S and prompt.missing_tokens <= self._max_step_tokens:
+        if now - self.step_cost.measured_at > STALE_S and prompt.missing_tokens <= self._max_num_batched_tokens:
             return max(other, self.step_cost.tokens_per_s)
         return self.step_cost.tokens_per_s
 
@@ -113,7 +113,7 @@ class Placement:
             self._forget_idle()
             node = self._nodes[target.boot_id] = PrefillNode(target.name)
         remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s)
-        expected_s = remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
+        expected_s = remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_num_batched_tokens)
         node.ordered(order, tokens, cached_tokens, expected_s, tokens / self.step_cost.tokens_per_s, now)
         return node
 
@@ -126,7 +126,7 @@ class Placement:
         remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s)
         # That the node is late is no reason to wait longer.
         remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0, held_share=0.0)
-        return remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_step_tokens)
+        return remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_num_batched_tokens)
 
     def tokens_per_s(self, rows: int, context_tokens: int) -> float:
         """Returns the prompt tokens a second of this node beside ``rows`` requests that decode."""

@@ -65,7 +65,7 @@ class BatchAdmission:
     ) -> None:
         self._queues = queues
         self._blocks = blocks
-        self._max_running = config.max_running
+        self._max_num_seqs = config.max_num_seqs
         self._static = config.batching is Batching.STATIC
         self._counters = counters
         self._release = release
@@ -74,7 +74,7 @@ class BatchAdmission:
     @property
     def has_place(self) -> bool:
         """Whether the batch has room for one more request."""
-        return len(self._queues.running) < self._max_running
+        return len(self._queues.running) < self._max_num_seqs
 
     def can_admit(self, request: Request) -> bool:
         """Returns whether there are a place and blocks for a waiting request while others run."""
@@ -201,9 +201,9 @@ class BatchAdmission:
         Prompts that are on their way, and those that have landed and wait for a place, count against the limit.
         """
         taken = len(self._queues.remote)
-        if taken < self._max_running:
+        if taken < self._max_num_seqs:
             taken += sum(_landed(request) for request in self._queues.waiting)
-        return max(0, self._max_running - taken)
+        return max(0, self._max_num_seqs - taken)
 
     def take_back_blocks(self, keep: Request) -> bool:
         """Frees the blocks that the last waiting request, other than ``keep``, has from a fetch.

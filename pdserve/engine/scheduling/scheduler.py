@@ -56,7 +56,7 @@ class Scheduler:
         self._queues = Queues()
         self._admission = BatchAdmission(self._queues, self._blocks, config, self.counters, release, placement)
         self._room = RoomWatch(self._queues, self._blocks, stop)
-        self._max_step_tokens = config.max_step_tokens
+        self._max_num_batched_tokens = config.max_num_batched_tokens
         self._step_cost = placement.step_cost
         self._targets = placement.targets
         self._static = config.batching is Batching.STATIC
@@ -155,7 +155,7 @@ class Scheduler:
             self._preempt(preempted)
         plan = BatchPlan(copies=self._blocks.take_copies())
         preemptions = self.counters.preemptions
-        budget = StepBudget(self._max_step_tokens, self._step_cost, self._targets)
+        budget = StepBudget(self._max_num_batched_tokens, self._step_cost, self._targets)
         self._schedule_running(plan, budget)
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:

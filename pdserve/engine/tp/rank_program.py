@@ -123,7 +123,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
         channel.send(Loaded())
         while not isinstance(order := channel.receive(), Stop):
             if isinstance(order, Capture):
-                capture(runner, backend, config.scheduler.max_running)
+                capture(runner, backend, config.scheduler.max_num_seqs)
                 channel.send(Captured())
             else:
                 carry_out(order, runner, copies)

@@ -219,7 +219,7 @@ class Ranks:
 
 def rank_cores(config: EngineConfig) -> list[tuple[int, ...]]:
     """Returns each rank's cores: a share of ``--cores``, or of all that this process may use."""
-    return partition_cores(config.cpu.cores or sorted(os.sched_getaffinity(0)), config.parallel.tp)
+    return partition_cores(config.cpu.cores or sorted(os.sched_getaffinity(0)), config.parallel.tensor_parallel_size)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def resolve_model(path: str) -> Path:
     return folder.resolve()
 
 
-def served_name(path: str, found: Path) -> str:
+def served_model_name(path: str, found: Path) -> str:
     """Returns the name that clients use for the model at ``found`` if no other name was chosen."""
     if path == DEMO:
         return DEMO_NAME

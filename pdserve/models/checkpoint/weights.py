@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -167,6 +168,12 @@ class Checkpoint:
 
 def _key(name: str, rows: slice, columns: slice) -> str:
     return f"{name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
+
+
+def parameters(path: Path) -> int:
+    """Returns how many numbers the tensors of a folder or GGUF file hold. Raises ModelError if they cannot be read."""
+    files = _tensor_files(path)
+    return sum(math.prod(files.shape(name)) for name in files.names())
 
 
 def _tensor_files(path: Path) -> TensorFiles:

@@ -37,7 +37,10 @@ def build_decoder(config: DecoderConfig, building: Building, max_positions: int,
     """
     if isinstance(config, OutsideConfig):
         if building.tp.size > 1:
-            raise ModelError(f"--tp {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank")
+            raise ModelError(
+                f"--tensor-parallel-size {building.tp.size} is for {sorted(FAMILIES)}; "
+                f"a {config.family} model has one rank"
+            )
         if building.checkpoint.device.type != "cpu":
             raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
         # This import loads the parts of transformers that compute: about 2 s, and other families do not need them.

@@ -70,7 +70,9 @@ def share(tp: TpGroup, total: int, what: str) -> slice:
     """Returns this rank's contiguous part of ``total`` equal things. Raises ModelError with ``what`` if uneven."""
     if total % tp.size:
         fitting = [size for size in range(1, total + 1) if total % size == 0]
-        raise ModelError(f"--tp {tp.size} does not divide the model's {total} {what}; these do: {fitting}")
+        raise ModelError(
+            f"--tensor-parallel-size {tp.size} does not divide the model's {total} {what}; these do: {fitting}"
+        )
     each = total // tp.size
     return slice(tp.rank * each, (tp.rank + 1) * each)
 
@@ -94,7 +96,10 @@ def kv_share(tp: TpGroup, heads: int, kv_heads: int) -> slice:
     mine = share(tp, heads, "attention heads")
     group = heads // kv_heads
     if kv_heads % tp.size and tp.size % kv_heads:
-        raise ModelError(f"--tp {tp.size} neither divides the model's {kv_heads} KV heads nor is a multiple of them")
+        raise ModelError(
+            f"--tensor-parallel-size {tp.size} neither divides the model's {kv_heads} KV heads "
+            "nor is a multiple of them"
+        )
     return slice(mine.start // group, (mine.stop - 1) // group + 1)
 
 

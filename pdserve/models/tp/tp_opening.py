@@ -30,11 +30,11 @@ def open_group(
     match tp_backend(config.backend, device):
         case TpBackend.NCCL:
             torch.cuda.set_device(device)
-            return NcclGroup(rendezvous, board, rank, config.tp, timeout_s, device)
+            return NcclGroup(rendezvous, board, rank, config.tensor_parallel_size, timeout_s, device)
         case TpBackend.GLOO:
-            return GlooGroup(rendezvous, board, rank, config.tp, timeout_s)
+            return GlooGroup(rendezvous, board, rank, config.tensor_parallel_size, timeout_s)
         case _:
-            return SharedMemoryGroup(board, rank, config.tp, timeout_s)
+            return SharedMemoryGroup(board, rank, config.tensor_parallel_size, timeout_s)
 
 
 def tp_backend(asked: TpBackend, device: torch.device) -> TpBackend:

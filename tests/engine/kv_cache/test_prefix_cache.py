@@ -69,7 +69,7 @@ def test_token_ids_of_any_size_are_told_apart() -> None:
 
 
 def test_the_second_of_two_equal_prompts_computes_its_last_block_only() -> None:
-    engine = FakeEngine(max_step_tokens=64)
+    engine = FakeEngine(max_num_batched_tokens=64)
     first = engine.add(1, PROMPT, max_tokens=1)
     engine.run()
     second = engine.add(2, PROMPT, max_tokens=1)
@@ -106,7 +106,7 @@ def test_prompts_share_exactly_what_they_have_in_common() -> None:
 
 
 def test_running_requests_share_blocks_that_are_computed() -> None:
-    engine = FakeEngine(max_step_tokens=8)
+    engine = FakeEngine(max_num_batched_tokens=8)
     first = engine.add(1, PROMPT, max_tokens=9)
     engine.step()
     second = engine.add(2, PROMPT, max_tokens=9)
@@ -204,7 +204,7 @@ class CountingDict(dict[bytes, int]):
 
 def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt uses all budgets. The others could go to a prefill node, but too much of them is cached for that."""
-    engine = FakeEngine(num_blocks=200, max_len=200, max_step_tokens=4)
+    engine = FakeEngine(num_blocks=200, max_len=200, max_num_batched_tokens=4)
     engine.add(1, PROMPT, max_tokens=1)
     engine.run()
     digests = 0

@@ -176,7 +176,7 @@ class Bench:
         self.collector = OutputCollector()
         self.scheduler = Scheduler(
             self.blocks,
-            SchedulerConfig(max_running=4, max_step_tokens=8),
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8),
             StopRule(frozenset({2}), 60),
             self.collector,
             self.connector.release,

@@ -187,7 +187,7 @@ class DecodeServer:
         blocks = BlockManager(8192, BLOCK_SIZE, prefix_cache=False)
         thread: Any = self
         self._connector = FetchingConnector(blocks, thread, 30.0, new_id(), placement)
-        config = SchedulerConfig(max_running=64, max_step_tokens=CHUNK)
+        config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=CHUNK)
         self._collector = OutputCollector()
         stop = StopRule(frozenset({2}), 4096)
         self._scheduler = Scheduler(blocks, config, stop, self._collector, self._connector.release, placement)
@@ -301,7 +301,7 @@ def serve(
         placement = make_placement(
             BLOCK_SIZE,
             Disaggregation.AUTO,
-            max_step_tokens=CHUNK,
+            max_num_batched_tokens=CHUNK,
             role=Role.DECODE,
             kind=kind,
             target_itl_ms=target_itl_ms,

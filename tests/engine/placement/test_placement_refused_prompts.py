@@ -45,7 +45,7 @@ class Node:
         thread: Any = self.thread
         blocks = BlockManager(1024, BLOCK_SIZE)
         self.connector = FetchingConnector(blocks, thread, TIMEOUT_S, BOOT, self.placement)
-        config = SchedulerConfig(max_running=8, max_step_tokens=256)
+        config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256)
         stop = StopRule(frozenset({2}), 4096)
         self.scheduler = Scheduler(blocks, config, stop, OutputCollector(), self.connector.release, self.placement)
 

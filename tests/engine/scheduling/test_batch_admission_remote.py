@@ -35,7 +35,7 @@ def land(bench: Bench, request: Request) -> None:
 
 
 def test_local_prompts_are_admitted_while_more_than_a_batch_waits_for_remote_ones() -> None:
-    bench = Bench(num_blocks=64, max_running=2)
+    bench = Bench(num_blocks=64, max_num_seqs=2)
     waiters = [add(bench, local_id, 10, remote=True) for local_id in range(6)]
     assert bench.step().fetches == waiters[:2]
     add(bench, 7, 10)
@@ -49,7 +49,7 @@ def test_a_prompt_whose_log_probabilities_fit_into_no_message_is_computed_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pdserve.wire.prompt_logprobs.MAX_SENT_BYTES", 10 * 2 * NUMBER_BYTES)
-    bench = Bench(num_blocks=64, max_running=4, max_step_tokens=32)
+    bench = Bench(num_blocks=64, max_num_seqs=4, max_num_batched_tokens=32)
     fitting, plain, larger = [add(bench, i, length, remote=True) for i, length in enumerate((10, 11, 11))]
     for request in (fitting, larger):
         request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
@@ -59,7 +59,7 @@ def test_a_prompt_whose_log_probabilities_fit_into_no_message_is_computed_here(
 
 
 def test_the_batch_is_not_exceeded_when_all_land_at_once() -> None:
-    bench = Bench(num_blocks=64, max_running=3, max_step_tokens=32)
+    bench = Bench(num_blocks=64, max_num_seqs=3, max_num_batched_tokens=32)
     waiters = [add(bench, local_id, 10, remote=True) for local_id in range(3)]
     bench.step()
     for local_id in (3, 4):
@@ -78,7 +78,7 @@ def test_the_batch_is_not_exceeded_when_all_land_at_once() -> None:
 
 
 def test_one_that_landed_comes_before_those_that_came_later() -> None:
-    bench = Bench(num_blocks=64, max_running=1)
+    bench = Bench(num_blocks=64, max_num_seqs=1)
     waiter = add(bench, 1, 10, remote=True)
     bench.step()
     running = add(bench, 0, 10, max_tokens=3)
@@ -94,7 +94,7 @@ def test_one_that_landed_comes_before_those_that_came_later() -> None:
 
 
 def test_what_landed_gives_way_to_a_batch_that_needs_its_blocks_and_is_computed_here() -> None:
-    bench = Bench(num_blocks=7, max_running=1)
+    bench = Bench(num_blocks=7, max_num_seqs=1)
     waiter = add(bench, 1, 12, remote=True)
     bench.step()
     add(bench, 0, 10, max_tokens=8)
@@ -108,7 +108,7 @@ def test_what_landed_gives_way_to_a_batch_that_needs_its_blocks_and_is_computed_
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_children_of_one_that_landed_without_a_place_wait_with_it(ended: bool) -> None:
-    bench = Bench(num_blocks=64, max_running=1)
+    bench = Bench(num_blocks=64, max_num_seqs=1)
     parent = add(bench, 1, 2 * BLOCK_SIZE + 1, remote=True)
     child = parent.add_child(seed=5, local_id=2)
     bench.scheduler._by_local_id[2] = child
@@ -129,7 +129,7 @@ def test_children_of_one_that_landed_without_a_place_wait_with_it(ended: bool) -
 
 
 def test_as_many_as_the_batch_holds_may_be_on_their_way_or_wait_for_a_place() -> None:
-    bench = Bench(num_blocks=1024, max_running=2)
+    bench = Bench(num_blocks=1024, max_num_seqs=2)
     waiters = [add(bench, local_id, 10, remote=True) for local_id in range(200)]
     assert bench.step().fetches == waiters[:2]
     shorts = [add(bench, local_id, 1, max_tokens=20, remote=True) for local_id in (200, 201)]
@@ -156,7 +156,7 @@ def with_two_places(bench: Bench) -> tuple[list[Request], list[Request]]:
 
 
 def test_a_place_that_is_given_up_goes_to_who_has_none_and_not_to_one_that_landed() -> None:
-    bench = Bench(num_blocks=128, max_running=2, max_step_tokens=64)
+    bench = Bench(num_blocks=128, max_num_seqs=2, max_num_batched_tokens=64)
     running, fetched = with_two_places(bench)
     for request in fetched:
         land(bench, request)
@@ -171,7 +171,7 @@ def test_a_place_that_is_given_up_goes_to_who_has_none_and_not_to_one_that_lande
 
 
 def test_no_request_is_preempted_for_one_that_waits_until_its_prompt_can_be_ordered() -> None:
-    bench = Bench(num_blocks=128, max_running=2, max_step_tokens=64)
+    bench = Bench(num_blocks=128, max_num_seqs=2, max_num_batched_tokens=64)
     running, _ = with_two_places(bench)
     remote = add(bench, 10, 10, remote=True)
     bench.step()
@@ -206,7 +206,7 @@ def test_what_is_only_fetched_waits_for_spare_blocks_and_holds_up_no_other_reque
 
 
 def test_what_is_only_fetched_does_not_keep_a_client_request_from_its_place() -> None:
-    bench = Bench(num_blocks=12, max_running=2)
+    bench = Bench(num_blocks=12, max_num_seqs=2)
     for local_id in range(2):
         add(bench, local_id, 8, max_tokens=20, group_id=1)
     bench.step()
@@ -235,7 +235,7 @@ def measured(decode_step_s: float, remote_rate: float = RATE) -> Placement:
 def test_a_short_prompt_that_waits_for_the_prefill_node_is_not_overtaken_by_a_long_one() -> None:
     """Its target is 64 ms and the long one's 8 s, while the prefill node is busy for half a second."""
     placement = measured(decode_step_s=5.0)
-    bench = Bench(num_blocks=4096, max_len=9000, max_step_tokens=256, placement=placement)
+    bench = Bench(num_blocks=4096, max_len=9000, max_num_batched_tokens=256, placement=placement)
     add(bench, 0, 4, max_tokens=50)
     assert bench.step().work
     short, long = add(bench, 1, 64, remote=True), add(bench, 2, 8000, remote=True)
@@ -260,7 +260,7 @@ def test_the_search_ends_among_prompts_that_are_for_this_node_when_it_can_comput
         return decide(prompt, target, now)
 
     monkeypatch.setattr(placement, "decide", counted)
-    bench = Bench(num_blocks=8192, max_running=512, placement=placement)
+    bench = Bench(num_blocks=8192, max_num_seqs=512, placement=placement)
     for local_id in range(300):
         add(bench, local_id, 10, remote=True, group_id=local_id + 1)
     plan = bench.step()

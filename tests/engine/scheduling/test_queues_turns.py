@@ -40,7 +40,7 @@ def steps_until_answered(engine: FakeEngine, local_id: int) -> int:
 @pytest.mark.parametrize("num_blocks", [600, 40], ids=["enough blocks", "few blocks"])
 def test_an_ordinary_request_beside_hundreds_of_answers_is_served_at_once(num_blocks: int, overlap: bool) -> None:
     """The small request waits for no answer of the big one, which still gets all of its answers."""
-    engine = FakeEngine(num_blocks=num_blocks, max_running=64, max_step_tokens=256, overlap=overlap)
+    engine = FakeEngine(num_blocks=num_blocks, max_num_seqs=64, max_num_batched_tokens=256, overlap=overlap)
     wanted = big_request(engine, max_tokens=24)
     for _ in range(10):
         engine.step()
@@ -55,7 +55,7 @@ def test_an_ordinary_request_beside_hundreds_of_answers_is_served_at_once(num_bl
 
 
 def test_a_place_goes_to_who_holds_the_fewest_and_then_to_who_waits_longest() -> None:
-    engine = FakeEngine(max_running=4, max_step_tokens=64)
+    engine = FakeEngine(max_num_seqs=4, max_num_batched_tokens=64)
     rich = [engine.add(i, [50 + i], 16, group_id=1) for i in range(6)]
     poor = [engine.add(10 + i, [60 + i], 16, group_id=2) for i in range(2)]
     alone = engine.add(20, [70], 16)
@@ -64,7 +64,7 @@ def test_a_place_goes_to_who_holds_the_fewest_and_then_to_who_waits_longest() ->
 
 
 def test_a_client_request_without_a_place_gets_one_of_him_who_has_several() -> None:
-    engine = FakeEngine(max_running=4, max_step_tokens=64)
+    engine = FakeEngine(max_num_seqs=4, max_num_batched_tokens=64)
     rich = [engine.add(i, [50 + i], 16, group_id=1) for i in range(6)]
     engine.step()
     assert running(rich) == rich[:4]
@@ -78,7 +78,7 @@ def test_a_client_request_without_a_place_gets_one_of_him_who_has_several() -> N
 
 
 def test_requests_of_one_answer_are_served_as_they_come_and_none_is_preempted() -> None:
-    engine = FakeEngine(max_running=2, max_step_tokens=64)
+    engine = FakeEngine(max_num_seqs=2, max_num_batched_tokens=64)
     requests = [engine.add(i, [50 + i], 4) for i in range(8)]
     order: list[Request] = []
     for _ in range(60):
@@ -89,7 +89,7 @@ def test_requests_of_one_answer_are_served_as_they_come_and_none_is_preempted() 
 
 
 def test_a_static_batch_is_not_disturbed() -> None:
-    engine = FakeEngine(max_running=4, max_step_tokens=64, batching=Batching.STATIC)
+    engine = FakeEngine(max_num_seqs=4, max_num_batched_tokens=64, batching=Batching.STATIC)
     rich = [engine.add(i, [50 + i], 16, group_id=1) for i in range(6)]
     engine.step()
     engine.add(10, [60], 4)
@@ -98,7 +98,7 @@ def test_a_static_batch_is_not_disturbed() -> None:
 
 
 def test_answers_that_wait_for_their_prompt_count_as_waiting() -> None:
-    engine = FakeEngine(max_running=4, max_step_tokens=8)
+    engine = FakeEngine(max_num_seqs=4, max_num_batched_tokens=8)
     engine.add(0, list(range(100, 140)), 4, SEEDS[:10])
     assert engine.scheduler.num_waiting + engine.scheduler.num_children == 10
     engine.step()
@@ -108,19 +108,19 @@ def test_answers_that_wait_for_their_prompt_count_as_waiting() -> None:
 @settings(max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    max_running=st.integers(1, 6),
+    max_num_seqs=st.integers(1, 6),
     num_blocks=st.integers(16, 60),
 )
 def test_no_client_request_without_a_place_waits_beside_one_with_several(
-    sizes: list[int], max_running: int, num_blocks: int
+    sizes: list[int], max_num_seqs: int, num_blocks: int
 ) -> None:
     """After a step for each place, no client request has several places while another one has none."""
-    engine = FakeEngine(num_blocks=num_blocks, max_running=max_running, max_step_tokens=64, max_len=48)
+    engine = FakeEngine(num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_len=48)
     families = [
         [engine.add(100 * whose + i, [whose, i], 40, group_id=whose + 1) for i in range(size)]
         for whose, size in enumerate(sizes)
     ]
-    for _ in range(max_running + 1):
+    for _ in range(max_num_seqs + 1):
         engine.step()
     held = [len(running(family)) for family in families if any(not request.ended for request in family)]
     if engine.endings == {} and held:
@@ -134,7 +134,7 @@ def running(requests: list[Request]) -> list[Request]:
 
 
 def test_a_lower_priority_goes_first_and_a_higher_one_is_overtaken_for_a_bounded_time() -> None:
-    engine = FakeEngine(max_running=1, max_step_tokens=64)
+    engine = FakeEngine(max_num_seqs=1, max_num_batched_tokens=64)
     engine.add(0, [50], 4, [talkative([50], 4)])
     engine.step()
     for local_id, priority in ((1, 0), (2, 3), (3, -2), (4, 0)):

@@ -106,10 +106,10 @@ def test_if_it_does_not_leave_the_next_one_is_asked() -> None:
 
 
 def test_as_many_leave_as_the_others_need() -> None:
-    engine = FakeEngine(num_blocks=12, max_step_tokens=64)
+    engine = FakeEngine(num_blocks=12, max_num_batched_tokens=64)
     begun(engine, 20, 20, 20, 20)
     assert named(engine) == [3]
-    crowded = FakeEngine(num_blocks=18, max_step_tokens=64)
+    crowded = FakeEngine(num_blocks=18, max_num_batched_tokens=64)
     begun(crowded, *[20] * 6)
     assert named(crowded) == [5, 4]
 
@@ -129,16 +129,18 @@ def test_the_answers_to_a_client_request_leave_together_and_first() -> None:
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(12, 24),
-    max_running=st.integers(2, 6),
-    max_step_tokens=st.integers(8, 24),
+    max_num_seqs=st.integers(2, 6),
+    max_num_batched_tokens=st.integers(8, 24),
 )
 def test_where_another_node_has_room_nobody_is_preempted(
-    seed: int, num_blocks: int, max_running: int, max_step_tokens: int
+    seed: int, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
     """The other node goes on with each answer that is asked to leave, and every answer is right."""
     random = Random(seed)
-    here = FakeEngine(num_blocks=num_blocks, max_running=max_running, max_step_tokens=max_step_tokens, max_len=44)
-    there = FakeEngine(num_blocks=200, max_running=100, max_step_tokens=64, max_len=44)
+    here = FakeEngine(
+        num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_len=44
+    )
+    there = FakeEngine(num_blocks=200, max_num_seqs=100, max_num_batched_tokens=64, max_len=44)
     prompts: dict[int, list[int]] = {}
     requests: dict[int, Request] = {}
     limits: dict[int, int] = {}

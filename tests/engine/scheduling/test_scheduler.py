@@ -35,8 +35,8 @@ class Bench:
     def __init__(
         self,
         num_blocks: int = 32,
-        max_running: int = 8,
-        max_step_tokens: int = 16,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
         max_len: int = 64,
         batching: Batching = Batching.CONTINUOUS,
         placement: Placement | None = None,
@@ -44,7 +44,7 @@ class Bench:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.collector = OutputCollector()
         config = SchedulerConfig(
-            max_running=max_running, max_step_tokens=max_step_tokens, max_waiting=100, batching=batching
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_waiting=100, batching=batching
         )
         stop = StopRule(frozenset({EOS}), max_len)
         self.scheduler = Scheduler(
@@ -118,7 +118,7 @@ def expected(prompt: int, max_tokens: int) -> list[int]:
 
 
 def test_a_long_prompt_goes_in_chunks_and_only_the_last_gives_a_token() -> None:
-    bench = Bench(max_step_tokens=16)
+    bench = Bench(max_num_batched_tokens=16)
     bench.add(1, prompt=40, max_tokens=2)
     assert [sizes(bench.step()) for _ in range(2)] == [[16], [16]]
     assert bench.outputs == {}
@@ -128,7 +128,7 @@ def test_a_long_prompt_goes_in_chunks_and_only_the_last_gives_a_token() -> None:
 
 @pytest.mark.parametrize(("prompt", "chunks"), [(17, [15, 2]), (18, [16, 2]), (33, [16, 15, 2]), (1, [1]), (16, [16])])
 def test_no_chunk_of_a_prompt_has_a_single_token(prompt: int, chunks: list[int]) -> None:
-    bench = Bench(num_blocks=64, max_step_tokens=16)
+    bench = Bench(num_blocks=64, max_num_batched_tokens=16)
     bench.add(1, prompt=prompt, max_tokens=1)
     assert [sizes(bench.step()) for _ in chunks] == [[tokens] for tokens in chunks]
     assert bench.outputs == {1: expected(prompt, 1)}
@@ -137,7 +137,7 @@ def test_no_chunk_of_a_prompt_has_a_single_token(prompt: int, chunks: list[int])
 @pytest.mark.parametrize(("landed", "kept"), [(8, 8), (12, 8), (13, 13)])
 def test_a_fetch_that_leaves_a_single_token_of_a_prompt_gives_up_its_last_block(landed: int, kept: int) -> None:
     """Blocks have four tokens, and the prompt has 13."""
-    bench = Bench(num_blocks=64, max_step_tokens=16)
+    bench = Bench(num_blocks=64, max_num_batched_tokens=16)
     request = bench.add(1, 13, 2, (TARGET,))
     bench.step()
     if landed == 13:
@@ -150,7 +150,7 @@ def test_a_fetch_that_leaves_a_single_token_of_a_prompt_gives_up_its_last_block(
 
 
 def test_decoding_comes_before_prompts_and_shares_their_budget() -> None:
-    bench = Bench(max_step_tokens=16)
+    bench = Bench(max_num_batched_tokens=16)
     bench.add(1, prompt=3, max_tokens=8)
     bench.step()
     bench.add(2, prompt=40)
@@ -162,7 +162,7 @@ def test_decoding_comes_before_prompts_and_shares_their_budget() -> None:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(6, 20))
 def test_a_decoding_request_never_waits_for_a_prompt(prompts: list[int], budget: int) -> None:
     """Every request that decodes gets a token in every step, whatever prompts are being computed."""
-    bench = Bench(num_blocks=200, max_step_tokens=budget)
+    bench = Bench(num_blocks=200, max_num_batched_tokens=budget)
     for local_id, prompt in enumerate(prompts):
         bench.add(local_id, prompt, max_tokens=8)
         bench.now += 1
@@ -177,7 +177,7 @@ def test_a_decoding_request_never_waits_for_a_prompt(prompts: list[int], budget:
 
 
 def test_a_static_batch_is_prefilled_first_and_no_request_joins_it() -> None:
-    bench = Bench(max_step_tokens=8, max_running=3, batching=Batching.STATIC)
+    bench = Bench(max_num_batched_tokens=8, max_num_seqs=3, batching=Batching.STATIC)
     for local_id, max_tokens in enumerate((2, 9, 4)):
         bench.add(local_id, prompt=10, max_tokens=max_tokens)
     assert sizes(bench.step()) == [8]
@@ -195,7 +195,7 @@ def test_a_static_batch_is_prefilled_first_and_no_request_joins_it() -> None:
 
 
 def test_single_tokens_come_first_in_a_plan() -> None:
-    bench = Bench(max_step_tokens=16)
+    bench = Bench(max_num_batched_tokens=16)
     bench.add(1, prompt=6)
     bench.add(2, prompt=1)
     assert sizes(bench.step()) == [1, 6]
@@ -220,7 +220,7 @@ def test_answers_end_at_max_tokens_eos_and_context_length() -> None:
 
 
 def test_no_more_than_max_running() -> None:
-    bench = Bench(max_running=2)
+    bench = Bench(max_num_seqs=2)
     for local_id in range(4):
         bench.add(local_id, prompt=2)
     bench.step()
@@ -264,7 +264,7 @@ def test_a_remote_prompt_reserves_blocks_and_waits() -> None:
 
 
 def test_remote_prompts_do_not_use_the_step_budget() -> None:
-    bench = Bench(max_step_tokens=4)
+    bench = Bench(max_num_batched_tokens=4)
     bench.add(1, prompt=4)
     remote = bench.add(2, prompt=30, targets=(TARGET,))
     plan = bench.step()
@@ -326,7 +326,7 @@ def test_failed_fetches_are_queued_by_arrival_before_newer_requests() -> None:
 
 
 def test_blocks_of_waiting_requests_go_before_running_ones_are_preempted() -> None:
-    bench = Bench(num_blocks=4, max_len=16, max_step_tokens=1)
+    bench = Bench(num_blocks=4, max_len=16, max_num_batched_tokens=1)
     running = bench.add(1, prompt=3, max_tokens=9)
     while running.num_generated_tokens == 0:
         bench.step()
@@ -340,7 +340,7 @@ def test_blocks_of_waiting_requests_go_before_running_ones_are_preempted() -> No
 
 
 def test_fetches_do_not_wait_behind_a_local_prompt_without_budget() -> None:
-    bench = Bench(max_step_tokens=4)
+    bench = Bench(max_num_batched_tokens=4)
     bench.add(1, prompt=20)
     bench.step()
     bench.add(2, prompt=20)
@@ -376,7 +376,7 @@ def test_a_request_ends_once() -> None:
 
 
 def test_expired_lists_waiting_and_running() -> None:
-    bench = Bench(max_running=1)
+    bench = Bench(max_num_seqs=1)
     bench.add(1, prompt=2)
     bench.add(2, prompt=2)
     bench.step()
@@ -394,12 +394,12 @@ def test_expired_lists_waiting_and_running() -> None:
     st.randoms(use_true_random=False),
 )
 def test_every_request_is_answered_whatever_happens(
-    requests: Iterable[tuple[int, int, bool]], num_blocks: int, max_running: int, budget: int, random: object
+    requests: Iterable[tuple[int, int, bool]], num_blocks: int, max_num_seqs: int, budget: int, random: object
 ) -> None:
     """With few blocks, and fetches that fail or land in any order, all answers are right and all blocks come back."""
     choose = getattr(random, "choice")  # noqa: B009  # hypothesis hides the type of its Random
     max_len = min(num_blocks * BLOCK_SIZE, 42)
-    bench = Bench(num_blocks, max_running, budget, max_len)
+    bench = Bench(num_blocks, max_num_seqs, budget, max_len)
     wanted = {}
     for local_id, (asked, max_tokens, remote) in enumerate(requests):
         prompt = min(asked, max_len - 1)

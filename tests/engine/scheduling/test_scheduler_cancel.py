@@ -18,13 +18,13 @@ MAX_LEN = 120
 
 
 @pytest.mark.parametrize("computed", [0, 1, 3, 7, 20])
-@pytest.mark.parametrize("max_running", [1, 4, 20])
-def test_ten_cancelled_long_prompts_cost_the_next_one_no_chunk(computed: int, max_running: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 20])
+def test_ten_cancelled_long_prompts_cost_the_next_one_no_chunk(computed: int, max_num_seqs: int) -> None:
     """Only the step that is under way when they are cancelled still computes them."""
     wire = Wire(Random(0))
     decode, prefill = (
-        FakeEngine(thread=thread, num_blocks=400, max_running=places, max_step_tokens=CHUNK, max_len=MAX_LEN)
-        for thread, places in ((wire.decode, 20), (wire.prefill, max_running))
+        FakeEngine(thread=thread, num_blocks=400, max_num_seqs=places, max_num_batched_tokens=CHUNK, max_len=MAX_LEN)
+        for thread, places in ((wire.decode, 20), (wire.prefill, max_num_seqs))
     )
 
     long = [decode.add(local_id, [40 + local_id] * 100, remote=True) for local_id in range(LONG)]

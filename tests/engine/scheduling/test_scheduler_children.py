@@ -58,9 +58,9 @@ def test_prompt_and_prefill_count_once_and_every_answer_names_who_prefilled() ->
     assert len({(report.prefill_source, report.queue_s) for report in reports if report is not None}) == 1
 
 
-@pytest.mark.parametrize(("num_blocks", "max_running"), [(16, 1), (6, 8)])
-def test_children_for_which_there_is_no_place_or_block_wait(num_blocks: int, max_running: int) -> None:
-    engine = FakeEngine(num_blocks=num_blocks, max_running=max_running, max_len=24)
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(16, 1), (6, 8)])
+def test_children_for_which_there_is_no_place_or_block_wait(num_blocks: int, max_num_seqs: int) -> None:
+    engine = FakeEngine(num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_len=24)
     engine.add(0, PROMPT, 9, SEEDS)
     engine.step()
     assert all(engine.outputs[i] == WANTED[i][:1] for i in range(3)), "all first tokens come at once"
@@ -72,7 +72,7 @@ def test_children_for_which_there_is_no_place_or_block_wait(num_blocks: int, max
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 def test_one_that_is_aborted_leaves_the_others(leaver: int, steps: int) -> None:
-    engine = FakeEngine(max_step_tokens=8)
+    engine = FakeEngine(max_num_batched_tokens=8)
     parent = engine.add(0, PROMPT, 9, SEEDS)
     members = [parent, *parent.children]
     for _ in range(steps):
@@ -87,7 +87,7 @@ def test_one_that_is_aborted_leaves_the_others(leaver: int, steps: int) -> None:
 
 
 def test_when_all_are_aborted_the_prompt_is_given_up() -> None:
-    engine = FakeEngine(max_step_tokens=4)
+    engine = FakeEngine(max_num_batched_tokens=4)
     parent = engine.add(0, PROMPT, 9, SEEDS)
     members = [parent, *parent.children]
     engine.step()

@@ -42,7 +42,7 @@ def engine(
     role: Role = Role.DECODE,
     cost: StepCost | None = None,
     *,
-    max_step_tokens: int = 48,
+    max_num_batched_tokens: int = 48,
     batching: Batching = Batching.CONTINUOUS,
     overlap: bool = False,
     num_blocks: int = 128,
@@ -53,7 +53,7 @@ def engine(
     return FakeEngine(
         placement=placement,
         num_blocks=num_blocks,
-        max_step_tokens=max_step_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_len=200,
         batching=batching,
         overlap=overlap,
@@ -193,7 +193,9 @@ class WatchedEngine(FakeEngine):
 
     def __init__(self, cost: StepCost, target_itl_ms: float, *, overlap: bool, num_blocks: int) -> None:
         placement = make_placement(4, step_cost=cost, target_itl_ms=target_itl_ms)
-        super().__init__(placement=placement, overlap=overlap, num_blocks=num_blocks, max_step_tokens=48, max_len=200)
+        super().__init__(
+            placement=placement, overlap=overlap, num_blocks=num_blocks, max_num_batched_tokens=48, max_len=200
+        )
         self._cost = cost
         self._target_s = target_itl_ms / 1000
 

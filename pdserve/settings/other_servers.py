@@ -1,0 +1,137 @@
+"""The flags of vLLM's and SGLang's servers that pdserve understands under its own names, or refuses by name.
+
+The two servers' own documentation lists their flags. A flag that pdserve has under the same name and with the same
+meaning is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pdserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """The flag means one of pdserve's."""
+
+    flag: str
+    value: str = ""
+    """The value that it stands for; empty if its own value follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """The flag asks for what pdserve always does. It takes no value, and changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """pdserve cannot do what the flag asks for."""
+
+    instead: str
+    """What would be right, as a sentence without its first capital."""
+
+
+_NO_REMOTE_CODE = Refused("pdserve never runs code that comes with a model")
+_OWN_FOLDER = Refused("pdserve loads a folder or file of this machine: give it with --model")
+_QUANTISED = Refused("quantised weights are taken from a .gguf file: give it with --model")
+_RANKS_ONLY = Refused("start more nodes at the proxy, or split a model with --tensor-parallel-size")
+_NO_LORA = Refused("pdserve has no LoRA adapters; merge the adapter into the model")
+_NO_SPECULATION = Refused("pdserve has no speculative decoding")
+_BY_SUBCOMMAND = Refused("'pdserve prefill' and 'pdserve decode' are the two sides; --proxy brings them together")
+_BY_REQUEST = Refused("requests have a seed, and an answer without one gets its own")
+
+MEANINGS: Mapping[str, Understood | Always | Refused] = {
+    # Names that both servers or one of them have for a setting of ours.
+    "model-path": Understood("model"),
+    "context-length": Understood("max-model-len"),
+    "tp": Understood("tensor-parallel-size"),
+    "tp-size": Understood("tensor-parallel-size"),
+    "max-running-requests": Understood("max-num-seqs"),
+    "chunked-prefill-size": Understood("max-num-batched-tokens"),
+    "max-queued-requests": Understood("max-waiting"),
+    "mem-fraction-static": Understood("gpu-memory-utilization"),
+    "page-size": Understood("block-size"),
+    "tool-call-parser": Understood("tool-parser"),
+    "ssl-certfile": Understood("tls-cert"),
+    "ssl-keyfile": Understood("tls-key"),
+    "uvicorn-log-level": Understood("log-level"),
+    "enable-prefix-caching": Understood("prefix-cache", "on"),
+    "no-enable-prefix-caching": Understood("prefix-cache", "off"),
+    "disable-radix-cache": Understood("prefix-cache", "off"),
+    "enforce-eager": Understood("cuda-graphs", "off"),
+    "disable-cuda-graph": Understood("cuda-graphs", "off"),
+    "disable-overlap-schedule": Understood("overlap-scheduling", "off"),
+    "async-scheduling": Understood("overlap-scheduling", "on"),
+    "no-async-scheduling": Understood("overlap-scheduling", "off"),
+    # What needs no flag here.
+    "enable-auto-tool-choice": Always(),
+    "enable-chunked-prefill": Always(),
+    "enable-metrics": Always(),
+    "enable-prompt-tokens-details": Always(),
+    "enable-cache-report": Always(),
+    "enable-log-requests": Always(),
+    "disable-fastapi-docs": Refused("keep /docs and /openapi.json from strangers by what stands in front of the proxy"),
+    # What pdserve does not do.
+    "trust-remote-code": _NO_REMOTE_CODE,
+    "tokenizer": _OWN_FOLDER,
+    "tokenizer-path": _OWN_FOLDER,
+    "revision": _OWN_FOLDER,
+    "download-dir": _OWN_FOLDER,
+    "load-format": _OWN_FOLDER,
+    "hf-overrides": Refused("change config.json in the model's folder"),
+    "json-model-override-args": Refused("change config.json in the model's folder"),
+    "chat-template": Refused("put the template into the model's folder, as chat_template.jinja"),
+    "quantization": _QUANTISED,
+    "kv-cache-dtype": Refused("the KV cache has the format of --dtype"),
+    "swap-space": Refused("--kv-cache-mib is the whole KV cache; preempted requests are computed again"),
+    "cpu-offload-gb": Refused("the model has to fit; --tensor-parallel-size splits it over ranks"),
+    "pipeline-parallel-size": _RANKS_ONLY,
+    "pp-size": _RANKS_ONLY,
+    "data-parallel-size": _RANKS_ONLY,
+    "dp-size": _RANKS_ONLY,
+    "enable-expert-parallel": _RANKS_ONLY,
+    "ep-size": _RANKS_ONLY,
+    "nnodes": _RANKS_ONLY,
+    "enable-lora": _NO_LORA,
+    "lora-modules": _NO_LORA,
+    "lora-paths": _NO_LORA,
+    "speculative-config": _NO_SPECULATION,
+    "speculative-algorithm": _NO_SPECULATION,
+    "seed": _BY_REQUEST,
+    "random-seed": _BY_REQUEST,
+    "kv-transfer-config": _BY_SUBCOMMAND,
+    "disaggregation-mode": _BY_SUBCOMMAND,
+    "disaggregation-transfer-backend": Refused("KV blocks travel over UCX; --ucx-tls names its transports"),
+    "disaggregation-ib-device": Refused("--ucx-net-devices names the network devices"),
+    "allowed-origins": Refused("--cors-origins takes the origins, with commas between them"),
+    "uds": Refused("--host and --port say where the server listens"),
+}
+
+
+def own_words(argv: Sequence[str]) -> list[str]:
+    """Returns ``argv`` with the flags of other servers replaced by what they mean here.
+
+    Raises ConfigError for a flag that asks for what pdserve does not do; it says what would be right.
+    """
+    words: list[str] = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        meaning = MEANINGS.get(_flag(name))
+        match meaning:
+            case None:
+                words.append(word)
+            case Understood(flag, fixed):
+                words.append(f"--{flag}={fixed}" if fixed else f"--{flag}{equals}{value}")
+            case Always():
+                pass
+            case Refused(instead):
+                raise ConfigError(f"{name} is not a setting of pdserve: {instead}")
+    return words
+
+
+def _flag(name: str) -> str:
+    # Both servers take -tp for one of their longest names.
+    return "tp" if name == "-tp" else name.removeprefix("--").replace("_", "-") if name.startswith("--") else ""
