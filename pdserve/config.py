@@ -572,8 +572,16 @@ class DiscoveryConfig:
 
     proxies: tuple[str, ...] = setting(
         "proxy",
-        "The node registers at this control address of a proxy, tcp://host:port. It may be given more than once.",
+        "The node registers at this control address of a proxy, tcp://host:port. A name with several addresses stands "
+        "for as many proxies. It may be given more than once.",
         (),
+    )
+    resolve_s: float = setting(
+        "proxy-resolve-s",
+        "The node looks up names in --proxy again at this interval, in seconds, and follows their addresses.",
+        5.0,
+        minimum=0.1,
+        maximum=3600,
     )
     heartbeat_ms: int = setting(
         "heartbeat-ms",
@@ -725,8 +733,8 @@ class AdmissionConfig:
     )
     max_in_flight_per_key: int = setting(
         "max-in-flight-per-key",
-        "At most this many answers to one API key are under way or waiting. A request counts n times its "
-        "prompts. 0 allows any number.",
+        "At most this many answers to one API key are under way or waiting, at all proxies of the cluster together. "
+        "A request counts n times its prompts. 0 allows any number.",
         0,
         minimum=0,
     )

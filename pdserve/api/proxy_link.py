@@ -79,7 +79,15 @@ class ProxyLink:
     ``heartbeat_s`` counts until the proxy has told its own.
     """
 
-    def __init__(self, node: NodeInfo, heartbeat_s: float, load: Callable[[], NodeLoad], now: float) -> None:
+    def __init__(
+        self,
+        node: NodeInfo,
+        heartbeat_s: float,
+        load: Callable[[], NodeLoad],
+        now: float,
+        all_proxies: Callable[[], tuple[bytes, ...]] = tuple,
+    ) -> None:
+        """``all_proxies`` returns the boot ids of the proxies that know this node, whichever link they are at."""
         self.state = RegistrationState.GREETING
         self.refusal = ""
         """Why the proxy does not take this node; empty if it has not said no."""
@@ -90,6 +98,7 @@ class ProxyLink:
         self._node = msgspec.structs.replace(node, protocol=SPOKEN.newest, oldest_protocol=SPOKEN.oldest)
         self._configured_s = self._heartbeat_s = heartbeat_s
         self._load = load
+        self._all_proxies = all_proxies
         self._due_s = now
         self._heard_s = now
         self._turned_away = False
@@ -107,6 +116,11 @@ class ProxyLink:
         if self.refusal:
             return RegistrationStatus.REFUSED
         return RegistrationStatus.TURNED_AWAY if self._turned_away else RegistrationStatus.SILENT
+
+    @property
+    def accepted_by(self) -> bytes:
+        """The boot id of the proxy, if it knows this node; empty if it does not, or is of 0.1 and has none."""
+        return self._proxy or b"" if self.state is RegistrationState.REGISTERED else b""
 
     @property
     def due_s(self) -> float:
@@ -151,7 +165,8 @@ class ProxyLink:
                 self.state = RegistrationState.LEFT
                 return (Deregister(self._node.boot_id),)
             case RegistrationState.REGISTERED:
-                return (NodeHeartbeat(self._node.boot_id, self._load(), self._role, self._draining),)
+                proxies = self._all_proxies()
+                return (NodeHeartbeat(self._node.boot_id, self._load(), self._role, self._draining, proxies),)
             case RegistrationState.LEFT:
                 return ()
 

@@ -7,6 +7,10 @@ it says nothing, so that the proxies drop a node that hangs.
 
 A proxy that is down costs nothing: frames go only to connections that stand, so none is kept to grow stale. What is
 sent to a proxy, and when, is decided in ``proxy_link``.
+
+``proxy_names`` finds the addresses of proxies that are given by name. The node registers at a new address at once. It
+forgets an address that a name no longer has when the proxy there has not answered for its lease: a proxy that shuts
+down loses its name first, and still relays what it has.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ import msgspec
 import zmq
 
 from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, ProxyView, RegistrationStatus
+from pdserve.api.proxy_names import LookUp, ProxyNames, is_name, look_up
 from pdserve.errors import ConfigError, WireError
 from pdserve.log_throttle import LogThrottle
-from pdserve.wire.discovery import Deregister, FromProxy, NodeInfo, NodeLoad, Role, ToProxy
+from pdserve.wire.discovery import MAX_REPORTED_PROXIES, Deregister, FromProxy, NodeInfo, NodeLoad, Role, ToProxy
 from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
 
 log = logging.getLogger(__name__)
@@ -36,6 +41,8 @@ log = logging.getLogger(__name__)
 GOODBYE_MS = 200
 """How long a ``Deregister`` may take to leave."""
 MAX_MESSAGE_BYTES = 64 * 1024
+IDLE_S = 60.0
+"""The thread looks around after so many seconds at the latest, while it knows no proxy."""
 _QUEUED_FRAMES = 4
 WARN_EVERY_S = 10.0
 
@@ -52,11 +59,11 @@ class HeartbeatThread:
         heartbeat_s: float,
         stuck_s: float,
         load: Callable[[], NodeLoad],
-        tell: Callable[[str, ProxyView], None],
+        tell: Callable[[str, ProxyView | None], None],
     ) -> None:
         """``load``, and ``tell`` with a proxy and how it sees the node now, are called in the thread.
 
-        Raises ConfigError for an address that is none.
+        ``tell`` gets None for a proxy that is forgotten. Raises ConfigError for an address that is none.
         """
         self._stuck_s = stuck_s
         self._tell = tell
@@ -69,10 +76,18 @@ class HeartbeatThread:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wakeup_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._connections: list[_ProxyConnection] = []
+        self._connections: dict[str, _ProxyConnection] = {}
+        """The connections by the addresses of their proxies."""
+        self._wanted = proxies
+        """The addresses that proxies have now."""
+
+        def connect(proxy: str) -> _ProxyConnection:
+            return _ProxyConnection(self._context, node, proxy, secret, heartbeat_s, load, self._accepted_by)
+
+        self._connect = connect
         try:
             for proxy in proxies:
-                self._connections.append(_ProxyConnection(self._context, node, proxy, secret, heartbeat_s, load))
+                self._connections[proxy] = connect(proxy)
         except ConfigError:
             self._close()
             raise
@@ -103,6 +118,11 @@ class HeartbeatThread:
         self._draining = True
         self._wake()
 
+    def follow(self, proxies: tuple[str, ...]) -> None:
+        """Registers at the new ones of these addresses. Forgets the others when their proxies no longer answer."""
+        self._wanted = proxies
+        self._wake()
+
     def _wake(self) -> None:
         with self._wakeup_lock:
             if self._wakeup >= 0:
@@ -126,7 +146,8 @@ class HeartbeatThread:
             now = time.monotonic()
             self._look_at_loop(now)
             role = self._role
-            for connection in self._connections:
+            self._connect_new()
+            for connection in tuple(self._connections.values()):
                 if role is not None:
                     connection.link.announce(role, now)
                 if self._draining:
@@ -134,15 +155,37 @@ class HeartbeatThread:
                 connection.send_due(now, silent=not self._responsive)
                 if (view := connection.changed()) is not None:
                     self._tell(connection.proxy, view)
-                poller.register(connection.socket, connection.awaited)
-            due_s = min(connection.link.due_s for connection in self._connections)
+                if connection.accepted or connection.proxy in self._wanted:
+                    poller.register(connection.socket, connection.awaited)
+                else:
+                    self._forget(connection, poller)
+            due_s = min((connection.link.due_s for connection in self._connections.values()), default=now + IDLE_S)
             ready = dict(poller.poll(max(0, int((due_s - time.monotonic()) * 1000) + 1)))
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)
-            for connection in self._connections:
+            for connection in self._connections.values():
                 connection.receive(ready.get(connection.socket, 0), time.monotonic())
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.say_goodbye()
+
+    def _connect_new(self) -> None:
+        for proxy in self._wanted:
+            if proxy not in self._connections:
+                log.info("there is a proxy at %s", proxy)
+                self._connections[proxy] = self._connect(proxy)
+
+    def _forget(self, connection: _ProxyConnection, poller: zmq.Poller) -> None:
+        log.info("there is no proxy at %s any more", connection.proxy)
+        with suppress(KeyError):
+            poller.unregister(connection.socket)
+        connection.socket.close(linger=0)
+        del self._connections[connection.proxy]
+        self._tell(connection.proxy, None)
+
+    def _accepted_by(self) -> tuple[bytes, ...]:
+        """Returns the boot ids of the proxies that know this node."""
+        known = {connection.link.accepted_by for connection in self._connections.values()}
+        return tuple(sorted(known - {b""})[:MAX_REPORTED_PROXIES])
 
     def _look_at_loop(self, now: float) -> None:
         responsive = now - self._pulse_s < self._stuck_s
@@ -151,7 +194,7 @@ class HeartbeatThread:
         self._responsive = responsive
 
     def _close(self) -> None:
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.socket.close(linger=GOODBYE_MS)
         self._context.term()
         with self._wakeup_lock:
@@ -170,9 +213,10 @@ class _ProxyConnection:
         secret: bytes | Secrets,
         heartbeat_s: float,
         load: Callable[[], NodeLoad],
+        accepted_by: Callable[[], tuple[bytes, ...]],
     ) -> None:
         self.proxy = proxy
-        self.link = ProxyLink(node, heartbeat_s, load, time.monotonic())
+        self.link = ProxyLink(node, heartbeat_s, load, time.monotonic(), accepted_by)
         self._view: ProxyView | None = None
         self._boot_id = node.boot_id
         self._sealer = Sealer(secret, Purpose.DISCOVERY, node.boot_id)
@@ -183,6 +227,11 @@ class _ProxyConnection:
         self._sent = True
         self._refusal = ""
         self.socket = _connect(context, proxy, heartbeat_s)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the proxy knew this node when ``changed`` was called last."""
+        return self._view is not None and self._view.accepted
 
     @property
     def awaited(self) -> int:
@@ -267,6 +316,7 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], proxy: str, heartbeat_s: f
 
 STUCK_S = 30.0
 """An event loop that has not turned for so long is taken for dead. Bursts of thousands of requests take seconds."""
+RESOLVE_S = 5.0
 
 
 class Registration:
@@ -280,10 +330,12 @@ class Registration:
         heartbeat_ms: int,
         load: Callable[[], NodeLoad],
         stuck_s: float = STUCK_S,
+        resolve_s: float = RESOLVE_S,
+        look_up: LookUp = look_up,
     ) -> None:
-        """``proxies`` are control addresses, ``tcp://host:port``.
+        """``proxies`` are control addresses, ``tcp://host:port``. The host may be a name of several proxies.
 
-        ``load`` is called for every heartbeat, in another thread.
+        ``load`` is called for every heartbeat, in another thread. Names are looked up every ``resolve_s``.
         """
         self._node = node
         self._proxies = tuple(dict.fromkeys(proxies))
@@ -293,14 +345,22 @@ class Registration:
         self._stuck_s = stuck_s
         self._thread: HeartbeatThread | None = None
         """The thread that talks to the proxies, while ``run`` runs."""
-        self._registered = {proxy: asyncio.Event() for proxy in self._proxies}
-        self._views = dict.fromkeys(self._proxies, ProxyView(RegistrationStatus.SILENT))
+        self._resolve_s = resolve_s
+        self._look_up = look_up
+        self._names: ProxyNames | None = None
+        """What follows the names of proxies, while ``run`` runs."""
+        self._addresses = tuple(proxy for proxy in self._proxies if not is_name(proxy))
+        self._registered = {proxy: asyncio.Event() for proxy in self._addresses}
+        self._views = dict.fromkeys(self._addresses, ProxyView(RegistrationStatus.SILENT))
         self._news = asyncio.Event()
         """Set whenever a proxy sees the node in another way."""
 
     @property
     def registered(self) -> Mapping[str, asyncio.Event]:
-        """An event for each proxy, by its address. It is set while that proxy knows this node."""
+        """An event for each proxy, by its address. It is set while that proxy knows this node.
+
+        A proxy that is given by name is here as soon as its address is known.
+        """
         return MappingProxyType(self._registered)
 
     @property
@@ -308,8 +368,10 @@ class Registration:
         """Why no proxy has this node, in words. It is None if one has, or if there is none to register at."""
         if not self._proxies or any(event.is_set() for event in self._registered.values()):
             return None
-        reasons = "; ".join(f"{proxy} {view.status.value}" for proxy, view in self._views.items())
-        return f"no proxy has accepted this node: {reasons}"
+        reasons = [f"{proxy} {view.status.value}" for proxy, view in self._views.items()]
+        if self._names is not None:
+            reasons += self._names.failures
+        return f"no proxy has accepted this node: {'; '.join(reasons) or 'no address of one is known yet'}"
 
     def drain(self) -> None:
         """Tells the proxies, at once, that this node takes no new work, so that what runs here moves to other nodes."""
@@ -343,36 +405,45 @@ class Registration:
             return
         loop = asyncio.get_running_loop()
 
-        def tell(proxy: str, view: ProxyView) -> None:
+        def tell(proxy: str, view: ProxyView | None) -> None:
             loop.call_soon_threadsafe(self._show, proxy, view)
 
         thread = HeartbeatThread(
             self._node,
-            self._proxies,
+            self._addresses,
             self._secret,
             heartbeat_s=self._heartbeat_s,
             stuck_s=self._stuck_s,
             load=self._load,
             tell=tell,
         )
+        names = ProxyNames(self._proxies, self._resolve_s, thread.follow, self._look_up)
         ended = asyncio.wrap_future(thread.start())
-        self._thread = thread
+        self._thread, self._names = thread, names
         try:
+            names.start()
             while not ended.done():
                 thread.pulse()
                 await asyncio.wait([ended], timeout=min(self._heartbeat_s, self._stuck_s / 4))
             ended.result()
         finally:
-            self._thread = None
+            self._thread = self._names = None
+            names.stop()
             thread.stop()
             await asyncio.wait([ended])
-            for proxy in self._proxies:
-                self._show(proxy, ProxyView(RegistrationStatus.SILENT))
+            for proxy in tuple(self._views):
+                self._show(proxy, ProxyView(RegistrationStatus.SILENT) if proxy in self._addresses else None)
 
-    def _show(self, proxy: str, view: ProxyView) -> None:
-        self._views[proxy] = view
+    def _show(self, proxy: str, view: ProxyView | None) -> None:
+        """Takes how ``proxy`` sees the node; None if the node has forgotten that proxy."""
         self._news.set()
-        if view.accepted:
-            self._registered[proxy].set()
+        registered = self._registered.setdefault(proxy, asyncio.Event())
+        if view is not None and view.accepted:
+            registered.set()
         else:
-            self._registered[proxy].clear()
+            registered.clear()
+        if view is None:
+            del self._registered[proxy]
+            self._views.pop(proxy, None)
+        else:
+            self._views[proxy] = view

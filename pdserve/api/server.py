@@ -185,7 +185,14 @@ class NodeServer:
         discovery = self.config.discovery
         if not discovery.proxies:
             return None
-        return Registration(info, discovery.proxies, secrets, discovery.heartbeat_ms, lambda: engine.stats.load)
+        return Registration(
+            info,
+            discovery.proxies,
+            secrets,
+            discovery.heartbeat_ms,
+            lambda: engine.stats.load,
+            resolve_s=discovery.resolve_s,
+        )
 
     def _engine_config(self, boot_id: bytes) -> EngineConfig:
         config = self.config

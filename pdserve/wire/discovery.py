@@ -25,6 +25,10 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
+MAX_REPORTED_PROXIES = 64
+"""A node names so many proxies at most."""
+
+
 class Role(enum.Enum):
     """What the proxy routes to a node. Every engine can do all of it; ``MIXED`` is both of the other roles at once."""
 
@@ -111,6 +115,8 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="
     """The node's present role; None if the role has not changed since the node's start."""
     draining: Annotated[bool, since(6)] = False
     """Whether the node takes no new work, and what runs there is to go on elsewhere."""
+    proxies: Annotated[tuple[BootId, ...], msgspec.Meta(max_length=MAX_REPORTED_PROXIES), since(6)] = ()
+    """The boot ids of all proxies that know this node now: from these, each proxy learns how many there are."""
 
 
 class Deregister(msgspec.Struct, frozen=True, tag_field="kind", tag="deregister"):

@@ -57,6 +57,8 @@ class KnownNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seen_s: float
     """When the node's last message came, on the monotonic clock, which all processes of a host share."""
     draining: bool = False
+    proxies: int = 1
+    """How many proxies know the node."""
 
 
 class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="nodes"):

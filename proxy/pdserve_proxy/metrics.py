@@ -120,6 +120,9 @@ class ProxyMetrics:
             registry=registry,
         )
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
+        self._live_proxies = Gauge(
+            "pdserve_proxy_live_proxies", "Proxies of the cluster that nodes are registered at.", registry=registry
+        )
         self._switches = Counter(
             "pdserve_proxy_role_switches",
             "Switches of nodes' roles that were decided, by the new role.",
@@ -156,4 +159,5 @@ class ProxyMetrics:
         roles = Tally(node.info.role for node in snapshot.nodes)
         for role in Role:
             self._nodes.labels(role.value).set(roles[role])
+        self._live_proxies.set(snapshot.live_proxies)
         return export_families(self.registry)

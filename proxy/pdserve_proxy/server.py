@@ -95,7 +95,10 @@ async def run(
         return
     live = LiveCredentials(credentials)
     metrics, attempts = ProxyMetrics(), Attempts()
-    registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=attempts)
+    boot_id = new_id()
+    registry = Registry(
+        config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=attempts, own_id=boot_id
+    )
 
     async def scrape() -> bytes:
         return render_families(metrics.export_families(registry.snapshot()))
@@ -103,7 +106,7 @@ async def run(
     with (
         bind(config.http) as listener,
         DiscoveryServer.bind(
-            config.registry, registry, live.secrets, new_id(), metrics.count_dropped_frame
+            config.registry, registry, live.secrets, boot_id, metrics.count_dropped_frame
         ) as discovery,
         on_renewal(live.renew),
     ):

@@ -63,7 +63,7 @@ async def serve_clients(
     tickets = TicketSigner(credentials.secrets, new_id())
     metrics, drain_s = state.metrics, config.http.drain_s
     bodies = HeldBodies(_body_limits(config))
-    admission = AdmissionController(_limits(config.admission))
+    admission = AdmissionController(_limits(config.admission), lambda: state.registry.snapshot().live_proxies)
     metrics.queued.set_function(lambda: admission.waiting)
     async with Relay(config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust) as relay:
         app = build_app(

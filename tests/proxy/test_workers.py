@@ -293,7 +293,7 @@ def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only
 
     def copy() -> Reachability:
         entries = tuple(
-            KnownNode(node.info, node.load, node.seen_s, node.info.boot_id in registry.draining)
+            KnownNode(node.info, node.load, node.seen_s, node.info.boot_id in registry.draining, node.proxies)
             for node in registry.snapshot().nodes
         )
         mirror.take(Nodes(entries, tuple(registry.prefilled), registry.lost))
@@ -311,6 +311,9 @@ def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only
     registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=1), draining=True), 2.1)
     assert copy() is Reachability.DRAINING
     assert mirror.draining == {info.boot_id}
+    registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=1), proxies=(b"a" * 16, b"b" * 16)), 2.2)
+    copy()
+    assert mirror.snapshot().live_proxies == 2
     assert attempts.loads(mirror.snapshot())(info) == 1
     attempt.end_everywhere()
     assert attempts.loads(mirror.snapshot())(info) == 0

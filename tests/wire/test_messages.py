@@ -59,6 +59,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(1, 2, 3)),
             discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(), discovery.Role.MIXED, draining=True),
             discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(1, 2, 3, queue_s=0.5, step_s=0.02)),
+            discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(), proxies=(BOOT, bytes(16))),
             discovery.Deregister(BOOT),
         ],
     ),

@@ -80,6 +80,8 @@ class DiscoveryServer:
         self._registry = registry
         self._on_dropped = on_dropped
         self._clock = clock
+        self._live_proxies = 1
+        self._next_count_s = 0.0
         self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id)
         self._sealer = Sealer(secret, Purpose.DISCOVERY, boot_id)
         self._drops, self._refusals = LogThrottle(WARN_EVERY_S), LogThrottle(WARN_EVERY_S)
@@ -154,6 +156,9 @@ class DiscoveryServer:
             if bursts % FULL_BURSTS == 0:
                 for node in self._registry.expire(now):
                     log.warning("node %s (%s) dropped: no heartbeat", node.info.name, node.info.url)
+            if now >= self._next_count_s:  # heartbeats are many, and a snapshot looks at every node
+                self._next_count_s = now + self._registry.heartbeat_s
+                self._log_proxies(self._registry.snapshot().live_proxies)
 
     async def _wait(self) -> float:
         """Waits until a frame has come or a lease may have run out, and returns the time.
@@ -264,6 +269,13 @@ class DiscoveryServer:
         self._on_dropped(reason)
         if count := self._drops.add(self._clock()):
             log.warning("%d discovery frames dropped, the last one because: %s", count, exc)
+
+    def _log_proxies(self, live: int) -> None:
+        if live != self._live_proxies:
+            log.info(
+                "the cluster has %d proxies now, and had %d: limits of API keys are divided", live, self._live_proxies
+            )
+            self._live_proxies = live
 
     def _log_change(self, message: ToProxy, answer: Ack | None, before: NodeInfo | None) -> None:
         match message:

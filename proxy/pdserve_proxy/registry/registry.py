@@ -101,9 +101,12 @@ class Registry(_NodeTable):
         missed_heartbeats: int,
         max_nodes: int = MAX_NODES,
         watcher: RegistryWatcher | None = None,
+        own_id: bytes = b"",
     ) -> None:
+        """``own_id`` is the boot id by which nodes know this proxy."""
         super().__init__()
         self._watcher = watcher
+        self._own_id = own_id
         self._max_nodes = max_nodes
         self.heartbeat_s = heartbeat_s
         self._lease_s = heartbeat_s * missed_heartbeats
@@ -182,7 +185,8 @@ class Registry(_NodeTable):
         self._lost.pop(info.boot_id, None)
         # A node that drains says so in its next heartbeat, and not here.
         state = Reachability.DRAINING if info.boot_id in self._draining else Reachability.SERVING
-        self._renew_lease(RegisteredNode(info, known.load if known else NodeLoad(), state, now))
+        load, proxies = (known.load, known.proxies) if known else (NodeLoad(), 1)
+        self._renew_lease(RegisteredNode(info, load, state, now, proxies))
         return True
 
     def _heartbeat(self, heartbeat: NodeHeartbeat, now: float) -> bool:
@@ -195,7 +199,9 @@ class Registry(_NodeTable):
             _check(info)
             self._note_role(info)
         state = Reachability.DRAINING if heartbeat.draining else Reachability.SERVING
-        self._renew_lease(RegisteredNode(info, heartbeat.load, state, now))
+        # This proxy lives, whether or not the node has named it.
+        proxies = len({*heartbeat.proxies, self._own_id} - {b""}) or 1
+        self._renew_lease(RegisteredNode(info, heartbeat.load, state, now, proxies))
         if self._watcher is not None:
             self._watcher.heard_from(heartbeat.boot_id)
         return True
@@ -298,4 +304,4 @@ def _renewed(known: RegisteredNode | None, entry: KnownNode) -> RegisteredNode:
     if known is not None and known.seen_s == entry.seen_s:
         return known
     state = Reachability.DRAINING if entry.draining else Reachability.SERVING
-    return RegisteredNode(entry.info, entry.load, state, entry.seen_s)
+    return RegisteredNode(entry.info, entry.load, state, entry.seen_s, entry.proxies)

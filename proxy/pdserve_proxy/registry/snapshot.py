@@ -28,6 +28,8 @@ class RegisteredNode:
     state: Reachability
     seen_s: float
     """When its last message came, on the registry's clock."""
+    proxies: int = 1
+    """How many proxies know the node, by its last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Snapshot:
     """The pairings of each model that can be served now."""
     loads: Mapping[bytes, NodeLoad]
     """The load in each node's last heartbeat, by boot id."""
+    live_proxies: int = 1
+    """How many proxies the cluster has now, as far as its nodes know."""
 
 
 class RegistryView(Protocol):
@@ -110,6 +114,8 @@ def take_snapshot(nodes: Iterable[RegisteredNode], prefilled: frozenset[str] = f
         tuple(serving),
         MappingProxyType({model: pairs for model, pairs in pairings.items() if pairs}),
         MappingProxyType({node.info.boot_id: node.load for node in everyone}),
+        # A node that cannot reach a proxy knows too few of them, and none knows too many for longer than a lease.
+        max((node.proxies for node in everyone), default=1),
     )
 
 

@@ -37,10 +37,15 @@ class AdmissionLimits:
     in_flight: int
     """The answers that may be under way."""
     per_caller: int
-    """The answers to one caller's requests that may be under way or waiting."""
+    """The answers to one caller's requests that may be under way or waiting, at all proxies of the cluster."""
     waiting: int
     """The requests that may wait."""
     wait_s: float
+
+
+def share_of(limit: int, proxies: int) -> int:
+    """Returns one proxy's share of ``limit``, rounded up, so that it is never 0."""
+    return -(-limit // max(proxies, 1))
 
 
 class AdmissionEntry(msgspec.Struct, frozen=True, eq=False):
@@ -59,8 +64,10 @@ class AdmissionEntry(msgspec.Struct, frozen=True, eq=False):
 class AdmissionQueue:
     """The requests of one proxy process. Times are seconds on one clock of the caller's."""
 
-    def __init__(self, limits: AdmissionLimits) -> None:
+    def __init__(self, limits: AdmissionLimits, proxies: Callable[[], int] = lambda: 1) -> None:
+        """``proxies`` returns how many proxies share the limit of a caller now."""
         self._limits = limits
+        self._proxies = proxies
         self._admitted: set[AdmissionEntry] = set()
         self._places_taken = 0
         """The number of places that the admitted requests have."""
@@ -88,10 +95,13 @@ class AdmissionQueue:
         of_caller = self._answers_of_caller.get(caller, 0)
         share = answers
         if limits.per_caller and caller != ANONYMOUS:
-            share = min(answers, limits.per_caller)
-            if of_caller + share > limits.per_caller:
+            proxies = self._proxies()
+            per_caller = share_of(limits.per_caller, proxies)
+            share = min(answers, per_caller)
+            if of_caller + share > per_caller:
+                where = "" if proxies == 1 else f" at each of {proxies} proxies"
                 raise TooManyRequests(
-                    f"this key may have {limits.per_caller} answers under way: it has {of_caller}, "
+                    f"this key may have {per_caller} answers under way{where}: it has {of_caller}, "
                     f"and this request asks for {answers}",
                     code="rate_limit_exceeded",
                     retry_after_s=1,
@@ -154,8 +164,9 @@ def _turn(entry: AdmissionEntry) -> tuple[float, int]:
 class AdmissionController:
     """Admits the requests of one proxy process, each for the task that handles it."""
 
-    def __init__(self, limits: AdmissionLimits) -> None:
-        self._queue = AdmissionQueue(limits)
+    def __init__(self, limits: AdmissionLimits, proxies: Callable[[], int] = lambda: 1) -> None:
+        """``proxies`` is as ``AdmissionQueue`` takes it."""
+        self._queue = AdmissionQueue(limits, proxies)
         self._wait_s = limits.wait_s
         self._waiters: dict[AdmissionEntry, asyncio.Future[None]] = {}
 

@@ -12,11 +12,12 @@ Decode nodes and prefill nodes each have a policy object of their own.
   choose the same node.
 * ``PrefixAffinity`` sends requests whose prompts begin alike to the same node, whose prefix cache then has that
   beginning. The proxy does not tokenise: it hashes the prompt's first bytes in a chain, each hash over one step more
-  than the last. A request goes to the node of the longest beginning that it shares with an earlier request. The first
-  request with a beginning is placed by rendezvous hashing (Thaler and Ravishankar 1998), so that proxies agree, and a
-  node that comes or goes moves its own share only. In both cases a node takes no more than ``LOAD_FACTOR`` times its
-  fair share of all requests; requests beyond that go to the next node in order (consistent hashing with bounded loads:
-  Mirrokni, Thorup and Zadimoghaddam, arXiv:1608.01350).
+  than the last. Each hash names a node, by rendezvous hashing (Thaler and Ravishankar 1998): a node that comes or goes
+  moves its own share only. A request goes to the node of its shortest beginning, which most other requests share. A
+  node takes no more than ``LOAD_FACTOR`` times its fair share of all requests (consistent hashing with bounded loads:
+  Mirrokni, Thorup and Zadimoghaddam, arXiv:1608.01350). Beyond that a request goes to the node of its next longer
+  beginning: where many conversations have one system prompt, they part there, and each stays where it is. The policy
+  remembers nothing, so proxies that know the same nodes and loads agree without talking.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from pdserve.config import RoutingPolicy
@@ -36,7 +36,7 @@ RequestsAt: TypeAlias = Callable[[NodeInfo], int]
 
 
 class Policy(Protocol):
-    """A routing policy, with what it remembers of earlier requests."""
+    """A routing policy, with the turns that it has given."""
 
     def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: RequestsAt) -> tuple[NodeInfo, ...]:
         """Returns one of ``nodes`` (at least one) for a request, then an alternative if there is another node.
@@ -95,42 +95,20 @@ LOAD_FACTOR = 1.25
 STEP_BYTES = 256
 """About four blocks of 16 tokens of English text."""
 MAX_STEPS = 16
-MAX_BEGINNINGS = 65_536
-"""The number of beginnings that are remembered, about 10 MiB; the least recently used is forgotten first."""
 
 
 class PrefixAffinity:
     """A policy that sends prompts with the same beginning to the same node, as long as that has room."""
 
-    def __init__(self) -> None:
-        self._node_of: OrderedDict[bytes, bytes] = OrderedDict()
-        """The boot id of the node that each beginning went to last."""
-
     def select(self, nodes: Sequence[NodeInfo], prompt_start: bytes, load: RequestsAt) -> tuple[NodeInfo, ...]:
         beginnings = hash_chain(prompt_start)
         roomy = with_room(nodes, load)
-        chosen = self._remembered_node(beginnings, roomy)
-        ranked = [node for node in rank(nodes, beginnings[0]) if node is not chosen]
+        named = (preferred(nodes, beginning) for beginning in beginnings)
+        chosen = next((node for node in named if node.boot_id in roomy), None)
         if chosen is None:
-            chosen = next(node for node in ranked if node.boot_id in roomy)
-            ranked.remove(chosen)
-        self._remember(beginnings, chosen)
-        return (chosen, *ranked[:1])
-
-    def _remembered_node(self, beginnings: Sequence[bytes], roomy: Mapping[bytes, NodeInfo]) -> NodeInfo | None:
-        """Returns the node of the longest remembered beginning whose node has room."""
-        for beginning in reversed(beginnings):
-            boot_id = self._node_of.get(beginning, b"")
-            if boot_id in roomy:
-                return roomy[boot_id]
-        return None
-
-    def _remember(self, beginnings: Sequence[bytes], node: NodeInfo) -> None:
-        for beginning in beginnings:
-            self._node_of[beginning] = node.boot_id
-            self._node_of.move_to_end(beginning)
-        while len(self._node_of) > MAX_BEGINNINGS:
-            self._node_of.popitem(last=False)
+            chosen = next(node for node in rank(nodes, beginnings[-1]) if node.boot_id in roomy)
+        others = [node for node in nodes if node is not chosen]
+        return (chosen, preferred(others, beginnings[0])) if others else (chosen,)
 
 
 def hash_chain(prompt_start: bytes) -> list[bytes]:
@@ -146,7 +124,16 @@ def hash_chain(prompt_start: bytes) -> list[bytes]:
 
 def rank(nodes: Sequence[NodeInfo], key: bytes) -> list[NodeInfo]:
     """Returns ``nodes`` in the order in which ``key`` prefers them. No node changes the order of the others."""
-    return sorted(nodes, key=lambda node: hashlib.blake2b(key + node.boot_id, digest_size=8).digest())
+    return sorted(nodes, key=lambda node: _place(key, node))
+
+
+def preferred(nodes: Sequence[NodeInfo], key: bytes) -> NodeInfo:
+    """Returns the first of ``nodes`` in the order of ``rank``."""
+    return min(nodes, key=lambda node: _place(key, node))
+
+
+def _place(key: bytes, node: NodeInfo) -> bytes:
+    return hashlib.blake2b(key + node.boot_id, digest_size=8).digest()
 
 
 def with_room(nodes: Sequence[NodeInfo], load: RequestsAt) -> dict[bytes, NodeInfo]:

@@ -68,7 +68,8 @@ async def supervise(
         folder = owned.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-proxy-"))
         address = f"ipc://{folder}/workers"
         changed = asyncio.Event()
-        registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats)
+        boot_id = new_id()
+        registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, own_id=boot_id)
         registry.on_change(changed.set)
         limits = store_limits(config.store)
         store = None if limits is None else ResponseStore(limits)
@@ -79,7 +80,7 @@ async def supervise(
         for listener in listeners:
             owned.enter_context(listener)
         discovery = owned.enter_context(
-            DiscoveryServer.bind(config.registry, registry, secrets, new_id(), metrics.count_dropped_frame)
+            DiscoveryServer.bind(config.registry, registry, secrets, boot_id, metrics.count_dropped_frame)
         )
         share = worker_share(config)
         workers = [

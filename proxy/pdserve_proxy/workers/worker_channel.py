@@ -245,7 +245,7 @@ class WorkerChannel:
     def _nodes(self) -> Nodes:
         draining = self._registry.draining
         entries = [
-            KnownNode(node.info, node.load, node.seen_s, node.info.boot_id in draining)
+            KnownNode(node.info, node.load, node.seen_s, node.info.boot_id in draining, node.proxies)
             for node in self._registry.snapshot().nodes
         ]
         return Nodes(tuple(entries), tuple(self._registry.prefilled), self._registry.lost)

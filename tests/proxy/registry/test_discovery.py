@@ -33,17 +33,18 @@ NODE = node_info("d0", Role.DECODE)
 class Ear:
     """The discovery server of a proxy, with its registry."""
 
-    def __init__(self, port: int, clock: Callable[[], float], heartbeat_s: float) -> None:
+    def __init__(self, port: int, clock: Callable[[], float], heartbeat_s: float, host: str = "127.0.0.1") -> None:
         self.loop = asyncio.get_running_loop()
         self.lost: list[bytes] = []
-        self.registry = Registry(heartbeat_s, missed_heartbeats=3, watcher=self)
+        boot_id = new_id()
+        self.registry = Registry(heartbeat_s, missed_heartbeats=3, watcher=self, own_id=boot_id)
         self.metrics = ProxyMetrics()
         self.discovery = DiscoveryServer(
             self.registry,
             SECRET,
-            new_id(),
+            boot_id,
             self.metrics.count_dropped_frame,
-            host="127.0.0.1",
+            host=host,
             port=port,
             clock=clock,
         )
@@ -52,6 +53,9 @@ class Ear:
 
     def names(self) -> list[str]:
         return [node.info.name for node in self.registry.snapshot().nodes]
+
+    def live(self) -> int:
+        return self.registry.snapshot().live_proxies
 
     def heard_from(self, boot_id: bytes) -> None:
         pass
@@ -66,9 +70,12 @@ class Ear:
 
 @asynccontextmanager
 async def listening(
-    port: int = 0, clock: Callable[[], float] = time.monotonic, heartbeat_s: float = HEARTBEAT_MS / 1000 * 4
+    port: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+    heartbeat_s: float = HEARTBEAT_MS / 1000 * 4,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Ear]:
-    ear = Ear(port, clock, heartbeat_s)
+    ear = Ear(port, clock, heartbeat_s, host)
     with ear.discovery:
         task = asyncio.create_task(ear.discovery.run())
         try:
@@ -302,6 +309,48 @@ async def test_one_node_at_two_proxies_of_which_one_dies() -> None:
         assert registration.registered[stays.control].is_set()
         assert stays.names() == ["d0"]
         await cancelled(node)
+
+
+async def test_a_node_follows_the_addresses_of_a_name() -> None:
+    known = ["127.0.0.1", "127.0.0.2"]
+    async with listening() as first, listening(first.port, host="127.0.0.2") as second:
+        name = f"tcp://proxies.example:{first.port}"
+        registration = Registration(
+            NODE, (name,), SECRET, HEARTBEAT_MS, NodeLoad, resolve_s=0.01, look_up=lambda _: tuple(known)
+        )
+        unaccepted = registration.unaccepted
+        assert unaccepted == "no proxy has accepted this node: no address of one is known yet"
+        node = asyncio.create_task(registration.run())
+        await eventually(lambda: first.names() == second.names() == ["d0"], "both registrations")
+        await eventually(lambda: first.live() == second.live() == 2, "both proxies knowing of each other")
+        assert registration.unaccepted is None
+        async with listening(first.port, host="127.0.0.3") as third:
+            known[:] = ["127.0.0.2", "127.0.0.3"]
+            await eventually(lambda: third.names() == ["d0"], "the registration at the new address")
+            await eventually(lambda: first.live() == second.live() == third.live() == 3, "three proxies")
+            assert first.names() == ["d0"], "a proxy that answers is not left for a change of its name"
+        await eventually(lambda: second.live() == 2, "the loss of the third")
+        assert set(registration.registered) == {ear.control for ear in (first, second, third)}
+        known[:] = ["127.0.0.2"]
+        await eventually(lambda: third.control not in registration.registered, "the third being forgotten")
+        assert first.control in registration.registered
+        await cancelled(node)
+        assert not registration.registered
+
+
+async def test_a_proxy_whose_name_is_gone_is_forgotten_when_it_answers_no_more() -> None:
+    known = ["127.0.0.1"]
+    async with listening() as ear:
+        name = f"tcp://proxies.example:{ear.port}"
+        registration = Registration(
+            NODE, (name,), SECRET, HEARTBEAT_MS, NodeLoad, resolve_s=0.01, look_up=lambda _: tuple(known)
+        )
+        node = asyncio.create_task(registration.run())
+        await eventually(lambda: ear.names() == ["d0"], "the registration")
+        known.clear()
+    await eventually(lambda: not registration.registered, "the proxy being forgotten")
+    assert registration.unaccepted == "no proxy has accepted this node: no address of one is known yet"
+    await cancelled(node)
 
 
 async def test_another_secret_is_ignored_and_counted() -> None:

@@ -364,3 +364,27 @@ def test_a_node_that_drains_is_known_and_gets_no_work_until_it_serves_again() ->
     nodes.handle(Deregister(decode.boot_id), now=2.0)
     assert nodes.draining == frozenset()
     assert nodes.snapshot().pairings["m"] == (Pairing(NODE, (prefill,)),)
+
+
+def test_the_live_proxies_are_those_that_the_best_connected_node_is_registered_at() -> None:
+    own, second, third = b"o" * 16, b"s" * 16, b"t" * 16
+    nodes = Registry(HEARTBEAT_S, missed_heartbeats=3, own_id=own)
+    other = node_info("d1", Role.DECODE)
+    assert nodes.snapshot().live_proxies == 1
+    for info in (NODE, other):
+        nodes.handle(Register(info), now=0.0)
+    assert nodes.snapshot().live_proxies == 1, "nothing was said yet"
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(), proxies=(own, second)), now=1.0)
+    nodes.handle(NodeHeartbeat(other.boot_id, NodeLoad(), proxies=(own,)), now=1.0)
+    assert nodes.snapshot().live_proxies == 2, "a node that cannot reach a proxy hides it from nobody"
+    nodes.handle(NodeHeartbeat(other.boot_id, NodeLoad(), proxies=(second, third, third)), now=1.5)
+    assert nodes.snapshot().live_proxies == 3, (
+        "this proxy lives, though the node has not named it, and each counts once"
+    )
+    nodes.handle(Register(other), now=1.6)
+    assert nodes.snapshot().live_proxies == 3, "a registration says nothing of proxies"
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(), proxies=(own, second)), now=4.0)
+    nodes.expire(now=4.7)
+    assert nodes.snapshot().live_proxies == 2, "what a silent node said is forgotten with it"
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(), proxies=()), now=5.0)
+    assert nodes.snapshot().live_proxies == 1, "a node of an older version names none"

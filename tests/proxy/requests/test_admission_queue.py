@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from pdserve.errors import RequestError, TooManyRequests, Unavailable
 from pdserve.wire.priority import PRIORITY_S
-from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionEntry, AdmissionLimits, AdmissionQueue
+from pdserve_proxy.requests.admission_queue import (
+    AdmissionController,
+    AdmissionEntry,
+    AdmissionLimits,
+    AdmissionQueue,
+    share_of,
+)
 
 EVENTS = st.lists(
     st.tuples(
@@ -183,3 +189,27 @@ async def test_a_turn_that_does_not_come_in_time_is_a_503() -> None:
     await first
     await room.send("c", go)
     assert room.entered == ["a", "c"]
+
+
+@given(st.integers(1, 10_000), st.integers(1, 64))
+def test_the_shares_of_all_proxies_are_the_limit_up_to_rounding(limit: int, proxies: int) -> None:
+    share = share_of(limit, proxies)
+    assert share >= 1
+    assert limit <= proxies * share < limit + proxies
+
+
+def test_a_caller_has_its_part_at_each_proxy_and_more_again_when_one_is_gone() -> None:
+    live = 2
+    admission = AdmissionQueue(AdmissionLimits(0, per_caller=4, waiting=0, wait_s=1.0), lambda: live)
+    entries = [admission.enter("a", 0.0) for _ in range(2)]
+    with pytest.raises(TooManyRequests, match="2 answers under way at each of 2 proxies"):
+        admission.enter("a", 0.0)
+    admission.enter("", 0.0)
+    live = 1
+    entries += [admission.enter("a", 0.0) for _ in range(2)]
+    live = 3
+    with pytest.raises(TooManyRequests):
+        admission.enter("a", 0.0)
+    for entry in entries:
+        admission.leave(entry)
+    admission.enter("a", 0.0)

@@ -171,3 +171,19 @@ def test_prompts_share_as_many_hashes_as_whole_steps(shared: bytes, one: bytes, 
     first, second = hash_chain(shared + b"a" + one), hash_chain(shared + b"b" + other)
     same = sum(a == b for a, b in zip(first, second, strict=False))
     assert same == len(shared) // STEP_BYTES
+
+
+@given(st.lists(st.binary(max_size=3 * STEP_BYTES), max_size=20), st.permutations(range(6)))
+def test_proxies_that_know_the_same_nodes_agree_on_a_prefix_whatever_they_saw_before(
+    earlier: list[bytes], order: list[int]
+) -> None:
+    nodes = nodes_of(6)
+    others = [nodes[index] for index in order]
+    one, two = make_policy(RoutingPolicy.PREFIX_AFFINITY), make_policy(RoutingPolicy.PREFIX_AFFINITY)
+    busy = {node.boot_id: len(earlier) % (index + 1) for index, node in enumerate(nodes)}
+    for prompt in earlier:
+        two.select(others, prompt, lambda _: 0)
+    for prompt in (*earlier, b"", b"new"):
+        assert one.select(nodes, prompt, lambda info: busy[info.boot_id]) == two.select(
+            others, prompt, lambda info: busy[info.boot_id]
+        )
