@@ -79,6 +79,14 @@ class Switch(enum.Enum):
     OFF = "off"
 
 
+class MetricsNames(enum.Enum):
+    """The names of a node's metrics that vLLM has, too."""
+
+    PDSERVE = "pdserve"
+    VLLM = "vllm"
+    BOTH = "both"
+
+
 class Batching(enum.Enum):
     """The time at which waiting requests join the batch."""
 
@@ -860,6 +868,18 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """What a node's ``/metrics`` shows."""
+
+    names: MetricsNames = setting(
+        "metrics-names",
+        "Metrics that vLLM has, too, have pdserve's names (pdserve_...), vLLM's with its labels (vllm:...), or both. "
+        "Those that only pdserve has are shown in any case.",
+        MetricsNames.BOTH,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The settings that the engine process gets as MessagePack at its start, so that it reads none from the outside."""
 
@@ -934,6 +954,7 @@ class NodeConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,3 +37,8 @@ class TransferStats:
     def snapshot(self) -> TransferStats:
         """Returns a copy that stays as it is. Another thread may call it."""
         return dataclasses.replace(self, failures=self.failures.copy())
+
+    @property
+    def failures_by_name(self) -> dict[str, int]:
+        """The number of failures of each kind, those that never happened too."""
+        return {kind.value: self.failures[kind] for kind in FailureKind}

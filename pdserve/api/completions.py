@@ -281,9 +281,10 @@ class CompletionRoute(Generic[R]):
             # Tokens that are repeated count when they are shown.
             known = sum(len(choice.token_ids) for choice in generated.values())
             record.resumed_tokens = known - sum(map(len, repeated.values()))
-        return TextGeneration(
-            generation, prepared.texts, record, self._node.metrics, unshown, repeated, prepared.reasoning_before
-        )
+        metrics = self._node.metrics.requests
+        if terms.resume is None:
+            metrics.began(prepared.prompts, body.shown_choices)
+        return TextGeneration(generation, prepared.texts, record, metrics, unshown, repeated, prepared.reasoning_before)
 
     def _journaled(self, body: R, terms: RequestTerms) -> bool:
         """Returns whether the answer to ``body`` has a journal. Event groups have no log probabilities in theirs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,8 @@ from pdserve.api.app import create_app
 from pdserve.api.commands import CommandGate, NodeCommands, is_confined
 from pdserve.api.engine_client import ENGINE_COMMAND, EngineClient
 from pdserve.api.message.formats import formats_of
-from pdserve.api.metrics import NodeMetrics
+from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.metrics.request_metrics import MetricsScale
 from pdserve.api.outcome import shutting_down
 from pdserve.api.registration import Registration
 from pdserve.api.requests.grammar_check import GrammarCheck
@@ -28,6 +30,7 @@ from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
+from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.process import set_up_logging, share_interpreter
 from pdserve.signals import StopSignals, on_hangup, stop_signals
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
@@ -249,7 +252,7 @@ class NodeServer:
             ready=ready,
             tokenizer=tokenizer,
             tickets=TicketGate(secrets, info.boot_id) if self.config.discovery.proxies else None,
-            metrics=NodeMetrics(lambda: engine.stats),
+            metrics=self._metrics(info, engine, ready),
             timeout_s=self.config.request.timeout_s,
             max_body_bytes=self.config.http.max_body_bytes,
             stream=self.config.stream,
@@ -258,6 +261,15 @@ class NodeServer:
             prefix_cache=self.config.cache.prefix_cache,
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
+
+    def _metrics(self, info: NodeInfo, engine: EngineClient, ready: Ready) -> NodeMetrics:
+        processes = {"api": os.getpid(), **ready.process_ids}
+        build = BuildInfo(
+            torch=installed("torch"), ucx=ready.ucx, transports=self.config.transfer.ucx_tls, kernels=ready.kernels
+        )
+        scale = MetricsScale(self.config.request.timeout_s, ready.max_model_len)
+        others = (ProcessMetrics(lambda: processes), build)
+        return NodeMetrics(lambda: engine.stats, info.model, scale, self.config.metrics.names, others)
 
 
 async def _registered(registration: Registration | None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pdserve.api.engine_client import EngineClient, EngineState
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
-from pdserve.api.metrics import NodeMetrics
+from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import Preparer
 from pdserve.api.requests.prompts import ModelLimits

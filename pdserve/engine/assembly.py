@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import cache_blocks
-from pdserve.engine.kv_connector import KvConnector, open_connector
+from pdserve.engine.kv_connector import KvConnector, loaded_ucx, open_connector
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.launched_step import StepRunner
 from pdserve.engine.placement.latency_targets import LatencyTargets
@@ -154,8 +155,15 @@ def assemble(
         max_running=config.scheduler.max_num_seqs,
         vocab_size=decoder.vocab_size,
         kernels=backend.kernels.name if tp.size == 1 else f"{backend.kernels.name}, {tp.size} ranks",
+        process_ids=_process_ids(ranks),
+        ucx=loaded_ucx(config),
     )
     return Engine(loop, connector, cores, ready)
+
+
+def _process_ids(ranks: Ranks | None) -> dict[str, int]:
+    others = [] if ranks is None else ranks.pids
+    return {"engine": os.getpid(), **{f"rank-{number}": pid for number, pid in enumerate(others, start=1)}}
 
 
 def overlaps(config: EngineConfig, device: torch.device) -> bool:

@@ -243,6 +243,7 @@ class StepLoop:
             self._scheduler.scored(request, logprobs)
         self._steps += 1
         now = time.monotonic()
+        self._watch.count(step.plan)
         if not step.plan.replays and step.scores is None:
             self._watch.note(step.plan, now - began, now)
         for request in self._scheduler.postprocess(step.plan, sampled, now):
@@ -289,6 +290,8 @@ class StepLoop:
             cached_blocks=self._blocks.num_cached,
             steps=self._steps,
             prompt_tokens=scheduler.counters.prompt_tokens,
+            cached_prompt_tokens=scheduler.counters.cached_prompt_tokens,
+            transferred_prompt_tokens=scheduler.counters.transferred_prompt_tokens,
             generated_tokens=scheduler.counters.generated_tokens,
             preemptions=scheduler.counters.preemptions,
             moves_wanted=scheduler.counters.moves_wanted,
@@ -308,7 +311,7 @@ class StepLoop:
             transfers_sent=transfers.transfers_sent,
             transfers_received=transfers.transfers_received,
             transfer_seconds=transfers.transfer_seconds,
-            transfer_failures={kind.value: count for kind, count in transfers.failures.items()},
+            transfer_failures=transfers.failures_by_name,
             leases_expired_sending=transfers.leases_expired_sending,
             leases_expired_receiving=transfers.leases_expired_receiving,
             stale_blocks_dropped=transfers.stale_blocks_dropped,

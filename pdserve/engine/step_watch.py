@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.scheduling.batch_plan import BatchPlan
-from pdserve.wire.engine import StepStats
+from pdserve.wire.engine import STEP_TOKEN_BOUNDS, StepStats
 
 
 class StepWatch:
@@ -18,6 +20,19 @@ class StepWatch:
         self._shared = 0
         self._shared_prompt_tokens = 0
         self._shared_late = 0
+        self._num_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        self._tokens = 0
+        self._computed_prompt_tokens = 0
+
+    def count(self, plan: BatchPlan) -> None:
+        """Counts the tokens of a step."""
+        tokens = 0
+        for work in plan.work:
+            tokens += work.num_tokens
+            if not work.request.prompt_is_computed:
+                self._computed_prompt_tokens += work.num_tokens
+        self._tokens += tokens
+        self._num_tokens[bisect_left(STEP_TOKEN_BOUNDS, tokens)] += 1
 
     def note(self, plan: BatchPlan, seconds: float, now: float) -> None:
         """Notes a step that took ``seconds`` until ``now``."""
@@ -35,6 +50,9 @@ class StepWatch:
 
     def stats(self) -> StepStats:
         return StepStats(
+            num_tokens=tuple(self._num_tokens),
+            tokens=self._tokens,
+            computed_prompt_tokens=self._computed_prompt_tokens,
             shared=self._shared,
             shared_prompt_tokens=self._shared_prompt_tokens,
             shared_late=self._shared_late,

@@ -176,6 +176,10 @@ class PrefillStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     last_remote_s: float = 0.0
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""The bounds by which steps are counted: those of vLLM, whose metric it is."""
+
+
 class StepStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What an engine's steps take, and how those that *share* prompts' tokens with requests that decode kept time."""
 
@@ -184,6 +188,11 @@ class StepStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     shared_prompt_tokens: int = 0
     shared_late: int = 0
     """Those that took longer than the ITL target."""
+    num_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
+    """The number of steps by their tokens, of prompts and answers: one for each of the bounds, and one for above."""
+    tokens: int = 0
+    computed_prompt_tokens: int = 0
+    """The tokens of prompts that this engine has computed, for itself and for others."""
     itl_target_s: float = 0.0
     """The target in force when requests decoded last; 0 if there was none."""
     parts: dict[str, float] = {}
@@ -244,6 +253,11 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The time that a prompt which came now would wait: estimated, or how long the oldest one waits already."""
     steps: int = 0
     prompt_tokens: int = 0
+    """The tokens of prompts to which this node answers, counted with the first token."""
+    cached_prompt_tokens: int = 0
+    """Those of them that were in its prefix cache."""
+    transferred_prompt_tokens: int = 0
+    """Those of them whose KV cache came from a prefill node."""
     generated_tokens: int = 0
     preemptions: int = 0
     moves_wanted: int = 0
@@ -306,6 +320,10 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The number of token ids of the model: every id is below it."""
     kernels: str = ""
     """The kernels, and the number of ranks if there are several: what decides how results are rounded."""
+    process_ids: dict[str, int] = {}
+    """The engine's processes, by short names of which there are few."""
+    ucx: str = ""
+    """The version of UCX that is loaded; empty if none is."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):

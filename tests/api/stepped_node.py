@@ -22,7 +22,7 @@ from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation import Generation
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
-from pdserve.api.metrics import NodeMetrics
+from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode, TicketGate

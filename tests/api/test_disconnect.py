@@ -18,7 +18,7 @@ import pytest
 
 from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient
-from pdserve.api.metrics import NodeMetrics
+from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import WORKERS
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from pdserve.api.metrics import NodeMetrics
+from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.compare import changes
 from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT
@@ -22,6 +22,7 @@ from pdserve.cli.drain import drain_flags
 from pdserve.cli.main import SUBCOMMANDS
 from pdserve.cli.role import role_flags
 from pdserve.config import NodeConfig
+from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.settings import ROOTS, load
 from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
@@ -207,13 +208,14 @@ def test_every_message_is_in_the_protocol() -> None:
                 assert re.search(rf"\b{value.__struct_config__.tag}\b", text), value
 
 
-def test_every_metric_that_is_named_exists() -> None:
-    shown = (NodeMetrics(EngineStats).render() + generate_latest(ProxyMetrics().registry)).decode()
-    exported = set(re.findall(r"^# TYPE (\w+)", shown, re.MULTILINE))
+def test_every_metric_is_named_and_every_name_is_one() -> None:
+    others = (own_process("api"), BuildInfo())
+    shown = (NodeMetrics(EngineStats, others=others).render() + generate_latest(ProxyMetrics().registry)).decode()
+    exported = set(re.findall(r"^# TYPE ([\w:]+)", shown, re.MULTILINE))
     text = (ROOT / "docs" / "operations.md").read_text()
-    named = set(re.findall(r"\bpdserve_(?!proxy\b|kvtransfer\b|kernels\b)\w+", text))
-    assert named
+    named = set(re.findall(r"\b(?:pdserve_(?!proxy\b|kvtransfer\b|kernels\b)|vllm:|process_)\w+", text))
     assert named <= exported
+    assert {name for name in exported if not name.startswith("vllm:")} <= named
 
 
 def test_every_test_that_the_pages_name_is_there() -> None:

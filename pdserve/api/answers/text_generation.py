@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
@@ -24,7 +25,7 @@ from pdserve.api.generation import TURN_TOKENS, ChoiceOutput, Generation
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import CallPiece, MessageParts, joined
 from pdserve.api.message.reasoning_tokens import ReasoningTokens
-from pdserve.api.metrics import NodeMetrics
+from pdserve.api.metrics.request_metrics import RequestMetrics
 from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
 from pdserve.api.request_log import RequestRecord, log_request
 from pdserve.errors import RequestError
@@ -362,7 +363,7 @@ class TextGeneration:
         generation: Generation,
         choices: Mapping[int, ChoiceText],
         record: RequestRecord,
-        metrics: NodeMetrics,
+        metrics: RequestMetrics,
         unshown: Mapping[int, JournaledChoice] = MappingProxyType({}),
         repeated: Mapping[int, Sequence[int]] = MappingProxyType({}),
         reasoning_before: int = 0,
@@ -385,6 +386,8 @@ class TextGeneration:
         self._texts = tuple(choices.values())
         self._stopped = [number for number, choice in choices.items() if choice.stopped]
         self._last_token: dict[int, float] = {}
+        self._tokens: Counter[int] = Counter()
+        """The tokens that this node has generated, by choice."""
         self._record = record
         self._metrics = metrics
         self._closed = False
@@ -446,8 +449,7 @@ class TextGeneration:
         for choice in list(self._choices):
             self._end_choice(choice, ChoiceOutcome.ABORT, None)
         now = time.monotonic()
-        first = self._record.first_token
-        self._metrics.request_ended(now - self._record.arrived, None if first is None else now - first)
+        self._metrics.request_ended(self._record, max(self._tokens.values(), default=0), now)
         log_request(self._record, now)
 
     def _end_stopped(self) -> list[TextDelta]:
@@ -535,6 +537,7 @@ class TextGeneration:
             if record.resumed_tokens is None:
                 self._metrics.first_token(now - record.arrived)
         self._last_token[choice] = record.last_token = now
+        self._tokens[choice] += count
         record.output_tokens += count
 
     def _end_choice(self, choice: int, outcome: ChoiceOutcome, report: RequestReport | None) -> None:
@@ -542,7 +545,7 @@ class TextGeneration:
         self._record.outcomes.append(outcome)
         if report is not None:
             self._record.reports.append(report)
-        self._metrics.choice_ended(outcome, report)
+        self._metrics.choice_ended(outcome, report, self._tokens[choice])
 
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:

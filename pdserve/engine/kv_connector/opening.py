@@ -37,6 +37,12 @@ from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.configuration import bound_to_loopback, side_settings
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.ucx.ucx_transport import ucx_version
+
+
+def loaded_ucx(config: EngineConfig) -> str:
+    """Returns the version of the UCX that moves KV blocks; empty if this node has no peers."""
+    return ucx_version() if config.has_peers else ""
 
 
 def open_connector(

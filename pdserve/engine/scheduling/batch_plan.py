@@ -152,6 +152,11 @@ class SchedulerCounters:
     """What the scheduler has counted since the engine's start."""
 
     prompt_tokens: int = 0
+    """The tokens of prompts to which this engine's own clients get answers."""
+    cached_prompt_tokens: int = 0
+    """Those of them that were in the prefix cache."""
+    transferred_prompt_tokens: int = 0
+    """Those of them that a prefill node has computed."""
     generated_tokens: int = 0
     preemptions: int = 0
     moves_wanted: int = 0

@@ -29,7 +29,7 @@ from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.room_watch import RoomWatch
 from pdserve.engine.scheduling.step_budget import StepBudget
-from pdserve.wire.engine import FinishReason, RoomWanted
+from pdserve.wire.engine import FinishReason, PrefillSource, RoomWanted
 from pdserve.wire.prompt_logprobs import PromptLogprobs, joined
 from pdserve.wire.sampling_params import SampledToken
 
@@ -251,8 +251,7 @@ class Scheduler:
         """Appends a sampled token, tells the client, and ends the request if this was its last token."""
         if request.first_token_at is None:
             request.first_token_at = now
-            if request.parent is None:
-                self.counters.prompt_tokens += request.num_prompt_tokens
+            self._count_prompt(request)
         request.token_ids.append(token.token_id)
         self.counters.generated_tokens += 1
         if request.local_id is None:
@@ -260,6 +259,22 @@ class Scheduler:
             return
         self._collector.token(request, token)
         self.finish_if_over(request)
+
+    def _count_prompt(self, request: Request) -> None:
+        """Counts the prompt of an answer that begins.
+
+        The node that answers counts it, once, also where another has computed it, or goes on with the answer later.
+        """
+        if request.parent is not None or request.serves_push or request.num_emitted_tokens:
+            return
+        counters, cached, transferred = self.counters, request.cached_tokens, 0
+        if request.prefill_source is PrefillSource.REMOTE:
+            # What the prefill node had in its own cache came from there, too.
+            cached = request.first_block * self._blocks.block_size
+            transferred = request.num_prompt_tokens - cached
+        counters.prompt_tokens += request.num_prompt_tokens
+        counters.cached_prompt_tokens += cached
+        counters.transferred_prompt_tokens += transferred
 
     # ------------------------------------------------------------ remote prefill
 

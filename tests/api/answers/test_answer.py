@@ -17,7 +17,7 @@ from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, byte_l
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
-from pdserve.api.metrics import NodeMetrics
+from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.outcome import shutting_down
 from pdserve.api.request_log import RequestRecord
 from pdserve.errors import Internal
@@ -54,7 +54,7 @@ class Rig:
         self.metrics = NodeMetrics(EngineStats)
         self.record = RequestRecord("r", "n", 0.0)
         texts = {choice: choice_text(choice, stops) for choice in range(choices)}
-        self.run = TextGeneration(self.generation, texts, self.record, self.metrics)
+        self.run = TextGeneration(self.generation, texts, self.record, self.metrics.requests)
         self.options = answer_options(choices, PlainChoices(CHAT_FORM))
 
     async def streamed(self, first: RequestOutput, then: Callable[[], None]) -> tuple[Events, bool]:

@@ -1,93 +1,26 @@
-"""Prometheus metrics of a node, under the names that serving dashboards know, prefixed ``pdserve_``."""
+"""Shows what the engine of a node has counted, which it sends as totals, without counting it again."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pdserve.api.outcome import ChoiceOutcome
-from pdserve.wire.engine import EngineStats, PrefillNodeStats, PrefillSource, PrefillStats, RequestReport, StepStats
+from pdserve.wire.engine import (
+    STEP_TOKEN_BOUNDS,
+    EngineStats,
+    PrefillNodeStats,
+    PrefillReason,
+    PrefillSource,
+    PrefillStats,
+    StepStats,
+)
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-_TAIL_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-
-
-class NodeMetrics:
-    """Everything that ``/metrics`` shows. Observed values come from the API, the rest from the engine's last stats."""
-
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(stats))
-        self._ttft = self._histogram("time_to_first_token_seconds", "from arrival to the first token", _SECONDS)
-        self._itl = TokenGaps(_TOKEN_SECONDS)
-        self._registry.register(self._itl)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "from arrival to the end", _SECONDS)
-        self._queue = self._histogram("request_queue_time_seconds", "waiting in the engine", _SECONDS)
-        self._prefill = self._histogram("request_prefill_time_seconds", "from the queue to the first token", _SECONDS)
-        self._tail = self._histogram(
-            "kv_transfer_tail_seconds", "from a remote first token to its prompt's last KV block", _TAIL_SECONDS
-        )
-        self._decode = self._histogram("request_decode_time_seconds", "from the first token to the end", _SECONDS)
-        self._success = Counter("pdserve_request_success", "answers", ["finished_reason"], registry=self._registry)
-        self._failure = Counter("pdserve_request_failure", "requests without one", ["reason"], registry=self._registry)
-        for outcome in ChoiceOutcome:  # so that rates start from 0 and not from nothing
-            (self._success if outcome.is_answer else self._failure).labels(outcome.value)
-
-    def first_token(self, ttft_s: float) -> None:
-        self._ttft.observe(ttft_s)
-
-    def next_tokens(self, gap_s: float, count: int) -> None:
-        """Observes ``count`` tokens that came at once, ``gap_s`` after the one before them."""
-        self._itl.observe(gap_s, count)
-
-    def choice_ended(self, outcome: ChoiceOutcome, report: RequestReport | None) -> None:
-        (self._success if outcome.is_answer else self._failure).labels(outcome.value).inc()
-        if report is not None:
-            self._queue.observe(report.queue_s)
-            self._prefill.observe(report.prefill_s)
-            if report.prefill_source is PrefillSource.REMOTE:
-                self._tail.observe(report.transfer_s)
-
-    def request_ended(self, total_s: float, decode_s: float | None) -> None:
-        self._e2e.observe(total_s)
-        if decode_s is not None:
-            self._decode.observe(decode_s)
-
-    def render(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"pdserve_{name}", help, buckets=buckets, registry=self._registry)
-
-
-class TokenGaps(Collector):
-    """A histogram that is observed at each token of each request: it has no locks, and takes equal values at once."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, gap_s: float, count: int) -> None:
-        self._counts[bisect_left(self._bounds, gap_s / count)] += count
-        self._sum += gap_s
-
-    def collect(self) -> Iterable[Metric]:
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        yield HistogramMetricFamily(
-            "pdserve_inter_token_latency_seconds",
-            "gap between two tokens; those that are sent in one chunk share the gap before it evenly",
-            buckets=list(zip(names, map(float, accumulate(self._counts)), strict=True)),
-            sum_value=self._sum,
-        )
+_DECIDED = (PrefillSource.LOCAL, PrefillSource.REMOTE)
+"""The sources that a decision may name: a fallback is none's decision."""
 
 
 class EngineCollector(Collector):
@@ -107,7 +40,7 @@ class EngineCollector(Collector):
         yield _gauge("quarantined_blocks", "KV blocks held until a receive completes", stats.quarantined_blocks)
         yield _gauge("cached_blocks", "KV blocks in the prefix cache, in use or idle", stats.cached_blocks)
         yield _counter("engine_steps", "batches computed", stats.steps)
-        yield _counter("prompt_tokens", "tokens of prompts, those from the prefix cache too", stats.prompt_tokens)
+        yield from _prompts(stats)
         yield _counter("generation_tokens", "tokens generated", stats.generated_tokens)
         yield _counter("num_preemptions", "requests set back for lack of blocks", stats.preemptions)
         yield _counter("num_moves_wanted", "requests that should leave before blocks run out", stats.moves_wanted)
@@ -153,13 +86,40 @@ class EngineCollector(Collector):
         yield _counter("stale_blocks_dropped", "blocks of dead transfers refused", stats.stale_blocks_dropped)
 
 
+def _prompts(stats: EngineStats) -> Iterable[Metric]:
+    """Yields the tokens of prompts: those that were answered here, each once in the cluster, and those computed here.
+
+    The sources have vLLM's names.
+    """
+    cached, transferred = stats.cached_prompt_tokens, stats.transferred_prompt_tokens
+    yield _counter("prompt_tokens", "tokens of prompts that are answered here", stats.prompt_tokens)
+    yield _counter("prompt_tokens_cached", "those of them that were not computed here", cached + transferred)
+    yield _by_label(
+        "prompt_tokens_by_source",
+        "tokens of prompts that are answered here, by where their KV cache came from",
+        "source",
+        {
+            "local_compute": stats.prompt_tokens - cached - transferred,
+            "local_cache_hit": cached,
+            "external_kv_transfer": transferred,
+        },
+    )
+    yield _counter(
+        "prompt_tokens_computed",
+        "tokens of prompts that were computed here, for this node or others",
+        stats.step.computed_prompt_tokens,
+    )
+
+
 def _prefill(stats: PrefillStats) -> Iterable[Metric]:
     """Yields what the choice between local and remote prefill goes by."""
     decisions = CounterMetricFamily(
         "pdserve_placement", "prompts, by where they went and why", labels=["source", "reason"]
     )
-    for made in stats.decisions:
-        decisions.add_metric([made.source.value, made.reason.value], made.count)
+    made = {(source, reason): 0 for source in _DECIDED for reason in PrefillReason}
+    made |= {(decision.source, decision.reason): decision.count for decision in stats.decisions}
+    for (source, reason), count in made.items():
+        decisions.add_metric([source.value, reason.value], count)
     yield decisions
     yield _gauge("prefill_local_tokens_per_second", "rate of prompts on this node", stats.tokens_per_s)
     yield _gauge("prefill_decode_step_seconds", "a step without prompts", stats.decode_step_s)
@@ -180,6 +140,10 @@ def _prefill(stats: PrefillStats) -> Iterable[Metric]:
 
 def _steps(stats: StepStats) -> Iterable[Metric]:
     """Yields what steps take, and how those with prompts beside streams kept their target."""
+    steps = HistogramMetricFamily("pdserve_iteration_tokens", "tokens of a step, of prompts and answers")
+    bounds = [*map(floatToGoString, STEP_TOKEN_BOUNDS), "+Inf"]
+    steps.add_metric([], list(zip(bounds, accumulate(stats.num_tokens), strict=True)), stats.tokens)
+    yield steps
     yield _gauge("itl_target_seconds", "of the steps that decode, 0 without a target", stats.itl_target_s)
     yield _counter("shared_steps", "with chunks of prompts beside requests that decode", stats.shared)
     yield _counter("shared_steps_prompt_tokens", "in the chunks of those steps", stats.shared_prompt_tokens)

@@ -1,0 +1,1 @@
+"""The metrics of a node, under pdserve's names and vLLM's."""
