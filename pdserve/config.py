@@ -1018,6 +1018,12 @@ class ClusterConfig:
         "A node that has nothing to compute lends its cores to the others. Off: each computes on its own alone.",
         Switch.ON,
     )
+    verbose: Switch = setting(
+        "verbose",
+        "All lines of all processes are printed. Otherwise only warnings and errors are, and files have all.",
+        Switch.OFF,
+        bare="on",
+    )
     ask: str = setting("ask", "pdserve asks this one question, prints the answer, and stops.", "", metavar="TEXT")
     startup_timeout_s: float = setting(
         "startup-timeout-s", "All nodes together get this many seconds to start.", 300.0, minimum=1, maximum=86_400

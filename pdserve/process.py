@@ -232,6 +232,11 @@ class ServerProcess(ChildProcess):
     def alive(self) -> bool:
         return not self._exit.done()
 
+    @property
+    def url(self) -> str:
+        """The address that the server has said; empty as long as it has said none."""
+        return self._listening.result().url if self._listening.done() else ""
+
     async def wait(self) -> int:
         """Returns the exit status once the server has ended and all its lines are relayed. Safe to cancel."""
         return await asyncio.shield(self._exit)

@@ -41,6 +41,11 @@ class KeptServer:
         self._console = console
         self.process = self._start(command)
 
+    @property
+    def url(self) -> str:
+        """Where the server listens; empty as long as it has not said so."""
+        return self.process.url
+
     async def keep(self, command: Sequence[str]) -> None:
         """Starts the server again, with ``command``, whenever it has died, and says so.
 

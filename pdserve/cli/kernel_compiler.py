@@ -13,10 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
-from pdserve.compiled_library import BuildError, CompilerWatch, built_library, needs_compiling
+from pdserve.compiled_library import BuildError, CompilerWatch, Compiling, built_library, needs_compiling
 from pdserve.config import CpuKernels, Device, NodeConfig
 from pdserve.process import ChildProcess, die_with_parent, python_program
 from pdserve_kernels.cpu.library import CPU_KERNELS
@@ -25,19 +24,18 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 @contextmanager
-def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[Callable[[], str]]:
+def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[Callable[[], Compiling | None]]:
     """Compiles within the block, if nodes with these settings need it. What has not ended with the block is killed.
 
-    Yields a function that says how far the compiler is; it returns an empty text when nothing is compiled, or if that
-    cannot be told.
+    Yields a function that returns how far the compiler is; None when nothing is compiled, or if that cannot be told.
     """
     if not computes_on_cpu(node) or not needs_compiling(CPU_KERNELS, cache_dir):
-        yield str
+        yield nothing_compiled
         return
-    progress: Callable[[], str] = str
+    progress: Callable[[], Compiling | None] = nothing_compiled
     # A failing compiler is the engines' to report: they may do without.
     with suppress(BuildError):
-        progress = partial(_progress, CompilerWatch(CPU_KERNELS, cache_dir))
+        progress = CompilerWatch(CPU_KERNELS, cache_dir).look
     command = python_program("pdserve.cli.kernel_compiler", str(cache_dir))
     child = ChildProcess("kernel compiler", command, stderr=subprocess.DEVNULL, own_session=True)
     over = os.eventfd(0, os.EFD_CLOEXEC)
@@ -61,9 +59,8 @@ def _reap_first(child: ChildProcess, over: int) -> None:
     child.reap(0.0)
 
 
-def _progress(watch: CompilerWatch) -> str:
-    found = watch.look()
-    return "" if found is None else f"the CPU kernels are compiled, {found.done} of {found.sources} sources"
+def nothing_compiled() -> Compiling | None:
+    return None
 
 
 def computes_on_cpu(node: NodeConfig) -> bool:

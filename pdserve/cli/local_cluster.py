@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import re
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,6 +21,8 @@ import aiohttp
 
 from pdserve.cli.console import Console
 from pdserve.cli.kept_server import KeptServer
+from pdserve.cli.kernel_compiler import nothing_compiled
+from pdserve.compiled_library import Compiling
 from pdserve.config import ClusterConfig, HttpConfig, LogConfig, LogLevel, NodeConfig, Switch, UpConfig
 from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
 from pdserve.settings import load, to_environ
@@ -93,6 +96,9 @@ _CORE_LEDGER = "PDSERVE_CORE_LEDGER"
 _OWN_ADDRESSES = ("PDSERVE_TRANSFER_HOST", "PDSERVE_TRANSFER_PORT", "PDSERVE_TRANSFER_ADVERTISE")
 
 _LOG_PREFIX = re.compile(r"^[\d:,. TZ-]+(DEBUG|INFO|WARNING|ERROR) \S+ ")
+_STAGES = ("loading libraries", "preparing kernels", "loading weights", "warming up", "recording", "listening")
+"""What a node says while it starts, in this order."""
+_SHOWN_NODES = 6
 _POLL_S = 0.2
 _REPORT_S = 5.0
 _PROXY_GRACE_S = 3.0
@@ -106,11 +112,11 @@ class LocalCluster:
         console: Console,
         http: HttpConfig,
         tls: ssl.SSLContext | None = None,
-        compiling: Callable[[], str] = str,
+        compiling: Callable[[], Compiling | None] = nothing_compiled,
     ) -> None:
         """``http`` says where the proxy listens. ``tls`` is for requests to the proxy, if it serves HTTPS.
 
-        ``compiling`` returns what is compiled beside the cluster now, and how far; an empty text if nothing is.
+        ``compiling`` returns how far the compiler of the CPU kernels is; None if nothing is compiled.
         """
         self._console = console
         self._compiling = compiling
@@ -133,15 +139,19 @@ class LocalCluster:
         """
         # The proxy's control port is chosen here, so that the nodes, which take longer, need not wait for the proxy.
         with held_port(LOOPBACK) as self._control_port:
-            self._console.say("starting proxy")
+            self._console.say(f"starting {_listed(nodes)}")
             self._proxy = KeptServer("proxy", environ, self._console, self._proxy_command())
             for node in nodes:
-                self._console.say(f"starting {node.name} on cores {', '.join(map(str, node.cores))}")
                 server = KeptServer(node.name, environ, self._console, self._node_command(node))
                 self._nodes[node.name] = (node, server)
             self._found = await self._proxy.process.listening()
         await self._until_ready()
         self._console.say(f"all {len(nodes)} nodes are ready")
+        for node in nodes[:_SHOWN_NODES]:
+            cores = f"cores {', '.join(map(str, node.cores))}" if len(node.cores) > 1 else f"core {node.cores[0]}"
+            self._console.say(f"  {node.name:10} {self._nodes[node.name][1].url}, {cores}")
+        if len(nodes) > _SHOWN_NODES:
+            self._console.say(f"  and {len(nodes) - _SHOWN_NODES} more")
 
     async def watch(self) -> str:
         """Starts again what dies, and returns why the cluster cannot serve any more."""
@@ -203,7 +213,8 @@ class LocalCluster:
                 missing = self._nodes.keys() - await registered_nodes(session, self.url)
                 if not missing and await _is_ready(session, self.url):
                     return
-                if self._console.elapsed_s - reported >= _REPORT_S:
+                self._console.progress(self._share(missing), self._waiting_for(sorted(missing)))
+                if not self._console.shows_progress and self._console.elapsed_s - reported >= _REPORT_S:
                     reported = self._console.elapsed_s
                     self._console.say(self._waiting_for(sorted(missing)))
                 await self._pause()
@@ -213,7 +224,20 @@ class LocalCluster:
             return "waiting for the proxy to be ready"
         nodes = [f"{name} ({_stage(self._nodes[name][1].process.last_line)})" for name in missing]
         compiling = self._compiling()
-        return "waiting for " + "; ".join([*nodes, compiling] if compiling else nodes)
+        if compiling is not None:
+            nodes.append(f"the CPU kernels are compiled, {compiling.done} of {compiling.sources} sources")
+        return "waiting for " + "; ".join(nodes)
+
+    def _share(self, missing: Set[str]) -> float:
+        """Returns how much of the start is over, from 0 to 1: of all nodes' stages, and of what is compiled."""
+        parts = [
+            _stages_done(server.process.last_line) if name in missing else 1.0
+            for name, (_, server) in self._nodes.items()
+        ]
+        compiling = self._compiling()
+        if compiling is not None:
+            parts.append(compiling.done / compiling.sources)
+        return sum(parts) / len(parts)
 
     async def _pause(self) -> None:
         """Waits until it is worth looking again: for a moment, or until a process ends."""
@@ -228,6 +252,19 @@ class LocalCluster:
 def _stage(line: str) -> str:
     """Returns the text of a log line without its time, level and logger."""
     return _LOG_PREFIX.sub("", line)[:80]
+
+
+def _stages_done(line: str) -> float:
+    """Returns how many of a node's stages were over when it wrote ``line``, as a share of all."""
+    reached = [number for number, stage in enumerate(_STAGES, 1) if stage in line]
+    return max(reached, default=0) / (len(_STAGES) + 1)
+
+
+def _listed(nodes: Sequence[NodePlan]) -> str:
+    """Returns such words as ``the proxy, 1 prefill node and 2 decode nodes``."""
+    counts = Counter(node.role.value for node in nodes)
+    parts = ["the proxy", *(f"{count} {role} node{'s' if count > 1 else ''}" for role, count in counts.items())]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 async def registered_nodes(session: aiohttp.ClientSession, url: str) -> set[str]:

@@ -8,14 +8,17 @@ import secrets
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from pdserve.cli.ask import AskFailed, ask
 from pdserve.cli.console import Console
 from pdserve.cli.kernel_compiler import compiling_kernels
 from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
-from pdserve.config import NodeConfig, ProxyConfig, UpConfig
+from pdserve.cli.server_logs import server_logs
+from pdserve.compiled_library import Compiling
+from pdserve.config import LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
 from pdserve.core_ledger import private_ledger
 from pdserve.http.tls import trusting_only
 from pdserve.models.checkpoint.demo import resolve_model, served_model_name
@@ -44,10 +47,40 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         folder = resolve_model(config.model.path)
         name = config.model.served_model_name or served_model_name(config.model.path, folder)
         config = replace(config, model=replace(config.model, path=str(folder), served_model_name=name))
-        console = Console(sys.stderr, colour=sys.stderr.isatty() and "NO_COLOR" not in environ, level=config.log.level)
         inherited = child_environ(config, environ, secret, file, ledger)
         access = _Access(api_key(inherited), proxy_tls(inherited))
-        return asyncio.run(_serve(config, inherited, access, console, compiling))
+        with _console(config, environ) as console:
+            return asyncio.run(_serve(config, inherited, access, console, compiling))
+
+
+@contextmanager
+def _console(config: UpConfig, environ: Mapping[str, str]) -> Iterator[Console]:
+    """Yields a console that prints warnings and errors of all processes, and has files keep all that they write.
+
+    With ``--verbose``, or where no file can be written, it prints everything.
+    """
+    terminal = sys.stderr.isatty()
+    colour = terminal and "NO_COLOR" not in environ
+    level = config.log.level
+    with ExitStack() as stack:
+        if config.cluster.verbose is Switch.ON:
+            yield Console(sys.stderr, colour=colour, level=level)
+            return
+        folder = state_folder(environ) / "logs"
+        try:
+            logs = stack.enter_context(server_logs(folder))
+        except OSError as exc:
+            console = Console(sys.stderr, colour=colour, level=level)
+            console.say(f"all lines are printed, because they cannot be kept in {folder}: {exc.strerror}")
+            yield console
+            return
+        console = Console(sys.stderr, colour=colour, level=_quieter(level), keep=logs.write, terminal=terminal)
+        console.say(f"logs: {logs.folder}")
+        yield console
+
+
+def _quieter(level: LogLevel) -> LogLevel:
+    return LogLevel.WARNING if level in (LogLevel.DEBUG, LogLevel.INFO) else level
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +117,11 @@ def _secret(config: UpConfig, environ: Mapping[str, str]) -> str:
 
 
 async def _serve(
-    config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console, compiling: Callable[[], str]
+    config: UpConfig,
+    environ: Mapping[str, str],
+    access: _Access,
+    console: Console,
+    compiling: Callable[[], Compiling | None],
 ) -> int:
     cluster = LocalCluster(console, config.http, access.tls, compiling)
     with stop_signals(signal.SIGHUP, apart_s=_APART_S) as signals:

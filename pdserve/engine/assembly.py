@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +99,8 @@ def assemble(
     if config.has_peers:
         shared = shared_memory(config.transfer, config.cache.kv_cache_mib, device, num_blocks * layout.block_bytes)
     kv_memory = None if shared is None else shared.bytes
-    own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend, kv_memory, block_kernels)
+    loading = _LoadingStage(progress)
+    own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend, kv_memory, block_kernels, loading.tell)
     runner: ModelRunner | TpRunner = own
     if ranks is not None:
         ranks.wait_for(Loaded)
@@ -193,6 +195,21 @@ def warm_up_tokens(max_num_batched_tokens: int, max_model_len: int, device: torc
     """
     most = min(max_num_batched_tokens, max_model_len - 1)
     return min(most, CPU_WARM_UP_TOKENS) if device.type == "cpu" else most
+
+
+class _LoadingStage:
+    """Tells how much of the weights is loaded: every tenth, but not more often than once a second."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._told_s = time.monotonic()
+        self._told = 0
+
+    def tell(self, share: float) -> None:
+        tenth = int(share * 10)
+        if tenth > self._told and time.monotonic() - self._told_s >= 1.0:
+            self._told, self._told_s = tenth, time.monotonic()
+            self._progress(f"loading weights, {tenth * 10} %")
 
 
 def warm_up(runner: StepRunner, tokens: int, block_size: int) -> None:

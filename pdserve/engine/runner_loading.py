@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,10 +52,11 @@ def load_runner(
     backend: Backend,
     kv_memory: memoryview | None = None,
     block_kernels: BlockKernels | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> ModelRunner:
     """Loads one rank's part of the model. ``kv_memory`` is where its KV cache is kept, if not where torch allocates.
 
-    ``block_kernels`` are ``kept_block_kernels``.
+    ``block_kernels`` are ``kept_block_kernels``. ``progress`` is called with the share of the tensors that are read.
 
     Raises ModelError if the folder does not hold the model, or if the model cannot be split over the ranks.
     """
@@ -73,6 +74,7 @@ def load_runner(
             tp,
             kv_memory,
             block_kernels=block_kernels,
+            progress=progress,
         )
 
 

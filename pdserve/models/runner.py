@@ -221,11 +221,13 @@ class ModelRunner:
         tp: TpGroup = ALONE,
         kv_memory: memoryview | None = None,
         block_kernels: BlockKernels | None = None,
+        progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         """Loads this rank's part of the model. Raises ModelError if the folder does not hold it.
 
         ``kv_memory``, zeroed and of ``num_blocks`` blocks, is where to keep the KV cache. Without it, the
         cache is allocated on ``device``. With ``block_kernels``, weights stay in the blocks of their file.
+        ``progress`` is called with the share of the tensors that have been read, from 0 to 1.
         """
         torch_dtype = TORCH_DTYPES[dtype]
         self.layout = kv_layout(config, dtype, block_size, tp)
@@ -239,7 +241,8 @@ class ModelRunner:
         self._tp = tp
         self._graphs: DecodeGraphs | None = None
         unread = kernels if isinstance(kernels, CompiledKernels) else None
-        building = Building(Checkpoint(folder, torch_dtype, device), self._kernels, tp, block_kernels, unread)
+        checkpoint = Checkpoint(folder, torch_dtype, device, progress)
+        building = Building(checkpoint, self._kernels, tp, block_kernels, unread)
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 
     @torch.inference_mode()

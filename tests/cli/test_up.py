@@ -83,8 +83,11 @@ def test_one_question_is_answered_over_prefill_and_decode_also_where_a_key_is_wa
     assert status == 0, up.output
     assert "The capital of France is Paris." in up.lines, up.output
     assert re.search(r"^TTFT \d+ ms, [\d.]+ tok/s \(\d+ prompt tokens, \d+ generated\)$", up.output, re.MULTILINE)
-    assert "source=remote" in up.output
-    assert key not in up.output
+    (log,) = tmp_path.glob("pdserve/logs/*/decode-0.log")
+    assert "source=remote" in log.read_text()
+    assert "source=remote" not in up.output
+    assert len(up.output.splitlines()) <= 12, up.output
+    assert key not in up.output + log.read_text()
     assert "all 2 nodes are ready" in up.output
     wait_until_gone(str(tmp_path))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -75,17 +75,33 @@ class SafetensorsFiles:
             raise ModelError(f"tensor {name!r} of {path} cannot be read: {exc}") from exc
 
 
+def _tell_nobody(share: float) -> None:
+    pass
+
+
 class Checkpoint:
     """The tensors of a model folder or GGUF file, each taken exactly once so that nothing is forgotten."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
-        """Raises ModelError if there are no readable weights at ``path``."""
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        progress: Callable[[float], None] = _tell_nobody,
+    ) -> None:
+        """``progress`` is called with the share of the tensors that have been read, from 0 to 1.
+
+        Raises ModelError if there are no readable weights at ``path``.
+        """
         self.device = device
         self.path = path
         self._dtype = dtype
         self._files = _tensor_files(path)
         self._left = {name: name for name in self._files.names()}
         """What is left to take, and the names that the files know it by."""
+        self._progress = progress
+        self._tensors = len(self._left)
+        self._read = 0
 
     def take(self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
         """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
@@ -107,7 +123,7 @@ class Checkpoint:
             return None
         self._check_shape(name, stored, shape)
         del self._left[name]
-        return self._files.read(stored, rows, columns, self._dtype).to(self.device)
+        return self._loaded(stored, rows, columns)
 
     def take_unread(self, name: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> UnreadWeight:
         """Does what ``take`` does for a tensor of two dimensions, which is read later."""
@@ -119,7 +135,7 @@ class Checkpoint:
         found = (len(range(*rows.indices(shape[0]))), len(range(*columns.indices(shape[1]))))
 
         def read() -> torch.Tensor:
-            return self._files.read(stored, rows, columns, self._dtype).to(self.device)
+            return self._loaded(stored, rows, columns)
 
         return UnreadWeight(_key(stored, rows, columns), found, self._dtype, read)
 
@@ -140,6 +156,12 @@ class Checkpoint:
             return None
         del self._left[name]
         return replace(weight, key=_key(stored, rows, columns))
+
+    def _loaded(self, stored: str, rows: slice, columns: slice) -> torch.Tensor:
+        tensor = self._files.read(stored, rows, columns, self._dtype).to(self.device)
+        self._read += 1
+        self._progress(min(1.0, self._read / self._tensors))
+        return tensor
 
     def _check_shape(self, name: str, stored: str, shape: tuple[int, ...]) -> None:
         found = self._files.shape(stored)
