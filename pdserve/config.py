@@ -209,6 +209,16 @@ class RoutingPolicy(enum.Enum):
     PREFIX_AFFINITY = "prefix-affinity"
 
 
+class StatusPage(enum.Enum):
+    """Who may see the proxy's status page."""
+
+    AUTO = "auto"
+    """Those on this machine, if the proxy listens on loopback alone; elsewhere those with a key, if there are keys."""
+    ON = "on"
+    """Whoever may send requests."""
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The model and the device that computes it."""
@@ -985,6 +995,24 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StatusConfig:
+    """The proxy's page about the cluster, and who may give nodes commands there."""
+
+    page: StatusPage = setting(
+        "status-page",
+        "The proxy shows the cluster at / and /status: on to whoever may send requests, off to nobody, auto on "
+        "loopback or, elsewhere, to those with a key.",
+        StatusPage.AUTO,
+    )
+    admin_key_file: str = setting(
+        "admin-key-file",
+        "The keys in this file let their owners drain nodes and change roles on the status page. Each line is a key, "
+        "or a name and a key. They are not keys for requests.",
+        "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """The settings of ``pdserve proxy``."""
 
@@ -1000,6 +1028,7 @@ class ProxyConfig:
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    status: StatusConfig = field(default_factory=StatusConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

@@ -20,6 +20,7 @@
     └── RequestError            a client's request ends with an HTTP error in OpenAI's shape
         ├── InvalidRequest          400
         ├── Unauthorized            401
+        ├── Forbidden               403
         ├── NotFound                404
         ├── MethodNotAllowed        405
         ├── RequestTimeout          408
@@ -176,6 +177,11 @@ class InvalidRequest(RequestError):
 class Unauthorized(RequestError):
     status = 401
     type = "authentication_error"
+
+
+class Forbidden(RequestError):
+    status = 403
+    type = "permission_error"
 
 
 class NotFound(RequestError):

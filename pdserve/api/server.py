@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.metadata
 import logging
 import os
 import socket
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import uvloop
 
 from pdserve.api.app import create_app
@@ -33,7 +35,7 @@ from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.process import set_up_logging, share_interpreter
 from pdserve.signals import StopSignals, on_hangup, stop_signals
-from pdserve.wire.discovery import Capacity, NodeInfo, Role
+from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
@@ -128,8 +130,9 @@ class NodeServer:
     ) -> None:
         url = self.config.http.advertise.rstrip("/") or url_of(listener, wildcard=socket.gethostname())
         info = self._info(ready, boot_id, url)
-        registering = self._registration(info, engine, secrets)
-        state = self._state(info, engine, ready, tokenizer, registering, secrets)
+        metrics = self._metrics(info, engine, ready)
+        registering = self._registration(info, engine, metrics, secrets)
+        state = self._state(info, engine, ready, tokenizer, metrics, registering, secrets)
         commands, commanded = None, asyncio.Event()
         if registering is not None:
             gate = CommandGate(secrets, boot_id)
@@ -183,17 +186,23 @@ class NodeServer:
         if engine.failure is None:
             raise PdserveError("the HTTP server ended by itself")
 
-    def _registration(self, info: NodeInfo, engine: EngineClient, secrets: Secrets) -> Registration | None:
+    def _registration(
+        self, info: NodeInfo, engine: EngineClient, metrics: NodeMetrics, secrets: Secrets
+    ) -> Registration | None:
         """Returns the registration at the proxies, or None for a node that clients talk to directly."""
         discovery = self.config.discovery
         if not discovery.proxies:
             return None
+
+        def load() -> NodeLoad:
+            return msgspec.structs.replace(engine.stats.load, gaps=metrics.requests.gaps)
+
         return Registration(
             info,
             discovery.proxies,
             secrets,
             discovery.heartbeat_ms,
-            lambda: engine.stats.load,
+            load,
             resolve_s=discovery.resolve_s,
         )
 
@@ -233,6 +242,7 @@ class NodeServer:
                 max_model_len=ready.max_model_len,
             ),
             kernels=ready.kernels,
+            version=importlib.metadata.version("pdserve"),
         )
 
     def _state(
@@ -241,6 +251,7 @@ class NodeServer:
         engine: EngineClient,
         ready: Ready,
         tokenizer: Tokenizer,
+        metrics: NodeMetrics,
         registration: Registration | None,
         secrets: Secrets,
     ) -> ServingNode:
@@ -252,7 +263,7 @@ class NodeServer:
             ready=ready,
             tokenizer=tokenizer,
             tickets=TicketGate(secrets, info.boot_id) if self.config.discovery.proxies else None,
-            metrics=self._metrics(info, engine, ready),
+            metrics=metrics,
             timeout_s=self.config.request.timeout_s,
             max_body_bytes=self.config.http.max_body_bytes,
             stream=self.config.stream,

@@ -20,19 +20,24 @@ class BucketCounts:
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
+        self.bounds = tuple(bounds)
         self._names = [*map(floatToGoString, bounds), "+Inf"]
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self._counts[bisect_left(self.bounds, value)] += 1
         self._sum += value
 
     def observe_equal(self, total: float, count: int) -> None:
         """Observes ``count`` equal values whose sum is ``total``."""
-        self._counts[bisect_left(self._bounds, total / count)] += count
+        self._counts[bisect_left(self.bounds, total / count)] += count
         self._sum += total
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many values each bucket has alone; the last one has those above all bounds."""
+        return tuple(self._counts)
 
     @property
     def buckets(self) -> list[tuple[str, float]]:

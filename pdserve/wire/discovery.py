@@ -24,6 +24,8 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
+MAX_GAP_BOUNDS = 64
+
 
 MAX_REPORTED_PROXIES = 64
 """A node names so many proxies at most."""
@@ -56,6 +58,14 @@ class Capacity(msgspec.Struct, frozen=True):
     max_model_len: Count
 
 
+class GapCounts(msgspec.Struct, frozen=True):
+    """How many tokens came how long after the ones before them, since the node's start."""
+
+    bounds_s: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_GAP_BOUNDS)] = ()
+    """The upper bounds of all counts but the last, in ascending order."""
+    counts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GAP_BOUNDS + 1)] = ()
+
+
 class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """How busy a node is. All zeros until its first heartbeat."""
 
@@ -67,6 +77,12 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """An estimate of how long a prompt that comes now waits until it is computed."""
     step_s: Annotated[Seconds, since(6)] = 0.0
     """How long a step that computed no prompt took lately; 0 while nothing runs."""
+    prompt_tokens: Annotated[Count, since(6)] = 0
+    """The tokens of the prompts that the node's engine took since its start."""
+    generated_tokens: Annotated[Count, since(6)] = 0
+    """The tokens that the node's engine has generated since its start."""
+    gaps: Annotated[GapCounts, since(6)] = GapCounts()
+    """The times between the tokens that left the node."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,6 +108,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kernels: Annotated[Text, since(6)] = ""
     """What the node computes with. Answers go on at a node where it is equal, if there is one; others may round
     differently."""
+    version: Annotated[Text, since(6)] = ""
+    """The version of pdserve that the node runs."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):

@@ -297,7 +297,15 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def load(self) -> NodeLoad:
         waiting = self.waiting + self.waiting_for_remote
         step_s = self.prefill.decode_step_s if self.running else 0.0
-        return NodeLoad(self.running, waiting, self.free_blocks, self.queue_s, step_s)
+        return NodeLoad(
+            self.running,
+            waiting,
+            self.free_blocks,
+            self.queue_s,
+            step_s,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+        )
 
 
 class Starting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="starting"):

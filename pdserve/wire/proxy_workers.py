@@ -3,7 +3,8 @@
 A worker sends ``WorkerHello``, and gets ``Nodes`` then and at every change. When it takes connections, it sends
 ``WorkerReady``. A worker answers each ``WorkerPing`` with ``WorkerPong``, unless its event loop hangs. A worker that is
 asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that
-come back, and answers ``Scraped``. When the supervisor has read its files again, it sends ``Renewed``.
+come back, and answers ``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and
+``StatusTold``. When the supervisor has read its files again, it sends ``Renewed``.
 
 With ``--store``, the supervisor has the responses that clients may ask for again. A worker sends ``BeginResponse``
 before it relays a request, and ``FinishResponse`` or ``AbandonResponse`` after it; for a client it sends
@@ -21,6 +22,7 @@ import msgspec
 from pdserve.http.tls import Certificate
 from pdserve.wire.discovery import NodeInfo, NodeLoad
 from pdserve.wire.ids import BootId
+from pdserve.wire.status import RelayStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Credentials:
     certificate: Certificate | None = None
     authorities: bytes = b""
     """The authorities of nodes' certificates, as PEM; empty for the system's."""
+    admin_keys: tuple[ApiKey, ...] = ()
+    """The keys with which nodes may be commanded. If it is empty, nobody may."""
 
 
 class Renewed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="renewed"):
@@ -119,6 +123,26 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     number: int
 
 
+class AskStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ask_status"):
+    number: int
+
+
+class CollectStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="collect_status"):
+    number: int
+
+
+class StatusPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="status_part"):
+    number: int
+    """The number of the ``CollectStatus`` that this answers."""
+    status: RelayStatus
+
+
+class StatusTold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="status_told"):
+    number: int
+    report: bytes
+    """The report on the whole proxy, as JSON."""
+
+
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="counts"):
     number: int
     """The number of the ``Collect`` that this answers."""
@@ -185,13 +209,15 @@ class StoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Whether the response will be kept, or is."""
 
 
-ToWorker: TypeAlias = Nodes | Collect | Scraped | WorkerPing | Renewed | StoreReply
+ToWorker: TypeAlias = Nodes | Collect | Scraped | CollectStatus | StatusTold | WorkerPing | Renewed | StoreReply
 ToSupervisor: TypeAlias = (
     WorkerHello
     | WorkerReady
     | WorkerPong
     | Scrape
     | Counts
+    | AskStatus
+    | StatusPart
     | BeginResponse
     | FinishResponse
     | AbandonResponse

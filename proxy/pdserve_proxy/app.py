@@ -29,6 +29,7 @@ from pdserve_proxy.responses.routes import StoredResponseRoutes
 from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.turn import RESPONSES_PATH
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
+from pdserve_proxy.status.routes import StatusRoutes
 
 RenderMetrics: TypeAlias = Callable[[], Awaitable[bytes]]
 """Returns the metrics of all processes of the proxy as Prometheus text. May raise RequestError."""
@@ -177,8 +178,12 @@ def build_app(
     metrics: ProxyMetrics,
     scrape: RenderMetrics,
     storage: ResponseStorage | None = None,
+    status: StatusRoutes | None = None,
 ) -> DirectRoutes:
-    """Returns the proxy's ASGI application. ``storage`` has the responses that are kept, if any are."""
+    """Returns the proxy's ASGI application.
+
+    ``storage`` has the responses that are kept, if any are, and ``status`` the routes of those who watch the cluster.
+    """
 
     def count_error(status: int) -> None:
         metrics.counts.requests[OTHER_ROUTES, status] += 1
@@ -187,6 +192,8 @@ def build_app(
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
     InformationRoutes(registry, scrape, keys, config.http.max_body_bytes).add_routes(app)
     add_documentation(app, "proxy")
+    if status is not None:
+        status.add_routes(app)
     priorities = config.admission.priorities is Switch.ON
     relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay, storage, priorities=priorities)
     handlers, readers = (dict.fromkeys(paths, relayed.handle) for paths in (RELAYED_ROUTES, READ_ROUTES))

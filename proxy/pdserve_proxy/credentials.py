@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from pdserve.config import AdmissionConfig, ProxyConfig
+from pdserve.config import AdmissionConfig, ProxyConfig, StatusConfig
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.http.tls import ServerTls, Trust, read_authorities, read_certificate
 from pdserve.wire.frame import Secrets
@@ -34,6 +34,17 @@ class ApiKeys:
     def renew(self, keys: Iterable[ApiKey]) -> None:
         """Replaces all keys by ``keys``. Requests that came with an old key go on."""
         self._keys = {self._mac(key.key): key for key in keys}
+
+    def __bool__(self) -> bool:
+        """Returns whether there is any key."""
+        return bool(self._keys)
+
+    def holds(self, authorization: str | None) -> bool:
+        """Returns whether a request's ``Authorization`` header has one of the keys. Without keys, none has."""
+        try:
+            return self._key(authorization, None) is not None
+        except Unauthorized:
+            return False
 
     def owner(self, authorization: str | None, api_key: str | None = None) -> str:
         """Returns who owns what a client keeps here. Keys of one name have one owner, and any other key is one itself.
@@ -85,14 +96,28 @@ def read_api_keys(config: AdmissionConfig) -> tuple[ApiKey, ...]:
         found += _read_key_file(Path(config.api_key_file))
         if not found:
             raise ConfigError(f"--api-key-file: there is no key in {config.api_key_file}")
+    return _checked(found, "API key")
+
+
+def read_admin_keys(config: StatusConfig) -> tuple[ApiKey, ...]:
+    """Returns the keys of ``--admin-key-file``. Raises ConfigError, which never shows a key."""
+    if not config.admin_key_file:
+        return ()
+    found = _read_key_file(Path(config.admin_key_file))
+    if not found:
+        raise ConfigError(f"--admin-key-file: there is no key in {config.admin_key_file}")
+    return _checked(found, "admin key")
+
+
+def _checked(found: list[ApiKey], what: str) -> tuple[ApiKey, ...]:
     for one in found:
         if not MIN_KEY_CHARS <= len(one.key) <= MAX_KEY_CHARS:
             raise ConfigError(
-                f"the API key of {one.caller} has {len(one.key)} characters; it takes {MIN_KEY_CHARS} to "
+                f"the {what} of {one.caller} has {len(one.key)} characters; it takes {MIN_KEY_CHARS} to "
                 f"{MAX_KEY_CHARS}: make one with `openssl rand -hex 24`"
             )
     if len({one.key for one in found}) < len(found):
-        raise ConfigError("an API key is given twice")
+        raise ConfigError(f"an {what} is given twice")
     return tuple(found)
 
 
@@ -100,9 +125,9 @@ def _read_key_file(path: Path) -> list[ApiKey]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as exc:
-        raise ConfigError(f"cannot read the API keys in {path}: {exc.strerror}") from exc
+        raise ConfigError(f"cannot read the keys in {path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"the API keys in {path} are not text") from exc
+        raise ConfigError(f"the keys in {path} are not text") from exc
     keys = []
     for number, line in enumerate(lines, 1):
         match line.split():
@@ -127,6 +152,7 @@ def read_credentials(config: ProxyConfig, read_secret: Callable[[], bytes]) -> C
         keys=read_api_keys(config.admission),
         certificate=read_certificate(tls.cert, tls.key) if tls.cert else None,
         authorities=read_authorities(config.trust.authorities),
+        admin_keys=read_admin_keys(config.status),
     )
 
 
@@ -137,6 +163,7 @@ class LiveCredentials:
         """Raises ConfigError if the certificate cannot be used."""
         self.secrets = Secrets(credentials.secret)
         self.keys = ApiKeys(credentials.keys)
+        self.admins = ApiKeys(credentials.admin_keys)
         self.tls = ServerTls(credentials.certificate) if credentials.certificate is not None else None
         self.trust = Trust(credentials.authorities)
 
@@ -146,4 +173,5 @@ class LiveCredentials:
             self.tls.renew(credentials.certificate)
         self.secrets.renew(credentials.secret)
         self.keys.renew(credentials.keys)
+        self.admins.renew(credentials.admin_keys)
         self.trust.renew(credentials.authorities)

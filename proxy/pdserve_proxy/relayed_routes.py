@@ -172,5 +172,6 @@ async def _respond_stored(request: HttpRequest, result: StreamedResponse, turn: 
 
 
 async def _refuse(relayed: RelayedRequest, request: HttpRequest, error: RequestError, outcome: RelayOutcome) -> None:
+    relayed.error = error
     relayed.end(outcome, error.status)
     await request.refuse(error)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import msgspec
 import uvloop
 
 from pdserve.config import ProxyConfig, RoleChoice
@@ -25,6 +26,7 @@ from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.roles.controller import RoleController
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import Addresses, ProcessState, serve_clients, store_limits
+from pdserve_proxy.status.report import Reporter, relay_status
 from pdserve_proxy.workers.supervisor import RenewCredentials, supervise
 
 log = logging.getLogger(__name__)
@@ -103,10 +105,20 @@ async def run(
     async def scrape() -> bytes:
         return render_families(metrics.export_families(registry.snapshot()))
 
+    reporter = Reporter()
+
+    async def report() -> bytes:
+        return msgspec.json.encode(reporter.report(registry.snapshot(), [relay_status(metrics.counts)]))
+
     with (
         bind(config.http) as listener,
         DiscoveryServer.bind(
-            config.registry, registry, live.secrets, boot_id, metrics.count_dropped_frame
+            config.registry,
+            registry,
+            live.secrets,
+            boot_id,
+            metrics.count_dropped_frame,
+            metrics.counts.incidents,
         ) as discovery,
         on_renewal(live.renew),
     ):
@@ -115,7 +127,8 @@ async def run(
         store = None if limits is None else ResponseStore(limits)
         if store is not None:
             metrics.watch_store(store)
-        state = ProcessState(registry, attempts, metrics, scrape, None if store is None else OwnStorage(store))
+        storage = None if store is None else OwnStorage(store)
+        state = ProcessState(registry, attempts, metrics, scrape, report, storage)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(discovery.run())]
             if config.roles.roles is RoleChoice.AUTO:

@@ -24,6 +24,9 @@ from pdserve_proxy.requests.held_bodies import BodyLimits, HeldBodies
 from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.store import StoreLimits
 from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.status.access import StatusAccess
+from pdserve_proxy.status.routes import Report, StatusRoutes
+from pdserve_proxy.upstream.node_command import NodeCommander
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class ProcessState:
     attempts: Attempts
     metrics: ProxyMetrics
     scrape: RenderMetrics
+    report: Report
     storage: ResponseStorage | None = None
     """The responses that are kept; None if none are."""
 
@@ -65,9 +69,23 @@ async def serve_clients(
     bodies = HeldBodies(_body_limits(config))
     admission = AdmissionController(_limits(config.admission), lambda: state.registry.snapshot().live_proxies)
     metrics.queued.set_function(lambda: admission.waiting)
-    async with Relay(config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust) as relay:
+    access = StatusAccess(config.status.page, config.http, credentials.keys, credentials.admins)
+    async with (
+        Relay(config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust) as relay,
+        NodeCommander(credentials.secrets, credentials.trust) as commander,
+    ):
+        status = StatusRoutes(access, state.report, state.registry, commander, metrics.counts.incidents)
         app = build_app(
-            config, credentials.keys, bodies, admission, state.registry, relay, metrics, state.scrape, state.storage
+            config,
+            credentials.keys,
+            bodies,
+            admission,
+            state.registry,
+            relay,
+            metrics,
+            state.scrape,
+            state.storage,
+            status,
         )
         tls = None if credentials.tls is None else credentials.tls.context
         server = HttpServer(app, listener, config.http, tls=tls, shutdown_s=math.ceil(drain_s + AFTER_DRAIN_S))

@@ -168,6 +168,10 @@ def _paths() -> dict[str, Any]:
         "The number of a prompt's tokens.", "PromptRequest", _ref("TokenCount"), streams=False, form="AnthropicError"
     )
     instances = {**_get("The nodes that are registered."), documentation.ONLY: "proxy"}
+    status = {
+        **_get("The nodes, the requests and what went wrong: what the page at / shows."),
+        documentation.ONLY: "proxy",
+    }
     return {
         "/v1/chat/completions": _post("A chat.", "ChatRequest", _completion("ChatChoice")),
         "/v1/completions": _post("A text that goes on.", "CompletionRequest", _completion("TextChoice")),
@@ -185,6 +189,7 @@ def _paths() -> dict[str, Any]:
         "/ping": _probe("The same."),
         "/ready": _probe("Whether requests can be served."),
         "/instances": instances,
+        "/status": status,
         "/server_info": _get("What serves here, and within which bounds."),
         "/version": _get("The version of pdserve."),
         "/metrics": _get("Metrics in Prometheus's form.", "text/plain"),

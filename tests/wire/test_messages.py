@@ -16,6 +16,7 @@ from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, SeenRequest
 from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
 from pdserve_kvtransfer.pieces import MAX_RANKS
 
@@ -40,6 +41,13 @@ NODE = discovery.NodeInfo(
     fingerprint="f",
     capacity=discovery.Capacity(max_running=4, num_blocks=100, block_size=16, max_model_len=2048),
 )
+STATUS = RelayStatus(
+    stages={RequestStage.ANSWER: 1},
+    under_way=(SeenRequest("r", "/v1/completions", RequestStage.ANSWER, 9.5, pauses=(Pause(9.6, 9.7),)),),
+    ended=(),
+    outcomes={"ok": 1},
+    incidents=(Incident(IncidentKind.NODE_LOST, 9.5, "no heartbeat", "decode-0"),),
+)
 REPORT = engine.RequestReport(
     prefill_source=engine.PrefillSource.REMOTE,
     prefill_node="prefill-0",
@@ -60,6 +68,12 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(), discovery.Role.MIXED, draining=True),
             discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(1, 2, 3, queue_s=0.5, step_s=0.02)),
             discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(), proxies=(BOOT, bytes(16))),
+            discovery.NodeHeartbeat(
+                BOOT,
+                discovery.NodeLoad(
+                    prompt_tokens=9, generated_tokens=8, gaps=discovery.GapCounts((0.01, 0.1), (1, 2, 3))
+                ),
+            ),
             discovery.Deregister(BOOT),
         ],
     ),
@@ -286,6 +300,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             ),
             proxy_workers.Collect(7),
             proxy_workers.Scraped(7, b"text"),
+            proxy_workers.CollectStatus(7),
+            proxy_workers.StatusTold(7, b"{}"),
             proxy_workers.WorkerPing(),
             proxy_workers.StoreReply(7, True, b"[]", b"start", True),
             proxy_workers.Renewed(
@@ -300,6 +316,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.WorkerReady(),
             proxy_workers.WorkerPong(),
             proxy_workers.Scrape(7),
+            proxy_workers.AskStatus(7),
+            proxy_workers.StatusPart(7, STATUS),
             proxy_workers.BeginResponse(7, "owner", "resp_1", b"[]", b"start"),
             proxy_workers.FinishResponse(8, 7, "resp_2", b"[]", b"{}"),
             proxy_workers.AbandonResponse(7),

@@ -12,6 +12,7 @@ from pdserve.api.outcome import ChoiceOutcome
 from pdserve.api.request_log import RequestRecord
 from pdserve.api.requests.prompts import Prompt
 from pdserve.metrics.histogram import BucketCounts, seconds_to, tokens_to
+from pdserve.wire.discovery import GapCounts
 from pdserve.wire.engine import PrefillSource, RequestReport
 
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -40,6 +41,11 @@ class RequestMetrics(Collector):
         self._most_generated, self._max_tokens = BucketCounts(tokens), BucketCounts(tokens)
         self._answers = BucketCounts(_ANSWERS)
         self._outcomes = dict.fromkeys(ChoiceOutcome, 0)
+
+    @property
+    def gaps(self) -> GapCounts:
+        """The times between tokens. Another thread may ask for them."""
+        return GapCounts(self._itl.bounds, self._itl.counts)
 
     def began(self, prompts: Iterable[Prompt], answers: int) -> None:
         """Counts a client request, which wants so many ``answers`` to each of its prompts."""

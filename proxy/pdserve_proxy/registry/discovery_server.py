@@ -42,7 +42,9 @@ from pdserve.wire.discovery import (
     ToProxy,
 )
 from pdserve.wire.frame import MAX_REASON_CHARS, Opened, Opener, Purpose, Sealer, Secrets
+from pdserve.wire.status import IncidentKind
 from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
+from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class DiscoveryServer:
         host: str,
         port: int,
         clock: Callable[[], float] = time.monotonic,
+        incidents: Incidents | None = None,
     ) -> None:
         """``on_dropped`` is called with the reason for which a frame is dropped: ``authentication`` or ``malformed``.
 
@@ -79,6 +82,7 @@ class DiscoveryServer:
         """
         self._registry = registry
         self._on_dropped = on_dropped
+        self._incidents = incidents or Incidents(clock)
         self._clock = clock
         self._live_proxies = 1
         self._next_count_s = 0.0
@@ -105,9 +109,11 @@ class DiscoveryServer:
         secret: bytes | Secrets,
         boot_id: bytes,
         on_dropped: Callable[[str], None],
+        incidents: Incidents | None = None,
     ) -> Self:
         """Returns a server that listens as ``config`` says. Raises ConfigError if the address cannot be bound."""
-        return cls(registry, secret, boot_id, on_dropped, host=config.control_host, port=config.control_port)
+        host, port = config.control_host, config.control_port
+        return cls(registry, secret, boot_id, on_dropped, host=host, port=port, incidents=incidents)
 
     def __enter__(self) -> Self:
         return self
@@ -156,6 +162,7 @@ class DiscoveryServer:
             if bursts % FULL_BURSTS == 0:
                 for node in self._registry.expire(now):
                     log.warning("node %s (%s) dropped: no heartbeat", node.info.name, node.info.url)
+                    self._incidents.add(IncidentKind.NODE_LOST, "no heartbeat came any more", node=node.info.name)
             if now >= self._next_count_s:  # heartbeats are many, and a snapshot looks at every node
                 self._next_count_s = now + self._registry.heartbeat_s
                 self._log_proxies(self._registry.snapshot().live_proxies)
@@ -246,7 +253,7 @@ class DiscoveryServer:
     async def _handle(self, route: bytes, opened: Opened[ToProxy], boot_id: bytes) -> None:
         message = opened.message
         assert not isinstance(message, NodeHello)
-        before = self._registry.node(boot_id)
+        before, drained = self._registry.node(boot_id), boot_id in self._registry.draining
         try:
             answer = self._registry.handle(message, self._clock())
         except MalformedFrame as exc:
@@ -255,6 +262,7 @@ class DiscoveryServer:
                 await self._send(route, boot_id, ProxyRefusal(boot_id, str(exc)[:MAX_REASON_CHARS]))
             return
         self._log_change(message, answer, before)
+        self._note_change(message, answer, before, drained=drained)
         if answer is not None:
             await self._send(route, boot_id, answer, SPOKEN.newest if opened.named else RELEASED_0_1)
 
@@ -276,6 +284,20 @@ class DiscoveryServer:
                 "the cluster has %d proxies now, and had %d: limits of API keys are divided", live, self._live_proxies
             )
             self._live_proxies = live
+
+    def _note_change(self, message: ToProxy, answer: Ack | None, before: NodeInfo | None, *, drained: bool) -> None:
+        add = self._incidents.add
+        match message:
+            case NodeHeartbeat() if before is not None:
+                if message.role not in (None, before.role):
+                    text = f"was a {before.role.value} node, is a {message.role.value} node"
+                    add(IncidentKind.ROLE_CHANGED, text, node=before.name)
+                if message.draining and not drained:
+                    add(IncidentKind.NODE_DRAINS, "takes no new work", node=before.name)
+            case Register(node=info) if before is None and answer is not None and answer.known:
+                add(IncidentKind.NODE_JOINED, f"a {info.role.value} node of {info.model}", node=info.name)
+            case Deregister() if before is not None:
+                add(IncidentKind.NODE_LEFT, "said goodbye", node=before.name)
 
     def _log_change(self, message: ToProxy, answer: Ack | None, before: NodeInfo | None) -> None:
         match message:

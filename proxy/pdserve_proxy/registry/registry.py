@@ -246,7 +246,7 @@ def _check(info: NodeInfo) -> None:
     theirs = Spoken(info.protocol, info.oldest_protocol)
     if SPOKEN.common(theirs) is None:
         raise MalformedFrame(f"a node registered that speaks protocol {theirs}; this proxy speaks {SPOKEN}")
-    for field in ("name", "url", "control", "model", "fingerprint"):
+    for field in ("name", "url", "control", "model", "fingerprint", "version"):
         if not getattr(info, field).isprintable():
             raise MalformedFrame(f"a node registered with unprintable characters in its {field}")
     if not _is_url(info.url):

@@ -9,21 +9,26 @@ from __future__ import annotations
 import enum
 import logging
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from pdserve.wire.status import IncidentKind, SeenRequest
+from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.relay.journal import JournalBudget
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayOutcome, ResumeOutcome
+from pdserve_proxy.relay.seen_request import has_failed, seen
 
 # The log keeps the name that operators have set levels for, whatever the module is called.
 log = logging.getLogger("pdserve_proxy.requests")
 
 FIRST_BYTE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 GAP_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0)
+MAX_RECENT = 1024
+"""The number of ended requests that are remembered, some 400 bytes each."""
 OTHER_ROUTES = "other"
 """The label under which errors outside the relayed routes are counted."""
 
@@ -42,7 +47,11 @@ class RequestCounts(Collector):
     """
 
     def __init__(self) -> None:
-        self.in_flight = 0
+        self.under_way: dict[RelayedRequest, None] = {}
+        """The requests that have not ended, in the order in which they came."""
+        self.incidents = Incidents()
+        self.recent: deque[SeenRequest] = deque(maxlen=MAX_RECENT)
+        """The last requests that have ended, without those that were refused before they had a node."""
         self.retries = 0
         self.relayed_bytes = 0
         self.requests: Counter[tuple[str, int]] = Counter()
@@ -55,8 +64,8 @@ class RequestCounts(Collector):
         self._moves = {reason: dict.fromkeys(MoveOutcome, 0) for reason in MoveReason}
         self._gaps = {kind: _Durations(GAP_BOUNDS_S) for kind in GapKind}
 
-    def began(self) -> None:
-        self.in_flight += 1
+    def began(self, relayed: RelayedRequest) -> None:
+        self.under_way[relayed] = None
 
     def retried(self) -> None:
         self.retries += 1
@@ -76,14 +85,30 @@ class RequestCounts(Collector):
     def ended(self, relayed: RelayedRequest) -> None:
         """Counts ``relayed``, which has ended, and writes its line in the access log."""
         assert relayed.outcome is not None
-        self.in_flight -= 1
+        self.under_way.pop(relayed, None)
         self.requests[relayed.path, relayed.status] += 1
         self.relayed_bytes += relayed.relayed_bytes
         self.outcomes[relayed.outcome] += 1
         if relayed.first_byte_s is not None:
             self._first_bytes.add(relayed.first_byte_s)
+        failed = has_failed(relayed.status, relayed.outcome)
+        if relayed.route is not None or failed:
+            self.recent.append(seen(relayed))
+        if failed:
+            self._note_failure(relayed)
         if log.isEnabledFor(logging.INFO):  # the line's fields cost more than all the counting
             _write_line(relayed)
+
+    def _note_failure(self, relayed: RelayedRequest) -> None:
+        assert relayed.outcome is not None
+        if relayed.error is not None:
+            text = relayed.error.message
+        elif relayed.outcome is RelayOutcome.FAILED:
+            text = "a defect of the proxy; its log has the details"
+        else:
+            text = f"the node answered with status {relayed.status}"
+        node = "" if relayed.route is None else relayed.decode_name
+        self.incidents.add(IncidentKind.REQUEST_FAILED, text, node=node, request=relayed.request_id)
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -97,7 +122,7 @@ class RequestCounts(Collector):
             outcomes.add_metric([outcome], count)
         yield outcomes
         yield GaugeMetricFamily(
-            "pdserve_proxy_requests_in_flight", "Generation requests that have not ended.", self.in_flight
+            "pdserve_proxy_requests_in_flight", "Generation requests that have not ended.", len(self.under_way)
         )
         yield CounterMetricFamily(
             "pdserve_proxy_upstream_retries", "Attempts that went to another decode node than the first.", self.retries

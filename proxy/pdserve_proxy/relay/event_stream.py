@@ -125,5 +125,6 @@ class EventStream:
         else:
             error = BadUpstream("the node that served this request was lost", code="upstream_lost")
             outcome = RelayOutcome.UPSTREAM_LOST
+        self._relayed.error = error
         self._relayed.end(outcome)
         return data + error_event(error, error_form(self._relayed.path), number, self._relayed.request_id)

@@ -23,6 +23,7 @@ from pdserve.config import ProxyConfig, Switch
 from pdserve.errors import BadUpstream, RequestError, Unavailable
 from pdserve.http.tls import Trust
 from pdserve.wire.ids import new_id
+from pdserve.wire.status import IncidentKind
 from pdserve.wire.ticket import AnswerIdentity
 from pdserve.wire.version import DIALECTS
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
@@ -102,7 +103,6 @@ class Relay:
         self._counts = counts
         budget = config.relay.journal_mib * 2**20
         self._journals = counts.journals = JournalBudget(budget, budget // LARGEST_SHARE)
-        self._active: set[RelayedRequest] = set()
 
     async def __aenter__(self) -> Self:
         relay = self._config.relay
@@ -129,14 +129,13 @@ class Relay:
     def begin(self, task: asyncio.Task[None], request_id: str, path: str) -> RelayedRequest:
         """Begins a relayed request for the request that ``task`` handles, and returns it."""
         relayed = RelayedRequest(task, request_id, path, self._config.request.timeout_s, self._ended)
-        self._active.add(relayed)
         self._deadlines.add(relayed)
-        self._counts.began()
+        self._counts.began(relayed)
         return relayed
 
     def cut_all(self) -> None:
         """Cuts every request short: the time to drain is over."""
-        for relayed in tuple(self._active):
+        for relayed in tuple(self._counts.under_way):
             relayed.cut(CutReason.SHUTDOWN)
 
     async def forward(self, relayed: RelayedRequest, request: NodeRequest) -> WholeResponse | StreamedResponse:
@@ -181,6 +180,10 @@ class Relay:
         log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, name, failure.error)
         if failure.kind is AttemptFailureKind.UNREACHABLE:
             self._registry.mark_unreachable(route.decode.boot_id)
+        if failure.kind is not AttemptFailureKind.REFUSED:
+            self._counts.incidents.add(
+                IncidentKind.ATTEMPT_FAILED, failure.error.message, node=name, request=relayed.request_id
+            )
 
     async def _try_node(
         self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery, route: Route
@@ -210,6 +213,7 @@ class Relay:
         self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery, response: NodeResponse
     ) -> StreamedResponse:
         stream = EventStream(relayed, response, self._resumption(relayed, request, query))
+        relayed.tells_first_token = True
         await stream.open()
         relayed.got_byte()
         relayed.begin_relaying(response.status)
@@ -258,7 +262,6 @@ class Relay:
         return msgspec.structs.replace(request, answer=AnswerIdentity(new_id(), int(time.time())))
 
     def _ended(self, relayed: RelayedRequest) -> None:
-        self._active.discard(relayed)
         self._deadlines.discard(relayed)
         self._moves.ended(relayed)
         self._counts.ended(relayed)

@@ -22,11 +22,16 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
+from pdserve.wire.status import Pause
 from pdserve_proxy.routing.attempts import Attempt
 from pdserve_proxy.routing.router import Route
 
 CUT_GRACE_S = 5.0
 """Seconds that a client has for the bytes that are left, after the proxy has cut its request short."""
+
+
+MAX_PAUSES = 16
+"""The number of pauses of one answer that are remembered."""
 
 
 class RelayPhase(enum.Enum):
@@ -135,9 +140,9 @@ class RelayedRequest:
         self._task = task
         self._loop = task.get_loop()
         self._on_end = on_end
-        self._started_s = self._loop.time()
-        self._deadline_s = self._started_s + timeout_s
-        self._ended_s = self._started_s
+        self.started_s = self._loop.time()
+        self._deadline_s = self.started_s + timeout_s
+        self.ended_s = self.started_s
         self._grace_timer: asyncio.TimerHandle | None = None
         self._response: Closable | None = None
         self._journal: Freeable | None = None
@@ -150,9 +155,19 @@ class RelayedRequest:
         self._attempt: Attempt | None = None
         self.attempts = 0
         """The number of attempts that have begun."""
+        self.sent_s: float | None = None
+        """When the first attempt began, on the event loop's clock."""
+        self.prompt_done_s: float | None = None
+        """When the node needed its prefill node no more, on the event loop's clock."""
+        self.tells_first_token = False
+        """Whether the node's first bytes come with its first token, and not with its whole answer."""
+        self.pauses: tuple[Pause, ...] = ()
+        self._pause_began_s: float | None = None
         self._release_place: Callable[[], None] | None = None
         self.status = 0
         self.outcome: RelayOutcome | None = None
+        self.error: RequestError | None = None
+        """What the client was told, if the proxy itself told it of a failure."""
         self.first_byte_s: float | None = None
         """Seconds from the start to the first byte for the client; None before that byte has come."""
         self.relayed_bytes = 0
@@ -183,7 +198,7 @@ class RelayedRequest:
 
     @property
     def total_s(self) -> float:
-        return self._ended_s - self._started_s
+        return self.ended_s - self.started_s
 
     def own_response(self, response: Closable) -> None:
         """Closes ``response`` at the end, or when the next one is passed."""
@@ -227,34 +242,43 @@ class RelayedRequest:
         self._end_attempt()
         self.route, self._attempt = route, attempt
         self.attempts += 1
+        if self.sent_s is None:
+            self.sent_s = self._loop.time()
         if self.phase is _OPENING:
-            self.first_byte_s = None
+            self.first_byte_s = self.prompt_done_s = None
+            self.tells_first_token = False
 
     def got_byte(self) -> None:
         """Notes that bytes for the client came from the node, which needs its prefill node no more."""
         if self.first_byte_s is None:
-            self.first_byte_s = self._loop.time() - self._started_s
+            self.first_byte_s = self._loop.time() - self.started_s
         elif self.phase is not _RESUMING:
             return
         self.prompt_computed()
 
     def prompt_computed(self) -> None:
         """Notes that the node needs its prefill node no more."""
+        if self.prompt_done_s is None:
+            self.prompt_done_s = self._loop.time()
         if self.route is not None and self._attempt is not None:
             self._attempt.end_at(*[info.boot_id for info in self.route.prefill])
 
     def begin_relaying(self, status: int) -> None:
         self.phase = _RELAYING
         self.status = status
+        self._end_pause()
 
     def open_again(self) -> None:
         """Waits for a response in one piece once more, of which the client has nothing yet."""
         self.phase = _OPENING
         self.prompt_computed()
+        self._end_pause()
 
     def begin_resuming(self) -> None:
         """Closes the lost node's response, so that nothing it still says is relayed, and ends the attempt there."""
         self.phase = _RESUMING
+        if self._pause_began_s is None:
+            self._pause_began_s = self._loop.time()
         if self._response is not None:
             self._response.close()
             self._response = None
@@ -267,7 +291,7 @@ class RelayedRequest:
         self.phase = _ENDED
         self.outcome = outcome
         self.status = status or self.status
-        self._ended_s = self._loop.time()
+        self.ended_s = self._loop.time()
         if self._response is not None:
             self._response.close()
             self._response = None
@@ -306,6 +330,12 @@ class RelayedRequest:
             self.end(RelayOutcome.CLIENT_GONE, 499)
         else:
             self.end(RelayOutcome.FAILED, 500)
+
+    def _end_pause(self) -> None:
+        if self._pause_began_s is not None:
+            if len(self.pauses) < MAX_PAUSES:
+                self.pauses += (Pause(self._pause_began_s, self._loop.time()),)
+            self._pause_began_s = None
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from pdserve.config import RelayConfig
 from pdserve.errors import Unavailable
 from pdserve.wire.discovery import NodeInfo
+from pdserve.wire.status import IncidentKind
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, writes_journals
@@ -202,6 +203,12 @@ class Resumption:
             data = await self._resumes.resume(stream, begin, cut)
         except ResumeFailed as exc:
             counts.resume_ended(exc.outcome)
+            counts.incidents.add(
+                IncidentKind.ATTEMPT_FAILED,
+                f"no other node goes on with its answer: {exc}",
+                node=relayed.decode_name,
+                request=relayed.request_id,
+            )
             raise
         except asyncio.CancelledError:
             if relayed.cut_short is not None:
@@ -215,6 +222,12 @@ class Resumption:
             self.moves_for_room += cut.reason is MoveReason.ROOM
             back = relayed.route is not None and relayed.route.decode.boot_id == stream.node.boot_id
             counts.move_ended(cut.reason, MoveOutcome.KEPT if back else MoveOutcome.MOVED, gap_s)
+        counts.incidents.add(
+            IncidentKind.RESUMED if cut is None else IncidentKind.MOVED,
+            f"its answer goes on at {relayed.decode_name}",
+            node=stream.node.name,
+            request=relayed.request_id,
+        )
         log.info(
             "request_id=%s %s from=%s to=%s events=%d gap_s=%.3f",
             relayed.request_id,

@@ -70,6 +70,7 @@ class JournaledAnswer:
         self, relayed: RelayedRequest, response: NodeResponse, journal: RelayJournal, silence_s: float
     ) -> None:
         """A node that says nothing for ``silence_s`` counts as lost: its first token is there, and others follow."""
+        relayed.tells_first_token = True
         relayed.prompt_computed()
         self._silence_s = silence_s
         self._relayed = relayed

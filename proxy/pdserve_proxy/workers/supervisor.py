@@ -80,7 +80,14 @@ async def supervise(
         for listener in listeners:
             owned.enter_context(listener)
         discovery = owned.enter_context(
-            DiscoveryServer.bind(config.registry, registry, secrets, boot_id, metrics.count_dropped_frame)
+            DiscoveryServer.bind(
+                config.registry,
+                registry,
+                secrets,
+                boot_id,
+                metrics.count_dropped_frame,
+                metrics.counts.incidents,
+            )
         )
         share = worker_share(config)
         workers = [

@@ -27,13 +27,17 @@ from pdserve.process import allow_open_files, collect_rarely, python_program, re
 from pdserve.signals import ignore_hangup, stop_signals
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
+    AskStatus,
     Collect,
+    CollectStatus,
     Counts,
     Credentials,
     Nodes,
     Renewed,
     Scrape,
     Scraped,
+    StatusPart,
+    StatusTold,
     StoreQuestion,
     StoreReply,
     ToSupervisor,
@@ -48,6 +52,7 @@ from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import ProcessState, serve_clients, store_limits
+from pdserve_proxy.status.report import relay_status
 from pdserve_proxy.workers.stored_responses import SupervisorStorage
 
 log = logging.getLogger(__name__)
@@ -85,6 +90,7 @@ class SupervisorChannel:
         self._metrics = metrics
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
+        self._reports: dict[int, asyncio.Future[bytes]] = {}
         self._questions: dict[int, asyncio.Future[StoreReply]] = {}
         self._posts: set[asyncio.Task[None]] = set()
         self.has_nodes = asyncio.Event()
@@ -124,6 +130,12 @@ class SupervisorChannel:
                     answer = self._scrapes.get(number)
                     if answer is not None and not answer.done():
                         answer.set_result(text)
+                case CollectStatus(number=number):
+                    await self.send(StatusPart(number, relay_status(self._metrics.counts)))
+                case StatusTold(number=number, report=report):
+                    answer = self._reports.get(number)
+                    if answer is not None and not answer.done():
+                        answer.set_result(report)
                 case StoreReply() as reply:
                     waiting = self._questions.get(reply.number)
                     if waiting is not None and not waiting.done():
@@ -160,16 +172,26 @@ class SupervisorChannel:
     async def scrape(self) -> bytes:
         """Returns the metrics of the whole proxy. Raises Unavailable if the supervisor does not answer."""
         number = next(self._numbers)
+        return await self._answer_to(Scrape(number), number, self._scrapes)
+
+    async def report(self) -> bytes:
+        """Returns the report on the whole proxy. Raises Unavailable if the supervisor does not answer."""
+        number = next(self._numbers)
+        return await self._answer_to(AskStatus(number), number, self._reports)
+
+    async def _answer_to(
+        self, question: Scrape | AskStatus, number: int, answers: dict[int, asyncio.Future[bytes]]
+    ) -> bytes:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._scrapes[number] = answer
+        answers[number] = answer
         try:
             async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
-                await self.send(Scrape(number))
+                await self.send(question)
                 return await answer
         except TimeoutError as exc:
             raise Unavailable("the proxy's supervisor does not answer", retry_after_s=1) from exc
         finally:
-            del self._scrapes[number]
+            del answers[number]
 
 
 async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
@@ -186,7 +208,7 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
                 await channel.has_nodes.wait()
             limits = store_limits(launch.config.store)
             storage = None if limits is None else SupervisorStorage(limits, channel.ask, channel.post)
-            state = ProcessState(mirror, attempts, metrics, channel.scrape, storage)
+            state = ProcessState(mirror, attempts, metrics, channel.scrape, channel.report, storage)
             announcing: list[asyncio.Task[None]] = []
 
             def listening() -> None:

@@ -19,8 +19,10 @@ import zmq.asyncio
 
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
+    AskStatus,
     BeginResponse,
     Collect,
+    CollectStatus,
     Counts,
     Credentials,
     DeleteResponse,
@@ -32,6 +34,8 @@ from pdserve.wire.proxy_workers import (
     Renewed,
     Scrape,
     Scraped,
+    StatusPart,
+    StatusTold,
     ToSupervisor,
     ToWorker,
     WorkerHello,
@@ -39,9 +43,11 @@ from pdserve.wire.proxy_workers import (
     WorkerPong,
     WorkerReady,
 )
+from pdserve.wire.status import RelayStatus
 from pdserve_proxy.metrics import ProxyMetrics, lasting_families, render_families, sum_families
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.responses.store import ResponseStore
+from pdserve_proxy.status.report import Reporter, relay_status
 from pdserve_proxy.workers.stored_responses import abandon, answer
 
 log = logging.getLogger(__name__)
@@ -75,11 +81,13 @@ class WorkerHealth:
 
 @dataclass(slots=True)
 class _Collection:
-    """One question to all workers for their metrics."""
+    """One question to all workers, for their metrics or their status."""
 
     missing: set[bytes]
     """The workers that have not answered yet."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    statuses: list[RelayStatus] = field(default_factory=list)
+    """What those that were asked for their status have answered."""
 
     def answered(self, name: bytes) -> None:
         self.missing.discard(name)
@@ -103,6 +111,7 @@ class WorkerChannel:
         self._registry = registry
         self._metrics = metrics
         self._changed = changed
+        self._reporter = Reporter()
         self._workers: dict[bytes, tuple[Family, ...]] = {}
         """The metrics that each worker sent last, by its name."""
         self._retired: tuple[Family, ...] = ()
@@ -195,6 +204,12 @@ class WorkerChannel:
                     self._workers[name] = families
                     if (collection := self._collections.get(number)) is not None:
                         collection.answered(name)
+                case StatusPart(number=number, status=status):
+                    if (collection := self._collections.get(number)) is not None and name in collection.missing:
+                        collection.statuses.append(status)
+                        collection.answered(name)
+                case AskStatus(number=number):
+                    self._begin(self._tell_status(name, number))
                 case Scrape(number=number):
                     self._begin(self._scrape(name, number))
                 case BeginResponse() | FinishResponse() | ReadResponse() | DeleteResponse() as question:
@@ -221,26 +236,33 @@ class WorkerChannel:
                 health.unanswered += 1
                 await self._send(name, WorkerPing())
 
+    async def _tell_status(self, asker: bytes, number: int) -> None:
+        statuses = (await self._collect(CollectStatus)).statuses
+        own = relay_status(self._metrics.counts)
+        report = self._reporter.report(self._registry.snapshot(), [own, *statuses], workers=len(statuses))
+        await self._send(asker, StatusTold(number, msgspec.json.encode(report)))
+
     async def _scrape(self, asker: bytes, number: int) -> None:
-        await self._collect()
+        await self._collect(Collect)
         own = self._metrics.export_families(self._registry.snapshot())
         text = render_families(sum_families([own, self._retired, *self._workers.values()]))
         await self._send(asker, Scraped(number, text))
 
-    async def _collect(self) -> None:
-        """Asks every worker for its metrics, and returns when all have answered or their time is over."""
+    async def _collect(self, question: type[Collect] | type[CollectStatus]) -> _Collection:
+        """Asks every worker for its part, and returns when all have answered or their time is over."""
         self._number += 1
         number = self._number
         collection = self._collections[number] = _Collection(set(self._workers))
         try:
             for name in tuple(self._workers):
-                await self._send(name, Collect(number))
+                await self._send(name, question(number))
             async with asyncio.timeout(COLLECT_TIMEOUT_S):
                 await collection.done.wait()
         except TimeoutError:
-            log.warning("%d workers did not send their metrics", len(collection.missing))
+            log.warning("%d workers did not send their part of the metrics or status", len(collection.missing))
         finally:
             del self._collections[number]
+        return collection
 
     def _nodes(self) -> Nodes:
         draining = self._registry.draining

@@ -1,0 +1,2 @@
+"use strict";
+fetch("status").then((answer) => answer.text()).then((text) => { document.getElementById("report").textContent = text; });

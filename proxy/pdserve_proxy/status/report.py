@@ -1,0 +1,228 @@
+"""The report on the cluster: nodes, requests, rates, latencies and incidents, made when somebody asks for it.
+
+``StatusReport`` is the JSON of ``/status``. Times that end in ``_s`` beside ``now_s`` are on the same clock as that.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+import msgspec
+
+from pdserve.wire.discovery import NodeLoad
+from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
+from pdserve_proxy.incidents import last_incidents
+from pdserve_proxy.registry.snapshot import RegisteredNode, Snapshot
+from pdserve_proxy.relay.access_log import MAX_RECENT, RequestCounts
+from pdserve_proxy.relay.relayed_request import RelayOutcome
+from pdserve_proxy.relay.seen_request import has_failed, seen, stage_of
+from pdserve_proxy.status.throughput import SHARES, Percentiles, Throughput
+
+MAX_NODES_SHOWN = 256
+MAX_UNDER_WAY_SHOWN = 64
+MAX_ENDED_SHOWN = 64
+RATE_S = 10.0
+"""Rates are over so many seconds."""
+WINDOW_S = 60.0
+"""Percentiles are over so many seconds."""
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered node."""
+
+    boot_id: str
+    name: str
+    role: str
+    state: str
+    model: str
+    url: str
+    version: str
+    protocol: int
+    kernels: str
+    running: int
+    waiting: int
+    max_running: int
+    kv_used: float | None
+    """The share of its KV blocks in use; None before its first heartbeat."""
+    queue_s: float
+    step_s: float
+    heartbeat_age_s: float
+    prompt_tokens_per_s: float | None
+    generated_tokens_per_s: float | None
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What the cluster does in a second; None where that is not known yet."""
+
+    requests_per_s: float
+    failures_per_s: float
+    prompt_tokens_per_s: float | None
+    generated_tokens_per_s: float | None
+
+
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """The times that clients notice."""
+
+    ttft: Percentiles
+    """From a request's arrival at the proxy to its first token there."""
+    itl: Percentiles
+    """Between two tokens of an answer, where they leave the node."""
+    e2e: Percentiles
+    """From a request's arrival at the proxy to its end, of those that were answered."""
+
+
+class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole cluster as one proxy knows it."""
+
+    version: str
+    unix_s: float
+    now_s: float
+    """The present time on the clock of the requests and incidents."""
+    uptime_s: float
+    workers: int
+    nodes: tuple[NodeStatus, ...]
+    nodes_left_out: int
+    stages: dict[RequestStage, int]
+    """How many requests are under way at each stage."""
+    under_way: tuple[SeenRequest, ...]
+    under_way_left_out: int
+    ended: tuple[SeenRequest, ...]
+    """The requests that ended last, the last one at the end."""
+    outcomes: dict[str, int]
+    rates: Rates
+    latencies: Latencies
+    incidents: tuple[Incident, ...]
+    """The last one is at the end."""
+
+
+class StatusAnswer(msgspec.Struct, frozen=True):
+    """What ``/status`` answers one caller."""
+
+    may_command: bool
+    """Whether the caller's key lets it command nodes."""
+    report: StatusReport
+
+
+def relay_status(counts: RequestCounts) -> RelayStatus:
+    """Returns what one process of a proxy knows of its requests."""
+    stages = Counter(stage_of(relayed) for relayed in counts.under_way)
+    return RelayStatus(
+        stages=dict(stages),
+        under_way=tuple(map(seen, islice(counts.under_way, MAX_UNDER_WAY_SHOWN))),
+        ended=tuple(counts.recent),
+        outcomes=dict(counts.outcomes),
+        incidents=counts.incidents.kept(),
+    )
+
+
+class Reporter:
+    """Makes the reports of one proxy."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started_s = clock()
+        self._version = importlib.metadata.version("pdserve")
+        self._throughput = Throughput(RATE_S, WINDOW_S)
+
+    def report(self, snapshot: Snapshot, parts: Sequence[RelayStatus], workers: int = 1) -> StatusReport:
+        """Returns the report on the nodes of ``snapshot`` and the requests of all processes."""
+        now = self._clock()
+        self._throughput.note(snapshot.nodes[:MAX_NODES_SHOWN])
+        under_way = sorted((one for part in parts for one in part.under_way), key=lambda one: one.arrived_s)
+        ended = sorted((one for part in parts for one in part.ended), key=lambda one: one.ended_s or 0.0)
+        stages = sum((Counter(part.stages) for part in parts), Counter[RequestStage]())
+        outcomes = sum((Counter(part.outcomes) for part in parts), Counter[str]())
+        nodes = tuple(self._node(node, now) for node in snapshot.nodes[:MAX_NODES_SHOWN])
+        shown = tuple(under_way[:MAX_UNDER_WAY_SHOWN])
+        return StatusReport(
+            version=self._version,
+            unix_s=time.time(),
+            now_s=now,
+            uptime_s=now - self._started_s,
+            workers=workers,
+            nodes=nodes,
+            nodes_left_out=len(snapshot.nodes) - len(nodes),
+            stages=dict(stages),
+            under_way=shown,
+            under_way_left_out=stages.total() - len(shown),
+            ended=tuple(ended[-MAX_ENDED_SHOWN:]),
+            outcomes=dict(outcomes),
+            rates=self._rates(parts, now),
+            latencies=self._latencies(ended, now),
+            incidents=last_incidents(part.incidents for part in parts),
+        )
+
+    def _node(self, node: RegisteredNode, now: float) -> NodeStatus:
+        info, load = node.info, node.load
+        rates = self._throughput.rates_of(info.boot_id)
+        blocks = info.capacity.num_blocks
+        return NodeStatus(
+            boot_id=info.boot_id.hex(),
+            name=info.name,
+            role=info.role.value,
+            state=node.state.value,
+            model=info.model,
+            url=info.url,
+            version=info.version,
+            protocol=info.protocol,
+            kernels=info.kernels,
+            running=load.running,
+            waiting=load.waiting,
+            max_running=info.capacity.max_running,
+            kv_used=max(0.0, 1 - load.free_blocks / blocks) if blocks and load != NodeLoad() else None,
+            queue_s=load.queue_s,
+            step_s=load.step_s,
+            heartbeat_age_s=max(0.0, now - node.seen_s),
+            prompt_tokens_per_s=rates.prompt,
+            generated_tokens_per_s=rates.generated,
+        )
+
+    def _rates(self, parts: Iterable[RelayStatus], now: float) -> Rates:
+        requests = failures = 0.0
+        for part in parts:
+            window_s = min(RATE_S, now - self._started_s)
+            if len(part.ended) == MAX_RECENT:  # there may have been more, which this process has forgotten
+                window_s = min(window_s, now - _ended_s(part.ended[0]))
+            window_s = max(window_s, 1.0)
+            fresh = _since(part.ended, now - window_s)
+            requests += len(fresh) / window_s
+            failures += sum(has_failed(one.status, one.outcome) for one in fresh) / window_s
+        tokens = self._throughput.total()
+        return Rates(
+            requests_per_s=requests,
+            failures_per_s=failures,
+            prompt_tokens_per_s=tokens.prompt,
+            generated_tokens_per_s=tokens.generated,
+        )
+
+    def _latencies(self, ended: Sequence[SeenRequest], now: float) -> Latencies:
+        answered = [one for one in _since(ended, now - WINDOW_S) if one.outcome == RelayOutcome.OK]
+        first_tokens = [
+            one.prompt_done_s - one.arrived_s for one in answered if one.first_token and one.prompt_done_s is not None
+        ]
+        return Latencies(
+            ttft=percentiles(first_tokens),
+            itl=self._throughput.gaps(),
+            e2e=percentiles([_ended_s(one) - one.arrived_s for one in answered]),
+        )
+
+
+def percentiles(values: Iterable[float]) -> Percentiles:
+    """Returns the percentiles of ``values``, each of which is one of them (the nearest rank)."""
+    ordered = sorted(values)
+    if not ordered:
+        return Percentiles()
+    return Percentiles(*[ordered[max(0, math.ceil(len(ordered) * share) - 1)] for share in SHARES])
+
+
+def _since(ended: Sequence[SeenRequest], from_s: float) -> list[SeenRequest]:
+    return [one for one in ended if _ended_s(one) >= from_s]
+
+
+def _ended_s(one: SeenRequest) -> float:
+    return one.arrived_s if one.ended_s is None else one.ended_s

@@ -1,0 +1,267 @@
+"""The report, the page and the commands of a running proxy, with fake nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdserve.api.commands import CommandGate
+from pdserve.config import AdmissionConfig, ProxyConfig, StatusConfig, StatusPage, WorkersConfig
+from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandResult, Drain, SetRole
+from pdserve.wire.discovery import NodeInfo, Role
+from pdserve.wire.status import IncidentKind, RequestStage
+from pdserve_proxy.status.report import StatusAnswer, StatusReport
+from tests.proxy.cluster import SECRET, Cluster, cluster, error_of, eventually, node_info, proxy_config
+from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, stream_events
+
+ADMIN_KEY = "a-key-of-an-admin"
+BEARER = {"authorization": f"Bearer {ADMIN_KEY}"}
+PROMPT = "a secret that nobody else may read"
+
+
+@pytest.fixture
+def admins(tmp_path: Path) -> StatusConfig:
+    file = tmp_path / "admins"
+    file.write_text(f"ada {ADMIN_KEY}\n")
+    return StatusConfig(admin_key_file=str(file))
+
+
+def with_status(status: StatusConfig, workers: int = 1) -> ProxyConfig:
+    return dataclasses.replace(proxy_config(), status=status, workers=WorkersConfig(workers))
+
+
+async def answer_of(running: Cluster, headers: dict[str, str] | None = None) -> StatusAnswer:
+    async with running.http.get("/status", headers=headers or {}) as response:
+        assert response.status == 200, await response.text()
+        return msgspec.json.decode(await response.read(), type=StatusAnswer)
+
+
+async def report_of(running: Cluster) -> StatusReport:
+    return (await answer_of(running)).report
+
+
+async def test_a_stream_is_seen_from_its_arrival_to_its_end() -> None:
+    go_on = [asyncio.Event() for _ in range(2)]
+
+    async def in_steps(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await go_on[0].wait()
+        await exchange.chunk(EVENTS[0])
+        await go_on[1].wait()
+        await exchange.chunk(DONE)
+        await exchange.finish()
+
+    async with FakeNode(in_steps) as server, cluster() as running:
+        await running.add(node_info("p", Role.PREFILL), node_info("d", Role.DECODE, server.url))
+        assert (await report_of(running)).stages == {}
+        asking = asyncio.create_task(_stream(running))
+
+        async def stage(wanted: RequestStage) -> bool:
+            return (await report_of(running)).stages == {wanted: 1}
+
+        await eventually(lambda: stage(RequestStage.PROMPT), "the node has it")
+        (one,) = (await report_of(running)).under_way
+        assert (one.id, one.route, one.decode, one.prefill) == ("mine", "/v1/chat/completions", "d", "p")
+        assert one.sent_s is not None and one.prompt_done_s is None
+        go_on[0].set()
+        await eventually(lambda: stage(RequestStage.ANSWER), "its first event has come")
+        go_on[1].set()
+        await asking
+        report = await report_of(running)
+        assert report.under_way == ()
+        (one,) = report.ended
+        assert one.sent_s is not None and one.prompt_done_s is not None and one.ended_s is not None
+        assert one.arrived_s <= one.sent_s <= one.prompt_done_s <= one.ended_s <= report.now_s
+        assert (one.outcome, one.first_token, one.attempts) == ("ok", True, 1)
+        assert report.outcomes["ok"] == 1
+        assert report.rates.requests_per_s > 0
+        assert report.latencies.ttft.p50 == one.prompt_done_s - one.arrived_s
+        assert report.latencies.e2e.p99 == one.ended_s - one.arrived_s
+
+
+async def _stream(running: Cluster) -> None:
+    body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": PROMPT}]}
+    async with running.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine"}) as response:
+        await response.read()
+
+
+async def test_what_goes_wrong_is_told_without_the_prompt() -> None:
+    async def break_off(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(EVENTS[0])
+        exchange.die()
+
+    async with FakeNode(break_off) as server, cluster() as running:
+        node = node_info("d", Role.MIXED, server.url)
+        await running.add(node)
+        await _stream(running)
+        async with running.http.get("/status") as response:
+            body = await response.text()
+        report = msgspec.json.decode(body, type=StatusAnswer).report
+        failed = [one for one in report.incidents if one.kind is IncidentKind.REQUEST_FAILED]
+        assert [(one.node, one.request, one.count) for one in failed] == [("d", "mine", 1)]
+        assert "was lost" in failed[0].text
+        assert report.ended[0].outcome == "upstream_lost"
+        assert report.rates.failures_per_s > 0
+        assert PROMPT not in body
+        joined, *_ = report.incidents
+        assert (joined.kind, joined.node) == (IncidentKind.NODE_JOINED, "d")
+
+
+async def test_what_clients_get_wrong_is_no_failure_of_the_cluster() -> None:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.answer(400, b'{"error": {"message": "it is wrong"}}')
+
+    async with FakeNode(refuse) as server, cluster() as running:
+        await running.add(node_info("d", Role.MIXED, server.url))
+        for body in ({"model": "none"}, {"model": "m"}):
+            async with running.http.post("/v1/chat/completions", json=body) as response:
+                assert 400 <= response.status < 500
+        report = await report_of(running)
+        assert [one.outcome for one in report.ended] == ["refused"]  # the other one had no node
+        assert report.rates.failures_per_s == 0
+        assert {one.kind for one in report.incidents} == {IncidentKind.NODE_JOINED}
+
+
+async def test_a_lost_node_and_one_that_left_are_told() -> None:
+    async with cluster() as running:
+        await running.add(node_info("leaves", Role.MIXED), node_info("stays", Role.MIXED))
+        await running.nodes.aclose()
+        await running.dropped("leaves")
+        kinds = [(one.kind, one.node) for one in (await report_of(running)).incidents]
+        assert (IncidentKind.NODE_LEFT, "leaves") in kinds
+
+
+async def test_the_page_and_its_files_load_nothing_else() -> None:
+    async with cluster() as running:
+        for path, kind in (("/", "text/html"), ("/status.css", "text/css"), ("/status.js", "text/javascript")):
+            async with running.http.get(path) as response:
+                assert (response.status, response.content_type) == (200, kind)
+                policy = response.headers["content-security-policy"]
+                assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+                assert "unsafe" not in policy
+                assert response.headers["x-content-type-options"] == "nosniff"
+                text = await response.text()
+            assert "innerHTML" not in text
+            assert " style=" not in text and " onclick=" not in text  # what the policy forbids would do nothing
+            assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
+
+
+async def test_without_the_page_its_routes_say_so() -> None:
+    async with cluster(with_status(StatusConfig(StatusPage.OFF))) as running:
+        for path in ("/", "/status", "/status.js"):
+            async with running.http.get(path) as response:
+                assert response.status == 404
+                assert "--status-page" in str(error_of(await response.read())["message"])
+
+
+async def test_keys_of_clients_show_the_status_and_command_nothing(admins: StatusConfig) -> None:
+    key = "a-key-of-a-client"
+    config = dataclasses.replace(with_status(admins), admission=AdmissionConfig(api_keys=(key,)))
+    async with cluster(config) as running:
+        async with running.http.get("/status") as response:
+            assert response.status == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert not (await answer_of(running, {"authorization": f"Bearer {key}"})).may_command
+        assert (await answer_of(running, BEARER)).may_command
+        async with running.http.post(
+            "/commands", json={"node": "00", "command": {"kind": "drain"}}, headers={"authorization": f"Bearer {key}"}
+        ) as response:
+            assert response.status == 401
+        async with running.http.post(  # an admin's key is none for requests
+            "/v1/chat/completions", json={"model": "m"}, headers=BEARER
+        ) as response:
+            assert response.status == 401
+
+
+class CommandedNode:
+    """Takes commands as nodes do, and remembers them."""
+
+    def __init__(self) -> None:
+        self.info = node_info("d", Role.DECODE)
+        self.commands: list[SetRole | Drain] = []
+        self._gate = CommandGate(SECRET, self.info.boot_id)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[NodeInfo]:
+        async with FakeNode(self._answer) as server:
+            yield msgspec.structs.replace(self.info, url=server.url)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        assert exchange.request.path == COMMAND_PATH
+        command = self._gate.admit(exchange.request.headers[COMMAND_HEADER])
+        self.commands.append(command)
+        if isinstance(command, SetRole) and command.role is Role.MIXED:
+            await exchange.answer(400, b'{"error": {"message": "not that role"}}')
+            return
+        await exchange.answer(200, msgspec.json.encode(CommandResult(Role.PREFILL, Role.DECODE, True)))
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.integration)])
+async def test_an_admin_drains_a_node_and_changes_its_role(admins: StatusConfig, workers: int) -> None:
+    node = CommandedNode()
+    async with node.serving() as info, cluster(with_status(admins, workers)) as running:
+        await running.add(info, node_info("p", Role.PREFILL))
+        await running.known_to_all()
+        boot_id = info.boot_id.hex()
+        orders = [{"kind": "drain"}, {"kind": "set_role", "role": "prefill"}]
+        for order in orders:
+            body = {"node": boot_id, "command": order}
+            async with running.http.post("/commands", json=body, headers=BEARER) as response:
+                assert response.status == 200, await response.text()
+                assert (await response.json())["draining"] is True
+        assert node.commands == [Drain(), SetRole(Role.PREFILL)]
+        body = {"node": boot_id, "command": {"kind": "set_role", "role": "mixed"}}
+        async with running.http.post("/commands", json=body, headers=BEARER) as response:
+            assert response.status == 502
+            assert "not that role" in str(error_of(await response.read())["message"])
+        report = (await answer_of(running)).report
+        assert report.workers == workers
+        told = [one for one in report.incidents if one.kind is IncidentKind.COMMANDED]
+        assert {one.text for one in told} == {"ada has had it drain", "ada has had it become a prefill node"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"node": "00", "command": {"kind": "drain"}}', 404),
+        (b'{"node": "00", "command": {"kind": "explode"}}', 400),
+        (b'{"node": "00", "command": {"kind": "drain"}, "more": 1}', 400),
+        (b"[]", 400),
+        (b"x" * 2000, 400),
+    ],
+)
+async def test_odd_commands_are_refused(admins: StatusConfig, body: bytes, status: int) -> None:
+    async with cluster(with_status(admins)) as running:
+        headers = {**BEARER, "content-type": "application/json"}
+        async with running.http.post("/commands", data=body, headers=headers) as response:
+            assert response.status == status
+            error_of(await response.read())
+        async with running.http.post("/commands", data=body, headers=BEARER) as response:
+            assert response.status == 415
+
+
+@pytest.mark.integration
+async def test_workers_are_reported_as_one_proxy() -> None:
+    async with FakeNode(stream_events) as server, cluster(with_status(StatusConfig(), 2)) as running:
+        await running.add(node_info("d", Role.MIXED, server.url))
+        await running.known_to_all()
+        await asyncio.gather(*(_stream_alone(running) for _ in range(16)))
+        report = await report_of(running)
+        assert report.workers == 2
+        assert report.outcomes["ok"] == len(report.ended) == 16
+        assert [one.ended_s for one in report.ended] == sorted(one.ended_s or 0.0 for one in report.ended)
+
+
+async def _stream_alone(running: Cluster) -> None:
+    """Asks on a connection of its own, so that the kernel spreads them over the workers."""
+    async with running.http.post(
+        "/v1/chat/completions", json={"model": "m", "stream": True}, headers={"connection": "close"}
+    ) as response:
+        await response.read()
