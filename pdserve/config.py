@@ -890,6 +890,38 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """What processes remember of requests, and the OpenTelemetry spans that they make of it."""
+
+    kept_lanes: int = setting(
+        "kept-timelines",
+        "A process remembers what it did for so many of the last requests, for pdserve trace. 0 remembers none.",
+        512,
+        minimum=0,
+        maximum=100_000,
+    )
+    otlp_endpoint: str = setting(
+        "otlp-endpoint",
+        "Spans of requests go to this OpenTelemetry collector, http://host:4318 (OTLP over HTTP). If it is empty, "
+        "none are made. It needs the packages of pdserve[otel].",
+        "",
+        metavar="URL",
+    )
+    ratio: float = setting(
+        "trace-ratio",
+        "This share of the requests is traced whose clients send no traceparent header. With one, the client decides.",
+        1.0,
+        minimum=0,
+        maximum=1,
+    )
+
+    @property
+    def records(self) -> bool:
+        """Whether anybody has a use for what is noted of requests."""
+        return bool(self.kept_lanes or self.otlp_endpoint)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The settings that the engine process gets as MessagePack at its start, so that it reads none from the outside."""
 
@@ -910,6 +942,8 @@ class EngineConfig:
     stream: StreamConfig = field(default_factory=StreamConfig)
     has_peers: bool = True
     """Whether the node belongs to a proxy, so that it can fetch KV blocks from other nodes and be fetched from."""
+    records: bool = False
+    """Whether the API process wants the lanes of requests (``pdserve.wire.timeline``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -963,6 +997,7 @@ class NodeConfig:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
@@ -1030,6 +1065,7 @@ class ProxyConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
     status: StatusConfig = field(default_factory=StatusConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -1079,6 +1115,7 @@ class UpConfig:
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 

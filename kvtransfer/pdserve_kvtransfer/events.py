@@ -12,6 +12,7 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.transfer import UNKNOWN_LOAD, FailureCause, PrefillLoad
 
 
@@ -33,6 +34,8 @@ class FetchOrder:
     priority: int = 0
     request_id: str = ""
     """The request's ``x-request-id``, for log lines; empty if it is not known."""
+    trace: TraceContext | None = None
+    """The span that the prefill engine's hang from; None if nobody exports it."""
     paced_blocks: int = 0
     """The number of wanted blocks of a paced fetch; 0 if the fetch is not paced.
 
@@ -230,6 +233,8 @@ class PushWanted:
     request_id: str = ""
     """The request's ``x-request-id``, for log lines; empty if it is not known."""
     priority: int = 0
+    trace: TraceContext | None = None
+    """The span of the fetch; None if nobody exports it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from pdserve.config import DiscoveryConfig, TransferConfig
 from pdserve.errors import InvalidRequest, Unauthorized, WireError
 from pdserve.http.request import JSON, HttpRequest
 from pdserve.settings import is_loopback
-from pdserve.wire.command import COMMAND_HEADER, Command, CommandResult, Drain, SetRole
+from pdserve.wire.command import COMMAND_HEADER, Command, CommandResult, Drain, Recall, SetRole
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Opener, Purpose, Secrets, from_header
 from pdserve.wire.ids import BootId
+from pdserve.wire.timeline import RecalledLanes
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +101,14 @@ class NodeCommands:
     async def handle(self, request: HttpRequest) -> None:
         """Carries out the command in ``request``. Raises RequestError, and changes nothing, if it cannot."""
         command = self._gate.admit(request.header(COMMAND_HEADER.encode()))
+        result: CommandResult | RecalledLanes
         match command:
             case SetRole(role):
                 result = await self._set_role(role)
             case Drain():
                 result = self._begin_drain()
+            case Recall(request_id):
+                result = self._recall(request_id)
         await request.respond(200, JSON, msgspec.json.encode(result))
 
     async def _set_role(self, role: Role) -> CommandResult:
@@ -117,6 +121,12 @@ class NodeCommands:
                 log.info("commanded: this node is a %s node now, and was a %s node", role.value, before.value)
             uninformed = await self._announce(role, ANNOUNCE_S)
         return CommandResult(role, before, draining=self._node.phase is NodePhase.DRAINING, uninformed=uninformed)
+
+    def _recall(self, request_id: str) -> RecalledLanes:
+        began = time.monotonic()
+        lanes = self._node.tracing.lanes.recall(request_id)
+        now = time.monotonic()
+        return RecalledLanes(now, now - began, lanes)
 
     def _begin_drain(self) -> CommandResult:
         log.info("commanded: this node drains")

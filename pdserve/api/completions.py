@@ -27,7 +27,7 @@ from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_res
 from pdserve.api.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation import TURN_TOKENS, Generation
 from pdserve.api.outcome import failure_of
-from pdserve.api.request_log import RequestRecord
+from pdserve.api.request_log import NodeNotes, RequestRecord
 from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
 from pdserve.api.requests.chat_messages import unheeded_fields, unread_part_fields
 from pdserve.api.requests.grammar_check import WantedGrammar
@@ -57,12 +57,15 @@ from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
-from pdserve.http.request import JSON, HttpRequest, request_label
+from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, request_label
+from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import Journal, room_block
 from pdserve.wire.prepared import Prepared
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.timeline import PhaseKind, ProcessKind
+from pdserve.wire.trace_context import TraceContext
 
 IGNORED_HEADER = "x-pdserve-ignored"
 MAX_IGNORED = 20
@@ -102,6 +105,8 @@ class RequestTerms:
     """Stands for the client among all clients."""
     storing: Storing | None = None
     """What the proxy stores of responses; None if it stores none."""
+    trace: TraceContext | None = None
+    """The span that this node's hang from; None if nobody exports it."""
 
     @property
     def appended_bytes(self) -> int:
@@ -191,7 +196,7 @@ class CompletionRoute(Generic[R]):
         if terms.resume is not None and terms.resume.prepare:
             await self._fetch(request, prepared, terms)
             return
-        with closing(self._start(prepared, request.label, terms, arrived)) as generation:
+        with closing(self._start(prepared, request, terms, arrived)) as generation:
             await self._answer(request, generation, prepared, terms, tokenizer)
 
     async def _read(self, request: HttpRequest, tokenizer: Tokenizer, terms: RequestTerms) -> PreparedRequest[R]:
@@ -257,7 +262,8 @@ class CompletionRoute(Generic[R]):
         ticket = admit_ticket(request, self._node)
         if ticket is None:
             client = request.address.encode(errors="replace")
-            return RequestTerms(arrived + self._node.timeout_s, _new_answer(), client=client)
+            trace = self._node.tracing.begin(request.header(TRACEPARENT))
+            return RequestTerms(arrived + self._node.timeout_s, _new_answer(), client=client, trace=trace)
         return RequestTerms(
             arrived + ticket.deadline_s,
             ticket.answer or _new_answer(),
@@ -268,12 +274,16 @@ class CompletionRoute(Generic[R]):
             holders=ticket.holders,
             client=ticket.client,
             storing=ticket.storing,
+            trace=ticket.trace,
         )
 
-    def _start(self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, arrived: float) -> TextGeneration:
-        generation = self._open(prepared, label, terms)
+    def _start(
+        self, prepared: PreparedRequest[R], request: HttpRequest, terms: RequestTerms, arrived: float
+    ) -> TextGeneration:
+        label, notes = request.label, self._notes(request, terms, arrived)
+        generation = self._open(prepared, label, terms, trace=terms.trace if notes is None else notes.lane.context)
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
-        record = RequestRecord(label, self._node.name, arrived, prompt_tokens)
+        record = RequestRecord(label, self._node.name, arrived, prompt_tokens, notes=notes)
         body, generated = prepared.parsed.request, prepared.journal.choices
         repeated = {number: choice.last_group for number, choice in generated.items()} if self._grouped(body) else {}
         unshown = {} if body.stream else generated
@@ -286,6 +296,16 @@ class CompletionRoute(Generic[R]):
             metrics.began(prepared.prompts, body.shown_choices)
         return TextGeneration(generation, prepared.texts, record, metrics, unshown, repeated, prepared.reasoning_before)
 
+    def _notes(self, request: HttpRequest, terms: RequestTerms, arrived: float) -> NodeNotes | None:
+        """Returns what is noted of a request that has been read, if anything is to be noted."""
+        lanes = self._node.tracing.lanes
+        if not lanes.wanted:
+            return None
+        notes = LaneNotes(ProcessKind.API, request.label, arrived, terms.trace, attempt=terms.attempt)
+        notes.begin(PhaseKind.READ, arrived)
+        notes.end(PhaseKind.READ, time.monotonic())
+        return NodeNotes(notes, self._node.model, request.path, lanes.add)
+
     def _journaled(self, body: R, terms: RequestTerms) -> bool:
         """Returns whether the answer to ``body`` has a journal. Event groups have no log probabilities in theirs."""
         return terms.journaled and not (self._grouped(body) and body.wanted_logprobs is not None)
@@ -295,7 +315,13 @@ class CompletionRoute(Generic[R]):
         return self._answers.grouped and bool(body.stream)
 
     def _open(
-        self, prepared: PreparedRequest[R], label: str, terms: RequestTerms, *, fetch_only: bool = False
+        self,
+        prepared: PreparedRequest[R],
+        label: str,
+        terms: RequestTerms,
+        *,
+        fetch_only: bool = False,
+        trace: TraceContext | None = None,
     ) -> Generation:
         body = prepared.parsed.request
         self._node.check_serving()
@@ -314,6 +340,7 @@ class CompletionRoute(Generic[R]):
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             client=terms.client,
+            trace=trace,
             interval=_interval(body, self._node.stream.interval),
             turn_tokens=_turn_tokens(body),
         )
@@ -326,7 +353,7 @@ class CompletionRoute(Generic[R]):
             for choice in submit.choices
         }
         lacking: dict[int, int] = {}
-        with closing(self._open(prepared, request.label, terms, fetch_only=True)) as generation:
+        with closing(self._open(prepared, request.label, terms, fetch_only=True, trace=terms.trace)) as generation:
             while len(lacking) < len(known):
                 for item in await generation.wait():
                     if (failure := generation.failure or failure_of(item.output)) is not None:

@@ -30,6 +30,7 @@ from pdserve.wire.engine import (
     EngineStats,
     FromEngine,
     Ready,
+    Recorded,
     Renew,
     RequestOutput,
     RoomWanted,
@@ -43,6 +44,8 @@ from pdserve.wire.engine import (
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.timeline import RequestLane
+from pdserve.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +115,8 @@ class EngineClient:
         self._watcher: asyncio.Task[None] | None = None
         self._renewed: Renew | None = None
         self.stats = EngineStats()
+        self.on_lane: Callable[[RequestLane], None] = lambda _: None
+        """Gets what the engine remembers of each request that has ended."""
 
     @property
     def state(self) -> EngineState:
@@ -178,6 +183,7 @@ class EngineClient:
         cache_salt: str = "",
         priority: int = 0,
         client: bytes = b"",
+        trace: TraceContext | None = None,
         interval: int = 1,
         turn_tokens: int = TURN_TOKENS,
     ) -> Generation:
@@ -187,8 +193,8 @@ class EngineClient:
         computed: each choice ends, with ``FinishReason.LENGTH``, when the prefix cache has what they have. Where the
         prompts are ``movable``, the engine may ask the result to have them go on at a node with more room.
         ``request_id`` is the client's label, for the log lines of other processes, and ``client`` stands for the client
-        itself. The result is woken for each
-        ``interval`` tokens of a choice, and reads about ``turn_tokens`` of all at once.
+        itself. The engine's spans hang from ``trace``. The result is woken for each ``interval`` tokens of a choice,
+        and reads about ``turn_tokens`` of all at once.
 
         Raises Unavailable if the engine is not there, or has too many requests already, and InvalidRequest if these
         are more than it ever takes.
@@ -227,6 +233,7 @@ class EngineClient:
                 group_id=local_ids[0],
                 request_id=request_id,
                 client=client,
+                trace=trace,
             )
             if not self._channel.send(submit):
                 generation.close()
@@ -300,6 +307,9 @@ class EngineClient:
             case Stats(stats):
                 self.stats = stats
                 self._note_idle()
+            case Recorded(lanes):
+                for lane in lanes:
+                    self.on_lane(lane)
             case Starting(stage):
                 log.info("engine: %s", stage)
             case Ready():

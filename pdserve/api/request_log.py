@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.api.outcome import ChoiceOutcome
+from pdserve.tracing.lane_notes import GapNotes, LaneNotes
 from pdserve.wire.engine import RequestReport
+from pdserve.wire.timeline import MomentKind, RequestLane
 
 log = logging.getLogger("pdserve.request")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNotes:
+    """What an API process notes of one client request, and where its lane goes."""
+
+    lane: LaneNotes
+    model: str
+    route: str
+    keep: Callable[[RequestLane], None]
+    gaps: GapNotes = field(default_factory=GapNotes)
 
 
 @dataclass(slots=True)
@@ -30,6 +44,8 @@ class RequestRecord:
     """The engine's reports. There is none for a choice that the API process ended (stop string, abort)."""
     resumed_tokens: int | None = None
     """The tokens of the answer that the client had from other nodes; None if this node began the answer."""
+    notes: NodeNotes | None = None
+    """What is noted of the request for its timeline; None if nothing is."""
 
     @property
     def answer_tokens(self) -> int:
@@ -62,7 +78,7 @@ def log_request(record: RequestRecord, now: float) -> None:
     prefill = "+".join(sorted({report.prefill_node or record.node for report in reports})) or "-"
     source = "+".join(sorted({report.prefill_source.value for report in reports})) or "-"
     reason = "+".join(sorted({report.placed.value for report in reports if report.placed is not None})) or "-"
-    finish = "+".join(sorted({outcome.value for outcome in record.outcomes})) or "-"
+    finish = _outcomes(record) or "-"
     log.info(
         "request_id=%s prefill=%s source=%s reason=%s decode=%s prompt=%d cached=%d output=%d "
         "queue_ms=%s prefill_ms=%s ttft_ms=%s tpot_ms=%s total_ms=%s "
@@ -86,6 +102,32 @@ def log_request(record: RequestRecord, now: float) -> None:
         finish,
         "" if record.resumed_tokens is None else f" resumed={record.resumed_tokens} reused={record.reused_tokens}",
     )
+
+
+def keep_lane(record: RequestRecord, now: float) -> None:
+    """Makes the request's lane, if it is noted, and keeps it."""
+    notes = record.notes
+    if notes is None:
+        return
+    if record.first_token is not None:
+        notes.lane.moment(MomentKind.FIRST_TOKEN, record.first_token)
+    notes.keep(
+        notes.lane.lane(
+            now,
+            node=record.node,
+            model=notes.model,
+            route=notes.route,
+            outcome=_outcomes(record),
+            prompt_tokens=record.prompt_tokens,
+            cached_tokens=record.cached_tokens,
+            output_tokens=record.output_tokens,
+            gaps=notes.gaps.summary(),
+        )
+    )
+
+
+def _outcomes(record: RequestRecord) -> str:
+    return "+".join(sorted({outcome.value for outcome in record.outcomes}))
 
 
 def _rate(tokens: int, seconds: float | None) -> str:

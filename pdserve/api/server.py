@@ -35,6 +35,7 @@ from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.process import set_up_logging, share_interpreter
 from pdserve.signals import StopSignals, on_hangup, stop_signals
+from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
@@ -133,6 +134,7 @@ class NodeServer:
         metrics = self._metrics(info, engine, ready)
         registering = self._registration(info, engine, metrics, secrets)
         state = self._state(info, engine, ready, tokenizer, metrics, registering, secrets)
+        engine.on_lane = state.keep_engine_lane
         commands, commanded = None, asyncio.Event()
         if registering is not None:
             gate = CommandGate(secrets, boot_id)
@@ -224,6 +226,7 @@ class NodeServer:
             parallel=config.parallel,
             stream=config.stream,
             has_peers=bool(config.discovery.proxies),
+            records=config.trace.records,
         )
 
     def _info(self, ready: Ready, boot_id: bytes, url: str) -> NodeInfo:
@@ -270,6 +273,7 @@ class NodeServer:
             formats=formats_of(tokenizer.chat_template, self.config.message),
             grammars=GrammarCheck(self.model_dir, self.config.grammar, cache_dir=self.cache_dir),
             prefix_cache=self.config.cache.prefix_cache,
+            tracing=Tracing(self.config.trace.kept_lanes),
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
 

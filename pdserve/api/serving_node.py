@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdserve.api.engine_client import EngineClient, EngineState
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics.node_metrics import NodeMetrics
@@ -19,10 +21,12 @@ from pdserve.api.requests.prompts import ModelLimits
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.config import StreamConfig, Switch
 from pdserve.errors import Unauthorized, Unavailable, WireError
+from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Opener, Purpose, Secrets, from_header
 from pdserve.wire.ticket import Ticket
+from pdserve.wire.timeline import RequestLane
 
 MAX_TICKET_CHARS = 16_384
 
@@ -94,6 +98,7 @@ class ServingNode:
     started: int = field(default_factory=lambda: int(time.time()))
     """The time of the start, in seconds since 1970."""
     phase: NodePhase = NodePhase.SERVING
+    tracing: Tracing = field(default_factory=Tracing)
 
     @property
     def limits(self) -> ModelLimits:
@@ -117,6 +122,10 @@ class ServingNode:
             return "engine lost", "the engine is gone"
         unaccepted = self.unaccepted()
         return None if unaccepted is None else ("unregistered", unaccepted)
+
+    def keep_engine_lane(self, lane: RequestLane) -> None:
+        """Keeps what the engine, which does not know its node's name, remembers of a request."""
+        self.tracing.lanes.add(msgspec.structs.replace(lane, node=self.name, model=self.model))
 
     def check_serving(self) -> None:
         """Raises Unavailable if the node takes no new requests."""

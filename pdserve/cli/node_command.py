@@ -17,7 +17,7 @@ from pdserve.doctor.cluster import ListedInstance, direct_opener, read_instances
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.settings import resolve_secret, state_folder
-from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, CommandSigner
+from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandResult, CommandSigner, NodeChange
 
 _MAX_ANSWER_BYTES = 64 * 1024
 _NOBODY_BEHIND = (502, 504)
@@ -72,7 +72,7 @@ class Commander:
             raise CommandFailed(f"{self._config.proxy_url}: {listed}")
         return listed
 
-    def send(self, command: Command, node: ListedInstance) -> CommandResult:
+    def send(self, command: NodeChange, node: ListedInstance) -> CommandResult:
         """Returns what the node says when it has carried out the command. Raises CommandFailed."""
         if not _BOOT_ID.fullmatch(node.boot_id) or not node.url.startswith(("http://", "https://")):
             raise CommandFailed(f"{self._config.proxy_url} does not say where {node.name} is")

@@ -20,6 +20,7 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import cache_blocks
 from pdserve.engine.kv_connector import KvConnector, loaded_ucx, open_connector
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
+from pdserve.engine.lane_recorder import LaneRecorder
 from pdserve.engine.launched_step import StepRunner
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
@@ -147,6 +148,7 @@ def assemble(
         renew=secrets.renew,
         grammars=grammars,
         cores=cores,
+        recorder=LaneRecorder() if config.records else None,
     )
     ready = Ready(
         control=control,

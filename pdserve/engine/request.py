@@ -33,12 +33,14 @@ from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.errors import EngineError
+from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
 from pdserve.wire.priority import turn_at
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.trace_context import TraceContext
 
 
 class Status(enum.Enum):
@@ -142,6 +144,10 @@ class Request:
     admitted: float | None = None
     first_token_at: float | None = None
     transfer_seconds: float = 0.0
+    trace: TraceContext | None = None
+    """The span that the engine's hang from; None if nobody exports them."""
+    notes: LaneNotes | None = None
+    """What is noted of the request for its timeline; None if nothing is."""
 
     def __post_init__(self) -> None:
         self.group_id = self.group_id or self.uuid

@@ -21,6 +21,7 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, OwnCores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
+from pdserve.engine.lane_recorder import LaneRecorder
 from pdserve.engine.launched_step import AheadRunner, LaunchedStep, StepAhead, StepRunner, launch, launch_ahead
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request
@@ -61,11 +62,12 @@ class StepLoop:
         renew: Callable[[bytes], None] = lambda _: None,
         grammars: GrammarOpener,
         cores: Cores | None = None,
+        recorder: LaneRecorder | None = None,
     ) -> None:
         """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
         Everything else that writes to the KV cache then has to do it behind the steps that were launched before.
-        ``renew`` takes a new cluster secret.
+        ``renew`` takes a new cluster secret. Without a ``recorder`` no timelines are noted.
         """
         self._api = api
         self._wake_up = wake_up
@@ -74,7 +76,10 @@ class StepLoop:
         self._blocks = blocks
         self._connector = connector
         self._collector = OutputCollector()
-        self._scheduler = Scheduler(blocks, config, stop, self._collector, connector.release, placement, grammars.open)
+        self._recorder = recorder
+        self._scheduler = Scheduler(
+            blocks, config, stop, self._collector, connector.release, placement, grammars.open, recorder
+        )
         self._grammars = grammars
         self._cores = OwnCores() if cores is None else cores
         self._prompts = prompts
@@ -170,6 +175,7 @@ class StepLoop:
             return_to=submit.prefill[0] if submit.prefill else None,
             fetch_only=submit.fetch_only,
             movable=submit.movable,
+            trace=submit.trace,
         )
         children = [request.add_child(child.seed, child.local_id, child.emitted) for child in submit.children]
         family = [request, *children]
@@ -264,6 +270,8 @@ class StepLoop:
         output = self._collector.take()
         if output is not None:
             self._api.send(output)
+        if self._recorder is not None and (recorded := self._recorder.take()) is not None:
+            self._api.send(recorded)
         self._send_stats(idle=False)
 
     def _send_stats(self, idle: bool) -> None:

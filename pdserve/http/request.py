@@ -31,6 +31,8 @@ UPLOAD_TIMEOUT_S = 60.0
 PIECE_BYTES = 64 * 1024
 """Bytes of an answer that are written at once: as many as may be unread before a connection counts as full."""
 REQUEST_ID_HEADER = "x-request-id"
+TRACEPARENT = b"traceparent"
+"""The header of W3C Trace Context that names the client's span."""
 JSON = {"content-type": "application/json"}
 _JSON = b"application/json"
 _REFUSED_TYPES = ("text/plain", "multipart/form-data")

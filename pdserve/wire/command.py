@@ -2,7 +2,8 @@
 
 The header is a sealed frame (purpose ``COMMAND``) that names the node's boot id as its receiver. So a command is valid
 for one start of one node, once, and for as long as the hosts' clocks may differ. A node without a proxy takes none. The
-request is a ``POST`` to ``COMMAND_PATH`` at the node's API, and has no body; the response is a ``CommandResult``.
+request is a ``POST`` to ``COMMAND_PATH`` at the node's API, and has no body; the response is a ``CommandResult``, or
+what the command asks for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
-from pdserve.wire.ids import BootId, new_id
+from pdserve.wire.ids import BootId, RequestId, new_id
 
 COMMAND_PATH = "/internal/command"
 COMMAND_HEADER = "x-pdserve-command"
@@ -29,7 +30,14 @@ class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """Ends the node as SIGTERM does: it takes no new work, and ends when it has none left."""
 
 
-Command: TypeAlias = SetRole | Drain
+class Recall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="recall"):
+    """Asks what the node remembers of the requests with this id. It changes nothing. The answer: ``RecalledLanes``."""
+
+    request_id: RequestId
+
+
+NodeChange: TypeAlias = SetRole | Drain
+Command: TypeAlias = NodeChange | Recall
 
 
 class CommandResult(msgspec.Struct, frozen=True):

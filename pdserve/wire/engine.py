@@ -17,6 +17,8 @@ from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.timeline import RequestLane
+from pdserve.wire.trace_context import TraceContext
 
 # ---------------------------------------------------------------- API → engine
 
@@ -64,6 +66,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """The client's label of the request, for log lines."""
     client: bytes = b""
     """Stands for the client, who takes turns with others where they wait for grammars to be compiled."""
+    trace: TraceContext | None = None
+    """The API process's span, which the engine's hang from; None if nobody exports them."""
 
 
 class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abort"):
@@ -352,6 +356,12 @@ class RoomWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Tokens for which the other node should have free blocks: those that they have, and will have soon."""
 
 
+class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="recorded"):
+    """What the engine remembers of requests that have ended, those of other nodes among them."""
+
+    lanes: list[RequestLane]
+
+
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stats"):
     """The engine sends this after a change, at most a few times a second, and once when it falls idle."""
 
@@ -364,4 +374,4 @@ class EngineFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     message: str
 
 
-FromEngine: TypeAlias = Starting | Ready | StepOutput | RoomWanted | Stats | EngineFailed
+FromEngine: TypeAlias = Starting | Ready | StepOutput | RoomWanted | Recorded | Stats | EngineFailed

@@ -17,6 +17,7 @@ import msgspec
 
 from pdserve.wire.ids import BootId
 from pdserve.wire.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
+from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import since
 
 TICKET_HEADER = "x-pdserve-ticket"
@@ -84,3 +85,5 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Engines that may hold blocks of the request's KV cache, its answer's included, in the order to be tried."""
     client: Annotated[bytes, msgspec.Meta(max_length=32), since(6)] = b""
     """Stands for the client: what the node does for one client takes turns with what it does for others."""
+    trace: Annotated[TraceContext | None, since(6)] = None
+    """The span of this attempt; None if nobody exports it."""

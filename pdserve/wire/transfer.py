@@ -51,6 +51,7 @@ from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
 
 LABEL_BITS = 63
@@ -189,6 +190,8 @@ class PrefillRequest(
     request_id: Annotated[RequestId, since(6)] = ""
     """The request's ``x-request-id``, for the prefill node's log; empty where the decode node does not say it."""
     priority: Annotated[Priority, since(6)] = 0
+    trace: Annotated[TraceContext | None, since(6)] = None
+    """The span of the fetch; None if nobody exports it."""
 
 
 class CachedRequest(

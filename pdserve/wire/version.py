@@ -31,6 +31,8 @@ GRAMMARS: Final = 6
 """The first version whose prompts may have a grammar."""
 CLIENT_TURNS: Final = 6
 """The first version whose tickets stand for a client."""
+TRACES: Final = 6
+"""The first version whose tickets and prompts may belong to a trace."""
 DIALECTS: Final = 6
 """The first version whose nodes have the routes of responses and of Anthropic's messages."""
 PROMPT_LOGPROBS: Final = 6

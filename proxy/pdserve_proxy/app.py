@@ -12,10 +12,12 @@ import msgspec
 from quart import Quart, Response, request
 
 from pdserve.config import ProxyConfig, Switch
-from pdserve.errors import Unavailable
+from pdserve.errors import NotFound, Unavailable
 from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList
+from pdserve.http.request import request_label
 from pdserve.http.routes import DirectRoutes, quart_app
+from pdserve.wire.ids import MAX_REQUEST_ID_CHARS
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
@@ -30,6 +32,7 @@ from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.turn import RESPONSES_PATH
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
 from pdserve_proxy.status.routes import StatusRoutes
+from pdserve_proxy.timelines import Timelines
 
 RenderMetrics: TypeAlias = Callable[[], Awaitable[bytes]]
 """Returns the metrics of all processes of the proxy as Prometheus text. May raise RequestError."""
@@ -80,7 +83,15 @@ class ProxyServerInfo(msgspec.Struct, frozen=True):
 class InformationRoutes:
     """Answers requests about the cluster from the registry, without asking a node."""
 
-    def __init__(self, registry: RegistryView, scrape: RenderMetrics, keys: ApiKeys, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        registry: RegistryView,
+        scrape: RenderMetrics,
+        keys: ApiKeys,
+        max_body_bytes: int,
+        timelines: Timelines,
+    ) -> None:
+        self._timelines = timelines
         self._max_body_bytes = max_body_bytes
         self._registry = registry
         self._scrape = scrape
@@ -97,6 +108,7 @@ class InformationRoutes:
         app.add_url_rule("/live", "live", self.live)
         app.add_url_rule("/ready", "ready", self.ready)
         app.add_url_rule("/instances", "instances", self.instances)
+        app.add_url_rule("/requests/<request_id>/timeline", "timeline", self.timeline)
         app.add_url_rule("/metrics", "metrics", self.metrics)
         app.add_url_rule("/version", "version", self.version)
         app.add_url_rule("/server_info", "server_info", self.server_info)
@@ -134,6 +146,12 @@ class InformationRoutes:
     async def instances(self) -> Response:
         now = time.monotonic()
         return _json([_instance(node, now) for node in self._registry.snapshot().nodes])
+
+    async def timeline(self, request_id: str) -> Response:
+        self._check_key()
+        if len(request_id) > MAX_REQUEST_ID_CHARS or request_label(request_id) != request_id:
+            raise NotFound("a request id has 1 to 128 visible ASCII characters", code="no_timeline")
+        return _json(await self._timelines.find(request_id))
 
     async def metrics(self) -> Response:
         return Response(await self._scrape(), content_type=CONTENT_TYPE)
@@ -177,6 +195,7 @@ def build_app(
     relay: Relay,
     metrics: ProxyMetrics,
     scrape: RenderMetrics,
+    timelines: Timelines,
     storage: ResponseStorage | None = None,
     status: StatusRoutes | None = None,
 ) -> DirectRoutes:
@@ -190,7 +209,7 @@ def build_app(
 
     routes = (*sorted(RELAYED_ROUTES | READ_ROUTES), "/v1/models")
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
-    InformationRoutes(registry, scrape, keys, config.http.max_body_bytes).add_routes(app)
+    InformationRoutes(registry, scrape, keys, config.http.max_body_bytes, timelines).add_routes(app)
     add_documentation(app, "proxy")
     if status is not None:
         status.add_routes(app)

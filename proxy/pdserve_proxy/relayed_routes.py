@@ -11,7 +11,7 @@ import msgspec
 from pdserve.errors import InvalidRequest, RequestError
 from pdserve.http.errors import internal_error
 from pdserve.http.model_list import model_in_query
-from pdserve.http.request import ClientGone, HttpRequest
+from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH
 from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.relay.dispatch import NodeRequest
@@ -64,7 +64,7 @@ class RelayedRoutes:
 
     async def handle(self, request: HttpRequest) -> None:
         """Answers ``request``, with an error if it cannot be relayed. The relayed request ends with the answer."""
-        with self._relay.begin(request.task, request.label, request.path) as relayed:
+        with self._begin(request) as relayed:
             await self._serve(relayed, request)
 
     async def handle_stored(self, request: HttpRequest) -> None:
@@ -72,9 +72,12 @@ class RelayedRoutes:
         assert self._storage is not None
         with (
             StoredTurn(self._storage, self._max_body_bytes) as turn,
-            self._relay.begin(request.task, request.label, request.path) as relayed,
+            self._begin(request) as relayed,
         ):
             await self._serve(relayed, request, turn)
+
+    def _begin(self, request: HttpRequest) -> RelayedRequest:
+        return self._relay.begin(request.task, request.label, request.path, request.header(TRACEPARENT))
 
     async def _serve(self, relayed: RelayedRequest, request: HttpRequest, turn: StoredTurn | None = None) -> None:
         try:
@@ -116,6 +119,7 @@ class RelayedRoutes:
                 )
             if turn is not None:
                 body = await turn.begin(self._keys.owner(*credentials), body, held)
+            relayed.queued()
             await self._admission.admit(caller, body.answers, relayed.hold_place, body.priority)
             client = _short(client_of(caller, request.address))
             storing = None if turn is None else turn.storing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
@@ -15,8 +15,10 @@ from pdserve.errors import ConfigError
 from pdserve.http.server import bind, url_of
 from pdserve.process import allow_open_files, collect_rarely, set_up_logging
 from pdserve.signals import on_hangup, stop_signals
+from pdserve.tracing.tracing import Tracing
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
+from pdserve.wire.timeline import RequestLane
 from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
@@ -127,8 +129,13 @@ async def run(
         store = None if limits is None else ResponseStore(limits)
         if store is not None:
             metrics.watch_store(store)
+        tracing = Tracing(config.trace.kept_lanes)
+
+        async def lanes(request_id: str) -> Sequence[RequestLane]:
+            return tracing.lanes.recall(request_id)
+
         storage = None if store is None else OwnStorage(store)
-        state = ProcessState(registry, attempts, metrics, scrape, report, storage)
+        state = ProcessState(registry, attempts, metrics, scrape, report, tracing, lanes, storage)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(discovery.run())]
             if config.roles.roles is RoleChoice.AUTO:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pdserve.config import AdmissionConfig, ProxyConfig, StoreConfig, Switch
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer
+from pdserve.tracing.tracing import Tracing
 from pdserve.wire.ids import new_id
 from pdserve_proxy.app import RenderMetrics, build_app
 from pdserve_proxy.credentials import LiveCredentials
@@ -26,6 +27,7 @@ from pdserve_proxy.responses.store import StoreLimits
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.status.access import StatusAccess
 from pdserve_proxy.status.routes import Report, StatusRoutes
+from pdserve_proxy.timelines import OwnLanes, Timelines
 from pdserve_proxy.upstream.node_command import NodeCommander
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,9 @@ class ProcessState:
     metrics: ProxyMetrics
     scrape: RenderMetrics
     report: Report
+    tracing: Tracing
+    lanes: OwnLanes
+    """Returns the lanes that all processes of the proxy have."""
     storage: ResponseStorage | None = None
     """The responses that are kept; None if none are."""
 
@@ -71,10 +76,13 @@ async def serve_clients(
     metrics.queued.set_function(lambda: admission.waiting)
     access = StatusAccess(config.status.page, config.http, credentials.keys, credentials.admins)
     async with (
-        Relay(config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust) as relay,
+        Relay(
+            config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust, state.tracing
+        ) as relay,
         NodeCommander(credentials.secrets, credentials.trust) as commander,
     ):
         status = StatusRoutes(access, state.report, state.registry, commander, metrics.counts.incidents)
+        timelines = Timelines(state.registry, state.lanes, commander)
         app = build_app(
             config,
             credentials.keys,
@@ -84,6 +92,7 @@ async def serve_clients(
             relay,
             metrics,
             state.scrape,
+            timelines,
             state.storage,
             status,
         )

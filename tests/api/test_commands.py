@@ -11,7 +11,7 @@ import pytest
 from pdserve.api.commands import CommandGate, check_role, is_confined
 from pdserve.config import DiscoveryConfig, TransferConfig
 from pdserve.errors import InvalidRequest, Unauthorized
-from pdserve.wire.command import Command, CommandSigner, Drain, SetRole
+from pdserve.wire.command import Command, CommandSigner, Drain, Recall, SetRole
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad, Role
 from pdserve.wire.frame import MAX_AGE_S, Purpose, Sealer, to_header
 from pdserve.wire.ids import new_id
@@ -42,7 +42,7 @@ def sealed(
     return to_header(Sealer(secret, purpose, new_id()).seal(message, receiver))
 
 
-@pytest.mark.parametrize("command", [SetRole(Role.PREFILL), DECODE, SetRole(Role.MIXED), Drain()])
+@pytest.mark.parametrize("command", [SetRole(Role.PREFILL), DECODE, SetRole(Role.MIXED), Drain(), Recall("chat-1")])
 def test_a_signed_command_is_taken_once(command: Command) -> None:
     at, value = gate(), CommandSigner(SECRET).sign(command, NODE)
     assert at.admit(value) == command

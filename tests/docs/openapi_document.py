@@ -25,6 +25,7 @@ from pdserve.api.dialects.responses_request import ResponsesRequest
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pdserve.http import documentation, errors
 from pdserve.http.model_list import ModelCard, ModelList
+from pdserve.wire.timeline import Timeline
 
 FILE = Path(documentation.__file__).with_name("openapi.json")
 
@@ -32,6 +33,7 @@ _TYPES = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, PromptRequest),
     *(TokenizeRequest, DetokenizeRequest, TokenizeResponse, DetokenizeResponse, TokenizerInfo),
     *(ChatChoice, TextChoice, Envelope, Usage, ResponseObject, AnthropicAnswer, TokenCount, ModelCard, ModelList),
+    Timeline,
     *(errors.OpenAiError, errors.AnthropicError),
 )
 _STATUSES = {
@@ -172,6 +174,9 @@ def _paths() -> dict[str, Any]:
         **_get("The nodes, the requests and what went wrong: what the page at / shows."),
         documentation.ONLY: "proxy",
     }
+    timeline = {**_get("What happened to a request, and when.", schema=_ref("Timeline")), documentation.ONLY: "proxy"}
+    timeline["get"]["parameters"] = [{**place, "name": "request_id"}]
+    timeline["get"]["responses"] |= _errors((429,), "OpenAiError")
     return {
         "/v1/chat/completions": _post("A chat.", "ChatRequest", _completion("ChatChoice")),
         "/v1/completions": _post("A text that goes on.", "CompletionRequest", _completion("TextChoice")),
@@ -190,6 +195,7 @@ def _paths() -> dict[str, Any]:
         "/ready": _probe("Whether requests can be served."),
         "/instances": instances,
         "/status": status,
+        "/requests/{request_id}/timeline": timeline,
         "/server_info": _get("What serves here, and within which bounds."),
         "/version": _get("The version of pdserve."),
         "/metrics": _get("Metrics in Prometheus's form.", "text/plain"),

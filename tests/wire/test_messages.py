@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.http.tls import Certificate
-from pdserve.wire import command, discovery, engine, proxy_workers, rank, rank_transfer, transfer
+from pdserve.wire import command, discovery, engine, proxy_workers, rank, rank_transfer, timeline, transfer
 from pdserve.wire import transfer as link_address
 from pdserve.wire.frame import MAX_FRAME_BYTES
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
@@ -18,6 +18,7 @@ from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, SeenRequest
 from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.trace_context import TraceContext
 from pdserve_kvtransfer.pieces import MAX_RANKS
 
 BOOT = bytes(range(16))
@@ -56,6 +57,19 @@ REPORT = engine.RequestReport(
     queue_s=0.1,
     prefill_s=0.2,
     transfer_s=0.3,
+)
+
+TRACE = TraceContext(OTHER, bytes(range(8)))
+LANE = timeline.RequestLane(
+    request_id="r",
+    process=timeline.ProcessKind.ENGINE,
+    start_s=1.0,
+    end_s=2.5,
+    phases=(timeline.Phase(kind=timeline.PhaseKind.CHUNK, start_s=1.0, end_s=2.0, tokens=9),),
+    moments=(timeline.Moment(kind=timeline.MomentKind.PREEMPTED, at_s=2.25),),
+    gaps=timeline.Gaps((0, 3), (timeline.Gap(1.5, 0.125),)),
+    trace=TRACE,
+    span_id=bytes(8),
 )
 
 CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
@@ -99,6 +113,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 resume=Resume(7, bytes(32)),
                 client=b"c" * 16,
                 storing=Storing(True, 9),
+                trace=TRACE,
             ),
         ],
     ),
@@ -117,6 +132,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 cache_salt="salt",
                 priority=-100,
                 request_id="chat-1",
+                trace=TRACE,
             ),
             engine.Submit(local_id=4, uuid=OTHER, token_ids=[1], sampling=CONSTRAINED, deadline_s=9.0),
             engine.Abort([1, 2]),
@@ -144,6 +160,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                     engine.RequestOutput(2, [6], engine.FinishReason.STOP, REPORT),
                 ]
             ),
+            engine.Recorded([LANE]),
             engine.Stats(
                 engine.EngineStats(
                     running=1,
@@ -181,6 +198,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 paced=True,
                 request_id="chat-1",
                 priority=100,
+                trace=TRACE,
             ),
             transfer.CachedRequest(
                 transfer_id=TRANSFER_ID, tag=9, hashes=(bytes(32), bytes(range(32))), deadline_s=1.0
@@ -328,7 +346,16 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             ),
         ],
     ),
-    (command.Command, [command.SetRole(discovery.Role.PREFILL), command.Drain()]),
+    (command.Command, [command.SetRole(discovery.Role.PREFILL), command.Drain(), command.Recall("chat-1")]),
+    (timeline.RecalledLanes, [timeline.RecalledLanes(9.5, 0.001, (LANE,))]),
+    (
+        timeline.Timeline,
+        [
+            timeline.Timeline(
+                request_id="r", began=1e9, duration_s=1.5, finished=True, lanes=(LANE,), silent=("decode-1",)
+            )
+        ],
+    ),
     (
         command.CommandResult,
         [command.CommandResult(discovery.Role.PREFILL, discovery.Role.DECODE, False, ("tcp://127.0.0.1:8100",))],
@@ -360,8 +387,11 @@ def test_is_plain_messagepack_with_its_fields_by_name(channel: Any, message: msg
     assert msgspec.msgpack.decode(msgpack.packb(plain), type=channel) == message
 
 
-BETWEEN_HOSTS = ("pdserve.wire.command", "pdserve.wire.discovery", "pdserve.wire.transfer")
-ORDERS = (transfer.PrefillRequest, transfer.CachedRequest, transfer.Probe, command.SetRole, command.Drain)
+BETWEEN_HOSTS = ("pdserve.wire.command", "pdserve.wire.discovery", "pdserve.wire.timeline", "pdserve.wire.transfer")
+ORDERS = (
+    *(transfer.PrefillRequest, transfer.CachedRequest, transfer.Probe),
+    *(command.SetRole, command.Drain, command.Recall),
+)
 """These messages say what to do. The others say what is."""
 
 

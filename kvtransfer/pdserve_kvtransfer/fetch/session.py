@@ -179,6 +179,7 @@ class FetchSession:
             cache_salt=order.cache_salt,
             request_id=order.request_id,
             priority=order.priority,
+            trace=order.trace,
             digests=self._checked,
             paced=bool(order.paced_blocks),
         )

@@ -116,6 +116,7 @@ class PushSession:
             request.cache_salt,
             request.request_id,
             request.priority,
+            request.trace,
         )
         return [wanted]
 

@@ -27,7 +27,7 @@ from pdserve.api.message.parts import CallPiece, MessageParts, joined
 from pdserve.api.message.reasoning_tokens import ReasoningTokens
 from pdserve.api.metrics.request_metrics import RequestMetrics
 from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
-from pdserve.api.request_log import RequestRecord, log_request
+from pdserve.api.request_log import RequestRecord, keep_lane, log_request
 from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
 from pdserve.wire.journal import JournaledChoice
@@ -451,6 +451,7 @@ class TextGeneration:
         now = time.monotonic()
         self._metrics.request_ended(self._record, max(self._tokens.values(), default=0), now)
         log_request(self._record, now)
+        keep_lane(self._record, now)
 
     def _end_stopped(self) -> list[TextDelta]:
         stopped, self._stopped = self._stopped, []
@@ -532,6 +533,8 @@ class TextGeneration:
         last = self._last_token.get(choice)
         if last is not None:
             self._metrics.next_tokens(now - last, count)
+            if record.notes is not None:
+                record.notes.gaps.note(now - last, now)
         elif record.first_token is None:
             record.first_token = now
             if record.resumed_tokens is None:

@@ -19,6 +19,7 @@ from pdserve.wire.engine import PrefillSource
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.timeline import MomentKind, PhaseKind
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     FailureKind,
@@ -42,6 +43,7 @@ class _OrderedFetch:
     request: Request
     sampled_requests: tuple[Request, ...]
     node: PrefillNode
+    boot_id: bytes
     credible: bool = True
     """False once the prefill node has sent a false answer: the prompt is computed here when the fetch ends."""
 
@@ -97,7 +99,9 @@ class FetchingConnector:
             time_s = self._timeout_s + self._placement.needed_s(target, missing, cached, now)
             node = self._placement.ordered(target, transfer, missing, cached, now)
             log.debug("%s transfer=%s prefill=%s missing=%d ordered", request, transfer, target.name, missing)
-            self._fetches[transfer] = _OrderedFetch(request, (request, *request.children), node)
+            self._fetches[transfer] = _OrderedFetch(request, (request, *request.children), node, target.boot_id)
+            if (notes := request.notes) is not None:
+                notes.begin(PhaseKind.FETCH, now, node=target.name, tokens=missing)
             self._finish_writes()
             self._transfers.fetch(
                 FetchOrder(
@@ -112,6 +116,7 @@ class FetchingConnector:
                     cache_salt=request.cache_salt,
                     priority=request.priority,
                     request_id=request.request_id,
+                    trace=None if notes is None else notes.context_of(PhaseKind.FETCH),
                 )
             )
 
@@ -123,6 +128,7 @@ class FetchingConnector:
                     self._on_first_token(scheduler, fetch, event, now)
             case PrefillNodeMet(boot_id, max_prompt_tokens):
                 self._placement.met(boot_id, max_prompt_tokens)
+                self._note_handshake(boot_id, now)
             case LoadHeard(boot_id, load):
                 self._placement.heard(boot_id, load, now)
             case FetchLanded():
@@ -136,6 +142,11 @@ class FetchingConnector:
                 self._blocks.end_quarantine(block_ids)
             case _:
                 raise EngineError(f"no fetch without pace has {event}")
+
+    def _note_handshake(self, boot_id: bytes, now: float) -> None:
+        for fetch in self._fetches.values():
+            if fetch.boot_id == boot_id and fetch.request.notes is not None:
+                fetch.request.notes.moment(MomentKind.HANDSHAKE, now, node=fetch.request.prefill_node)
 
     def _on_first_token(self, scheduler: Scheduler, fetch: _OrderedFetch, event: FirstTokenArrived, now: float) -> None:
         transfer, request = event.transfer_id, fetch.request
@@ -192,6 +203,10 @@ class FetchingConnector:
         request.transfer = None
         request.prefill_source = PrefillSource.REMOTE
         request.transfer_seconds = event.tail_s
+        if request.notes is not None:
+            request.notes.end(
+                PhaseKind.FETCH, now, "landed", blocks=event.landed, moved_bytes=event.bytes, tail_s=event.tail_s
+            )
         for member in (request, *request.children):
             member.offered_blocks = request.num_prompt_tokens // self._blocks.block_size
         scheduler.landed(request)
@@ -206,6 +221,8 @@ class FetchingConnector:
         request, kind = fetch.request, event.kind
         name, reason = request.prefill_node, event.reason
         log.info("%s transfer=%s prefill=%s failed (%s): %s", request, transfer, name, kind.value, reason)
+        if request.notes is not None:
+            request.notes.end(PhaseKind.FETCH, now, kind.value, blocks=event.landed)
         self._record_failure(fetch, transfer, kind, now)
         self._retry(scheduler, request, event.landed, event.quarantined)
 

@@ -18,6 +18,7 @@ from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import joined
 from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.timeline import MomentKind, PhaseKind
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (
     BlocksOffered,
@@ -132,6 +133,7 @@ class PushingConnector:
             cache_salt=order.cache_salt,
             priority=order.priority,
             request_id=order.request_id,
+            trace=order.trace,
         )
         log.debug(
             "%s transfer=%s prompt=%d first_block=%d queued",
@@ -203,6 +205,11 @@ class PushingConnector:
             self._finish_writes()
             self._transfers.push(request.transfer, first, tuple(request.block_table[first:final]))
             request.pushed_blocks = final
+            if (notes := request.notes) is not None:
+                now = time.monotonic()
+                if not notes.is_open(PhaseKind.PUSH):
+                    notes.begin(PhaseKind.PUSH, now)
+                notes.moment(MomentKind.PUSHED, now, blocks=final - first)
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         """Tells the decode node, with ``cause``, that this node is about to end the request by its own decision."""
@@ -223,7 +230,11 @@ class PushingConnector:
 
 
 def _log_end(request: Request, outcome: str, now: float) -> None:
-    """Logs one line about a request that is over. Unknown values are ``-``."""
+    """Logs one line about a request that is over, and notes how it ended. Unknown values are ``-``."""
+    if request.notes is not None:
+        kind = outcome.partition(" ")[0]  # a reason may quote the request
+        request.notes.outcome = kind
+        request.notes.end(PhaseKind.PUSH, now, kind, blocks=request.pushed_blocks - request.first_block)
     if not log.isEnabledFor(logging.INFO):
         return
     log.info(

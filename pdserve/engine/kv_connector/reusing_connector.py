@@ -11,6 +11,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.timeline import PhaseKind
 from pdserve.wire.transfer import MAX_HASHES
 from pdserve_kvtransfer.events import CachedFetchOrder, FetchEnd, FetchFailed
 
@@ -65,6 +66,8 @@ class ReusingConnector:
             # The choices of one prompt have one uuid, so each fetch gets its own.
             transfer = request.transfer = TransferId(new_id(), 0, self._boot_id)
             self._fetches[transfer] = request
+            if request.notes is not None:
+                request.notes.begin(PhaseKind.REUSE, now, node=holder.name)
             log.debug("%s transfer=%s holder=%s blocks=%d asked", request, transfer, holder.name, len(hashes))
             self._finish_writes()
             self._transfers.fetch(
@@ -78,7 +81,7 @@ class ReusingConnector:
                 )
             )
 
-    def on_event(self, scheduler: Scheduler, event: FetchEnd) -> None:
+    def on_event(self, scheduler: Scheduler, event: FetchEnd, now: float) -> None:
         """Acts on the end of a fetch that this part ``owns``."""
         transfer = event.transfer_id
         self._blocks.quarantine(event.quarantined)
@@ -87,6 +90,9 @@ class ReusingConnector:
             self._blocks.free(self._cancelled_blocks.pop(transfer))
             return
         request.transfer = None
+        if request.notes is not None:
+            outcome = event.kind.value if isinstance(event, FetchFailed) else "landed"
+            request.notes.end(PhaseKind.REUSE, now, outcome, blocks=event.landed)
         if isinstance(event, FetchFailed):
             log.info("%s transfer=%s failed (%s): %s", request, transfer, event.kind.value, event.reason)
         computed = request.num_computed_tokens + event.landed * self._blocks.block_size

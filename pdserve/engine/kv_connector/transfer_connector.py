@@ -104,7 +104,7 @@ class TransferConnector:
 
     def _on_fetch_end(self, scheduler: Scheduler, event: FetchEnd, now: float) -> None:
         if self._reusing.owns(event.transfer_id):
-            self._reusing.on_event(scheduler, event)
+            self._reusing.on_event(scheduler, event, now)
         elif self._returning is not None and self._returning.owns(event.transfer_id):
             self._returning.on_event(event)
         else:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_tables import BlockTables
+from pdserve.engine.lane_recorder import LaneRecorder
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_admission import BatchAdmission
@@ -32,6 +33,7 @@ from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.wire.engine import FinishReason, PrefillSource, RoomWanted
 from pdserve.wire.prompt_logprobs import PromptLogprobs, joined
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.timeline import MomentKind
 
 
 class Scheduler:
@@ -50,6 +52,7 @@ class Scheduler:
         release: Callable[[Request], None],
         placement: Placement,
         open_grammars: Callable[[Request], None] = lambda _: None,
+        recorder: LaneRecorder | None = None,
     ) -> None:
         self.counters = SchedulerCounters()
         self._blocks = BlockTables(blocks)
@@ -64,6 +67,7 @@ class Scheduler:
         self._collector = collector
         self._release = release
         self._open_grammars = open_grammars
+        self._recorder = recorder
         self._by_local_id: dict[int, Request] = {}
         self._now = 0.0
         """The time at which ``schedule`` was last called."""
@@ -144,6 +148,8 @@ class Scheduler:
         for member in (request, *request.children):
             if member.local_id is not None:
                 self._by_local_id[member.local_id] = member
+        if self._recorder is not None:
+            self._recorder.begin(request)
         self._queues.add(request)
         self._open_grammars(request)
 
@@ -214,6 +220,7 @@ class Scheduler:
 
         Returns the requests for which there was no token (None), and their children; they cannot go on.
         """
+        self._note_chunks(plan, now)
         tokens = iter(sampled)
         failed = []
         for work in plan.work:
@@ -231,6 +238,13 @@ class Scheduler:
             else:
                 self._settle_children(request)
         return failed
+
+    def _note_chunks(self, plan: BatchPlan, now: float) -> None:
+        for work in reversed(plan.work):
+            if not work.is_chunk:  # as all that come before it
+                break
+            if (notes := work.request.notes) is not None:
+                notes.chunk(self._now, now, work.num_tokens)
 
     def room_wanted(self, now: float, step_s: float) -> Sequence[RoomWanted]:
         """Returns the client requests that should leave this node now, if blocks run out soon (``room_watch``)."""
@@ -313,24 +327,26 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and tells its client why."""
-        if self._end(request):
+        if self._end(request, reason.value):
             if request.parent is None and not request.fetch_only:
                 self.counters.prefills[request.prefill_source] += 1
             self._collector.ending(request, reason, error)
 
     def abort(self, request: Request) -> None:
         """Ends a request whose client is gone."""
-        if self._end(request):
+        if self._end(request, "aborted"):
             self._collector.forget(request)
 
     def expired(self, now: float) -> list[Request]:
         """Returns the requests that are past their deadline."""
         return [request for request in self.live() if request.deadline <= now]
 
-    def _end(self, request: Request) -> bool:
+    def _end(self, request: Request, outcome: str) -> bool:
         if request.ended:
             return False
         request.ended = True
+        if self._recorder is not None:
+            self._recorder.end(request, outcome)
         if request.local_id is not None:
             del self._by_local_id[request.local_id]
             if request.children:
@@ -417,6 +433,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1
+        if request.notes is not None:
+            request.notes.moment(MomentKind.PREEMPTED, self._now)
         request.num_computed_tokens = 0
         self._queues.move(request, Status.WAITING)
         self._release(request)

@@ -14,7 +14,8 @@ from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
-from pdserve.wire.version import CLIENT_TURNS, RESUMED_ANSWERS
+from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.version import CLIENT_TURNS, RESUMED_ANSWERS, TRACES
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
@@ -132,6 +133,7 @@ class Dispatch:
             holders=holders,
             client=request.client if node.protocol >= CLIENT_TURNS else b"",
             storing=request.storing,
+            trace=relayed.attempt_trace if node.protocol >= TRACES else None,
         )
         headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
@@ -164,6 +166,7 @@ class TicketSigner:
         holders: Sequence[NodeInfo] = (),
         client: bytes = b"",
         storing: Storing | None = None,
+        trace: TraceContext | None = None,
     ) -> str:
         """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
         ticket = Ticket(
@@ -177,6 +180,7 @@ class TicketSigner:
             storing=storing,
             holders=_targets(holders),
             client=client,
+            trace=trace,
         )
         return to_header(self._sealer.seal(ticket))
 

@@ -22,9 +22,11 @@ import msgspec
 from pdserve.config import ProxyConfig, Switch
 from pdserve.errors import BadUpstream, RequestError, Unavailable
 from pdserve.http.tls import Trust
+from pdserve.tracing.tracing import Tracing
 from pdserve.wire.ids import new_id
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.ticket import AnswerIdentity
+from pdserve.wire.timeline import RequestLane
 from pdserve.wire.version import DIALECTS
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.registry.snapshot import RegistryView
@@ -94,6 +96,7 @@ class Relay:
         tickets: TicketSigner,
         counts: RequestCounts,
         trust: Trust,
+        tracing: Tracing | None = None,
     ) -> None:
         self._trust = trust
         self._config = config
@@ -103,6 +106,8 @@ class Relay:
         self._counts = counts
         budget = config.relay.journal_mib * 2**20
         self._journals = counts.journals = JournalBudget(budget, budget // LARGEST_SHARE)
+        self._tracing = tracing or Tracing()
+        self._tracing.lanes.live = self._live_lanes
 
     async def __aenter__(self) -> Self:
         relay = self._config.relay
@@ -126,9 +131,18 @@ class Relay:
         self._pool.close()
         self._deadlines.close()
 
-    def begin(self, task: asyncio.Task[None], request_id: str, path: str) -> RelayedRequest:
-        """Begins a relayed request for the request that ``task`` handles, and returns it."""
-        relayed = RelayedRequest(task, request_id, path, self._config.request.timeout_s, self._ended)
+    def begin(
+        self, task: asyncio.Task[None], request_id: str, path: str, traceparent: str | None = None
+    ) -> RelayedRequest:
+        """Begins a relayed request for the request that ``task`` handles, and returns it.
+
+        ``traceparent`` is the client's header of that name.
+        """
+        tracing = self._tracing
+        timeout_s, trace = self._config.request.timeout_s, tracing.begin(traceparent)
+        relayed = RelayedRequest(
+            task, request_id, path, timeout_s, self._ended, trace, noted=tracing.lanes.wanted, exports=tracing.exports
+        )
         self._deadlines.add(relayed)
         self._counts.began(relayed)
         return relayed
@@ -177,6 +191,7 @@ class Relay:
     def _note_failure(self, relayed: RelayedRequest, route: Route, number: int, failure: AttemptFailure) -> None:
         level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
         name = route.decode.name
+        relayed.attempt_failed(failure.kind.value)
         log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, name, failure.error)
         if failure.kind is AttemptFailureKind.UNREACHABLE:
             self._registry.mark_unreachable(route.decode.boot_id)
@@ -265,6 +280,12 @@ class Relay:
         self._deadlines.discard(relayed)
         self._moves.ended(relayed)
         self._counts.ended(relayed)
+        if (lane := relayed.lane()) is not None:
+            self._tracing.lanes.add(lane)
+
+    def _live_lanes(self, request_id: str) -> list[RequestLane]:
+        found = (relayed.lane() for relayed in self._counts.under_way if relayed.request_id == request_id)
+        return [lane for lane in found if lane is not None]
 
 
 def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse | AttemptFailure:

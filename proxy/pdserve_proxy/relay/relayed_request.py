@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
 from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
+from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.status import Pause
+from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane
+from pdserve.wire.trace_context import TraceContext
 from pdserve_proxy.routing.attempts import Attempt
 from pdserve_proxy.routing.router import Route
 
@@ -135,8 +139,16 @@ class RelayedRequest:
         path: str,
         timeout_s: float,
         on_end: Callable[[RelayedRequest], None],
+        trace: TraceContext | None = None,
+        *,
+        noted: bool = False,
+        exports: bool = False,
     ) -> None:
-        """The caller has to ``cut`` the request ``timeout_s`` from now."""
+        """The caller has to ``cut`` the request ``timeout_s`` from now.
+
+        If it is ``noted``, there is a ``lane`` of it. That hangs from ``trace``, if this process ``exports`` spans.
+        Otherwise the nodes' spans do.
+        """
         self._task = task
         self._loop = task.get_loop()
         self._on_end = on_end
@@ -171,6 +183,12 @@ class RelayedRequest:
         self.first_byte_s: float | None = None
         """Seconds from the start to the first byte for the client; None before that byte has come."""
         self.relayed_bytes = 0
+        self.trace = trace
+        self.notes: LaneNotes | None = None
+        if noted:
+            now = time.monotonic()
+            self.notes = LaneNotes(ProcessKind.PROXY, request_id, now, trace if exports else None)
+            self.notes.begin(PhaseKind.READ, now)
 
     def __enter__(self) -> Self:
         return self
@@ -200,6 +218,42 @@ class RelayedRequest:
     def total_s(self) -> float:
         return self.ended_s - self.started_s
 
+    @property
+    def attempt_trace(self) -> TraceContext | None:
+        """What hangs from the present attempt; None if nobody exports it."""
+        own = None if self.notes is None else self.notes.context_of(PhaseKind.ATTEMPT)
+        return self.trace if own is None else own
+
+    def queued(self) -> None:
+        """Notes that the body is there, and the request waits for its place."""
+        if self.notes is not None:
+            now = time.monotonic()
+            self.notes.end(PhaseKind.READ, now)
+            self.notes.begin(PhaseKind.QUEUE, now)
+
+    def attempt_failed(self, why: str) -> None:
+        if self.notes is not None:
+            self.notes.end(PhaseKind.ATTEMPT, time.monotonic(), why)
+
+    def note(self, kind: MomentKind, gap_s: float | None = None) -> None:
+        """Notes what has just happened to the attempt that has begun last."""
+        if self.notes is not None:
+            self.notes.moment(kind, time.monotonic(), node=self.decode_name, gap_s=gap_s)
+
+    def lane(self) -> RequestLane | None:
+        """Returns what happened so far; None if the request is not noted."""
+        if self.notes is None:
+            return None
+        ended = self.phase is _ENDED
+        return self.notes.lane(
+            time.monotonic(),
+            ended=ended,
+            model="" if self.route is None else self.route.decode.model,
+            route=self.path,
+            status=self.status,
+            outcome=self.outcome or "",
+        )
+
     def own_response(self, response: Closable) -> None:
         """Closes ``response`` at the end, or when the next one is passed."""
         if self._response is not None:
@@ -215,6 +269,8 @@ class RelayedRequest:
     def hold_place(self, release: Callable[[], None]) -> None:
         """Holds a place among the admitted requests until the end, which calls ``release``."""
         self._release_place = release
+        if self.notes is not None:
+            self.notes.end(PhaseKind.QUEUE, time.monotonic())
 
     def after_next_event(self, within_s: float, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once if there is a response: after its next event, or after ``within_s``."""
@@ -244,6 +300,8 @@ class RelayedRequest:
         self.attempts += 1
         if self.sent_s is None:
             self.sent_s = self._loop.time()
+        if self.notes is not None:
+            self.notes.begin(PhaseKind.ATTEMPT, time.monotonic(), node=self.decode_name, prefill=self.prefill_name)
         if self.phase is _OPENING:
             self.first_byte_s = self.prompt_done_s = None
             self.tells_first_token = False
@@ -252,6 +310,8 @@ class RelayedRequest:
         """Notes that bytes for the client came from the node, which needs its prefill node no more."""
         if self.first_byte_s is None:
             self.first_byte_s = self._loop.time() - self.started_s
+            if self.notes is not None:
+                self.notes.moment(MomentKind.FIRST_BYTE, time.monotonic())
         elif self.phase is not _RESUMING:
             return
         self.prompt_computed()
@@ -282,6 +342,7 @@ class RelayedRequest:
         if self._response is not None:
             self._response.close()
             self._response = None
+        self.attempt_failed("left")
         self._end_attempt()
 
     def end(self, outcome: RelayOutcome, status: int | None = None) -> None:
@@ -292,6 +353,8 @@ class RelayedRequest:
         self.outcome = outcome
         self.status = status or self.status
         self.ended_s = self._loop.time()
+        if self.notes is not None:
+            self.notes.end(PhaseKind.ATTEMPT, time.monotonic(), outcome)
         if self._response is not None:
             self._response.close()
             self._response = None

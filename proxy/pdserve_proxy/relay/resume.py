@@ -21,6 +21,7 @@ from pdserve.config import RelayConfig
 from pdserve.errors import Unavailable
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import IncidentKind
+from pdserve.wire.timeline import MomentKind
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, writes_journals
@@ -199,6 +200,8 @@ class Resumption:
             stream = replace(self._lost_stream(left=cut is not None), needs_room=False)
             self._holders = stream.holders
             events = stream.journal.count
+            if cut is None:
+                relayed.note(MomentKind.LOST)
             relayed.begin_resuming()
             data = await self._resumes.resume(stream, begin, cut)
         except ResumeFailed as exc:
@@ -228,6 +231,7 @@ class Resumption:
             node=stream.node.name,
             request=relayed.request_id,
         )
+        relayed.note(MomentKind.RESUMED if cut is None else MomentKind.MOVED, gap_s)
         log.info(
             "request_id=%s %s from=%s to=%s events=%d gap_s=%.3f",
             relayed.request_id,

@@ -10,7 +10,7 @@ import msgspec
 from quart import Quart, Response, request
 
 from pdserve.errors import BadUpstream, InvalidRequest, NotFound, UnsupportedMediaType
-from pdserve.wire.command import Command, CommandResult, Drain, SetRole
+from pdserve.wire.command import CommandResult, Drain, NodeChange, SetRole
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import IncidentKind
 from pdserve_proxy.incidents import Incidents
@@ -47,7 +47,7 @@ class NodeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     node: str
     """The boot id of the node, as the report has it: another start of the node does not carry out the command."""
-    command: Command
+    command: NodeChange
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ async def _order() -> NodeOrder:
         raise InvalidRequest(f"not a command: {exc}") from exc
 
 
-def _words(command: Command) -> str:
+def _words(command: NodeChange) -> str:
     match command:
         case Drain():
             return "drain"

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.http.tls import Trust
-from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, CommandSigner
+from pdserve.tracing.join import on_our_clock
+from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, CommandSigner, NodeChange, Recall
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.frame import Secrets
+from pdserve.wire.timeline import RecalledLanes, RequestLane
 from pdserve_proxy.upstream.node_connection import NodeLost
 from pdserve_proxy.upstream.node_pool import NodePool
 
 COMMAND_S = 10.0
 """How long a node may take for a command."""
-_MAX_CONNECTIONS = 4
+_MAX_CONNECTIONS = 16
 _MAX_ANSWER_BYTES = 64 * 1024
+_MAX_LANES_BYTES = 8 * 2**20
+
+M = TypeVar("M", bound=msgspec.Struct)
 
 
 class CommandRefused(PdserveError):
@@ -49,31 +55,51 @@ class NodeCommander:
     ) -> None:
         self._pool.close()
 
-    async def send(self, command: Command, node: NodeInfo) -> CommandResult:
+    async def send(self, command: NodeChange, node: NodeInfo) -> CommandResult:
         """Returns what the node says when it has carried out ``command``. Raises CommandRefused."""
+        body, _ = await self._ask(command, node, COMMAND_S, _MAX_ANSWER_BYTES)
+        return _decoded(body, CommandResult)
+
+    async def recall(self, request_id: str, node: NodeInfo, within_s: float) -> list[RequestLane]:
+        """Returns what the node remembers of the requests with this id, on this machine's clock.
+
+        Raises CommandRefused.
+        """
+        asked_s = time.monotonic()
+        body, answered_s = await self._ask(Recall(request_id), node, within_s, _MAX_LANES_BYTES)
+        return on_our_clock(_decoded(body, RecalledLanes), asked_s, answered_s)
+
+    async def _ask(self, command: Command, node: NodeInfo, within_s: float, max_bytes: int) -> tuple[bytes, float]:
+        """Returns the body of the node's answer, and when that began. Raises CommandRefused."""
         try:
-            async with asyncio.timeout(COMMAND_S):
-                return await self._send(command, node)
+            async with asyncio.timeout(within_s):
+                return await self._post(command, node, within_s, max_bytes)
         except (PdserveError, NodeLost, TimeoutError) as exc:
             raise CommandRefused(str(exc) or "it has not answered in time") from exc
 
-    async def _send(self, command: Command, node: NodeInfo) -> CommandResult:
+    async def _post(self, command: Command, node: NodeInfo, within_s: float, max_bytes: int) -> tuple[bytes, float]:
         headers = {COMMAND_HEADER: self._signer.sign(command, node.boot_id)}
-        response = await self._pool.post(node.url, COMMAND_PATH, headers, b"", silence_s=COMMAND_S)
+        response = await self._pool.post(node.url, COMMAND_PATH, headers, b"", silence_s=within_s)
+        answered_s = time.monotonic()
         try:
             body = b""
             while piece := await response.read():
                 body += piece
-                if len(body) > _MAX_ANSWER_BYTES:
-                    raise CommandRefused(f"its answer is longer than {_MAX_ANSWER_BYTES} bytes")
+                if len(body) > max_bytes:
+                    raise CommandRefused(f"its answer is longer than {max_bytes} bytes")
         finally:
             response.close()
         if response.status != 200:
             raise CommandRefused(f"it answers {response.status}: {_message(body)}")
-        try:
-            return msgspec.json.decode(body, type=CommandResult)
-        except msgspec.MsgspecError as exc:
-            raise CommandRefused(f"its answer is none: {exc}") from exc
+        return body, answered_s
+
+
+def _decoded(body: bytes, answer: type[M]) -> M:
+    """Raises CommandRefused if the node's answer is none."""
+    try:
+        return msgspec.json.decode(body, type=answer)
+    except msgspec.MsgspecError as exc:
+        raise CommandRefused(f"its answer is none: {exc}") from exc
 
 
 def _message(body: bytes) -> str:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -25,6 +26,7 @@ from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup, stop_signals
+from pdserve.tracing.tracing import Tracing
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
     AskStatus,
@@ -47,6 +49,7 @@ from pdserve.wire.proxy_workers import (
     WorkerPong,
     WorkerReady,
 )
+from pdserve.wire.timeline import RequestLane
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
@@ -208,7 +211,12 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
                 await channel.has_nodes.wait()
             limits = store_limits(launch.config.store)
             storage = None if limits is None else SupervisorStorage(limits, channel.ask, channel.post)
-            state = ProcessState(mirror, attempts, metrics, channel.scrape, channel.report, storage)
+            tracing = Tracing(launch.config.trace.kept_lanes)
+
+            async def lanes(request_id: str) -> Sequence[RequestLane]:
+                return tracing.lanes.recall(request_id)
+
+            state = ProcessState(mirror, attempts, metrics, channel.scrape, channel.report, tracing, lanes, storage)
             announcing: list[asyncio.Task[None]] = []
 
             def listening() -> None:

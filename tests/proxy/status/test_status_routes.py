@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.api.commands import CommandGate
 from pdserve.config import AdmissionConfig, ProxyConfig, StatusConfig, StatusPage, WorkersConfig
-from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandResult, Drain, SetRole
+from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, Drain, SetRole
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.status import IncidentKind, RequestStage
 from pdserve_proxy.status.report import StatusAnswer, StatusReport
@@ -185,7 +185,7 @@ class CommandedNode:
 
     def __init__(self) -> None:
         self.info = node_info("d", Role.DECODE)
-        self.commands: list[SetRole | Drain] = []
+        self.commands: list[Command] = []
         self._gate = CommandGate(SECRET, self.info.boot_id)
 
     @asynccontextmanager

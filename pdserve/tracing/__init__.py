@@ -1,0 +1,1 @@
+"""What processes remember of requests, and how that becomes timelines and OpenTelemetry spans."""
