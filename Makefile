@@ -3,11 +3,12 @@
 # make check   lint, and the tests that start no nodes
 # make test    every test but the nightly ones; here and there WORKERS=N runs N at a time
 # make test-all  every test
+# make test-manifests  render the manifests and the chart, and check them by schema and with promtool
 # make compat  other projects' clients, tools and tests against a cluster; downloads them
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint check test test-all compat gpu demo clean
+.PHONY: install lint check test test-all deploy-tools test-manifests compat gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -44,15 +45,22 @@ lint: $(STAMP)
 # These tests wait for clocks and sockets for half of their time, so four processes keep two cores busy.
 check: WORKERS := 4
 check: lint
-	$(PYTEST) -m "not integration and not nightly" --hypothesis-profile=quick $(ARGS)
+	$(PYTEST) -m "not integration and not nightly and not deploy" --hypothesis-profile=quick $(ARGS)
 
 # Others may use the machine, and then a test that has to meet a lease or a heartbeat can be too late. What failed runs
 # once more, alone, and must pass then. The first failure stays in the output, and is a defect of the test at least.
 test: $(STAMP)
-	$(PYTEST) -m "not nightly" $(ARGS) || { [ $$? -eq 1 ] && $(AGAIN) -m "not nightly" $(ARGS); }
+	$(PYTEST) -m "not nightly and not deploy" $(ARGS) || { [ $$? -eq 1 ] && $(AGAIN) -m "not nightly and not deploy" $(ARGS); }
 
 test-all: $(STAMP)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not deploy" $(ARGS)
+
+deploy-tools: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,deploy]'
+	$(BIN)/python -m tests.deploy.deploy_tools
+
+test-manifests: deploy-tools
+	$(BIN)/python -m pytest tests/deploy -m "deploy or not deploy" $(ARGS)
 
 compat: $(STAMP)
 	$(BIN)/python -m tests.compat $(ARGS)

@@ -1,0 +1,80 @@
+"""Tests what the network policies mean: who reaches which port."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deploy.manifests import Rendering, Workload, container, named, of_kind, workload
+from tests.deploy.network_policies import Peer, lets_through
+
+POLICIES = of_kind(Rendering.CPU, "NetworkPolicy")
+
+
+def peer_of(which: Workload) -> Peer:
+    ports = {port["name"]: port["containerPort"] for port in container(Rendering.CPU, which)["ports"]}
+    return Peer(workload(Rendering.CPU, which)["spec"]["template"]["metadata"]["labels"], ports=ports)
+
+
+PROXY, PREFILL, DECODE = map(peer_of, (Workload.PROXY, Workload.PREFILL, Workload.DECODE))
+PODS = {"proxy": PROXY, "prefill": PREFILL, "decode": DECODE}
+CLIENTS = {
+    "a labelled pod here": Peer({"pdserve-client": "true"}),
+    "a pod of a labelled namespace": Peer({}, "apps", {"pdserve-client": "true"}),
+}
+PROMETHEUS = Peer({"app.kubernetes.io/name": "prometheus"}, "monitoring")
+STRANGERS = {
+    "a pod here": Peer({"app": "other"}),
+    "a pod elsewhere": Peer({}, "apps"),
+    "a labelled pod elsewhere": Peer({"pdserve-client": "true"}, "apps"),
+    "a pod elsewhere with the labels of a node": Peer(DECODE.labels, "apps"),
+    "a pod that calls itself prometheus": Peer(PROMETHEUS.labels, "apps"),
+    "another pod of Prometheus' namespace": Peer({}, "monitoring"),
+}
+DNS = Peer({"k8s-app": "kube-dns"}, "kube-system")
+UCX_PORTS = range(42000, 43000)
+
+
+def reached(source: Peer, target: Peer) -> set[int]:
+    """Returns the ports of ``target`` that ``source`` reaches, of those that something may listen to."""
+    candidates = {22, 53, 80, 443, 8000, 8001, 8100, 8200, UCX_PORTS[0] - 1, *UCX_PORTS, UCX_PORTS[-1] + 1}
+    return {port for port in candidates if lets_through(POLICIES, source, target, port)}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_clients_reach_the_proxies_http_port_alone(name: str) -> None:
+    assert [reached(CLIENTS[name], pod) for pod in PODS.values()] == [{8000}, set(), set()]
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_strangers_reach_nothing(name: str) -> None:
+    assert [reached(STRANGERS[name], pod) for pod in PODS.values()] == [set(), set(), set()]
+
+
+def test_prometheus_reaches_metrics_alone() -> None:
+    assert [reached(PROMETHEUS, pod) for pod in PODS.values()] == [{8000}, {8001}, {8001}]
+
+
+@pytest.mark.parametrize("node", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_proxies_reach_nodes_and_nodes_the_proxies_control_port(node: Peer) -> None:
+    assert reached(PROXY, node) == {8001}
+    assert reached(node, PROXY) == {8100}
+    assert reached(PROXY, PROXY) == set()
+
+
+@pytest.mark.parametrize("source", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("target", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_nodes_reach_each_others_transfer_ports(source: Peer, target: Peer) -> None:
+    assert reached(source, target) == {8200, *UCX_PORTS}
+
+
+def test_the_range_is_the_one_that_ucx_is_told() -> None:
+    first, last = named(Rendering.CPU, "ConfigMap", "pdserve-settings")["data"]["PDSERVE_UCX_TCP_PORTS"].split("-")
+    assert range(int(first), int(last) + 1) == UCX_PORTS
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_reach_nothing_outside_but_dns(name: str) -> None:
+    for outside in (Peer({}), Peer({}, "apps"), Peer({}, "kube-system")):
+        assert reached(PODS[name], outside) == set()
+    assert reached(PODS[name], DNS) == {53}
+    assert lets_through(POLICIES, PODS[name], DNS, 53, "UDP")

@@ -1,0 +1,186 @@
+"""Tests, with kubectl, helm, promtool and Kubernetes' schemas, what is rendered: ``make test-manifests``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.deploy.deploy_tools import DeployTool, ToolFailed, run_tool
+from tests.deploy.manifests import (
+    DEPLOY,
+    NODES,
+    OVERLAYS,
+    Manifest,
+    Rendering,
+    Workload,
+    named,
+    parse,
+    rendered,
+)
+from tests.deploy.rendering import by_name, helm_template, kustomized, of_chart
+
+pytestmark = [pytest.mark.deploy, pytest.mark.integration]
+
+CHART = DEPLOY / "chart"
+SCHEMAS = Path(__file__).parent / "schemas"
+KUBERNETES = ("1.30", "1.33", "1.37")
+
+each_rendering = pytest.mark.parametrize("rendering", Rendering, ids=lambda part: part.value)
+
+
+@each_rendering
+def test_kustomize_gives_what_is_committed(rendering: Rendering) -> None:
+    assert by_name(parse(kustomized(rendering))) == by_name(rendered(rendering)), "python -m tests.deploy.rendering"
+
+
+@each_rendering
+def test_the_chart_gives_the_same_object_by_object(rendering: Rendering) -> None:
+    assert by_name(of_chart(rendering)) == by_name(rendered(rendering))
+
+
+@pytest.mark.parametrize("values", ["values.yaml", *(f"values-{overlay.value}.yaml" for overlay in OVERLAYS)])
+def test_helm_finds_no_fault_with_the_chart(values: str) -> None:
+    said = run_tool(DeployTool.HELM, "lint", "--strict", CHART, "--values", CHART / values)
+    assert "0 chart(s) failed" in said
+
+
+def test_the_chart_is_whole_when_it_is_packed(tmp_path: Path) -> None:
+    """The folders of manifests in it are links."""
+    run_tool(DeployTool.HELM, "package", CHART, "--destination", tmp_path)
+    (archive,) = tmp_path.iterdir()
+    text = run_tool(
+        DeployTool.HELM, "template", "--namespace", "pdserve", "pdserve", archive, "--values", CHART / "values-cpu.yaml"
+    )
+    assert by_name(parse(text)) == by_name(rendered(Rendering.CPU))
+
+
+def test_helm_refuses_a_secret_as_a_value() -> None:
+    with pytest.raises(ToolFailed, match="PDSERVE_SECRET"):
+        helm_template("--set-string", "settings.PDSERVE_SECRET=0123456789abcdef")
+
+
+def test_values_reach_the_objects_that_they_are_about(tmp_path: Path) -> None:
+    init = {"name": "fetch", "image": "fetcher:1"}
+    peer = {"podSelector": {"matchLabels": {"app": "chat"}}}
+    collector = {
+        "to": [{"podSelector": {"matchLabels": {"app": "collector"}}}],
+        "ports": [{"protocol": "TCP", "port": 4317}],
+    }
+    values = {
+        "image": {"repository": "registry.example/pdserve", "tag": "9", "pullSecrets": ["pull"]},
+        "secret": {"existingSecret": "mine"},
+        "apiKeys": {"existingSecret": "keys-of-clients"},
+        "model": {"existingClaim": "claim", "initContainers": [init]},
+        "proxy": {"replicas": 3, "settings": {"PDSERVE_POLICY": "prefix-affinity", "PDSERVE_DRAIN_S": "30"}},
+        "decode": {"replicas": 5, "nodeSelector": {"gpu": "yes"}, "tolerations": [{"operator": "Exists"}]},
+        "networkPolicy": {"clients": [peer], "prometheus": [peer], "extraEgress": [collector]},
+    }
+    path = tmp_path / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    objects = by_name(helm_template("--values", str(path)))
+    pods = {which: objects[which.kind, f"pdserve-{which.value}"]["spec"]["template"]["spec"] for which in Workload}
+    own = {which: pod["containers"][0] for which, pod in pods.items()}
+    for which, pod in pods.items():
+        assert own[which]["image"] == "registry.example/pdserve:9"
+        assert pod["imagePullSecrets"] == [{"name": "pull"}]
+        assert {"name": "secret", "secret": {"secretName": "mine", "defaultMode": 0o440}} in pod["volumes"]
+        assert (pod.get("initContainers") == [init]) is (which in NODES)
+    proxy = {entry["name"]: entry["value"] for entry in own[Workload.PROXY]["env"]}
+    assert proxy["PDSERVE_POLICY"] == "prefix-affinity"
+    assert proxy["PDSERVE_DRAIN_S"] == "30"
+    assert proxy["PDSERVE_API_KEY_FILE"] == "/etc/pdserve-keys/keys"
+    assert len(proxy) == len(own[Workload.PROXY]["env"])
+    assert {"name": "api-keys", "secret": {"secretName": "keys-of-clients", "defaultMode": 0o440}} in pods[
+        Workload.PROXY
+    ]["volumes"]
+    assert objects["Deployment", "pdserve-proxy"]["spec"]["replicas"] == 3
+    assert objects["StatefulSet", "pdserve-decode"]["spec"]["replicas"] == 5
+    assert pods[Workload.DECODE]["nodeSelector"] == {"gpu": "yes"}
+    assert pods[Workload.DECODE]["tolerations"] == [{"operator": "Exists"}]
+    assert objects["ConfigMap", "pdserve-settings"]["data"]["PDSERVE_MODEL"] == "/models/model"
+    for name in ("pdserve-clients", "pdserve-metrics"):
+        assert objects["NetworkPolicy", name]["spec"]["ingress"][0]["from"] == [peer]
+    assert collector in objects["NetworkPolicy", "pdserve-dns"]["spec"]["egress"]
+    without = by_name(helm_template("--set", "networkPolicy.enabled=false"))
+    assert "NetworkPolicy" not in {kind for kind, _ in without}
+
+
+def test_scaling_asks_about_the_releases_own_namespace() -> None:
+    found = helm_template("--set", "autoscaling.enabled=true", namespace="chat")
+    queries = [
+        trigger["metadata"]["query"]
+        for one in found
+        if one["kind"] == "ScaledObject"
+        for trigger in one["spec"]["triggers"]
+    ]
+    assert len(queries) == 3
+    assert all('namespace="chat"' in query and 'pdserve"' not in query for query in queries)
+
+
+def test_components_add_what_they_say(tmp_path: Path) -> None:
+    """An overlay of a user's own, with the components that the overlays of the project do not have."""
+    folder = DEPLOY / "overlays" / "cpu"
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(folder, tmp_path)],
+        "components": [os.path.relpath(DEPLOY / "components" / name, tmp_path) for name in ("model", "api-keys")],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    objects = by_name(parse(run_tool(DeployTool.KUBECTL, "kustomize", tmp_path)))
+    (proxy,) = objects["Deployment", "pdserve-proxy"]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "PDSERVE_API_KEY_FILE", "value": "/etc/pdserve-keys/keys"} in proxy["env"]
+    flags = ["--values", f"{CHART}/values-cpu.yaml", "--set", "model.existingClaim=pdserve-model"]
+    assert objects == by_name(helm_template(*flags, "--set", "apiKeys.existingSecret=pdserve-api-keys"))
+
+
+def follow_kubernetes(found: Manifest, version: str) -> None:
+    """Checks a built-in object strictly. Raises the package's ValidationError."""
+    # Only the extra ``deploy`` has it, and this module is imported without that, too.
+    import kubernetes_validate
+
+    kubernetes_validate.validate(found, version, strict=True)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda part: part.value)
+def test_objects_follow_the_schemas_of_kubernetes(overlay: Rendering, version: str) -> None:
+    for found in rendered(overlay):
+        follow_kubernetes(found, version)
+
+
+def test_the_schemas_find_slips() -> None:
+    deployment = named(Rendering.CPU, "Deployment", "pdserve-proxy")
+    slip = json.loads(json.dumps(deployment))
+    slip["spec"]["template"]["spec"]["terminationGracePeriod"] = 1
+    with pytest.raises(Exception, match="terminationGracePeriod"):
+        follow_kubernetes(slip, KUBERNETES[-1])
+
+
+def custom_schema(found: Manifest) -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads((SCHEMAS / f"{found['kind']}.json").read_text())
+    return schema
+
+
+@pytest.mark.parametrize("rendering", [Rendering.MONITORING, Rendering.AUTOSCALING], ids=lambda part: part.value)
+def test_custom_objects_follow_their_schemas(rendering: Rendering) -> None:
+    for found in rendered(rendering):
+        if found["apiVersion"] == "v1":
+            follow_kubernetes(found, KUBERNETES[-1])
+        else:
+            jsonschema.validate(found, custom_schema(found))
+
+
+def test_promtool_takes_the_rules_and_they_fire_when_they_should(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(yaml.safe_dump(named(Rendering.MONITORING, "PrometheusRule", "pdserve")["spec"]))
+    run_tool(DeployTool.PROMTOOL, "check", "rules", rules)
+    cases = tmp_path / "cases.yaml"
+    cases.write_text(f"rule_files: [{rules}]\n" + (Path(__file__).parent / "alert_cases.yaml").read_text())
+    run_tool(DeployTool.PROMTOOL, "test", "rules", cases)
