@@ -1,9 +1,8 @@
-"""UCX's own benchmark, ``ucx_perftest``, as the libucx package brings it: what UCX can do here without pdserve."""
+"""UCX's own benchmark, ``ucx_perftest``: what UCX can do here without pdserve."""
 
 from __future__ import annotations
 
 import enum
-import importlib.util
 import subprocess
 import time
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ class PerftestResult:
 
 @dataclass(frozen=True, slots=True)
 class Perftest:
-    """The installed program ``ucx_perftest``."""
+    """The program ``ucx_perftest`` of one UCX."""
 
     binary: Path
     libraries: Path
@@ -129,14 +128,10 @@ class Perftest:
             server.reap(0.0)
 
 
-def find_perftest() -> Perftest | None:
-    """Returns the program of the libucx that pdserve itself uses; None if that came without it."""
-    spec = importlib.util.find_spec("libucx")
-    for folder in () if spec is None else spec.submodule_search_locations or ():
-        found = Perftest(Path(folder, "bin", "ucx_perftest"), Path(folder, "lib"))
-        if found.binary.is_file():
-            return found
-    return None
+def find_perftest(prefix: Path, libraries: Path) -> Perftest | None:
+    """Returns the program of the UCX that was installed into ``prefix``; None if that came without it."""
+    found = Perftest(prefix / "bin" / "ucx_perftest", libraries)
+    return found if found.binary.is_file() else None
 
 
 def parse_result(output: str) -> PerftestResult:

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.errors import BenchError
 from pdserve.ucx_perftest import Perftest, PerftestKind, PerftestResult, find_perftest, parse_result
+from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 
 pytestmark = pytest.mark.integration
 
@@ -15,7 +16,8 @@ SIZE, COUNT = 65_536, 200
 
 
 def _installed() -> Perftest:
-    found = find_perftest()
+    loaded = loaded_ucx()
+    found = find_perftest(loaded.prefix, loaded.folder)
     assert found is not None, "libucx, which pdserve depends on, brings ucx_perftest"
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from pdserve.errors import PeerLost, RankLost, TransferError
+from pdserve.wire.links import TransportKind
 from pdserve.wire.rank_transfer import (
     CloseLink,
     Direction,
@@ -24,6 +25,7 @@ from pdserve.wire.rank_transfer import (
     LinkBroken,
     LinkClosed,
     LinkCommand,
+    LinkInUse,
     LinkOpened,
     OpenLink,
     RankCommand,
@@ -74,6 +76,7 @@ class RankLink:
         self.reports: list[RankReport] = []
         self.transport_link: Link = transport.open_link(memory)
         self.broken = False
+        self._in_use = False
         self.reports.append(LinkOpened(number, self.transport_link.address))
 
     def turn(self, poll: Callable[[], bool]) -> bool:
@@ -92,6 +95,13 @@ class RankLink:
         if self.transport_link.broken():
             raise PeerLost("the connection that carries KV blocks broke")
         return news
+
+    def moved(self) -> None:
+        """Notes that pieces have moved. The first time, it reports by which transport."""
+        if not self._in_use:
+            self._in_use = True
+            path = self.transport_link.path()
+            self.reports.append(LinkInUse(self.number, path.kind, path.lanes, path.no_rdma))
 
     def attempt(self, action: Callable[[], bool | None]) -> bool:
         """Does ``action``, which concerns this link alone: if it raises, this link is broken, and no other.
@@ -242,9 +252,18 @@ class NodeLink:
         kv_heads: int,
         region: KvRegion,
         transport: Transport,
+        peer: str,
+        links: Counter[TransportKind],
     ) -> None:
-        """``make_port`` makes this rank's port for the direction. Raises TransferError if it cannot be opened."""
+        """``make_port`` makes this rank's port for the direction. Raises TransferError if it cannot be opened.
+
+        ``peer`` is the other engine's name for people. ``links`` counts this link for as long as it is in use.
+        """
         self._channels = channels
+        self._direction, self._peer = direction, peer
+        self._links = links
+        self._kinds: dict[int, TransportKind] = {}
+        """What carries the pieces of each rank that has moved some."""
         self.number = channels.open(direction)
         self._closed_ranks: set[int] = set()
         try:
@@ -279,11 +298,27 @@ class NodeLink:
         return None if found is None else self._note(found)
 
     def _note(self, reported: Reported) -> Reported:
-        if isinstance(reported.report, LinkClosed):
-            self._closed_ranks.add(reported.rank)
-            if self.closed:
-                self._channels.forget(self.number)
+        match reported.report:
+            case LinkInUse():
+                self._count(reported.rank, reported.report)
+            case LinkClosed():
+                self._closed_ranks.add(reported.rank)
+                if (kind := self._kinds.pop(reported.rank, None)) is not None:
+                    self._links[kind] -= 1
+                if self.closed:
+                    self._channels.forget(self.number)
         return reported
+
+    def _count(self, rank: int, report: LinkInUse) -> None:
+        self._kinds[rank] = report.transport
+        self._links[report.transport] += 1
+        which = f"KV blocks {'from' if self._direction is Direction.FETCH else 'to'} {self._peer}"
+        if self.ranks > 1:
+            which += f" (rank {rank} here)"
+        if report.no_rdma:
+            log.warning("%s travel by %s, and not by RDMA: %s", which, report.lanes, report.no_rdma)
+        else:
+            log.info("%s travel by %s", which, report.lanes)
 
     def turn(self) -> bool:
         return not self._closing and self._port.turn()

@@ -6,12 +6,13 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
+from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.events import FailureKind
 
 
 @dataclass(slots=True)
 class TransferStats:
-    """Totals since the start, except ``quarantined_blocks``, which is the present number.
+    """Totals since the start, except ``quarantined_blocks`` and ``links``, which are present numbers.
 
     The transfer thread alone changes them.
     """
@@ -33,10 +34,12 @@ class TransferStats:
     frames_dropped: int = 0
     """Control frames that were malformed or not authentic."""
     quarantined_blocks: int = 0
+    links: Counter[TransportKind] = field(default_factory=Counter)
+    """The links that have moved blocks and are open, each rank's by itself."""
 
     def snapshot(self) -> TransferStats:
         """Returns a copy that stays as it is. Another thread may call it."""
-        return dataclasses.replace(self, failures=self.failures.copy())
+        return dataclasses.replace(self, failures=self.failures.copy(), links=self.links.copy())
 
     @property
     def failures_by_name(self) -> dict[str, int]:

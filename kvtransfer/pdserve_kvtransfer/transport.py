@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.region import Memory
 
 MAX_PIECE_BYTES = 256 * 2**20
@@ -37,6 +38,16 @@ class MovedMessage(msgspec.Struct, frozen=True, gc=False):
     length: int
     digest: int | None = None
     """The digest of a landed piece, if the link computed it on the way."""
+
+
+class LinkPath(msgspec.Struct, frozen=True):
+    """What carries the messages of a link."""
+
+    kind: TransportKind
+    lanes: str
+    """Transports and devices, for people."""
+    no_rdma: str = ""
+    """Why this is TCP, although this machine has RDMA devices; empty if it is not, or if there are none."""
 
 
 class Link(Protocol):
@@ -83,6 +94,9 @@ class Link(Protocol):
         """Makes ``fileno`` become readable at the next news. Returns False if there is news already."""
 
     def fileno(self) -> int: ...
+
+    def path(self) -> LinkPath:
+        """Returns what carries the messages. It is known once one has moved."""
 
     def broken(self) -> bool:
         """Returns whether the transport has noticed that the other side is gone. It may never notice."""

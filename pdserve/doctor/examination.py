@@ -24,6 +24,7 @@ from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve_kvtransfer.configuration import configured_ucx
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import machine_identity
+from pdserve_kvtransfer.ucx.rdma_ports import read_rdma
 
 _BLOCK_BYTES = 360 * 1024
 """The size of a KV block of the demo model, which is probed where no peer names its own block size."""
@@ -64,7 +65,8 @@ class _Doctor:
         self._secret = secret
         self._ours = ours
         self._tls = config.transfer.ucx_tls or environ.get("UCX_TLS", "")
-        self._tools: UcxTools | None = ucx_tools.read_tools()
+        self._software = software.read_software(environ)
+        self._tools: UcxTools | None = ucx_tools.read_tools(self._software.ucx)
         self._limits: LimitFacts = memory_limits.read_limits()
         self._yardsticks: dict[tuple[str, int], Yardstick | None] = {}
         self._findings: list[Finding] = []
@@ -86,8 +88,8 @@ class _Doctor:
 
     def _machine(self) -> bool:
         """Returns False if UCX cannot be used here, so that no peer can be asked."""
-        facts = software.read_software(self._environ)
-        ports = rdma.read_rdma()
+        facts = self._software
+        ports = read_rdma()
         gpus = gpu.read_gpus()
         self._findings += software.check_software(facts)
         self._findings.append(ucx_tools.check_tools(self._tools))
@@ -108,7 +110,7 @@ class _Doctor:
             usable=lanes,
             error=error,
             all_transports=ucx_devices.parse_transports(ask(self._environ, "", "-d")),
-            build=ucx_devices.parse_build(ask(self._environ, "", "-v")),
+            loaded=self._software.ucx,
             rdma_devices=rdma_devices,
             gpus=gpus,
         )

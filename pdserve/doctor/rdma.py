@@ -1,92 +1,15 @@
-"""Checks the RDMA ports that the kernel shows below ``/sys/class/infiniband``."""
+"""Checks the RDMA ports that the kernel shows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
+from pdserve_kvtransfer.ucx.rdma_ports import RdmaPort
 
-_INFINIBAND = "class/infiniband"
-_NETWORKS = "class/net"
 _ROCE_V2 = "RoCE v2"
 _ETHERNET = "Ethernet"
 _ROCE_HEADERS = 76
 """The least number of bytes of an Ethernet frame's payload that RoCE needs beside the RDMA MTU."""
 _MTUS = (256, 512, 1024, 2048, 4096)
-
-
-@dataclass(frozen=True, slots=True)
-class Gid:
-    index: int
-    gid: str
-    kind: str
-    """The GID's type: ``IB/RoCE v1`` or ``RoCE v2``."""
-    net_device: str
-
-
-@dataclass(frozen=True, slots=True)
-class RdmaPort:
-    """One port of one device. Its texts are the kernel's, and empty where the kernel does not say."""
-
-    device: str
-    port: int
-    state: str
-    """The logical state, such as ``4: ACTIVE``."""
-    phys_state: str
-    """The physical state, such as ``5: LinkUp``."""
-    rate: str
-    link_layer: str
-    gids: tuple[Gid, ...]
-    net_mtu: int
-    """The MTU of the network device that the port belongs to; 0 if it is unknown."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.device} port {self.port}"
-
-
-def read_rdma(sys: Path = Path("/sys")) -> list[RdmaPort]:
-    """Returns every port, in order; none where there is no RDMA."""
-    folders = sorted((sys / _INFINIBAND).glob("*/ports/*"), key=lambda folder: (folder.parts[-3], int(folder.name)))
-    return [_port(sys, folder) for folder in folders]
-
-
-def _port(sys: Path, folder: Path) -> RdmaPort:
-    gids = _gids(folder)
-    device = folder.parts[-3]
-    networks = {gid.net_device for gid in gids if gid.net_device}
-    networks |= {found.name for found in (sys / _INFINIBAND / device / "device" / "net").glob("*")}
-    mtus = [int(text) for name in networks if (text := _text(sys / _NETWORKS / name / "mtu")).isdecimal()]
-    return RdmaPort(
-        device=device,
-        port=int(folder.name),
-        state=_text(folder / "state"),
-        phys_state=_text(folder / "phys_state"),
-        rate=_text(folder / "rate"),
-        link_layer=_text(folder / "link_layer"),
-        gids=gids,
-        net_mtu=min(mtus, default=0),
-    )
-
-
-def _gids(folder: Path) -> tuple[Gid, ...]:
-    found = []
-    for file in sorted((folder / "gids").glob("*"), key=lambda file: int(file.name)):
-        gid = _text(file)
-        if gid.strip("0:"):
-            attributes = folder / "gid_attrs"
-            kind, network = _text(attributes / "types" / file.name), _text(attributes / "ndevs" / file.name)
-            found.append(Gid(int(file.name), gid, kind, network))
-    return tuple(found)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace").strip()
-    except OSError:
-        # An empty GID has no attributes, and some drivers leave files out.
-        return ""
 
 
 def check_rdma(ports: list[RdmaPort]) -> list[Finding]:
@@ -98,7 +21,7 @@ def check_rdma(ports: list[RdmaPort]) -> list[Finding]:
 def _check_port(port: RdmaPort) -> list[Finding]:
     check = f"RDMA {port.name}"
     seen = ", ".join(part for part in (port.link_layer, port.state, port.phys_state, port.rate) if part)
-    if not port.state.endswith("ACTIVE"):
+    if not port.active:
         advice = "see the cable and the switch's port" if port.link_layer == _ETHERNET else "see the subnet manager"
         return [problem(check, seen, f"{advice}; ip link set DEV up; or keep UCX off it with UCX_NET_DEVICES")]
     findings = [ok(check, seen)]

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pdserve.doctor.finding import Finding, ok, problem
 from pdserve.errors import TransferError
-from pdserve_kvtransfer.ucx.ucx_transport import ucx_version
+from pdserve_kvtransfer.ucx.ucx_library import PREFER_SYSTEM, LoadedUcx, loaded_ucx
 
 _PACKAGES = ("pdserve", "torch", "transformers", "pyzmq", "ucxx-cu12", "libucx-cu12")
 
@@ -20,12 +20,12 @@ class SoftwareFacts:
     kernel: str
     packages: Mapping[str, str]
     """The version of each package; empty if the package is not installed."""
-    ucx: str
-    """The version of the UCX library that ucxx has loaded."""
+    ucx: LoadedUcx | None
+    """The UCX library that ucxx has loaded."""
     ucx_error: str
     """Why UCX cannot be loaded; empty if it can be."""
     variables: Mapping[str, str]
-    """The ``UCX_*`` variables of the environment, which nodes that are started from it obey too."""
+    """The variables of the environment that choose and direct UCX. Nodes that are started from it obey them, too."""
 
 
 def read_software(environ: Mapping[str, str]) -> SoftwareFacts:
@@ -36,7 +36,9 @@ def read_software(environ: Mapping[str, str]) -> SoftwareFacts:
         packages={name: _version(name) for name in _PACKAGES},
         ucx=ucx,
         ucx_error=error,
-        variables={name: value for name, value in sorted(environ.items()) if name.startswith("UCX_")},
+        variables={
+            name: value for name, value in sorted(environ.items()) if name.startswith("UCX_") or name == PREFER_SYSTEM
+        },
     )
 
 
@@ -47,12 +49,12 @@ def _version(package: str) -> str:
         return ""
 
 
-def _load_ucx() -> tuple[str, str]:
-    """Returns the version of UCX and the error; one of them is empty."""
+def _load_ucx() -> tuple[LoadedUcx | None, str]:
+    """Returns the library, or None and the error."""
     try:
-        return ucx_version(), ""
+        return loaded_ucx(), ""
     except TransferError as exc:
-        return "", str(exc)
+        return None, str(exc)
 
 
 def check_software(facts: SoftwareFacts) -> list[Finding]:
@@ -73,9 +75,10 @@ def _ucx(facts: SoftwareFacts) -> Finding:
         return problem(
             "UCX library",
             facts.ucx_error,
-            "pip install --force-reinstall ucxx-cu12 libucx-cu12; without it no KV block moves",
+            f"without {PREFER_SYSTEM}, the package is taken: pip install --force-reinstall ucxx-cu12 libucx-cu12; "
+            "without UCX no KV block moves",
         )
-    return ok("UCX library", f"UCX {facts.ucx} is loaded")
+    return ok("UCX library", str(facts.ucx))
 
 
 def _variables(facts: SoftwareFacts) -> Finding:

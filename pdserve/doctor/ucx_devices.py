@@ -1,4 +1,4 @@
-"""Checks which transports and devices UCX reports: a context like an engine's, and ``ucx_info -d`` and ``-v``."""
+"""Checks which transports and devices UCX reports: a context like an engine's, and ``ucx_info -d``."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ from dataclasses import dataclass
 from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.errors import TransferError
+from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.configuration import configured_ucx
-from pdserve_kvtransfer.ucx.ucx_library import SHARED_MEMORY, Lane
+from pdserve_kvtransfer.ucx.ucx_library import PREFER_SYSTEM, SHARED_MEMORY, Lane, LoadedUcx
 
 MEMORY_TRANSPORTS = SHARED_MEMORY | {"self", "cma", "knem", "cuda_copy", "cuda_ipc", "gdr_copy"}
-_RDMA_FAMILIES = frozenset({"rc", "ud", "dc", "ib"})
 _CUDA_PREFIXES = ("cuda", "gdr")
 _ALIASES = frozenset({"all", "self", "sm", "shm", "mm", "ib", "rc", "ud", "dc", "rc_x", "ud_x", "cuda", "ugni", "tcp"})
-
-
-@dataclass(frozen=True, slots=True)
-class UcxBuild:
-    """How UCX was configured when it was built."""
-
-    version: str
-    options: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,7 @@ class UcxFacts:
     """Why there is no such context; empty if there is one."""
     all_transports: frozenset[str]
     """Every transport that this UCX finds, whether ``tls`` selects it or not."""
-    build: UcxBuild
+    loaded: LoadedUcx | None
     rdma_devices: tuple[str, ...]
     """The RDMA devices that the kernel shows."""
     gpus: int
@@ -57,13 +49,6 @@ def read_ucx(config: TransferConfig) -> tuple[tuple[Lane, ...], str]:
 def parse_transports(text: str) -> frozenset[str]:
     """Returns the transports that the output of ``ucx_info -d`` lists."""
     return frozenset(re.findall(r"^#\s+Transport: (\S+)$", text, re.MULTILINE))
-
-
-def parse_build(text: str) -> UcxBuild:
-    """Returns the build that the output of ``ucx_info -v`` describes."""
-    version = re.search(r"Library version: (\S+)", text)
-    options = re.search(r"Configured with: (.*)", text)
-    return UcxBuild(version[1] if version else "", tuple(options[1].split()) if options else ())
 
 
 def check_ucx(facts: UcxFacts) -> list[Finding]:
@@ -132,18 +117,17 @@ def _network(devices: Sequence[Lane]) -> Finding:
 
 def _rdma(facts: UcxFacts) -> Finding:
     check = "RDMA in UCX"
-    found = [device for device in facts.usable if device.transport.split("_")[0] in _RDMA_FAMILIES]
+    found = [device for device in facts.usable if device.kind is TransportKind.RDMA]
     if found:
-        return ok(check, ", ".join(f"{device.transport} on {device.device}" for device in found))
+        return ok(check, ", ".join(map(str, found)))
     if not facts.rdma_devices:
         return not_applicable(check, "this machine has no RDMA device")
     kernel = f"the kernel has {', '.join(facts.rdma_devices)}"
-    if "--without-verbs" in facts.build.options:
+    if facts.loaded is not None and not facts.loaded.verbs:
         return problem(
             check,
-            f"{kernel}, but this UCX {facts.build.version} was built without verbs",
-            "install a UCX with verbs (the distribution's, NVIDIA's or conda's) and start nodes with "
-            "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true",
+            f"{kernel}, but {facts.loaded} was built without verbs",
+            f"build one with deploy/ucx/build.sh, name its lib folder in LD_LIBRARY_PATH, and set {PREFER_SYSTEM}=true",
         )
     return problem(
         check,

@@ -1,4 +1,4 @@
-"""Runs UCX's own programs, ``ucx_info`` and ``ucx_perftest``, as its wheel ships them.
+"""Runs the programs of the UCX that pdserve has loaded: ``ucx_info`` and ``ucx_perftest``.
 
 The yardstick for a probe is the best of several runs of ``ucx_perftest`` between two processes of this machine.
 """
@@ -9,14 +9,13 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from pdserve.doctor.finding import Finding, ok, warning
 from pdserve.errors import BenchError
 from pdserve.ucx_perftest import Perftest, PerftestKind, PerftestResult
+from pdserve_kvtransfer.ucx.ucx_library import LoadedUcx
 
-_WHEEL = "libucx"
 _TIMEOUT_S = 30.0
 
 
@@ -49,23 +48,21 @@ class UcxTools:
         return done.stdout if done.returncode == 0 else ""
 
 
-def read_tools() -> UcxTools | None:
-    """Returns the tools, or None if the wheel does not ship them."""
-    spec = find_spec(_WHEEL)
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        folder = Path(place)
-        tools = UcxTools(folder / "bin" / "ucx_info", folder / "bin" / "ucx_perftest", folder / "lib")
-        if tools.info.is_file() and tools.perftest.is_file():
-            return tools
-    return None
+def read_tools(loaded: LoadedUcx | None) -> UcxTools | None:
+    """Returns the tools of the loaded UCX, or None if it came without them."""
+    if loaded is None:
+        return None
+    programs = loaded.prefix / "bin"
+    tools = UcxTools(programs / "ucx_info", programs / "ucx_perftest", loaded.folder)
+    return tools if tools.info.is_file() and tools.perftest.is_file() else None
 
 
 def check_tools(tools: UcxTools | None) -> Finding:
     if tools is None:
         return warning(
             "UCX tools",
-            "ucx_info and ucx_perftest were not found",
-            "pip install libucx-cu12 ships them; without them there are no device list and no yardstick",
+            "the UCX that is loaded came without ucx_info and ucx_perftest",
+            "libucx-cu12 and deploy/ucx/build.sh bring them; without them there are no device list and no yardstick",
         )
     return ok("UCX tools", f"ucx_info and ucx_perftest in {tools.info.parent}")
 

@@ -18,7 +18,7 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import cache_blocks
-from pdserve.engine.kv_connector import KvConnector, loaded_ucx, open_connector
+from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.lane_recorder import LaneRecorder
 from pdserve.engine.launched_step import StepRunner
@@ -160,7 +160,7 @@ def assemble(
         vocab_size=decoder.vocab_size,
         kernels=backend.kernels.name if tp.size == 1 else f"{backend.kernels.name}, {tp.size} ranks",
         process_ids=_process_ids(ranks),
-        ucx=loaded_ucx(config),
+        ucx=ucx_label(config),
     )
     return Engine(loop, connector, cores, ready)
 

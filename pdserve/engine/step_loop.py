@@ -33,6 +33,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.wake_up import WakeUp
 from pdserve.wire.engine import Abort, Assign, EngineStats, FinishReason, PrefillSource, Renew, Shutdown, Stats, Submit
+from pdserve.wire.links import LinkCounts
 from pdserve.wire.transfer import FailureCause
 
 log = logging.getLogger(__name__)
@@ -323,6 +324,7 @@ class StepLoop:
             leases_expired_sending=transfers.leases_expired_sending,
             leases_expired_receiving=transfers.leases_expired_receiving,
             stale_blocks_dropped=transfers.stale_blocks_dropped,
+            links=LinkCounts.of(transfers.links),
             queue_s=max(
                 scheduler.longest_wait_s(now),
                 scheduler.queued_prompt_tokens / self._placement.tokens_per_s(*scheduler.decoding),

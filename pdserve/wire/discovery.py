@@ -17,6 +17,7 @@ import msgspec
 
 from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId
+from pdserve.wire.links import LinkCounts
 from pdserve.wire.version import RELEASED_0_1, since
 
 Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -83,6 +84,8 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tokens that the node's engine has generated since its start."""
     gaps: Annotated[GapCounts, since(6)] = GapCounts()
     """The times between the tokens that left the node."""
+    links: Annotated[LinkCounts, since(6)] = LinkCounts()
+    """What carries the KV blocks between this engine and others."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.wire.discovery import NodeLoad, Role
 from pdserve.wire.ids import RequestId, RequestUuid
+from pdserve.wire.links import LinkCounts
 from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
@@ -294,6 +295,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     leases_expired_sending: int = 0
     leases_expired_receiving: int = 0
     stale_blocks_dropped: int = 0
+    links: LinkCounts = LinkCounts()
     prefill: PrefillStats = PrefillStats()
     step: StepStats = StepStats()
 
@@ -309,6 +311,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             step_s,
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
+            links=self.links,
         )
 
 
@@ -335,7 +338,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     process_ids: dict[str, int] = {}
     """The engine's processes, by short names of which there are few."""
     ucx: str = ""
-    """The version of UCX that is loaded; empty if none is."""
+    """The UCX that is loaded, such as ``1.21.0 package`` or ``1.21.0 system verbs``; empty if none is."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):

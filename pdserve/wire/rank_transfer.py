@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from pdserve.wire.links import TransportKind
 from pdserve.wire.transfer import TransferTag
 
 BlockIds: TypeAlias = tuple[int, ...]
@@ -96,6 +97,15 @@ class LinkOpened(_RankMessage, frozen=True, tag="opened"):
     address: Address
 
 
+class LinkInUse(_RankMessage, frozen=True, tag="in_use"):
+    """The link has moved its first pieces, by this transport."""
+
+    transport: TransportKind
+    lanes: str
+    no_rdma: str
+    """Why they did not go by RDMA, if that is to be known (see ``LinkPath``)."""
+
+
 class LinkBroken(_RankMessage, frozen=True, tag="broken"):
     """The link moves nothing any more, and rank 0 must close it."""
 
@@ -155,6 +165,7 @@ class PiecesAnnounced(_RankMessage, frozen=True, tag="announced"):
 
 RankReport: TypeAlias = (
     LinkOpened
+    | LinkInUse
     | LinkBroken
     | LinkClosed
     | Expecting

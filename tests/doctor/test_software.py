@@ -14,7 +14,8 @@ def test_what_is_installed_here_is_fine() -> None:
     assert {finding.verdict for finding in found.values()} == {Verdict.OK}
     assert f"pdserve {facts.packages['pdserve']}" in found["software"].seen
     assert found["UCX variables"].seen == "UCX_TLS=tcp"
-    assert facts.ucx.count(".") == 2
+    assert facts.ucx is not None and facts.ucx.version.count(".") == 2
+    assert found["UCX library"].seen == str(facts.ucx)
 
 
 def test_what_is_missing_is_a_problem() -> None:

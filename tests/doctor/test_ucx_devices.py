@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, Verdict
-from pdserve.doctor.ucx_devices import UcxBuild, UcxFacts, check_ucx, parse_build, parse_transports, read_ucx
+from pdserve.doctor.ucx_devices import UcxFacts, check_ucx, parse_transports, read_ucx
 from pdserve.doctor.ucx_tools import check_tools, read_tools
-from pdserve_kvtransfer.ucx.ucx_library import Lane, parse_resources
+from pdserve_kvtransfer.ucx.ucx_library import Lane, LoadedUcx, loaded_ucx, parse_resources
 
 LAPTOP = UcxFacts(
     tls="",
     usable=(Lane("self", "memory"), Lane("tcp", "eth0"), Lane("tcp", "lo"), Lane("posix", "memory")),
     error="",
     all_transports=frozenset({"self", "tcp", "posix", "sysv", "cma"}),
-    build=UcxBuild("1.21.0", ("--without-verbs",)),
+    loaded=LoadedUcx("1.21.0", Path("/site-packages/libucx/lib"), packaged=True, verbs=False),
     rdma_devices=(),
     gpus=0,
 )
+WITH_VERBS = LoadedUcx("1.21.0", Path("/opt/ucx/lib"), packaged=False, verbs=True)
 INFO = """
 # Memory domain: tcp
 #      Transport: tcp
@@ -28,9 +30,6 @@ INFO = """
 #           Type: network
 #      Transport: posix
 #         Device: memory
-"""
-BUILD = """# Library version: 1.21.0
-# Configured with: --enable-mt --without-verbs --with-cuda=/usr/local/cuda
 """
 CONTEXT = """#
 # UCP context
@@ -47,21 +46,18 @@ def finding(facts: UcxFacts, check: str) -> Finding:
 
 def test_ucx_info_is_understood() -> None:
     assert parse_transports(INFO) == {"tcp", "posix"}
-    assert parse_build(BUILD) == UcxBuild("1.21.0", ("--enable-mt", "--without-verbs", "--with-cuda=/usr/local/cuda"))
     assert parse_resources(CONTEXT) == (Lane("self", "memory"), Lane("tcp", "eth0"))
-    assert parse_build("") == UcxBuild("", ())
 
 
 @pytest.mark.integration
 def test_this_machines_ucx_is_understood() -> None:
-    tools = read_tools()
+    tools = read_tools(loaded_ucx())
     assert tools is not None and check_tools(tools).verdict is Verdict.OK
     transports = parse_transports(tools.ask({}, "", "-d"))
     usable, error = read_ucx(TransferConfig())
     assert not error
     assert {lane.transport for lane in usable} <= transports
     assert {"tcp", "posix"} <= transports
-    assert parse_build(tools.ask({}, "", "-v")).version
     assert tools.ask({}, "", "--no-such-flag") == ""
 
 
@@ -106,7 +102,7 @@ def test_a_laptop_is_fine() -> None:
             "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY",
         ),
         (
-            replace(LAPTOP, rdma_devices=("mlx5_0",), build=UcxBuild("1.19.0", ())),
+            replace(LAPTOP, rdma_devices=("mlx5_0",), loaded=WITH_VERBS),
             "RDMA in UCX",
             Verdict.PROBLEM,
             "UCX_NET_DEVICES",

@@ -7,12 +7,13 @@ import os
 import pytest
 
 from pdserve.doctor.ucx_tools import UcxTools, read_tools, read_yardstick
+from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 
 pytestmark = pytest.mark.integration
 
 
 def tools() -> UcxTools:
-    found = read_tools()
+    found = read_tools(loaded_ucx())
     assert found is not None
     return found
 

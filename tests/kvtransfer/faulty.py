@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.errors import PeerLost
 from pdserve_kvtransfer.region import Memory, host_bytes
-from pdserve_kvtransfer.transport import ArrivedMessage, Link, MovedMessage, Transport
+from pdserve_kvtransfer.transport import ArrivedMessage, Link, LinkPath, MovedMessage, Transport
 
 
 class Fault(enum.Enum):
@@ -164,6 +164,9 @@ class FaultyLink:
 
     def fileno(self) -> int:
         return self.inner.fileno()
+
+    def path(self) -> LinkPath:
+        return self.inner.path()
 
     def broken(self) -> bool:
         return self.inner.broken()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.ids import new_id
+from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.region import Memory, host_bytes
-from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
+from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +164,9 @@ class InprocLink:
             os.eventfd_read(self._fd)
         except BlockingIOError:
             return
+
+    def path(self) -> LinkPath:
+        return LinkPath(TransportKind.OTHER, "this process")
 
     def broken(self) -> bool:
         return self._broken

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.region import Memory, host_bytes
-from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
+from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage
 from tests.simulation.messaging import Descriptors
 from tests.simulation.network import Flow, Network
 from tests.simulation.virtual_time import present_process
@@ -137,6 +138,9 @@ class SimLink:
     def _ring(self) -> None:
         if self._open:
             self._fabric.descriptors.fd(self._bell).write()
+
+    def path(self) -> LinkPath:
+        return LinkPath(TransportKind.OTHER, "the simulation")
 
     def broken(self) -> bool:
         return False

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.http.tls import Certificate
-from pdserve.wire import command, discovery, engine, proxy_workers, rank, rank_transfer, timeline, transfer
+from pdserve.wire import command, discovery, engine, links, proxy_workers, rank, rank_transfer, timeline, transfer
 from pdserve.wire import transfer as link_address
 from pdserve.wire.frame import MAX_FRAME_BYTES
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
@@ -88,6 +88,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                     prompt_tokens=9, generated_tokens=8, gaps=discovery.GapCounts((0.01, 0.1), (1, 2, 3))
                 ),
             ),
+            discovery.NodeHeartbeat(BOOT, discovery.NodeLoad(links=links.LinkCounts(mapped=1, rdma=7, tcp=2**31))),
             discovery.Deregister(BOOT),
         ],
     ),
@@ -299,6 +300,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         rank_transfer.RankReport,
         [
             rank_transfer.LinkOpened(1, b"address"),
+            rank_transfer.LinkInUse(1, links.TransportKind.TCP, "tcp on eth0", "no verbs"),
             rank_transfer.LinkBroken(1, "gone"),
             rank_transfer.LinkClosed(1),
             rank_transfer.Expecting(1, 9),

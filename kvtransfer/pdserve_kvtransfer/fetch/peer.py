@@ -112,7 +112,14 @@ class FetchPeer:
         self._client = ControlClient(engine.zmq_context, target.control)
         try:
             self.link = NodeLink(
-                engine.ranks, Direction.FETCH, FetchPort, engine.spec.kv_heads, engine.region, engine.transport
+                engine.ranks,
+                Direction.FETCH,
+                FetchPort,
+                engine.spec.kv_heads,
+                engine.region,
+                engine.transport,
+                peer=f"prefill node {target.name}",
+                links=engine.stats.links,
             )
         except BaseException:
             self._client.close(0.0)

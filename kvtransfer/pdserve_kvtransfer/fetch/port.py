@@ -147,6 +147,8 @@ class FetchPort:
         link = self._link.transport_link
         moved = link.progress()
         landed = link.landed()
+        if landed:
+            self._link.moved()
         for tag, pieces in itertools.groupby(landed, lambda piece: tag_of(piece.label)):
             self._landed(self._landings[tag], tuple(pieces))
         arrivals = link.arrivals()

@@ -106,7 +106,14 @@ class PushPeer:
         self._tags: dict[int, PushSession] = {}
         self._lost = False
         self.link = NodeLink(
-            engine.ranks, Direction.PUSH, PushPort, engine.spec.kv_heads, engine.region, engine.transport
+            engine.ranks,
+            Direction.PUSH,
+            PushPort,
+            engine.spec.kv_heads,
+            engine.region,
+            engine.transport,
+            peer=f"decode engine {hello.boot_id.hex()[:8]}",
+            links=engine.stats.links,
         )
 
     @property

@@ -126,7 +126,10 @@ class PushPort:
     def _poll_link(self) -> bool:
         link = self._link.transport_link
         moved = link.progress()
-        self._complete(link.sent())
+        sent = link.sent()
+        if sent:
+            self._link.moved()
+            self._complete(sent)
         arrivals = link.arrivals()
         if arrivals:
             # No message is expected here, but one must not stay in the queue for ever either.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.compiled_library import BuildError, Recipe, built_library
-from pdserve.errors import PeerLost
+from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.transfer import LinkAddress, MemoryOffer
 from pdserve_kvtransfer.pieces import CompiledXxhash, compiled_xxhash
 from pdserve_kvtransfer.region import DeviceMemory, Memory
 from pdserve_kvtransfer.shared_memory import SharedMemory, open_offered
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
-from pdserve_kvtransfer.ucx.ucx_library import load_ucxx
+from pdserve_kvtransfer.ucx.ucx_library import LoadedUcx, loaded_ucx
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +70,13 @@ class PosterLibrary:
         With ``digests`` posters compute digests of landed messages. Raises BuildError.
         """
         self.xxhash = compiled_xxhash() if digests else None
-        path = built_library(_recipe(), cache_dir)
+        try:
+            loaded = loaded_ucx()
+        except TransferError as exc:
+            raise BuildError(str(exc)) from exc
+        path = built_library(recipe(loaded), cache_dir)
         pointer, number = ctypes.c_void_p, ctypes.c_uint64
         try:
-            load_ucxx()
             # Posting takes less time than giving the interpreter's lock away and getting it back.
             quick = ctypes.PyDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
             # Progress copies blocks. Other threads may run meanwhile.
@@ -98,24 +100,24 @@ class PosterLibrary:
             )
             self.probe = _function(quick, "pdserve_poster_probe", [pointer], None)
             self.progress = _function(slow, "pdserve_poster_progress", [pointer, ctypes.c_int], ctypes.c_int)
-        except (ImportError, OSError, AttributeError) as exc:
+        except (OSError, AttributeError) as exc:
             raise BuildError(f"the compiled UCX calls cannot be loaded: {exc}") from exc
 
     def poster(self, worker: Any, memory: Memory) -> CompiledPoster:
         return CompiledPoster(self, worker, memory)
 
 
-def _recipe() -> Recipe:
-    ucx = importlib.util.find_spec("libucx")
-    if ucx is None or not ucx.submodule_search_locations:
-        raise BuildError("there is no libucx package, which has UCX's headers")
-    folder = Path(ucx.submodule_search_locations[0])
+def recipe(loaded: LoadedUcx) -> Recipe:
+    """Returns how the calls are compiled for the library that will run them. Raises BuildError without its headers."""
+    if loaded.include is None:
+        raise BuildError(f"the headers of {loaded} are not beside it: ucp/api/ucp.h is missing")
     return Recipe(
         name="ucx-calls",
         sources=Path(__file__).parent / "csrc",
-        compile_flags=("-std=c++17", "-O2", "-fPIC", f"-I{folder / 'include'}"),
-        # The soname matches whichever UCX is loaded.
-        link_flags=(f"-L{folder / 'lib'}", "-l:libucp.so.0"),
+        # The version is part of the library's key: another UCX in the same folder has other headers.
+        compile_flags=("-std=c++17", "-O2", "-fPIC", f"-DUCX_VERSION={loaded.version}", f"-I{loaded.include}"),
+        # By its soname this is the library that is already loaded.
+        link_flags=(f"-L{loaded.folder}", "-l:libucp.so.0"),
     )
 
 

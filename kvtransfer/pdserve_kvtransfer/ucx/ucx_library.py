@@ -1,28 +1,135 @@
-"""Loads UCX through ucxx, which brings or finds it, and asks UCX which transports and devices it uses."""
+"""Loads UCX through ucxx, says which library that was, and asks UCX which transports and devices it uses.
+
+ucxx loads the UCX of the package libucx or, if ``RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY`` is set, the one that the
+system's loader finds. What the loader does not find comes from the package after all, without a word; ``load_ucxx``
+refuses that.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from pdserve.errors import TransferError
+from pdserve.wire.links import TransportKind
+
+PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+_MAPS = Path("/proc/self/maps")
+_LIBRARY = re.compile(r"(?P<folder>/.*)/(?P<name>libuc(?:s|s_signal|m|t|p)\.so)[.0-9]*(?: \(deleted\))?")
+_VERBS = "libuct_ib.so*"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedUcx:
+    """The UCX library that this process has loaded."""
+
+    version: str
+    folder: Path
+    """The folder of ``libucp.so``, which has UCX's modules in its folder ``ucx``."""
+    packaged: bool
+    """Whether it is the one of the package libucx."""
+    verbs: bool
+    """Whether it can use RDMA devices, if there are any."""
+
+    @property
+    def prefix(self) -> Path:
+        """The folder that it was installed into, which has its programs in ``bin``."""
+        return next((folder for folder in self.folder.parents if _header(folder).is_file()), self.folder.parent)
+
+    @property
+    def include(self) -> Path | None:
+        """The folder of its headers, if they were installed."""
+        return self.prefix / "include" if _header(self.prefix).is_file() else None
+
+    @property
+    def label(self) -> str:
+        """A short name, such as ``1.21.0 package`` or ``1.21.0 system verbs``."""
+        return f"{self.version} {'package' if self.packaged else 'system'}{' verbs' if self.verbs else ''}"
+
+    def __str__(self) -> str:
+        origin = "the package libucx" if self.packaged else "the system"
+        return f"UCX {self.version} of {origin}, {'with' if self.verbs else 'without'} verbs ({self.folder})"
+
+
+def _header(prefix: Path) -> Path:
+    return prefix / "include" / "ucp" / "api" / "ucp.h"
 
 
 def load_ucxx() -> Any:
-    """Returns ucxx's module of UCX objects. Raises ImportError or OSError if there is none."""
+    """Returns ucxx's module of UCX objects.
+
+    Raises TransferError if there is none, or if UCX is not all of one library, or not of the one that was asked for.
+    """
     # ucxx sets variables that this UCX does not use, and UCX would warn of them on stderr. The first variable prevents
     # that, so the import must come after it. The others keep a peer's death off stderr, since it is in our own log.
     os.environ["UCX_WARN_UNUSED_ENV_VARS"] = "n"
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     os.environ.setdefault("UCXX_LOG_LEVEL", "fatal")
-    from ucxx._lib import libucxx
-
+    try:
+        from ucxx._lib import libucxx
+    except (ImportError, OSError) as exc:
+        raise TransferError(f"UCX cannot be loaded: {exc}") from exc
+    _loaded_folder()
     return libucxx
+
+
+def loaded_ucx() -> LoadedUcx:
+    """Returns the library that ``load_ucxx`` loads. Raises TransferError like it."""
+    version = ".".join(str(part) for part in load_ucxx().get_ucx_version())
+    folder = _loaded_folder()
+    verbs = any((folder / "ucx").glob(_VERBS))
+    return LoadedUcx(version, folder, packaged=folder == _package_folder(), verbs=verbs)
+
+
+@cache
+def _loaded_folder() -> Path:
+    prefers_system = os.environ.get(PREFER_SYSTEM, "false").lower() != "false"
+    return one_folder(_MAPS.read_text().splitlines(), _package_folder(), prefers_system=prefers_system)
+
+
+def _package_folder() -> Path | None:
+    spec = importlib.util.find_spec("libucx")
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    return Path(places[0]).resolve() / "lib" if places else None
+
+
+def one_folder(maps: Iterable[str], package: Path | None, *, prefers_system: bool) -> Path:
+    """Returns the folder that all UCX libraries of a process come from. ``maps`` has the lines of ``/proc/PID/maps``.
+
+    Raises TransferError if there are several, or none, or if ``package`` was not to be it.
+    """
+    folders: dict[Path, set[str]] = {}
+    for line in maps:
+        if found := _LIBRARY.fullmatch(line.split(maxsplit=5)[-1]):
+            folders.setdefault(Path(found["folder"]), set()).add(found["name"])
+    if len(folders) > 1:
+        each = "; ".join(f"{', '.join(sorted(names))} of {folder}" for folder, names in sorted(folders.items()))
+        raise TransferError(
+            f"two UCX libraries are loaded, and parts of both would run: {each}. With {PREFER_SYSTEM} the loader "
+            "has to find libucs.so, libucs_signal.so, libuct.so and libucp.so, in one folder (LD_LIBRARY_PATH)"
+        )
+    if not folders:
+        raise TransferError("ucxx was loaded, and no UCX library with it")
+    (folder,) = folders
+    if prefers_system and folder == package:
+        raise TransferError(
+            f"{PREFER_SYSTEM} is set, but the loader found no UCX and took that of the package: name the folder that "
+            "has libucs.so and libucp.so, by these names, in LD_LIBRARY_PATH, or unset the variable"
+        )
+    return folder
 
 
 SHARED_MEMORY = frozenset({"posix", "sysv", "xpmem"})
 """The transports between processes that share memory."""
+RDMA_FAMILIES = frozenset({"rc", "ud", "dc", "ib", "srd"})
+"""The names of RDMA transports, up to their first underscore."""
 
 LIBUCP = "libucp.so.0"
 _FIELD_TRANSPORTS = 1 << 3
@@ -35,6 +142,17 @@ class Lane:
 
     transport: str
     device: str
+
+    @property
+    def kind(self) -> TransportKind:
+        if self.transport in SHARED_MEMORY:
+            return TransportKind.SHARED_MEMORY
+        if self.transport.partition("_")[0] in RDMA_FAMILIES:
+            return TransportKind.RDMA
+        return TransportKind.TCP if self.transport == "tcp" else TransportKind.OTHER
+
+    def __str__(self) -> str:
+        return f"{self.transport} on {self.device}"
 
 
 class _Entry(ctypes.Structure):

@@ -11,16 +11,28 @@ import ctypes
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from pdserve.errors import TransferError
+from pdserve.wire.links import TransportKind
 from pdserve.wire.transfer import LinkAddress
 from pdserve_kvtransfer.region import Memory
+from pdserve_kvtransfer.transport import LinkPath
 from pdserve_kvtransfer.ucx.poster import MakePoster
-from pdserve_kvtransfer.ucx.ucx_library import LIBUCP, SHARED_MEMORY, Lane, lanes_of, load_ucxx, parse_resources
+from pdserve_kvtransfer.ucx.rdma_fallback import why_no_rdma
+from pdserve_kvtransfer.ucx.rdma_ports import read_rdma
+from pdserve_kvtransfer.ucx.ucx_library import (
+    LIBUCP,
+    SHARED_MEMORY,
+    Lane,
+    lanes_of,
+    load_ucxx,
+    loaded_ucx,
+    parse_resources,
+)
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 
 log = logging.getLogger(__name__)
@@ -60,15 +72,6 @@ def _settings(tls: str, net_devices: str, tcp_ports: str) -> dict[str, str]:
     return settings | {name: value for name, value in wanted.items() if value}
 
 
-def ucx_version() -> str:
-    """Returns the version of the loaded UCX. Raises TransferError if it cannot be loaded."""
-    try:
-        ucx = load_ucxx()
-    except (ImportError, OSError) as exc:
-        raise TransferError(f"UCX cannot be loaded: {exc}") from exc
-    return ".".join(str(part) for part in ucx.get_ucx_version())
-
-
 class UcxLink:
     """A ``transport.Link`` over UCX.
 
@@ -77,8 +80,18 @@ class UcxLink:
     the same context that lets go of the memory would write into them.
     """
 
-    def __init__(self, ucx: Any, context: Any, memory: Memory, make_poster: MakePoster, shares: bool) -> None:
+    def __init__(
+        self,
+        ucx: Any,
+        context: Any,
+        memory: Memory,
+        make_poster: MakePoster,
+        shares: bool,
+        no_rdma: Callable[[], str],
+    ) -> None:
+        """``shares`` says whether it may offer its memory. ``no_rdma`` says why it would not go by RDMA."""
         self._ucx = ucx
+        self._no_rdma = no_rdma
         self._endpoints: list[Any] = []
         self._own = secrets.randbelow(2**62 - 1) + 1
         try:
@@ -133,6 +146,14 @@ class UcxLink:
         """Returns the lanes that carry the blocks. They are complete once something has gone over each connection."""
         return tuple(dict.fromkeys(lane for endpoint in self._endpoints for lane in lanes_of(endpoint.handle)))
 
+    def path(self) -> LinkPath:
+        if self._endpoints and self.poster.attached == len(self._endpoints):
+            return LinkPath(TransportKind.MAPPED, "mapped memory of the sender")
+        lanes = self.lanes()
+        kind = _slowest(lanes_of(endpoint.handle) for endpoint in self._endpoints)
+        names = ", ".join(map(str, lanes)) or "what UCX does not name"
+        return LinkPath(kind, names, self._no_rdma() if kind is TransportKind.TCP else "")
+
     def close(self) -> None:
         if self._worker is None:
             return
@@ -142,6 +163,15 @@ class UcxLink:
         if not self.poster.end(lambda: _close(endpoints)):
             _destroy(worker, *endpoints)
         self.poster.free()
+
+
+_BEST_FIRST = (TransportKind.SHARED_MEMORY, TransportKind.RDMA, TransportKind.TCP, TransportKind.OTHER)
+
+
+def _slowest(connections: Iterable[Sequence[Lane]]) -> TransportKind:
+    """Returns what carries the blocks of the worst connection. UCX gives a connection's blocks to its best lanes."""
+    best = (min(map(_BEST_FIRST.index, (lane.kind for lane in lanes)), default=-1) for lanes in connections)
+    return _BEST_FIRST[max(best, default=-1)]
 
 
 def _close(endpoints: Sequence[Any]) -> None:
@@ -184,8 +214,11 @@ class UcxTransport:
     ) -> None:
         tls = allowed_transports(tls or os.environ.get("UCX_TLS", ""))
         self._ucx = load_ucxx()
+        self._loaded = loaded_ucx()
+        log.info("%s moves KV blocks", self._loaded)
         self._make_poster = make_poster
-        self._transports = tls or "of its choice"
+        self._devices = net_devices or os.environ.get("UCX_NET_DEVICES", "")
+        self._tls = tls
         self._settings = _settings(tls, net_devices, tcp_ports)
         self._resources = parse_resources(self._context().info)
         self._shares = any(lane.transport in SHARED_MEMORY for lane in self._resources)
@@ -195,14 +228,17 @@ class UcxTransport:
         try:
             return self._ucx.UCXContext(self._settings, feature_flags=features)
         except Exception as exc:
-            raise TransferError(f"UCX cannot start with transports {self._transports}: {exc}") from exc
+            raise TransferError(f"UCX cannot start with transports {self._tls or 'of its choice'}: {exc}") from exc
 
     def resources(self) -> tuple[Lane, ...]:
         """Returns every transport and device that links may use."""
         return self._resources
 
     def open_link(self, memory: Memory) -> UcxLink:
-        return UcxLink(self._ucx, self._context(), memory, self._make_poster, self._shares)
+        return UcxLink(self._ucx, self._context(), memory, self._make_poster, self._shares, self._why_no_rdma)
+
+    def _why_no_rdma(self) -> str:
+        return why_no_rdma(read_rdma(), self._resources, self._loaded, self._tls, self._devices)
 
     def close(self) -> None:
         """Does nothing: each link closes what it has opened."""

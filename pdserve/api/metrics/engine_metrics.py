@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -80,6 +81,12 @@ class EngineCollector(Collector):
             "peers that stopped answering",
             "direction",
             {"sent": stats.leases_expired_sending, "received": stats.leases_expired_receiving},
+        )
+        yield _gauges_by_label(
+            "kv_links",
+            "links to other engines that have moved KV blocks, by what carries them",
+            "transport",
+            msgspec.structs.asdict(stats.links),
         )
         yield from _prefill(stats.prefill)
         yield from _steps(stats.step)
@@ -160,6 +167,13 @@ def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
 
 def _counter(name: str, help: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"pdserve_{name}", help, value=value)
+
+
+def _gauges_by_label(name: str, help: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"pdserve_{name}", help, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
 
 
 def _by_label(name: str, help: str, label: str, values: dict[str, int]) -> CounterMetricFamily:

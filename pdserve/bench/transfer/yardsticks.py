@@ -14,8 +14,9 @@ import torch
 
 from pdserve.bench_config import CacheMemory
 from pdserve.config import TransferConfig
-from pdserve.errors import BenchError
+from pdserve.errors import BenchError, TransferError
 from pdserve.ucx_perftest import PerftestKind, find_perftest
+from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 
 _LEAST_MESSAGES = 200
 _BYTES = 256 * 2**20
@@ -51,9 +52,13 @@ def perftest_bytes_per_s(
     Without ``survivable`` the endpoints may use what UCX has for peers that never die, such as a receiver that copies
     out of the sender's memory. Raises BenchError.
     """
-    perftest = find_perftest()
+    try:
+        loaded = loaded_ucx()
+    except TransferError as exc:
+        raise BenchError(str(exc)) from exc
+    perftest = find_perftest(loaded.prefix, loaded.folder)
     if perftest is None:
-        raise BenchError("the libucx package that is installed has no ucx_perftest")
+        raise BenchError(f"{loaded} came without ucx_perftest")
     settings = {**environ, "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_MM_ERROR_HANDLING": "y"}
     own = {
         "UCX_TLS": config.ucx_tls,

@@ -10,6 +10,6 @@ connector together, and ``tp_rank_transfer`` is another rank's part.
 """
 
 from pdserve.engine.kv_connector.connector import KvConnector
-from pdserve.engine.kv_connector.opening import loaded_ucx, open_connector
+from pdserve.engine.kv_connector.opening import open_connector, ucx_label
 
-__all__ = ["KvConnector", "loaded_ucx", "open_connector"]
+__all__ = ["KvConnector", "open_connector", "ucx_label"]

@@ -37,12 +37,12 @@ from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.configuration import bound_to_loopback, side_settings
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
-from pdserve_kvtransfer.ucx.ucx_transport import ucx_version
+from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 
 
-def loaded_ucx(config: EngineConfig) -> str:
-    """Returns the version of the UCX that moves KV blocks; empty if this node has no peers."""
-    return ucx_version() if config.has_peers else ""
+def ucx_label(config: EngineConfig) -> str:
+    """Returns a short name of the UCX that moves KV blocks; empty if this node has no peers."""
+    return loaded_ucx().label if config.has_peers else ""
 
 
 def open_connector(
