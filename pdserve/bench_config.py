@@ -54,8 +54,8 @@ class BatchingBenchConfig:
 class BenchBatchingConfig:
     """The settings of ``pdserve bench batching``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     batching: BatchingBenchConfig = field(default_factory=BatchingBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -88,8 +88,8 @@ class EngineBenchConfig:
 class BenchEngineConfig:
     """The settings of ``pdserve bench engine``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     engine: EngineBenchConfig = field(default_factory=EngineBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
 
@@ -131,8 +131,8 @@ class LoadConfig:
 class BenchLoadConfig:
     """The settings of ``pdserve bench load``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,8 @@ class StreamBenchConfig:
 class BenchStreamConfig:
     """The settings of ``pdserve bench stream``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     streaming: StreamBenchConfig = field(default_factory=StreamBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
@@ -225,8 +225,8 @@ class TransferBenchConfig:
 class BenchTransferConfig:
     """The settings of ``pdserve bench transfer``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     bench: TransferBenchConfig = field(default_factory=TransferBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
@@ -270,8 +270,8 @@ class ProxyBenchConfig:
 class BenchProxyConfig:
     """The settings of ``pdserve bench proxy``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     proxying: ProxyBenchConfig = field(default_factory=ProxyBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +303,8 @@ class FailoverBenchConfig:
 class BenchFailoverConfig:
     """``pdserve bench failover``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     failover: FailoverBenchConfig = field(default_factory=FailoverBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
@@ -373,8 +373,8 @@ class RolesBenchConfig:
 class BenchRolesConfig:
     """The settings of ``pdserve bench roles``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     splits: RolesBenchConfig = field(default_factory=RolesBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +409,8 @@ class TurnsBenchConfig:
 class BenchTurnsConfig:
     """The settings of ``pdserve bench turns``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     turns: TurnsBenchConfig = field(default_factory=TurnsBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
@@ -497,8 +497,8 @@ class GoodputBenchConfig:
 class BenchGoodputConfig:
     """The settings of ``pdserve bench goodput``."""
 
-    report: ReportConfig = field(default_factory=ReportConfig)
     goodput: GoodputBenchConfig = field(default_factory=GoodputBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     workload: WorkloadConfig = field(
         default_factory=lambda: WorkloadConfig(min_prompt_tokens=32, max_prompt_tokens=1024)
     )

@@ -26,12 +26,14 @@ def setting(
     maximum: float | None = None,
     former: str = "",
     spellings: dict[str, str] | None = None,
+    first: bool = False,
 ) -> Any:
     """Returns a dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML.
 
     ``minimum`` and ``maximum`` are inclusive. ``bare`` is the value that the flag has if none follows it. A ``secret``
     is left out of the dataclass's repr, of ``--help`` and of errors. ``former`` is the name that the flag had one
-    version ago; it is still taken, with a warning. ``spellings`` are other words for a choice's values.
+    version ago; it is still taken, with a warning. ``spellings`` are other words for a choice's values. The short help
+    shows what people set ``first``.
     """
     metadata = {
         "flag": flag,
@@ -43,6 +45,7 @@ def setting(
         "maximum": maximum,
         "former": former,
         "spellings": spellings or {},
+        "first": first,
     }
     return field(default=default, metadata=metadata, repr=not secret)
 
@@ -224,19 +227,24 @@ class ModelConfig:
     """The model and the device that computes it."""
 
     path: str = setting(
-        "model", "The model is a Hugging Face folder, a .gguf file, or 'demo' for SmolLM2-135M-Instruct.", "demo"
+        "model",
+        "The model is a Hugging Face folder, a .gguf file, or 'demo' for SmolLM2-135M-Instruct.",
+        "demo",
+        first=True,
     )
     served_model_name: str = setting(
         "served-model-name",
         "Clients ask for the model by this name. If it is empty, they use the name of the folder or file.",
         "",
         former="served-name",
+        first=True,
     )
     dtype: Dtype = setting(
         "dtype",
         "Weights and KV cache have this number format. 'auto' is bfloat16.",
         Dtype.BF16,
         spellings={"auto": "bfloat16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"},
+        first=True,
     )
     weights: Weights = setting(
         "weights",
@@ -249,6 +257,7 @@ class ModelConfig:
         "A prompt and its output have at most this many tokens together. 0 takes the model's own limit.",
         0,
         minimum=0,
+        first=True,
     )
     device: Device = setting(
         "device",
@@ -268,7 +277,11 @@ class CacheConfig:
         "block-size", "A KV block holds this many tokens. All nodes need the same value.", 16, minimum=1, maximum=1024
     )
     kv_cache_mib: int = setting(
-        "kv-cache-mib", "The KV caches of all ranks together take this much memory, in MiB.", 1024, minimum=1
+        "kv-cache-mib",
+        "The KV caches of all ranks together take this much memory, in MiB.",
+        1024,
+        minimum=1,
+        first=True,
     )
     gpu_memory_utilization: float = setting(
         "gpu-memory-utilization",
@@ -277,9 +290,10 @@ class CacheConfig:
         0.0,
         minimum=0,
         maximum=0.99,
+        first=True,
     )
     prefix_cache: Switch = setting(
-        "prefix-cache", "The node keeps KV blocks for later prompts that begin alike.", Switch.ON
+        "prefix-cache", "The node keeps KV blocks for later prompts that begin alike.", Switch.ON, first=True
     )
 
 
@@ -294,6 +308,7 @@ class ParallelConfig:
         minimum=1,
         maximum=64,
         former="tp",
+        first=True,
     )
     backend: TpBackend = setting(
         "tp-backend",
@@ -314,7 +329,7 @@ class SchedulerConfig:
     """The requests and tokens of an engine's steps."""
 
     max_num_seqs: int = setting(
-        "max-num-seqs", "One step has at most this many requests.", 64, minimum=1, former="max-running"
+        "max-num-seqs", "One step has at most this many requests.", 64, minimum=1, former="max-running", first=True
     )
     max_num_batched_tokens: int = setting(
         "max-num-batched-tokens",
@@ -322,6 +337,7 @@ class SchedulerConfig:
         256,
         minimum=1,
         former="max-step-tokens",
+        first=True,
     )
     max_waiting: int = setting(
         "max-waiting",
@@ -350,6 +366,7 @@ class TransferConfig:
         "transfer-host",
         "The engine binds its control channel, where others fetch from it, to this address.",
         "127.0.0.1",
+        first=True,
     )
     port: int = setting(
         "transfer-port", "The control channel has this port. 0 takes a free one.", 0, minimum=0, maximum=65535
@@ -385,6 +402,7 @@ class TransferConfig:
         "disaggregation",
         "A decode node gives these prompts to prefill nodes. 'auto' gives those that are estimated to be faster there.",
         Disaggregation.AUTO,
+        first=True,
     )
     checksums: Switch = setting("kv-checksums", "The engine checks every KV block that it receives.", Switch.ON)
     overlap: KvOverlap = setting(
@@ -423,7 +441,10 @@ class TransferConfig:
         UcxCalls.AUTO,
     )
     ucx_tls: str = setting(
-        "ucx-tls", "UCX uses these transports, which are written as in UCX_TLS. If it is empty, UCX chooses.", ""
+        "ucx-tls",
+        "UCX uses these transports, which are written as in UCX_TLS. If it is empty, UCX chooses.",
+        "",
+        first=True,
     )
     ucx_net_devices: str = setting(
         "ucx-net-devices",
@@ -441,8 +462,10 @@ class TransferConfig:
 class HttpConfig:
     """The HTTP server."""
 
-    host: str = setting("host", "The server listens on this address.", "127.0.0.1")
-    port: int = setting("port", "The server listens on this port. 0 takes a free one.", 0, minimum=0, maximum=65535)
+    host: str = setting("host", "The server listens on this address.", "127.0.0.1", first=True)
+    port: int = setting(
+        "port", "The server listens on this port. 0 takes a free one.", 0, minimum=0, maximum=65535, first=True
+    )
     advertise: str = setting(
         "advertise", "The proxy reaches this server at this URL. If it is empty, it is made from host and port.", ""
     )
@@ -471,6 +494,7 @@ class HttpConfig:
         "Scripts of web pages of these origins may use the server, for example https://chat.example.com. '*' allows "
         "all. Requests of other pages are refused.",
         (),
+        first=True,
     )
     max_body_bytes: int = setting(
         "max-body-bytes", "A request body has at most this many bytes.", 8 * 2**20, minimum=1024
@@ -552,7 +576,12 @@ class RequestConfig:
     """The limits of one client request."""
 
     timeout_s: float = setting(
-        "request-timeout-s", "A whole request may take this many seconds.", 600.0, minimum=0.1, maximum=86_400
+        "request-timeout-s",
+        "A whole request may take this many seconds.",
+        600.0,
+        minimum=0.1,
+        maximum=86_400,
+        first=True,
     )
 
 
@@ -593,6 +622,7 @@ class DiscoveryConfig:
         "The node registers at this control address of a proxy, tcp://host:port. A name with several addresses stands "
         "for as many proxies. It may be given more than once.",
         (),
+        first=True,
     )
     resolve_s: float = setting(
         "proxy-resolve-s",
@@ -608,11 +638,14 @@ class DiscoveryConfig:
         minimum=10,
         maximum=60_000,
     )
-    name: str = setting("name", "Logs call the node by this name. If it is empty, it is made from role and host.", "")
+    name: str = setting(
+        "name", "Logs call the node by this name. If it is empty, it is made from role and host.", "", first=True
+    )
     drain: DrainMode = setting(
         "drain",
         "On SIGTERM, 'migrate' moves running streams to other nodes. 'finish' lets the node finish them.",
         DrainMode.MIGRATE,
+        first=True,
     )
 
 
@@ -621,9 +654,14 @@ class TlsConfig:
     """TLS towards clients."""
 
     cert: str = setting(
-        "tls-cert", "This PEM file has a certificate and its chain. If it is given, the proxy serves HTTPS.", ""
+        "tls-cert",
+        "This PEM file has a certificate and its chain. If it is given, the proxy serves HTTPS.",
+        "",
+        first=True,
     )
-    key: str = setting("tls-key", "This PEM file has the certificate's private key, without a passphrase.", "")
+    key: str = setting(
+        "tls-key", "This PEM file has the certificate's private key, without a passphrase.", "", first=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -642,13 +680,16 @@ class TrustConfig:
 class RegistryConfig:
     """The proxy's side of discovery."""
 
-    control_host: str = setting("control-host", "The proxy takes registrations on this address.", "127.0.0.1")
+    control_host: str = setting(
+        "control-host", "The proxy takes registrations on this address.", "127.0.0.1", first=True
+    )
     control_port: int = setting(
         "control-port",
         "The proxy takes registrations on this port. 0 takes a free one.",
         8100,
         minimum=0,
         maximum=65535,
+        first=True,
     )
     heartbeat_ms: int = setting(
         "heartbeat-ms",
@@ -666,7 +707,9 @@ class RegistryConfig:
 class WorkersConfig:
     """The proxy's processes."""
 
-    count: int = setting("workers", "This many processes serve clients on the one port.", 1, minimum=1, maximum=64)
+    count: int = setting(
+        "workers", "This many processes serve clients on the one port.", 1, minimum=1, maximum=64, first=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -674,7 +717,7 @@ class RoutingConfig:
     """The way to choose nodes for a request."""
 
     policy: RoutingPolicy = setting(
-        "policy", "The proxy chooses the nodes for a request in this way.", RoutingPolicy.ROUND_ROBIN
+        "policy", "The proxy chooses the nodes for a request in this way.", RoutingPolicy.ROUND_ROBIN, first=True
     )
 
 
@@ -689,6 +732,7 @@ class TargetsConfig:
         0.0,
         minimum=0,
         maximum=600_000,
+        first=True,
     )
     target_itl_ms: float = setting(
         "target-itl-ms",
@@ -698,6 +742,7 @@ class TargetsConfig:
         0.0,
         minimum=0,
         maximum=60_000,
+        first=True,
     )
 
 
@@ -738,9 +783,13 @@ class AdmissionConfig:
         "Clients have to send this key. It may be given more than once. A file is a better place for it.",
         (),
         secret=True,
+        first=True,
     )
     api_key_file: str = setting(
-        "api-key-file", "Clients may send the keys in this file. Each line is a key, or a name and a key.", ""
+        "api-key-file",
+        "Clients may send the keys in this file. Each line is a key, or a name and a key.",
+        "",
+        first=True,
     )
     max_in_flight: int = setting(
         "max-in-flight",
@@ -838,7 +887,7 @@ class SecurityConfig:
         "",
         secret=True,
     )
-    secret_file: str = setting("secret-file", "This file holds the cluster secret.", "")
+    secret_file: str = setting("secret-file", "This file holds the cluster secret.", "", first=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -846,7 +895,10 @@ class CpuConfig:
     """The cores that the engine may use, those that it lends, and its kernels on them."""
 
     cores: tuple[int, ...] = setting(
-        "cores", "The engine is pinned to these cores, for example 0,1,4-7. If it is empty, it may use all.", ()
+        "cores",
+        "The engine is pinned to these cores, for example 0,1,4-7. If it is empty, it may use all.",
+        (),
+        first=True,
     )
     core_ledger: str = setting(
         "core-ledger",
@@ -874,7 +926,7 @@ class CpuConfig:
 class LogConfig:
     """The log, which goes to stderr."""
 
-    level: LogLevel = setting("log-level", "Messages below this level are not logged.", LogLevel.INFO)
+    level: LogLevel = setting("log-level", "Messages below this level are not logged.", LogLevel.INFO, first=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -984,22 +1036,22 @@ class NodeConfig:
     """The settings of ``pdserve prefill``, ``pdserve decode`` and ``pdserve mixed``."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    targets: TargetsConfig = field(default_factory=TargetsConfig)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
-    stream: StreamConfig = field(default_factory=StreamConfig)
-    message: MessageConfig = field(default_factory=MessageConfig)
-    request: RequestConfig = field(default_factory=RequestConfig)
-    grammar: GrammarConfig = field(default_factory=GrammarConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    request: RequestConfig = field(default_factory=RequestConfig)
+    message: MessageConfig = field(default_factory=MessageConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1038,6 +1090,7 @@ class StatusConfig:
         "The proxy shows the cluster at / and /status: on to whoever may send requests, off to nobody, auto on "
         "loopback or, elsewhere, to those with a key.",
         StatusPage.AUTO,
+        first=True,
     )
     admin_key_file: str = setting(
         "admin-key-file",
@@ -1052,19 +1105,19 @@ class ProxyConfig:
     """The settings of ``pdserve proxy``."""
 
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
-    tls: TlsConfig = field(default_factory=TlsConfig)
-    trust: TrustConfig = field(default_factory=TrustConfig)
-    workers: WorkersConfig = field(default_factory=WorkersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    status: StatusConfig = field(default_factory=StatusConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     targets: TargetsConfig = field(default_factory=TargetsConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
-    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
-    status: StatusConfig = field(default_factory=StatusConfig)
-    security: SecurityConfig = field(default_factory=SecurityConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -1104,17 +1157,17 @@ class UpConfig:
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    targets: TargetsConfig = field(default_factory=TargetsConfig)
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=8000))
-    stream: StreamConfig = field(default_factory=StreamConfig)
-    message: MessageConfig = field(default_factory=MessageConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
+    message: MessageConfig = field(default_factory=MessageConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
-    security: SecurityConfig = field(default_factory=SecurityConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -1124,7 +1177,12 @@ class ReportConfig:
     """The file for the figures, which are also printed as a table."""
 
     json: str = setting(
-        "json", "The figures go to this file as JSON. '-' or no value is standard output.", "", metavar="FILE", bare="-"
+        "json",
+        "The figures go to this file as JSON. '-' or no value is standard output.",
+        "",
+        metavar="FILE",
+        bare="-",
+        first=True,
     )
 
 
@@ -1137,8 +1195,11 @@ class DiagnosisConfig:
         "The doctor asks the prefill node at this transfer control address, tcp://host:port. It may be "
         "given more than once.",
         (),
+        first=True,
     )
-    proxy_url: str = setting("proxy-url", "The doctor also asks the prefill nodes of this proxy, http://host:port.", "")
+    proxy_url: str = setting(
+        "proxy-url", "The doctor also asks the prefill nodes of this proxy, http://host:port.", "", first=True
+    )
     probe: Switch = setting(
         "probe",
         "The doctor measures bandwidth and latency to each peer, or between two processes here if there is none.",
@@ -1172,7 +1233,9 @@ class CommandConfig:
     """The node that a command is for, and where it is found."""
 
     node: str = setting("node", "The command is for the node of this name or URL.", "")
-    proxy_url: str = setting("proxy-url", "This proxy knows the node, http://host:port.", "http://127.0.0.1:8000")
+    proxy_url: str = setting(
+        "proxy-url", "This proxy knows the node, http://host:port.", "http://127.0.0.1:8000", first=True
+    )
     timeout_s: float = setting(
         "command-timeout-s",
         "The proxy and the node get this many seconds for each answer.",

@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "drain": "empties a running node and ends it: pdserve drain NODE",
     "doctor": "looks at this machine and at peers, and says what to do; before calling for help",
     "bench": "measures this machine, an engine or a server; pdserve bench lists what",
+    "completion": "prints a script by which a shell completes all this: pdserve completion bash",
 }
 
 _NODES = {role.value for role in Role}
@@ -35,9 +36,14 @@ USAGE = "\n".join(
         "",
         "Disaggregated prefill/decode serving of large language models.",
         "",
-        *(f"  {name:10}{summary}" for name, summary in SUBCOMMANDS.items()),
+        *(f"  {name:12}{summary}" for name, summary in SUBCOMMANDS.items()),
         "",
-        "  pdserve SUBCOMMAND --help lists its settings; pdserve --version prints the version.",
+        "  pdserve SUBCOMMAND --help shows what is set first, and --help-all every setting.",
+        "  pdserve --version prints the version.",
+        "",
+        "A cluster on this machine, and one question to it:",
+        "",
+        "  pdserve up --model demo --ask 'What is a KV cache?'",
     ]
 )
 

@@ -46,6 +46,8 @@ class Setting:
     """The flag's name one version ago, without its dashes; empty if it had no other."""
     spellings: Mapping[str, str]
     """Other words for a choice's values."""
+    first: bool
+    """Whether short help shows the setting."""
 
     @property
     def env(self) -> str:

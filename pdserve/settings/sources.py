@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import shutil
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -27,10 +29,44 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FLAG = "config"
 
-_EPILOG = (
+HELP_ALL_FLAG = "help-all"
+_MOST_COLUMNS = 110
+
+_PRECEDENCE = (
     "A flag wins over its environment variable (in parentheses), the variable wins over the file of --config, "
     "and the file wins over the default [in brackets]."
 )
+
+
+EXAMPLES: Mapping[str, Sequence[str]] = {
+    "pdserve up": (
+        "pdserve up --model demo --ask 'What is a KV cache?'",
+        "pdserve up --model /models/qwen3-8b --prefill 1 --decode 2 --port 8000",
+    ),
+    "pdserve proxy": (
+        "pdserve proxy --host 0.0.0.0 --port 8000 --control-host 0.0.0.0 --secret-file cluster.secret",
+        "pdserve proxy --policy prefix-affinity --api-key-file keys.txt --workers 2",
+    ),
+    "pdserve prefill": (
+        "pdserve prefill --model /models/qwen3-8b --proxy tcp://10.0.0.1:8100 --host 10.0.0.2 \\",
+        "    --transfer-host 10.0.0.2 --secret-file cluster.secret",
+    ),
+    "pdserve decode": (
+        "pdserve decode --model /models/qwen3-8b --proxy tcp://10.0.0.1:8100 --host 10.0.0.3 \\",
+        "    --transfer-host 10.0.0.3 --secret-file cluster.secret",
+    ),
+    "pdserve mixed": (
+        "pdserve mixed --model demo --port 8000",
+        "pdserve mixed --model /models/qwen3-8b --tensor-parallel-size 2 --gpu-memory-utilization 0.9",
+    ),
+    "pdserve role": ("pdserve role decode-1 prefill --proxy-url http://10.0.0.1:8000 --secret-file cluster.secret",),
+    "pdserve drain": ("pdserve drain decode-1 --proxy-url http://10.0.0.1:8000 --secret-file cluster.secret",),
+    "pdserve doctor": (
+        "pdserve doctor",
+        "pdserve doctor --proxy-url http://10.0.0.1:8000 --model /models/qwen3-8b --secret-file cluster.secret",
+    ),
+}
+"""Commands that help shows, by subcommand."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,24 +80,40 @@ class CommandLine:
     def __init__(self, prog: str, description: str, settings: Sequence[Setting]) -> None:
         self.prog = prog
         self.settings = settings
-        self._parser = _Parser(
-            prog=prog,
-            description=description,
-            epilog=_EPILOG,
+        self._description = description
+
+    def parse(self, argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+        """Returns texts by flag, and what was not understood.
+
+        Exits 0 after ``--help``, which shows what people set first, or ``--help-all``. Raises ConfigError.
+        """
+        known, extra = self._parser(whole=f"--{HELP_ALL_FLAG}" in argv).parse_known_args(list(argv))
+        return vars(known), extra
+
+    def _parser(self, *, whole: bool) -> _Parser:
+        """Returns a parser of all settings, whose help shows all of them or those that people set first."""
+        shown = [setting for setting in self.settings if whole or self._is_first(setting)]
+        parser = _Parser(
+            prog=self.prog,
+            description=self._description,
+            epilog=self._epilog(len(self.settings) - len(shown)),
             allow_abbrev=False,
+            add_help=False,
             argument_default=argparse.SUPPRESS,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+            formatter_class=_Formatter,
             usage="%(prog)s [--flag value ...]",
         )
-        general = self._parser.add_argument_group("Settings file")
+        general = parser.add_argument_group("Help, and a file of settings")
+        general.add_argument("-h", "--help", action="help", help="This page shows what people set first.")
+        general.add_argument(f"--{HELP_ALL_FLAG}", action="help", help="This page shows every setting.")
         general.add_argument(
             f"--{CONFIG_FLAG}",
             action="append",
             metavar="FILE",
             help="This TOML file has a table for each group below. [none] (PDSERVE_CONFIG)",
         )
-        for (section, title), group in groupby(settings, key=lambda setting: (setting.section, setting.title)):
-            arguments = self._parser.add_argument_group(f"[{section}] {title}")
+        for (section, title), group in groupby(self.settings, key=lambda setting: (setting.section, setting.title)):
+            arguments = parser.add_argument_group(textwrap.fill(f"[{section}] {title}", _columns() - 1))
             for setting in group:
                 arguments.add_argument(
                     f"--{setting.flag}",
@@ -70,16 +122,34 @@ class CommandLine:
                     nargs=None if setting.bare is None else "?",
                     const=setting.bare,
                     metavar=setting.metavar or _metavar(setting),
-                    help=_help(setting),
+                    help=_help(setting) if setting in shown else argparse.SUPPRESS,
                 )
+        return parser
 
-    def parse(self, argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-        """Returns texts by flag, and what was not understood. Exits 0 after ``--help``; raises ConfigError."""
-        known, extra = self._parser.parse_known_args(list(argv))
-        return vars(known), extra
+    def _is_first(self, setting: Setting) -> bool:
+        """Whether people set it first, or it is of the subcommand's first section."""
+        return setting.first or setting.section == self.settings[0].section
 
-    def help(self) -> str:
-        return self._parser.format_help()
+    def _epilog(self, hidden: int) -> str:
+        rest = f"{hidden} more settings: {self.prog} --{HELP_ALL_FLAG}\n\n" if hidden else ""
+        examples = "".join(f"\n  {example}" for example in EXAMPLES.get(self.prog, ()))
+        return rest + _PRECEDENCE + (f"\n\nExamples:\n{examples}" if examples else "")
+
+
+def _columns() -> int:
+    return min(_MOST_COLUMNS, shutil.get_terminal_size().columns - 2)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Fills texts to the terminal's width, and keeps examples as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=_columns())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled, examples, commands = text.partition("\n\nExamples:")
+        paragraphs = (textwrap.fill(paragraph, width) for paragraph in filled.split("\n\n"))
+        return "\n\n".join(paragraphs) + examples + commands
 
 
 def _help(setting: Setting) -> str:
@@ -121,7 +191,11 @@ def from_flags(
             raise ConfigError(f"unexpected argument {name!r}; settings are given as --flag value")
         if name.lstrip("-") in elsewhere:
             raise ConfigError(f"{name} is not a setting of {command_line.prog!r}")
-        flags = [f"--{setting.flag}" for setting in command_line.settings] + [f"--{CONFIG_FLAG}", "--help"]
+        flags = [f"--{setting.flag}" for setting in command_line.settings] + [
+            f"--{CONFIG_FLAG}",
+            "--help",
+            f"--{HELP_ALL_FLAG}",
+        ]
         raise ConfigError(f"unknown flag {name} of {command_line.prog!r}{suggestion(name, flags)}")
     file = texts.pop(CONFIG_FLAG, [""])[-1]
     settings = {setting.flag: setting for setting in command_line.settings}

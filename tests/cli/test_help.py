@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pdserve.bench_config import BenchCompareConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
+from pdserve.cli.completion import CONFIGS
 from pdserve.cli.main import SUBCOMMANDS, main
-from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, UpConfig
 from pdserve.settings import ROOTS
 from pdserve.settings.setting import settings_of
 
 ROOT_OF: dict[str, type] = {
-    "up": UpConfig,
-    "proxy": ProxyConfig,
-    "prefill": NodeConfig,
-    "decode": NodeConfig,
-    "mixed": NodeConfig,
-    "doctor": DoctorConfig,
-    "role": RoleConfig,
-    "drain": DrainConfig,
+    **CONFIGS,
     f"bench {COMPARE}": BenchCompareConfig,
     **{f"bench {name}": benchmark.config for name, benchmark in BENCHMARKS.items()},
 }
 """The settings of each subcommand."""
 
 
-def help_of(subcommand: str, capsys: pytest.CaptureFixture[str], **environ: str) -> str:
+def help_of(subcommand: str, capsys: pytest.CaptureFixture[str], flag: str = "--help-all", **environ: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        main([*subcommand.split(), "--help"], environ)
+        main([*subcommand.split(), flag], environ)
     assert caught.value.code == 0
-    return " ".join(capsys.readouterr().out.split())
+    return capsys.readouterr().out
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("subcommand", ROOT_OF)
 def test_every_setting_is_there_with_its_flag_variable_and_meaning(
     subcommand: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = help_of(subcommand, capsys)
+    text = words(help_of(subcommand, capsys))
     settings = settings_of(ROOT_OF[subcommand])
     assert settings
     for setting in settings:
@@ -50,8 +49,35 @@ def test_every_setting_is_there_with_its_flag_variable_and_meaning(
 
 
 def test_defaults_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "The server listens on this port. 0 takes a free one. [8000]" in help_of("proxy", capsys)
-    assert "The server listens on this port. 0 takes a free one. [0]" in help_of("decode", capsys)
+    assert "The server listens on this port. 0 takes a free one. [8000]" in words(help_of("proxy", capsys))
+    assert "The server listens on this port. 0 takes a free one. [0]" in words(help_of("decode", capsys))
+
+
+@pytest.mark.parametrize("subcommand", ["up", "proxy", "decode"])
+def test_short_help_shows_what_is_set_first_and_tells_of_the_rest(
+    subcommand: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = help_of(subcommand, capsys, "--help"), help_of(subcommand, capsys)
+    assert len(short.splitlines()) < len(whole.splitlines()) * 0.7
+    shown = set(re.findall(r"^  --([a-z-]+)", short, re.MULTILINE))
+    hidden = sum(setting.flag not in shown for setting in settings_of(ROOT_OF[subcommand]))
+    assert hidden > 10
+    assert f"{hidden} more settings: pdserve {subcommand} --help-all" in words(short)
+    for text in (short, whole):
+        assert "Examples:" in text
+        assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("subcommand", ROOT_OF)
+def test_short_help_has_settings_of_every_subcommand(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
+    short = help_of(subcommand, capsys, "--help")
+    assert any(f"--{setting.flag} " in short for setting in settings_of(ROOT_OF[subcommand]))
+
+
+def test_help_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    lines = help_of("decode", capsys, "--help").partition("Examples:")[0].splitlines()
+    assert max(map(len, lines)) <= 72
 
 
 def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,5 +86,5 @@ def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_subcommand_is_known_to_the_loader() -> None:
     benchmarks = {f"bench {name}" for name in (*BENCHMARKS, COMPARE)}
-    assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench"} | benchmarks
+    assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench", "completion"} | benchmarks
     assert set(ROOT_OF.values()) == set(ROOTS)

@@ -111,7 +111,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_flags_and_variables_in_the_text_exist(page: Path) -> None:
     text = page.read_text()
     settings = [setting for root in ROOTS for setting in settings_of(root)]
-    flags = {f"--{setting.flag}" for setting in settings} | {"--help", "--config", "--version"}
+    flags = {f"--{setting.flag}" for setting in settings} | {"--help", "--help-all", "--config", "--version"}
     foreign = {"--from-literal", "--replicas"}
     other_names = {f"--{setting.former}" for setting in settings} | {f"--{flag}" for flag in MEANINGS}
     assert set(re.findall(r"(?<=`)--[a-z-]+", text)) <= flags | foreign | other_names
