@@ -88,6 +88,8 @@ class _FamiliesCollector(Collector):
             yield metric
 
 
+FRAME_DROPS = ("authentication", "malformed")
+"""Why the discovery server drops frames."""
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
@@ -119,6 +121,8 @@ class ProxyMetrics:
             ["reason"],
             registry=registry,
         )
+        for reason in FRAME_DROPS:  # an alert on a rate sees the first one only where there was a 0 before
+            self._dropped_frames.labels(reason)
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
         self._live_proxies = Gauge(
             "pdserve_proxy_live_proxies", "Proxies of the cluster that nodes are registered at.", registry=registry

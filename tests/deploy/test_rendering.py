@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.deploy.alert_cases import CASES
 from tests.deploy.deploy_tools import DeployTool, ToolFailed, run_tool
 from tests.deploy.manifests import (
     DEPLOY,
@@ -178,9 +179,12 @@ def test_custom_objects_follow_their_schemas(rendering: Rendering) -> None:
 
 
 def test_promtool_takes_the_rules_and_they_fire_when_they_should(tmp_path: Path) -> None:
+    spec = named(Rendering.MONITORING, "PrometheusRule", "pdserve")["spec"]
+    by_alert = {rule["alert"]: rule for group in spec["groups"] for rule in group["rules"]}
     rules = tmp_path / "rules.yaml"
-    rules.write_text(yaml.safe_dump(named(Rendering.MONITORING, "PrometheusRule", "pdserve")["spec"]))
+    rules.write_text(yaml.safe_dump(spec))
     run_tool(DeployTool.PROMTOOL, "check", "rules", rules)
+    tests = [case.for_promtool(by_alert[case.alert]) for case in CASES]
     cases = tmp_path / "cases.yaml"
-    cases.write_text(f"rule_files: [{rules}]\n" + (Path(__file__).parent / "alert_cases.yaml").read_text())
+    cases.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}))
     run_tool(DeployTool.PROMTOOL, "test", "rules", cases)

@@ -1,0 +1,204 @@
+"""When each alert has to fire, and when not: series for promtool, with a value a minute."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+AT_PROXY = 'namespace="pdserve", pod="pdserve-proxy-0", component="proxy"'
+AT_OTHER_PROXY = 'namespace="pdserve", pod="pdserve-proxy-1", component="proxy"'
+AT_DECODE = 'namespace="pdserve", pod="pdserve-decode-0", component="decode"'
+PROXY = {"namespace": "pdserve", "pod": "pdserve-proxy-0"}
+DECODE = {"namespace": "pdserve", "pod": "pdserve-decode-0"}
+NAMESPACE = {"namespace": "pdserve"}
+
+
+@dataclass(frozen=True)
+class AlertCase:
+    """At the minute ``at`` of these series, the alert fires with these labels, or does not fire."""
+
+    alert: str
+    at: int
+    series: Mapping[str, str]
+    fires: Mapping[str, str] | None = None
+    value: str = field(default="", kw_only=True)
+    """How the alert's value reads in its annotations."""
+
+    def for_promtool(self, rule: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the case as promtool takes it. ``rule`` is the alert's."""
+        alerts = []
+        if self.fires is not None:
+            texts = {name: self._expand(text) for name, text in rule["annotations"].items()}
+            alerts.append({"exp_labels": {**rule["labels"], **self.fires}, "exp_annotations": texts})
+        return {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in self.series.items()],
+            "alert_rule_test": [{"eval_time": f"{self.at}m", "alertname": self.alert, "exp_alerts": alerts}],
+        }
+
+    def _expand(self, template: str) -> str:
+        assert self.fires is not None
+        filled = re.sub(r"{{ \$value[^}]*}}", self.value, template)
+        for label, text in self.fires.items():
+            filled = filled.replace(f"{{{{ $labels.{label} }}}}", text)
+        return filled
+
+
+def event(alert: str, name: str, fires: Mapping[str, str]) -> list[AlertCase]:
+    """The first event fires, for ten minutes. What was counted before does not."""
+    return [
+        AlertCase(alert, 6, {name: "0x5 1x30"}, fires),
+        AlertCase(alert, 20, {name: "0x5 1x30"}),
+        AlertCase(alert, 20, {name: "3x30"}),
+    ]
+
+
+def buckets(name: str, labels: str, below_5_s: str, below_10_s: str) -> dict[str, str]:
+    bounds = {"5.0": below_5_s, "10.0": below_10_s, "+Inf": below_10_s}
+    return {f'{name}_bucket{{{labels}, le="{bound}"}}': values for bound, values in bounds.items()}
+
+
+def nodes(proxy: str, role: str) -> str:
+    return f'pdserve_proxy_nodes{{{proxy}, role="{role}"}}'
+
+
+BLOCKS = f"pdserve_quarantined_blocks{{{AT_DECODE}}}"
+KV_USE = f"pdserve_kv_cache_usage_perc{{{AT_DECODE}}}"
+FIRST_TOKENS = "pdserve_time_to_first_token_seconds"
+
+CASES = [
+    AlertCase("PdserveNoProxy", 8, {f"up{{{AT_PROXY}}}": "1x4 0x20"}, {}),
+    AlertCase("PdserveNoProxy", 8, {f"up{{{AT_PROXY}}}": "0x20", f"up{{{AT_OTHER_PROXY}}}": "1x20"}),
+    AlertCase(
+        "PdserveNoDecodeNode",
+        8,
+        {
+            nodes(AT_PROXY, "decode"): "2x4 0x20",
+            nodes(AT_PROXY, "mixed"): "0x20",
+            nodes(AT_PROXY, "prefill"): "2x20",
+            nodes(AT_OTHER_PROXY, "decode"): "2x20",
+        },
+        NAMESPACE,
+    ),
+    AlertCase("PdserveNoDecodeNode", 8, {nodes(AT_PROXY, "decode"): "0x20", nodes(AT_PROXY, "mixed"): "1x20"}),
+    AlertCase(
+        "PdserveNoPrefillNode",
+        8,
+        {nodes(AT_PROXY, "decode"): "2x20", nodes(AT_PROXY, "mixed"): "0x20", nodes(AT_PROXY, "prefill"): "0x20"},
+        NAMESPACE,
+    ),
+    AlertCase("PdserveNoPrefillNode", 8, {nodes(AT_PROXY, "prefill"): "1x20", nodes(AT_PROXY, "mixed"): "0x20"}),
+    AlertCase(
+        "PdserveProxiesDiffer",
+        8,
+        {nodes(AT_PROXY, "decode"): "2x20", nodes(AT_OTHER_PROXY, "decode"): "1x20"},
+        {**NAMESPACE, "role": "decode"},
+    ),
+    AlertCase(
+        "PdserveProxiesDiffer", 8, {nodes(AT_PROXY, "decode"): "2x20", nodes(AT_OTHER_PROXY, "decode"): "1x6 2x9"}
+    ),
+    AlertCase("PdserveNotScraped", 8, {f"up{{{AT_DECODE}}}": "1x4 0x20"}, {**DECODE, "component": "decode"}),
+    AlertCase("PdserveNotScraped", 8, {f"up{{{AT_DECODE}}}": "1x6 0x20", 'up{job="other"}': "0x20"}),
+    AlertCase(
+        "PdserveNodeRestarts",
+        12,
+        {
+            f'process_start_time_seconds{{{AT_DECODE}, process="api"}}': "100x3 200x3 300x20",
+            f'process_start_time_seconds{{{AT_DECODE}, process="engine"}}': "101x3 201x3 301x20",
+        },
+        DECODE,
+        value="2",
+    ),
+    AlertCase(
+        "PdserveNodeRestarts",
+        12,
+        {
+            f'process_start_time_seconds{{{AT_DECODE}, process="api"}}': "100x3 200x20",
+            f'process_start_time_seconds{{{AT_DECODE}, process="engine"}}': "101x3 201x20",
+        },
+    ),
+    *event(
+        "PdserveAuthenticationDrops",
+        f'pdserve_proxy_discovery_frames_dropped_total{{{AT_PROXY}, reason="authentication"}}',
+        PROXY,
+    ),
+    AlertCase(
+        "PdserveAuthenticationDrops",
+        6,
+        {f'pdserve_proxy_discovery_frames_dropped_total{{{AT_PROXY}, reason="malformed"}}': "0x5 1x30"},
+    ),
+    *event("PdserveFallbacks", f"pdserve_fallbacks_total{{{AT_DECODE}}}", DECODE),
+    *event("PdserveLeasesExpired", f'pdserve_leases_expired_total{{{AT_DECODE}, direction="received"}}', DECODE),
+    AlertCase("PdserveQuarantinedBlocks", 8, {BLOCKS: "0x4 4x20"}, DECODE, value="4"),
+    AlertCase("PdserveQuarantinedBlocks", 8, {BLOCKS: "0x7 4x0 0x20"}),
+    AlertCase("PdserveKvNearlyFull", 12, {KV_USE: "0.5x4 0.97x20"}, DECODE, value="97%"),
+    AlertCase("PdserveKvNearlyFull", 12, {KV_USE: "0.97x8 0.5x2 0.97x20"}),
+    AlertCase(
+        "PdserveQueueTime",
+        20,
+        buckets("pdserve_request_queue_time_seconds", AT_DECODE, "0x30", "0+60x30"),
+        {**NAMESPACE, "component": "decode"},
+        value="9.5s",
+    ),
+    AlertCase("PdserveQueueTime", 20, buckets("pdserve_request_queue_time_seconds", AT_DECODE, "0+60x30", "0+60x30")),
+    AlertCase(
+        "PdserveFirstTokensLate",
+        20,
+        buckets(FIRST_TOKENS, AT_DECODE, "0x30", "0+60x30"),
+        NAMESPACE,
+        value="9.5s",
+    ),
+    AlertCase("PdserveFirstTokensLate", 20, buckets(FIRST_TOKENS, AT_DECODE, "0+57x30", "0+60x30")),
+    AlertCase(
+        "PdserveStepsLate",
+        20,
+        {
+            f"pdserve_shared_steps_late_total{{{AT_DECODE}}}": "0+30x30",
+            f"pdserve_shared_steps_total{{{AT_DECODE}}}": "0+60x30",
+        },
+        DECODE,
+        value="50%",
+    ),
+    AlertCase(
+        "PdserveStepsLate",
+        20,
+        {
+            f"pdserve_shared_steps_late_total{{{AT_DECODE}}}": "0+6x30",
+            f"pdserve_shared_steps_total{{{AT_DECODE}}}": "0+60x30",
+        },
+    ),
+    AlertCase(
+        "PdserveStepsLate",
+        20,
+        {
+            f"pdserve_shared_steps_late_total{{{AT_DECODE}}}": "0x30",
+            f"pdserve_shared_steps_total{{{AT_DECODE}}}": "0x30",
+        },
+    ),
+    *event(
+        "PdserveResumesFail",
+        f'pdserve_proxy_resumes_total{{{AT_PROXY}, outcome="no_node"}}',
+        {**PROXY, "outcome": "no_node"},
+    ),
+    AlertCase("PdserveResumesFail", 6, {f'pdserve_proxy_resumes_total{{{AT_PROXY}, outcome="resumed"}}': "0x5 1x30"}),
+    AlertCase(
+        "PdserveRequestsFail",
+        20,
+        {
+            f'pdserve_proxy_requests_total{{{AT_PROXY}, status="503"}}': "0+6x30",
+            f'pdserve_proxy_requests_total{{{AT_PROXY}, status="200"}}': "0+54x30",
+        },
+        NAMESPACE,
+        value="10%",
+    ),
+    AlertCase(
+        "PdserveRequestsFail",
+        20,
+        {
+            f'pdserve_proxy_requests_total{{{AT_PROXY}, status="404"}}': "0+6x30",
+            f'pdserve_proxy_requests_total{{{AT_PROXY}, status="200"}}': "0+54x30",
+        },
+    ),
+]
