@@ -1,0 +1,87 @@
+"""The wheel and the source distribution hold all that pdserve needs: it runs from them, outside of this tree."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.processes import clean_environ, running
+from tests.test_packages import PACKAGES, ROOT
+
+pytestmark = pytest.mark.integration
+
+_BUILD = """
+import sys
+from setuptools import build_meta
+
+out = sys.argv[1]
+build_meta.build_wheel(out)
+build_meta.build_sdist(out)
+"""
+QUESTION = "What is the capital of France? Answer in one sentence."
+_GENERATED = {"__pycache__", ".mypy_cache", ".ruff_cache"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Returns a wheel and a source distribution, which were built from a copy of the tree."""
+    source, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("dist")
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("pdserve", "proxy", "kvtransfer", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns(*_GENERATED, "*.egg-info"))
+    command = [sys.executable, "-c", _BUILD, str(out)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def files_of_the_product() -> set[str]:
+    """Returns every file that lies in a package of the product, by the path that it has when it is installed."""
+    return {
+        str(path.relative_to(folder))
+        for package, folder in PACKAGES.items()
+        for path in (folder / package).rglob("*")
+        if path.is_file() and not _GENERATED & set(path.parts)
+    }
+
+
+def test_both_hold_every_file_of_the_product(built: tuple[Path, Path]) -> None:
+    wheel, sdist = built
+    wanted = files_of_the_product()
+    assert any(name.endswith(".cpp") for name in wanted)
+    with zipfile.ZipFile(wheel) as archive:
+        assert wanted <= set(archive.namelist())
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert wanted <= {name.removeprefix(f"{root}/") for root in ("proxy", "kvtransfer", "kernels") for name in held}
+
+
+@pytest.mark.usefixtures("demo_model")
+def test_an_installed_wheel_answers_a_question(built: tuple[Path, Path], tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    install = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
+    wheel = [*install, "--no-deps", "--no-index", "--disable-pip-version-check", str(built[0])]
+    subprocess.run(wheel, check=True, timeout=120, stderr=subprocess.DEVNULL)
+    # pdserve's dependencies are the ones that are installed here: a path in such a file brings no editable packages.
+    import quart
+
+    (packages / "dependencies.pth").write_text(f"{Path(quart.__file__).parents[1]}\n")
+    program = str(environment / "bin" / "pdserve")
+    flags = ("--port", "0", "--kv-cache-mib", "64", "--max-model-len", "512", "--ask", QUESTION)
+    with running([program, "up", "--model", "demo", *flags], clean_environ(XDG_STATE_HOME=str(tmp_path))) as up:
+        assert up.wait(180) == 0, up.output
+    assert "Paris" in up.output
+    where = [str(environment / "bin" / "python"), "-c", "import pdserve, pdserve_proxy; print(pdserve.__file__)"]
+    found = subprocess.run(where, capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path)
+    assert Path(found.stdout.strip()).is_relative_to(environment)
