@@ -4,11 +4,12 @@
 # make test    every test but the nightly ones; here and there WORKERS=N runs N at a time
 # make test-all  every test
 # make test-manifests  render the manifests and the chart, and check them by schema and with promtool
+# make test-deploy  build the image, run the manifests in containers, break them, and judge (as root, with podman)
 # make compat  other projects' clients, tools and tests against a cluster; downloads them
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint check test test-all deploy-tools test-manifests compat gpu demo clean
+.PHONY: install lint check test test-all deploy-tools test-manifests test-deploy compat gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -62,6 +63,9 @@ deploy-tools: $(STAMP)
 test-manifests: deploy-tools
 	$(BIN)/python -m pytest tests/deploy -m "deploy or not deploy" $(ARGS)
 
+test-deploy: $(STAMP)
+	$(BIN)/python -m tests.deploy_containers $(ARGS)
+
 compat: $(STAMP)
 	$(BIN)/python -m tests.compat $(ARGS)
 
@@ -72,5 +76,5 @@ demo: $(STAMP)
 	$(BIN)/pdserve up --port 0 --ask "$(QUESTION)"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .compat
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .compat .deploy
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,12 +17,13 @@ from pathlib import Path
 from tests.hosts.wire import Wire, open_port
 
 _NETWORK = "10.77.0"
-_PREFIX = "pdserve"
+PREFIX = "pdserve"
 _CLONE_NEWNET = 0x40000000
 _OF_THIS_THREAD = "/proc/thread-self/ns/net"
 
 
-def _ip(*commands: str, within: str = "") -> None:
+def ip(*commands: str, within: str = "") -> None:
+    """Runs commands of iproute2 together, in a namespace if one is given."""
     argv = ["ip", *(["-n", within] if within else []), "-batch", "-"]
     try:
         subprocess.run(argv, input="\n".join(commands), text=True, check=True, capture_output=True, timeout=30)
@@ -36,13 +37,13 @@ def why_impossible() -> str | None:
         return "needs iproute2 (apt-get install iproute2)"
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    name = f"{_PREFIX}-{os.getpid()}-try"
+    name = f"{PREFIX}-{os.getpid()}-try"
     try:
-        _ip(f"netns add {name}")
+        ip(f"netns add {name}")
         try:
-            _ip("link add try0 type veth peer name try1", within=name)
+            ip("link add try0 type veth peer name try1", within=name)
         finally:
-            _ip(f"netns del {name}")
+            ip(f"netns del {name}")
     except OSError as exc:
         return f"network namespaces with veth cannot be made here: {exc}"
     return None
@@ -90,17 +91,17 @@ class Network:
 @contextmanager
 def network(*names: str) -> Iterator[Network]:
     """Yields hosts with these names. At the end of the block they end, with all that still runs on them."""
-    _remove_leftovers()
-    switch = f"{_PREFIX}-{os.getpid()}"
+    remove_leftovers()
+    switch = f"{PREFIX}-{os.getpid()}"
     hosts = {name: Host(name, f"{switch}-{name}", f"{_NETWORK}.{i}") for i, name in enumerate(names, 1)}
     macs = {name: f"02:00:00:00:00:{i:02x}" for i, name in enumerate(names, 1)}
     try:
-        _ip(f"netns add {switch}")
+        ip(f"netns add {switch}")
         for i, (name, host) in enumerate(hosts.items(), 1):
             inner, port = host.namespace, f"port{i}"
-            _ip(f"netns add {inner}")
-            _ip(f"link add {port} type veth peer name eth0 netns {inner} address {macs[name]}", within=switch)
-            _ip(
+            ip(f"netns add {inner}")
+            ip(f"link add {port} type veth peer name eth0 netns {inner} address {macs[name]}", within=switch)
+            ip(
                 # Each frame has one packet, as on a real wire, so that a loss takes single packets.
                 "link set eth0 gso_max_segs 1",
                 f"address add {host.address}/24 dev eth0",
@@ -108,7 +109,7 @@ def network(*names: str) -> Iterator[Network]:
                 "link set eth0 up",
                 within=inner,
             )
-            _ip(f"link set {port} up", within=switch)
+            ip(f"link set {port} up", within=switch)
             with host.inside():
                 # Every kernel has reno, and a delay that a test changes does not mislead it, as it would mislead BBR.
                 Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
@@ -120,21 +121,21 @@ def network(*names: str) -> Iterator[Network]:
         finally:
             wire.close()
     finally:
-        _remove([switch, *(host.namespace for host in hosts.values())])
+        remove([switch, *(host.namespace for host in hosts.values())])
 
 
-def _remove_leftovers() -> None:
+def remove_leftovers() -> None:
     """Removes the namespaces of test runs that were killed."""
-    _remove(
+    remove(
         [
             path.name
-            for path in Path("/run/netns").glob(f"{_PREFIX}-*")
+            for path in Path("/run/netns").glob(f"{PREFIX}-*")
             if not Path("/proc", path.name.split("-")[1]).exists()
         ]
     )
 
 
-def _remove(namespaces: Sequence[str]) -> None:
+def remove(namespaces: Sequence[str]) -> None:
     for namespace in namespaces:
         if Path("/run/netns", namespace).exists():
-            _ip(f"netns del {namespace}")
+            ip(f"netns del {namespace}")

@@ -1,0 +1,38 @@
+"""Writes the figures of docs/benchmarks/deploy.md from a run's report: ``python -m tests.deploy_containers.page``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from tests.deploy_containers.report import markdown, read_report
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "benchmarks" / "deploy.md"
+REPORT = ROOT / "docs" / "benchmarks" / "deploy" / "report.json"
+LAST_RUN = ROOT / ".deploy" / "report.json"
+BEGIN = "<!-- written by tests/deploy_containers/page.py from deploy/report.json -->"
+END = "<!-- to here -->"
+
+
+def written(text: str, part: str) -> str:
+    """Returns the page's ``text`` with ``part`` in its place."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"the page has no place between {BEGIN} and {END}"
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+
+
+def main() -> int:
+    if LAST_RUN.exists():
+        if not read_report(LAST_RUN).passed:
+            print(f"{LAST_RUN} has not passed", file=sys.stderr)
+            return 1
+        shutil.copyfile(LAST_RUN, REPORT)
+    PAGE.write_text(written(PAGE.read_text(), markdown(read_report(REPORT))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

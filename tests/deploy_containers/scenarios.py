@@ -1,0 +1,327 @@
+"""What is done to the cluster, and what has to hold then. The scenarios run in this order, on one cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deploy_containers.clients import Client, Load, load
+from tests.deploy_containers.monitoring import Prometheus, dashboard_expressions
+from tests.deploy_containers.reachability import Attempt, Party, PortUse, listening_ports, may_reach, surprises
+from tests.deploy_containers.report import Findings
+from tests.deploy_containers.stand_in.cluster import Cluster
+from tests.deploy_containers.stand_in.manifests import Manifests
+from tests.deploy_containers.stand_in.pod import Moment, Pod
+from tests.hosts.namespaces import Host
+
+PROXY, PREFILL, DECODE = "pdserve-proxy", "pdserve-prefill", "pdserve-decode"
+SETTLED_S = 400.0
+CLIENTS = 3
+ANSWER_TOKENS = 32
+LONG_ANSWER_TOKENS = 160
+FAIL_OVER_S = 3.0
+"""After the loss of a proxy, requests may fail for so long."""
+ALERT_S = 60.0
+
+_TOPICS = (
+    "the sea",
+    "a railway station",
+    "the oldest tree of a village",
+    "winter",
+    "a clock that is always late",
+    "bread",
+)
+
+
+@dataclass
+class Run:
+    """Everything that scenarios use."""
+
+    cluster: Cluster
+    client: Client
+    scraper: aiohttp.ClientSession
+    prometheus: Prometheus
+    monitoring: Manifests
+    hosts: dict[Party, Host]
+    """Those who are beside the cluster."""
+    references: dict[str, str] = field(default_factory=dict)
+    """Unbroken answers of ``ANSWER_TOKENS`` by prompt."""
+
+    async def metric(self, pod: Pod, name: str, **labels: str) -> float:
+        """Returns the sum of a metric's series with these labels, as Prometheus would read them."""
+        port = pod.template.container.port("http")
+        async with self.scraper.get(f"http://{pod.identity.address}:{port}/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+            return sum(
+                sample.value
+                for family in families
+                for sample in family.samples
+                if sample.name == name and labels.items() <= sample.labels.items()
+            )
+
+    async def total(self, workload: str, name: str, **labels: str) -> float:
+        return sum([await self.metric(pod, name, **labels) for pod in self.cluster.pods_of(workload)])
+
+    async def settled(self) -> None:
+        await self.cluster.until(lambda: self.cluster.all_settled, "every pod is the wanted one, and ready", SETTLED_S)
+
+    @asynccontextmanager
+    async def load(self) -> AsyncIterator[Load]:
+        async with load(self.client, self.references, CLIENTS, ANSWER_TOKENS) as seen:
+            yield seen
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    act: Callable[[Run, Findings], Awaitable[None]]
+
+
+def prompt(topic: str) -> str:
+    """Returns a prompt of several KV blocks."""
+    return (
+        f"You are a patient writer who never hurries. Write about {topic}. Begin with what one sees from afar, go on "
+        f"with what one hears when one comes closer, and end with what somebody said about {topic} many years ago. Use "
+        "short sentences, and no lists, no headings and no quotations from books. Do not explain what you do."
+    )
+
+
+async def start(run: Run, found: Findings) -> None:
+    """Pods start, their probes become right in their order, and proxies are ready only when there are nodes."""
+    await run.settled()
+    pods = [pod for workload in run.cluster.workloads for pod in run.cluster.pods_of(workload)]
+    for pod in pods:
+        found.figure("ready after", pod.last(Moment.READY) - pod.last(Moment.RUN), "s", of=_plain(pod))
+        order = [moment for _, moment in pod.moments]
+        expected = [Moment.RUN, Moment.STARTED, Moment.READY]
+        found.check(order == expected, f"{pod.name}: {[each.value for each in order]}")
+    nodes = [pod for pod in pods if pod.workload != PROXY]
+    first_node = min(pod.last(Moment.STARTED) for pod in nodes)
+    for pod in run.cluster.pods_of(PROXY):
+        found.check(pod.last(Moment.READY) > first_node, f"{pod.name} was ready before any node was")
+
+
+def _plain(pod: Pod) -> str:
+    """Returns a pod's name without the hash that a Deployment puts into it."""
+    return pod.name.replace(f"-{pod.revision}", "")
+
+
+async def remote_prefill(run: Run, found: Findings) -> None:
+    """A chat is answered, and a prefill node computed its prompt."""
+    before = await run.total(DECODE, "pdserve_prefills_total", source="remote")
+    for topic in _TOPICS:
+        answer = await run.client.ask(prompt(topic), ANSWER_TOKENS)
+        found.check(not answer.failure and bool(answer.text), f"{topic}: {answer.failure or 'no text'}")
+        run.references[answer.prompt] = answer.text
+    remote = await run.total(DECODE, "pdserve_prefills_total", source="remote") - before
+    found.check(remote == len(_TOPICS), f"{remote:.0f} of {len(_TOPICS)} prompts were computed by a prefill node")
+    found.figure("prompts computed remotely", remote, f"of {len(_TOPICS)}")
+    fallbacks = await run.total(DECODE, "pdserve_fallbacks_total")
+    found.check(fallbacks == 0, f"{fallbacks:.0f} prompts fell back to local prefill")
+
+
+def _uses(pod: Pod) -> dict[int, PortUse]:
+    """Returns what each port is for that the pod listens to: those that it names, and the KV transfer's."""
+    named = {port.container_port: PortUse(port.name) for port in pod.template.container.ports}
+    return {port: named.get(port, PortUse.TRANSFER) for port in listening_ports(_host(pod))}
+
+
+def _host(pod: Pod) -> Host:
+    return Host(pod.name, pod.identity.network.removeprefix("/run/netns/"), pod.identity.address)
+
+
+async def network_policy(run: Run, found: Findings) -> None:
+    """Each port answers whom it is for, and nobody else."""
+    pods = list(run.cluster.pods.values())
+    sources = [*run.hosts.items(), *((_party(pod), _host(pod)) for pod in pods)]
+    attempts = [
+        Attempt(host, _host(pod), port, may_reach(party, _party(pod), use))
+        for pod in pods
+        for port, use in _uses(pod).items()
+        for party, host in sources
+        if host.name != pod.name
+    ]
+    # From a pod to somebody who would answer anybody.
+    outsider = run.hosts[Party.OUTSIDER]
+    attempts += [Attempt(_host(pod), outsider, 80, allowed=False) for pod in pods]
+    found.problems += await surprises(attempts)
+    found.check(any(each.allowed for each in attempts), "nothing is allowed")
+    found.figure("connections that are allowed and come about", sum(each.allowed for each in attempts))
+    found.figure("connections that are kept out", sum(not each.allowed for each in attempts))
+
+
+def _party(pod: Pod) -> Party:
+    return Party.PROXY if pod.workload == PROXY else Party.NODE
+
+
+async def drain(run: Run, found: Findings) -> None:
+    """A decode pod is deleted while it streams. The stream goes on elsewhere, with the text of an unbroken one."""
+    question = prompt("a lighthouse")
+    unbroken = await run.client.ask(question, LONG_ANSWER_TOKENS)
+    found.check(not unbroken.failure, f"the unbroken answer: {unbroken.failure}")
+    arrived = asyncio.Event()
+    moved_before = await run.total(PROXY, "pdserve_proxy_moves_total", outcome="moved")
+    asking = asyncio.create_task(run.client.ask(question, LONG_ANSWER_TOKENS, arrived))
+    try:
+        async with asyncio.timeout(60):
+            await arrived.wait()
+        busy = [pod for pod in run.cluster.pods_of(DECODE) if await run.metric(pod, "pdserve_num_requests_running") > 0]
+        assert len(busy) == 1, f"the stream runs at {[pod.name for pod in busy]}"
+        busy[0].delete()
+        answer = await asking
+    finally:
+        asking.cancel()
+    found.check(not answer.failure, f"the stream: {answer.failure}")
+    found.check(answer.text == unbroken.text, "the moved stream's text is not the unbroken one's")
+    moved = await run.total(PROXY, "pdserve_proxy_moves_total", outcome="moved") - moved_before
+    found.check(moved == 1, f"{moved:.0f} answers moved")
+    found.figure("longest gap of the unbroken stream", unbroken.longest_gap_s, "s")
+    found.figure("longest gap of the moved stream", answer.longest_gap_s, "s")
+    await run.settled()
+    ended = run.cluster.gone[-1]
+    found.check(ended is busy[0] and ended.status == 0, f"{ended.name} ended with status {ended.status}")
+    found.figure("drained in", ended.last(Moment.GONE) - ended.last(Moment.TERMINATING), "s")
+
+
+async def kills(run: Run, found: Findings) -> None:
+    """Each pod's processes are killed under load, one after another, and each pod comes back."""
+    for workload in (PREFILL, DECODE, PROXY):
+        async with run.load() as seen:
+            await seen.more(CLIENTS)
+            victim = await _busiest(run, workload)
+            killed = time.monotonic()
+            await victim.kill()
+            again = partial(_ready_again, victim, killed)
+            await run.cluster.until(again, f"{victim.name} is ready again", SETTLED_S)
+            # Some answers that begin afterwards.
+            await seen.more(CLIENTS)
+        await run.settled()
+        what = f"SIGKILL of {workload.removeprefix('pdserve-')}"
+        found.check(victim.status not in (None, 0), f"{what}: the container's status is {victim.status}")
+        found.figure("ready again after", victim.last(Moment.READY) - killed, "s", of=what)
+        _judge(seen, what, found, late_from=killed + FAIL_OVER_S if workload == PROXY else killed)
+
+
+async def _busiest(run: Run, workload: str) -> Pod:
+    """Returns the pod of a workload that has the most requests under way."""
+    metric = "pdserve_proxy_requests_in_flight" if workload == PROXY else "pdserve_num_requests_running"
+    busy = [(await run.metric(pod, metric), pod.name) for pod in run.cluster.pods_of(workload)]
+    return run.cluster.pods[max(busy)[1]]
+
+
+def _ready_again(pod: Pod, since: float) -> bool:
+    return pod.ready and pod.last(Moment.READY) > since
+
+
+def _judge(seen: Load, what: str, found: Findings, late_from: float) -> None:
+    """Checks what clients saw. Only a dead proxy's requests may fail, if they began before ``late_from``."""
+    proxy_died = what.endswith("proxy")
+    for answer in seen.failed:
+        excused = proxy_died and answer.begun < late_from
+        found.check(excused, f"{what}: a request failed: {answer.failure}")
+    found.check(not seen.wrong, f"{what}: {len(seen.wrong)} answers are not the unbroken ones")
+    _count(seen, what, found)
+
+
+def _count(seen: Load, what: str, found: Findings) -> None:
+    found.figure("requests", len(seen.answers), of=what)
+    found.figure("failed", len(seen.failed), of=what)
+    found.figure("longest gap of a stream", seen.longest_gap_s, "s", of=what)
+
+
+async def rolling_updates(run: Run, found: Findings) -> None:
+    """Each role is replaced pod by pod under load, and no request fails."""
+    for workload in (PREFILL, DECODE, PROXY):
+        what = f"rolling update of {workload.removeprefix('pdserve-')}"
+        old = run.cluster.pods_of(workload)
+        gone = len(run.cluster.gone)
+        async with run.load() as seen:
+            await seen.more(CLIENTS)
+            begun = time.monotonic()
+            run.cluster.restart(workload, f"{begun:.0f}")
+            await run.settled()
+            took = time.monotonic() - begun
+            await seen.more(CLIENTS)
+        ended = run.cluster.gone[gone:]
+        found.check(len(ended) == len(old), f"{what}: {len(ended)} of {len(old)} pods were replaced")
+        for pod in ended:
+            found.check(pod.status == 0, f"{what}: {pod.name} ended with status {pod.status}")
+        found.figure("took", took, "s", of=what)
+        found.check(
+            not seen.failed, f"{what}: {len(seen.failed)} requests failed: {[a.failure for a in seen.failed[:3]]}"
+        )
+        found.check(not seen.wrong, f"{what}: {len(seen.wrong)} answers are not the unbroken ones")
+        found.figure(f"{what}: requests", len(seen.answers))
+        found.figure(f"{what}: failed", len(seen.failed))
+        found.figure(f"{what}: longest gap", seen.longest_gap_s, "s")
+        found.figure(
+            f"{what}: longest drain", max(p.last(Moment.GONE) - p.last(Moment.TERMINATING) for p in ended), "s"
+        )
+
+
+async def dashboard(run: Run, found: Findings) -> None:
+    """Every pod is scraped, and every expression of the dashboard returns data."""
+    async with run.load() as seen:
+        await seen.more(2 * CLIENTS)
+        up = await run.prometheus.query("up == 1")
+        names = {sample["metric"]["pod"] for sample in up}
+        found.check(names == set(run.cluster.pods), f"Prometheus scrapes {sorted(names)}")
+        expressions = dashboard_expressions(run.monitoring, run.cluster.manifests.workloads[0].metadata.namespace)
+        found.check(bool(expressions), "there is no dashboard")
+        for expression in expressions:
+            with found.checked():
+                result = await run.prometheus.query(expression)
+                found.check(bool(result), f"no data: {expression}")
+    found.figure("expressions of the dashboard", len(expressions))
+
+
+async def alerts(run: Run, found: Findings) -> None:
+    """No prefill node is left: the alert about that fires, clients are served all the same, and the alert ends."""
+    name = "PdserveNoPrefillNode"
+    absent = ("PdserveNoProxy", "PdserveNoDecodeNode", name)
+    before = await run.prometheus.alerts()
+    for each in absent:
+        found.check(each not in before, f"{each} is {before.get(each)} while all pods are there")
+    replicas = len(run.cluster.pods_of(PREFILL))
+    begun = time.monotonic()
+    run.cluster.scale(PREFILL, 0)
+    await run.cluster.until(lambda: not run.cluster.pods_of(PREFILL), "no prefill pod is left", SETTLED_S)
+    await run.prometheus.until(lambda states: states.get(name) == "firing", f"{name} fires", ALERT_S)
+    found.figure(f"{name} fires after", time.monotonic() - begun, "s")
+    answer = await run.client.ask(prompt("an empty street"), ANSWER_TOKENS)
+    found.check(not answer.failure, f"without a prefill node: {answer.failure}")
+    run.cluster.scale(PREFILL, replicas)
+    await run.settled()
+    await run.prometheus.until(lambda states: name not in states, f"{name} ends", ALERT_S)
+
+
+async def stop(run: Run, found: Findings) -> None:
+    """All pods stop in order within their grace period."""
+    begun = time.monotonic()
+    there = list(run.cluster.pods.values())
+    await run.cluster.stop(SETTLED_S)
+    for pod in there:
+        found.check(pod.status == 0, f"{pod.name} ended with status {pod.status}")
+        killed = any(moment is Moment.KILL_SENT for _, moment in pod.moments)
+        found.check(not killed, f"{pod.name} had to be killed")
+    found.figure("all pods are gone after", time.monotonic() - begun, "s")
+
+
+SCENARIOS: Sequence[Scenario] = (
+    Scenario("start", start),
+    Scenario("remote prefill", remote_prefill),
+    Scenario("network policy", network_policy),
+    Scenario("drain", drain),
+    Scenario("kills", kills),
+    Scenario("rolling updates", rolling_updates),
+    Scenario("dashboard", dashboard),
+    Scenario("alerts", alerts),
+    Scenario("stop", stop),
+)
