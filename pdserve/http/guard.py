@@ -102,13 +102,15 @@ def guarded_config(
     max_connections: int,
     write_timeout_s: float,
     origins: Sequence[str] = (),
+    own_checks: Sequence[str] = (),
     tls: ssl.SSLContext | None = None,
     backlog: int = 2048,
 ) -> uvicorn.Config:
     """Returns the configuration of every HTTP server of pdserve: guarded, without websockets, logging only warnings.
 
     ``shutdown_s`` is the time that running responses get once the server is told to end. ``GuardedHttp`` describes
-    ``max_connections`` and ``write_timeout_s``, and ``CrossOrigin`` the ``origins``.
+    ``max_connections`` and ``write_timeout_s``, and ``CrossOrigin`` the ``origins``. The handlers of ``own_checks``,
+    which are paths, check themselves which pages may send them requests.
     """
     cross_origin = CrossOrigin(origins)
 
@@ -118,6 +120,7 @@ def guarded_config(
     Protocol.max_connections = max_connections
     Protocol.write_timeout_s = write_timeout_s
     Protocol.cross_origin = cross_origin
+    Protocol.own_checks = frozenset(path.encode() for path in own_checks)
     return uvicorn.Config(
         app,
         http=Protocol,
@@ -152,6 +155,8 @@ class GuardedHttp(HttpToolsProtocol):
 
     cross_origin: ClassVar[CrossOrigin] = CrossOrigin(())
     """The origins of pages whose requests are taken. The others' are refused."""
+    own_checks: ClassVar[frozenset[bytes]] = frozenset()
+    """The targets whose handlers check the origins of pages themselves."""
 
     _phase = _WAITING
     _idle_bytes = 0
@@ -364,7 +369,11 @@ class GuardedHttp(HttpToolsProtocol):
         if hosts and not _HOST.fullmatch(self.headers[names.index(b"host")][1]):
             return 400, "the request's Host header is not a host name or address with an optional port", "invalid_host"
         # A page whose host name was pointed at this server is of the same origin to browsers, which then ask nothing.
-        if b"origin" in names and not self.cross_origin.allows(self.headers[names.index(b"origin")][1]):
+        if (
+            b"origin" in names
+            and self.url not in self.own_checks
+            and not self.cross_origin.allows(self.headers[names.index(b"origin")][1])
+        ):
             return 403, "web pages of this origin may not use the server: see --cors-origins", "origin_not_allowed"
         if b"transfer-encoding" in names:
             coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")

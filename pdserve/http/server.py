@@ -11,7 +11,7 @@ import contextlib
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -74,8 +74,12 @@ class HttpServer:
         *,
         tls: ssl.SSLContext | None = None,
         shutdown_s: int = CLOSE_TIMEOUT_S,
+        own_checks: Sequence[str] = (),
     ) -> None:
-        """``shutdown_s`` is how long ``stop`` waits for responses under way."""
+        """``shutdown_s`` is how long ``stop`` waits for responses under way.
+
+        The handlers of the paths ``own_checks`` check themselves which pages may send them requests.
+        """
         self._config = config
         self._listener = listener
         self._server = _UvicornServer(
@@ -86,6 +90,7 @@ class HttpServer:
                 max_connections=config.max_client_connections,
                 write_timeout_s=config.write_timeout_s,
                 origins=config.cors_origins,
+                own_checks=own_checks,
                 tls=tls,
                 backlog=BACKLOG,
             )

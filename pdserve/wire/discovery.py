@@ -79,7 +79,7 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     step_s: Annotated[Seconds, since(6)] = 0.0
     """How long a step that computed no prompt took lately; 0 while nothing runs."""
     prompt_tokens: Annotated[Count, since(6)] = 0
-    """The tokens of the prompts that the node's engine took since its start."""
+    """The tokens of prompts that the node's engine has computed since its start, for itself and for others."""
     generated_tokens: Annotated[Count, since(6)] = 0
     """The tokens that the node's engine has generated since its start."""
     gaps: Annotated[GapCounts, since(6)] = GapCounts()

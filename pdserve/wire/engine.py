@@ -309,7 +309,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             self.free_blocks,
             self.queue_s,
             step_s,
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=self.step.computed_prompt_tokens,
             generated_tokens=self.generated_tokens,
             links=self.links,
         )

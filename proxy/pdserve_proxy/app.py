@@ -19,7 +19,7 @@ from pdserve.http.request import request_label
 from pdserve.http.routes import DirectRoutes, quart_app
 from pdserve.wire.ids import MAX_REQUEST_ID_CHARS
 from pdserve.wire.version import SPOKEN
-from pdserve_proxy.credentials import ApiKeys
+from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegisteredNode, RegistryView
 from pdserve_proxy.relay.access_log import OTHER_ROUTES
@@ -87,7 +87,7 @@ class InformationRoutes:
         self,
         registry: RegistryView,
         scrape: RenderMetrics,
-        keys: ApiKeys,
+        credentials: LiveCredentials,
         max_body_bytes: int,
         timelines: Timelines,
     ) -> None:
@@ -95,7 +95,8 @@ class InformationRoutes:
         self._max_body_bytes = max_body_bytes
         self._registry = registry
         self._scrape = scrape
-        self._keys = keys
+        self._keys = credentials.keys
+        self._admins = credentials.admins
         self._started = int(time.time())
         self._version = importlib.metadata.version("pdserve")
 
@@ -148,7 +149,8 @@ class InformationRoutes:
         return _json([_instance(node, now) for node in self._registry.snapshot().nodes])
 
     async def timeline(self, request_id: str) -> Response:
-        self._check_key()
+        if not self._admins.holds(request.headers.get("authorization")):
+            self._check_key()
         if len(request_id) > MAX_REQUEST_ID_CHARS or request_label(request_id) != request_id:
             raise NotFound("a request id has 1 to 128 visible ASCII characters", code="no_timeline")
         return _json(await self._timelines.find(request_id))
@@ -188,7 +190,7 @@ def _json(value: object) -> Response:
 
 def build_app(
     config: ProxyConfig,
-    keys: ApiKeys,
+    credentials: LiveCredentials,
     bodies: HeldBodies,
     admission: AdmissionController,
     registry: RegistryView,
@@ -209,14 +211,16 @@ def build_app(
 
     routes = (*sorted(RELAYED_ROUTES | READ_ROUTES), "/v1/models")
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
-    InformationRoutes(registry, scrape, keys, config.http.max_body_bytes, timelines).add_routes(app)
+    InformationRoutes(registry, scrape, credentials, config.http.max_body_bytes, timelines).add_routes(app)
     add_documentation(app, "proxy")
     if status is not None:
         status.add_routes(app)
     priorities = config.admission.priorities is Switch.ON
-    relayed = RelayedRoutes(config.http.max_body_bytes, keys, bodies, admission, relay, storage, priorities=priorities)
+    relayed = RelayedRoutes(
+        config.http.max_body_bytes, credentials.keys, bodies, admission, relay, storage, priorities=priorities
+    )
     handlers, readers = (dict.fromkeys(paths, relayed.handle) for paths in (RELAYED_ROUTES, READ_ROUTES))
     if storage is not None:
         handlers[RESPONSES_PATH] = relayed.handle_stored
-    stored = StoredResponseRoutes(storage, keys, bodies)
+    stored = StoredResponseRoutes(storage, credentials.keys, bodies)
     return DirectRoutes(handlers, app, "proxy", count_error, readers, stored.find)

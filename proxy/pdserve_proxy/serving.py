@@ -26,7 +26,7 @@ from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.store import StoreLimits
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.status.access import StatusAccess
-from pdserve_proxy.status.routes import Report, StatusRoutes
+from pdserve_proxy.status.routes import COMMANDS_PATH, Report, StatusRoutes
 from pdserve_proxy.timelines import OwnLanes, Timelines
 from pdserve_proxy.upstream.node_command import NodeCommander
 
@@ -85,7 +85,7 @@ async def serve_clients(
         timelines = Timelines(state.registry, state.lanes, commander)
         app = build_app(
             config,
-            credentials.keys,
+            credentials,
             bodies,
             admission,
             state.registry,
@@ -97,7 +97,10 @@ async def serve_clients(
             status,
         )
         tls = None if credentials.tls is None else credentials.tls.context
-        server = HttpServer(app, listener, config.http, tls=tls, shutdown_s=math.ceil(drain_s + AFTER_DRAIN_S))
+        shutdown_s = math.ceil(drain_s + AFTER_DRAIN_S)
+        # The status page sends commands with its own origin, which the server need not know by name.
+        checks = (COMMANDS_PATH,)
+        server = HttpServer(app, listener, config.http, tls=tls, shutdown_s=shutdown_s, own_checks=checks)
         stopping = asyncio.create_task(stop.wait())
         try:
             ended = await server.start()

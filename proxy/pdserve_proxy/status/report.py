@@ -52,6 +52,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float
     step_s: float
     heartbeat_age_s: float
+    links: dict[str, int]
+    """How many links of its engine move blocks by each kind of transport."""
     prompt_tokens_per_s: float | None
     generated_tokens_per_s: float | None
 
@@ -178,6 +180,7 @@ class Reporter:
             queue_s=load.queue_s,
             step_s=load.step_s,
             heartbeat_age_s=max(0.0, now - node.seen_s),
+            links={kind: number for kind, number in msgspec.structs.asdict(load.links).items() if number},
             prompt_tokens_per_s=rates.prompt,
             generated_tokens_per_s=rates.generated,
         )

@@ -20,6 +20,7 @@ from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 
 log = logging.getLogger(__name__)
 
+COMMANDS_PATH = "/commands"
 MAX_COMMAND_BYTES = 1024
 PAGE_FILES = {
     "/": ("status.html", "text/html; charset=utf-8"),
@@ -79,7 +80,7 @@ class StatusRoutes:
         for path, (name, kind) in PAGE_FILES.items():
             app.add_url_rule(path, name, self._file(folder.joinpath(name).read_bytes(), kind))
         app.add_url_rule("/status", "status", self.status)
-        app.add_url_rule("/commands", "commands", self.command, methods=["POST"])
+        app.add_url_rule(COMMANDS_PATH, "commands", self.command, methods=["POST"])
 
     def _file(self, data: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
         async def serve() -> Response:

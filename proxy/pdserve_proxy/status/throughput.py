@@ -87,15 +87,18 @@ class Throughput:
         )
 
     def total(self) -> TokenRates:
-        """Returns the rates of all nodes that answer requests, without those that were looked at once only.
+        """Returns the rates of all nodes together, without those that were looked at once only.
 
-        A prefill node counts the prompts and first tokens that it computes for others, and they count them again.
+        What prefill nodes generate is the first tokens of answers, which the nodes that answer count too.
         """
-        rates = [self.rates_of(boot_id) for boot_id in self._answering]
-        known = [(rate.prompt, rate.generated) for rate in rates if rate.prompt is not None]
-        if not known:
-            return TokenRates()
-        return TokenRates(sum(prompt for prompt, _ in known), sum(generated or 0.0 for _, generated in known))
+        rates = {boot_id: self.rates_of(boot_id) for boot_id in self._newest}
+        prompt = [rate.prompt for rate in rates.values() if rate.prompt is not None]
+        generated = [
+            rate.generated
+            for boot_id, rate in rates.items()
+            if rate.generated is not None and boot_id in self._answering
+        ]
+        return TokenRates(sum(prompt) if prompt else None, sum(generated) if generated else None)
 
     def gaps(self) -> Percentiles:
         """Returns the percentiles of the gaps between tokens, of all nodes."""

@@ -227,6 +227,26 @@ async def test_an_admin_drains_a_node_and_changes_its_role(admins: StatusConfig,
         assert {one.text for one in told} == {"ada has had it drain", "ada has had it become a prefill node"}
 
 
+async def test_pages_of_other_origins_command_nothing_even_with_a_key(admins: StatusConfig) -> None:
+    """A page that is allowed to send requests is none of ours either, and no answer lets its script read the status."""
+    http = dataclasses.replace(proxy_config().http, cors_origins=("https://chat.example.com",))
+    config = dataclasses.replace(with_status(admins), http=http)
+    async with cluster(config) as running:
+        await running.add(node_info("d", Role.MIXED))
+        order = {"node": "00", "command": {"kind": "drain"}}
+        for origin in ("https://chat.example.com", "https://evil.example.com", "null"):
+            sent = {**BEARER, "origin": origin}
+            async with running.http.post("/commands", json=order, headers=sent) as response:
+                assert response.status == 403
+            async with running.http.get("/status", headers=sent) as response:
+                assert response.status == 403
+        own = {**BEARER, "origin": running.addresses.url}
+        async with running.http.post("/commands", json=order, headers=own) as response:
+            assert response.status == 404  # there is no such node
+        async with running.http.get("/status", headers={"host": "evil.example.com"}) as response:
+            assert response.status == 403
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
