@@ -1,10 +1,11 @@
 """A proxy's supervisor ↔ its workers, over a ZMQ ROUTER in a folder only the user can enter, without signatures.
 
 A worker sends ``WorkerHello``, and gets ``Nodes`` then and at every change. When it takes connections, it sends
-``WorkerReady``. A worker answers each ``WorkerPing`` with ``WorkerPong``, unless its event loop hangs. A worker that is
-asked for ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that
-come back, and answers ``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and
-``StatusTold``. When the supervisor has read its files again, it sends ``Renewed``.
+``WorkerReady``. A worker answers each ``WorkerPing``, unless its event loop hangs: with ``Counts`` if requests have
+ended since it last sent them in answer to one, and else with ``WorkerPong``. A worker that is asked for ``/metrics``
+sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come back, and answers
+``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and ``StatusTold``. When
+the supervisor has read its files again, it sends ``Renewed``.
 
 With ``--store``, the supervisor has the responses that clients may ask for again. A worker sends ``BeginResponse``
 before it relays a request, and ``FinishResponse`` or ``AbandonResponse`` after it; for a client it sends
@@ -143,9 +144,13 @@ class StatusTold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """The report on the whole proxy, as JSON."""
 
 
+NO_QUESTION = 0
+"""The number of ``Counts`` that a worker sends by itself."""
+
+
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="counts"):
     number: int
-    """The number of the ``Collect`` that this answers."""
+    """The number of the ``Collect`` that this answers, or ``NO_QUESTION``."""
     families: tuple[Family, ...]
 
 

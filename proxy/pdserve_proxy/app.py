@@ -210,6 +210,7 @@ def build_app(
         metrics.counts.requests[OTHER_ROUTES, status] += 1
 
     routes = (*sorted(RELAYED_ROUTES | READ_ROUTES), "/v1/models")
+    metrics.counts.expect((*RELAYED_ROUTES, *READ_ROUTES))
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
     InformationRoutes(registry, scrape, credentials, config.http.max_body_bytes, timelines).add_routes(app)
     add_documentation(app, "proxy")

@@ -9,12 +9,15 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
+import msgspec
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Family, Sample
+from pdserve_proxy.registry.discovery_server import DropCause
 from pdserve_proxy.registry.snapshot import Snapshot
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.responses.store import ResponseStore
@@ -23,8 +26,8 @@ _LASTING = ("counter", "histogram")
 """The kinds of metrics that outlive their process: its counts stay true, and its gauges do not."""
 
 
-def export_families(registry: CollectorRegistry) -> tuple[Family, ...]:
-    """Returns all metrics in ``registry``, without the times at which its counters were made."""
+def export_families(registry: Collector) -> tuple[Family, ...]:
+    """Returns all metrics of ``registry``, without the times at which its counters were made."""
     return tuple(
         Family(
             metric.name,
@@ -74,6 +77,24 @@ def render_families(families: tuple[Family, ...]) -> bytes:
     return prometheus_client.generate_latest(registry)
 
 
+def nodes_of(families: Iterable[Family]) -> frozenset[str]:
+    """Returns the nodes that are labels in ``families``."""
+    return frozenset(sample.labels["node"] for family in families for sample in family.samples if _is_of_node(sample))
+
+
+def of_nodes(families: tuple[Family, ...], names: frozenset[str]) -> tuple[Family, ...]:
+    """Returns ``families`` without the samples of nodes other than ``names``."""
+
+    def kept(family: Family) -> tuple[Sample, ...]:
+        return tuple(sample for sample in family.samples if not _is_of_node(sample) or sample.labels["node"] in names)
+
+    return tuple(msgspec.structs.replace(family, samples=kept(family)) for family in families)
+
+
+def _is_of_node(sample: Sample) -> bool:
+    return "node" in sample.labels
+
+
 class _FamiliesCollector(Collector):
     """A collector of metrics that have been collected before, perhaps in another process."""
 
@@ -88,8 +109,6 @@ class _FamiliesCollector(Collector):
             yield metric
 
 
-FRAME_DROPS = ("authentication", "malformed")
-"""Why the discovery server drops frames."""
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
@@ -106,10 +125,13 @@ class PressureFigures(Protocol):
 class ProxyMetrics:
     """The metrics of one proxy process, in a Prometheus registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str = "proxy", timeout_s: float = 600.0) -> None:
+        """``process`` is the process's label in its own metrics. No request takes longer than ``timeout_s``."""
         registry = self.registry = CollectorRegistry()
-        self.counts = RequestCounts()
+        self.counts = RequestCounts(timeout_s)
         registry.register(self.counts)
+        registry.register(own_process(process))
+        self._build = BuildInfo()
         self.queued = Gauge("pdserve_proxy_requests_queued", "Requests that wait for their turn.", registry=registry)
         self._stored = Gauge("pdserve_proxy_stored_responses", "Responses that are kept.", registry=registry)
         self._store_bytes = Gauge(
@@ -121,8 +143,8 @@ class ProxyMetrics:
             ["reason"],
             registry=registry,
         )
-        for reason in FRAME_DROPS:  # an alert on a rate sees the first one only where there was a 0 before
-            self._dropped_frames.labels(reason)
+        for cause in DropCause:
+            self._dropped_frames.labels(cause.value)
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
         self._live_proxies = Gauge(
             "pdserve_proxy_live_proxies", "Proxies of the cluster that nodes are registered at.", registry=registry
@@ -133,6 +155,9 @@ class ProxyMetrics:
             ["role", "outcome"],
             registry=registry,
         )
+        for role in Role:
+            for outcome in ("done", "failed"):
+                self._switches.labels(role.value, outcome)
         self._pressure = Gauge(
             "pdserve_proxy_role_pressure",
             "The share of its target that each side of a model uses.",
@@ -145,8 +170,8 @@ class ProxyMetrics:
         self._stored.set_function(lambda: len(store))
         self._store_bytes.set_function(lambda: store.taken_bytes)
 
-    def count_dropped_frame(self, reason: str) -> None:
-        self._dropped_frames.labels(reason).inc()
+    def count_dropped_frame(self, cause: DropCause) -> None:
+        self._dropped_frames.labels(cause.value).inc()
 
     def count_role_switch(self, role: Role, *, done: bool) -> None:
         self._switches.labels(role.value, "done" if done else "failed").inc()
@@ -159,9 +184,9 @@ class ProxyMetrics:
             self._pressure.labels(model, fingerprint, "answers").set(pressure.answers)
 
     def export_families(self, snapshot: Snapshot) -> tuple[Family, ...]:
-        """Returns all metrics of this process, with the nodes of ``snapshot`` counted."""
+        """Returns all metrics of this process and those of the whole proxy, with the nodes of ``snapshot`` counted."""
         roles = Tally(node.info.role for node in snapshot.nodes)
         for role in Role:
             self._nodes.labels(role.value).set(roles[role])
         self._live_proxies.set(snapshot.live_proxies)
-        return export_families(self.registry)
+        return (*export_families(self.registry), *export_families(self._build))

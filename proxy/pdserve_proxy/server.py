@@ -98,7 +98,7 @@ async def run(
         await supervise(config, credentials, stop, announce, on_renewal=on_renewal)
         return
     live = LiveCredentials(credentials)
-    metrics, attempts = ProxyMetrics(), Attempts()
+    metrics, attempts = ProxyMetrics(timeout_s=config.request.timeout_s), Attempts()
     boot_id = new_id()
     registry = Registry(
         config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, watcher=attempts, own_id=boot_id

@@ -27,7 +27,8 @@ from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
 from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
-from pdserve_proxy.metrics import ProxyMetrics, export_families, render_families
+from pdserve_proxy.metrics import ProxyMetrics, render_families
+from pdserve_proxy.registry.registry import Registry
 from tests.bench.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
 from tests.docs import goodput_page, openapi_document, results_plot, stream_tables
@@ -209,10 +210,9 @@ def test_every_message_is_in_the_protocol() -> None:
 
 def test_every_metric_is_named_and_every_name_is_one() -> None:
     others = (own_process("api"), BuildInfo())
-    shown = (
-        NodeMetrics(EngineStats, others=others).render() + render_families(export_families(ProxyMetrics().registry))
-    ).decode()
-    exported = set(re.findall(r"^# TYPE ([\w:]+)", shown, re.MULTILINE))
+    shown = NodeMetrics(EngineStats, others=others).render()
+    shown += render_families(ProxyMetrics().export_families(Registry(1.0, 3).snapshot()))
+    exported = set(re.findall(r"^# TYPE ([\w:]+)", shown.decode(), re.MULTILINE))
     text = (ROOT / "docs" / "operations.md").read_text()
     named = set(re.findall(r"\b(?:pdserve_(?!proxy\b|kvtransfer\b|kernels\b)|vllm:|process_)\w+", text))
     assert named <= exported

@@ -7,6 +7,7 @@ expire, and extends all leases by the time by which it was late.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections.abc import Callable
@@ -61,6 +62,14 @@ dead nodes in the registry. (A flood of messages of very many parts does while i
 WARN_EVERY_S = 10.0
 
 
+class DropCause(enum.Enum):
+    """Why a discovery frame was not acceptable."""
+
+    AUTHENTICATION = "authentication"
+    """Its sender has another secret, or it is old."""
+    MALFORMED = "malformed"
+
+
 class DiscoveryServer:
     """The owner of the control socket: binds it when it is made, and closes it as a context manager."""
 
@@ -69,14 +78,14 @@ class DiscoveryServer:
         registry: Registry,
         secret: bytes | Secrets,
         boot_id: bytes,
-        on_dropped: Callable[[str], None],
+        on_dropped: Callable[[DropCause], None],
         *,
         host: str,
         port: int,
         clock: Callable[[], float] = time.monotonic,
         incidents: Incidents | None = None,
     ) -> None:
-        """``on_dropped`` is called with the reason for which a frame is dropped: ``authentication`` or ``malformed``.
+        """``on_dropped`` is called with the cause for which a frame is dropped.
 
         Raises ConfigError if the address cannot be bound.
         """
@@ -108,7 +117,7 @@ class DiscoveryServer:
         registry: Registry,
         secret: bytes | Secrets,
         boot_id: bytes,
-        on_dropped: Callable[[str], None],
+        on_dropped: Callable[[DropCause], None],
         incidents: Incidents | None = None,
     ) -> Self:
         """Returns a server that listens as ``config`` says. Raises ConfigError if the address cannot be bound."""
@@ -273,8 +282,7 @@ class DiscoveryServer:
             log.debug("answer not sent: %s", exc)
 
     def _dropped(self, exc: WireError) -> None:
-        reason = "authentication" if isinstance(exc, AuthenticationFailed) else "malformed"
-        self._on_dropped(reason)
+        self._on_dropped(DropCause.AUTHENTICATION if isinstance(exc, AuthenticationFailed) else DropCause.MALFORMED)
         if count := self._drops.add(self._clock()):
             log.warning("%d discovery frames dropped, the last one because: %s", count, exc)
 

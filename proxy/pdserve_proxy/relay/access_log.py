@@ -8,29 +8,36 @@ from __future__ import annotations
 
 import enum
 import logging
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from pdserve.errors import RequestError
+from pdserve.metrics.histogram import BucketCounts, seconds_to
 from pdserve.wire.status import IncidentKind, SeenRequest
 from pdserve_proxy.incidents import Incidents
+from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.journal import JournalBudget
+from pdserve_proxy.relay.node_counts import NodeCounts
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayOutcome, ResumeOutcome
 from pdserve_proxy.relay.seen_request import has_failed, seen
+from pdserve_proxy.routing.attempts import Attempts
 
 # The log keeps the name that operators have set levels for, whatever the module is called.
 log = logging.getLogger("pdserve_proxy.requests")
 
-FIRST_BYTE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 GAP_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 MAX_RECENT = 1024
 """The number of ended requests that are remembered, some 400 bytes each."""
 OTHER_ROUTES = "other"
 """The label under which errors outside the relayed routes are counted."""
+CLIENT_GONE = 499
+"""The status of a request whose client has left."""
+STATUSES = (200, CLIENT_GONE, *sorted({error.status for error in RequestError.__subclasses__()}))
+"""The statuses of most requests."""
 
 
 class GapKind(enum.Enum):
@@ -46,7 +53,11 @@ class RequestCounts(Collector):
     One thread counts and collects.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 600.0) -> None:
+        """No request takes longer than ``timeout_s``."""
+        self.nodes = NodeCounts(timeout_s)
+        self._registry: RegistryView | None = None
+        self._attempts = Attempts()
         self.under_way: dict[RelayedRequest, None] = {}
         """The requests that have not ended, in the order in which they came."""
         self.incidents = Incidents()
@@ -60,9 +71,23 @@ class RequestCounts(Collector):
         self.resumes = {outcome.value: 0 for outcome in ResumeOutcome}
         self.journals = JournalBudget(0, 0)
         """The budget of the relay's journals, which the relay puts here."""
-        self._first_bytes = _Durations(FIRST_BYTE_BOUNDS_S)
+        self._first_bytes = BucketCounts(seconds_to(timeout_s))
         self._moves = {reason: dict.fromkeys(MoveOutcome, 0) for reason in MoveReason}
-        self._gaps = {kind: _Durations(GAP_BOUNDS_S) for kind in GapKind}
+        self._gaps = {kind: BucketCounts(GAP_BOUNDS_S) for kind in GapKind}
+
+    def watch(self, registry: RegistryView, attempts: Attempts) -> None:
+        """Shows the nodes of ``registry``, also those that have had no request."""
+        self._registry, self._attempts = registry, attempts
+
+    def expect(self, routes: Iterable[str]) -> None:
+        """Shows these routes from the start with each status that their requests may end with."""
+        for route in (*routes, OTHER_ROUTES):
+            for status in STATUSES:
+                self.requests.setdefault((route, status), 0)
+
+    @property
+    def ended_requests(self) -> int:
+        return sum(self.requests.values())
 
     def began(self, relayed: RelayedRequest) -> None:
         self.under_way[relayed] = None
@@ -74,13 +99,13 @@ class RequestCounts(Collector):
         """Counts an attempt to resume a stream; if it was resumed, with the time in which its client got nothing."""
         self.resumes[outcome] += 1
         if gap_s is not None:
-            self._gaps[GapKind.LOST].add(gap_s)
+            self._gaps[GapKind.LOST].observe(gap_s)
 
     def move_ended(self, reason: MoveReason, outcome: MoveOutcome, gap_s: float | None = None) -> None:
         """Counts an answer that was to move; if it left its node, with the time in which its client got nothing."""
         self._moves[reason][outcome] += 1
         if gap_s is not None:
-            self._gaps[GapKind.MOVED].add(gap_s)
+            self._gaps[GapKind.MOVED].observe(gap_s)
 
     def ended(self, relayed: RelayedRequest) -> None:
         """Counts ``relayed``, which has ended, and writes its line in the access log."""
@@ -90,7 +115,9 @@ class RequestCounts(Collector):
         self.relayed_bytes += relayed.relayed_bytes
         self.outcomes[relayed.outcome] += 1
         if relayed.first_byte_s is not None:
-            self._first_bytes.add(relayed.first_byte_s)
+            self._first_bytes.observe(relayed.first_byte_s)
+        if relayed.answered_by is not None:
+            self.nodes.answered(relayed.answered_by, relayed.node_first_byte_s)
         failed = has_failed(relayed.status, relayed.outcome)
         if relayed.route is not None or failed:
             self.recent.append(seen(relayed))
@@ -130,7 +157,7 @@ class RequestCounts(Collector):
         yield CounterMetricFamily(
             "pdserve_proxy_relayed_bytes", "Body bytes that were relayed to clients.", self.relayed_bytes
         )
-        yield self._first_bytes.histogram(
+        yield self._first_bytes.family(
             "pdserve_proxy_time_to_first_byte_seconds", "From a request's arrival to the first body byte from its node."
         )
         resumes = CounterMetricFamily(
@@ -147,7 +174,7 @@ class RequestCounts(Collector):
             labels=["kind"],
         )
         for kind, durations in self._gaps.items():
-            gaps.add_metric([kind.value], list(durations.buckets()), durations.sum_s)
+            durations.add_to(gaps, kind.value)
         yield gaps
         yield GaugeMetricFamily(
             "pdserve_proxy_journal_bytes",
@@ -160,35 +187,21 @@ class RequestCounts(Collector):
         for reason, count in self.journals.dropped.items():
             dropped.add_metric([reason.value], count)
         yield dropped
+        yield from self.nodes.collect(self._under_way())
+
+    def _under_way(self) -> Counter[str]:
+        """Returns the requests of this process at each registered node, by the node's name."""
+        under_way: Counter[str] = Counter()
+        if self._registry is not None:
+            for node in self._registry.snapshot().nodes:
+                under_way[node.info.name] += self._attempts.under_way(node.info.boot_id)
+        return under_way
 
     def _moves_for(self, reason: MoveReason, name: str, what: str) -> Metric:
         family = CounterMetricFamily(name, f"{what}, by what became of them.", labels=["outcome"])
         for outcome, count in self._moves[reason].items():
             family.add_metric([outcome.value], count)
         return family
-
-
-class _Durations:
-    """The counts of a histogram of times."""
-
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self.sum_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds_s, seconds)] += 1
-        self.sum_s += seconds
-
-    def histogram(self, name: str, documentation: str) -> HistogramMetricFamily:
-        return HistogramMetricFamily(name, documentation, buckets=list(self.buckets()), sum_value=self.sum_s)
-
-    def buckets(self) -> Iterator[tuple[str, float]]:
-        """Returns Prometheus's cumulative buckets: each counts what the buckets below it count too."""
-        within = 0
-        for bound, count in zip((*self._bounds_s, float("inf")), self._counts, strict=True):
-            within += count
-            yield "+Inf" if bound == float("inf") else str(bound), within
 
 
 def _write_line(relayed: RelayedRequest) -> None:

@@ -17,6 +17,7 @@ from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Re
 from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import CLIENT_TURNS, RESUMED_ANSWERS, TRACES
 from pdserve_proxy.registry.snapshot import RegistryView
+from pdserve_proxy.relay.node_counts import NodeCounts
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
 from pdserve_proxy.routing.attempts import Attempt, Attempts
@@ -55,6 +56,7 @@ class Dispatch:
         attempts: Attempts,
         tickets: TicketSigner,
         pool: NodePool,
+        nodes: NodeCounts,
     ) -> None:
         self._idle_timeout_s = config.relay.idle_timeout_s
         self._registry = registry
@@ -64,6 +66,7 @@ class Dispatch:
         self._router = Router(config.routing.policy)
         self._tickets = tickets
         self._pool = pool
+        self._nodes = nodes
 
     def choose(self, query: RouteQuery, excluded: frozenset[bytes]) -> Route:
         """Returns a route by what is known of the nodes now. Raises Unavailable if there is none."""
@@ -75,6 +78,7 @@ class Dispatch:
         # A prefill node computes a prompt once, for however many answers. A mixed node computes most prompts itself.
         first = route.prefill[:1] if route.decode.role is Role.DECODE else ()
         prefill = [(node, body.prompts) for node in first]
+        self._nodes.began(route.decode)
         relayed.begin_attempt(route, self._attempts.begin((route.decode, body.answers), *prefill))
 
     def has_room(self, body: GenerationBody, node: NodeInfo) -> bool:

@@ -91,6 +91,7 @@ class EventStream:
                 return b""
             if self._resumption is None or not self._resumption.planned:
                 reason = loss or repr(loss)
+                relayed.node_lost()
                 log.warning(
                     "request_id=%s decode=%s lost while streaming: %s", relayed.request_id, relayed.decode_name, reason
                 )

@@ -10,10 +10,9 @@ on too, if its node has journaled it (``whole_answer``), and otherwise begins ag
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +22,7 @@ from pdserve.config import ProxyConfig, Switch
 from pdserve.errors import BadUpstream, RequestError, Unavailable
 from pdserve.http.tls import Trust
 from pdserve.tracing.tracing import Tracing
+from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.ids import new_id
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.ticket import AnswerIdentity
@@ -35,6 +35,7 @@ from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, wr
 from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.relay.move import PlannedMoves
+from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
 from pdserve_proxy.relay.resume import STREAMED, ResumeFailed, Resumes, Resumption
 from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
@@ -64,17 +65,6 @@ class StreamedResponse:
     body: EventStream
 
 
-class AttemptFailureKind(enum.Enum):
-    """The ways in which an attempt fails."""
-
-    UNREACHABLE = "unreachable"
-    """No connection could be made."""
-    REFUSED = "refused"
-    """The node has not begun with the request, or has given it back in good order."""
-    LOST = "lost"
-    """The node may have begun with it."""
-
-
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
     """A failed attempt, after which another node may serve the request."""
@@ -83,6 +73,8 @@ class AttemptFailure:
     error: RequestError
     answer: WholeResponse | None = None
     """The node's own answer, if it gave one."""
+    counted: bool = False
+    """Whether the failures of nodes behind it are counted already."""
 
 
 class Relay:
@@ -114,7 +106,9 @@ class Relay:
         self._pool = NodePool(
             connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections, trust=self._trust
         )
-        self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool)
+        self._counts.watch(self._registry, self._attempts)
+        nodes = self._counts.nodes
+        self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool, nodes)
         self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts)
         self._moves = PlannedMoves(relay, self._registry, self._dispatch, self._resumes, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
@@ -141,7 +135,15 @@ class Relay:
         tracing = self._tracing
         timeout_s, trace = self._config.request.timeout_s, tracing.begin(traceparent)
         relayed = RelayedRequest(
-            task, request_id, path, timeout_s, self._ended, trace, noted=tracing.lanes.wanted, exports=tracing.exports
+            task,
+            request_id,
+            path,
+            timeout_s,
+            self._ended,
+            trace,
+            noted=tracing.lanes.wanted,
+            exports=tracing.exports,
+            on_loss=self._node_lost,
         )
         self._deadlines.add(relayed)
         self._counts.began(relayed)
@@ -192,6 +194,8 @@ class Relay:
         level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
         name = route.decode.name
         relayed.attempt_failed(failure.kind.value)
+        if not failure.counted:
+            self._counts.nodes.failed(route.decode, failure.kind)
         log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, name, failure.error)
         if failure.kind is AttemptFailureKind.UNREACHABLE:
             self._registry.mark_unreachable(route.decode.boot_id)
@@ -260,7 +264,7 @@ class Relay:
         try:
             answer = await JournaledAnswer(relayed, response, journal, silence_s).read(resumption)
         except ResumeFailed as exc:
-            failure = _lost(relayed.decode_name, exc)
+            failure = replace(_lost(relayed.decode_name, exc), counted=True)
             if exc.outcome is ResumeOutcome.FAILED:
                 raise failure.error from exc
             relayed.open_again()
@@ -275,6 +279,9 @@ class Relay:
         if self._config.relay.resume is Switch.OFF or request.path not in COMPLETION_ROUTES:
             return request
         return msgspec.structs.replace(request, answer=AnswerIdentity(new_id(), int(time.time())))
+
+    def _node_lost(self, node: NodeInfo) -> None:
+        self._counts.nodes.failed(node, AttemptFailureKind.LOST)
 
     def _ended(self, relayed: RelayedRequest) -> None:
         self._deadlines.discard(relayed)

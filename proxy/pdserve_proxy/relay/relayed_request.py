@@ -24,6 +24,7 @@ from typing import Protocol, Self
 
 from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
 from pdserve.tracing.lane_notes import LaneNotes
+from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import Pause
 from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane
 from pdserve.wire.trace_context import TraceContext
@@ -125,6 +126,10 @@ class Freeable(Protocol):
         """Frees the memory that it takes."""
 
 
+def _ignore(node: NodeInfo) -> None:
+    pass
+
+
 class RelayedRequest:
     """One request, used as a context manager in the task that handles it.
 
@@ -143,15 +148,17 @@ class RelayedRequest:
         *,
         noted: bool = False,
         exports: bool = False,
+        on_loss: Callable[[NodeInfo], None] = _ignore,
     ) -> None:
         """The caller has to ``cut`` the request ``timeout_s`` from now.
 
         If it is ``noted``, there is a ``lane`` of it. That hangs from ``trace``, if this process ``exports`` spans.
-        Otherwise the nodes' spans do.
+        Otherwise the nodes' spans do. ``on_loss`` is called with each node that is lost after it has begun to answer.
         """
         self._task = task
         self._loop = task.get_loop()
         self._on_end = on_end
+        self._on_loss = on_loss
         self.started_s = self._loop.time()
         self._deadline_s = self.started_s + timeout_s
         self.ended_s = self.started_s
@@ -182,6 +189,11 @@ class RelayedRequest:
         """What the client was told, if the proxy itself told it of a failure."""
         self.first_byte_s: float | None = None
         """Seconds from the start to the first byte for the client; None before that byte has come."""
+        self._attempt_began_s = self.started_s
+        self.answered_by: NodeInfo | None = None
+        """The node from which the first byte came."""
+        self.node_first_byte_s = 0.0
+        """Seconds from the beginning of its attempt to that byte."""
         self.relayed_bytes = 0
         self.trace = trace
         self.notes: LaneNotes | None = None
@@ -298,8 +310,9 @@ class RelayedRequest:
         self._end_attempt()
         self.route, self._attempt = route, attempt
         self.attempts += 1
+        self._attempt_began_s = self._loop.time()
         if self.sent_s is None:
-            self.sent_s = self._loop.time()
+            self.sent_s = self._attempt_began_s
         if self.notes is not None:
             self.notes.begin(PhaseKind.ATTEMPT, time.monotonic(), node=self.decode_name, prefill=self.prefill_name)
         if self.phase is _OPENING:
@@ -309,7 +322,9 @@ class RelayedRequest:
     def got_byte(self) -> None:
         """Notes that bytes for the client came from the node, which needs its prefill node no more."""
         if self.first_byte_s is None:
-            self.first_byte_s = self._loop.time() - self.started_s
+            now_s = self._loop.time()
+            self.first_byte_s, self.node_first_byte_s = now_s - self.started_s, now_s - self._attempt_began_s
+            self.answered_by = None if self.route is None else self.route.decode
             if self.notes is not None:
                 self.notes.moment(MomentKind.FIRST_BYTE, time.monotonic())
         elif self.phase is not _RESUMING:
@@ -322,6 +337,11 @@ class RelayedRequest:
             self.prompt_done_s = self._loop.time()
         if self.route is not None and self._attempt is not None:
             self._attempt.end_at(*[info.boot_id for info in self.route.prefill])
+
+    def node_lost(self) -> None:
+        """Notes that the node of the present attempt was lost, from which the answer came."""
+        if self.route is not None:
+            self._on_loss(self.route.decode)
 
     def begin_relaying(self, status: int) -> None:
         self.phase = _RELAYING

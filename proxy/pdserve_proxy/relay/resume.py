@@ -26,6 +26,7 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, writes_journals
 from pdserve_proxy.relay.journal import RelayJournal
+from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
@@ -220,6 +221,8 @@ class Resumption:
         gap_s = loop.time() - from_s
         if cut is None:
             counts.resume_ended(ResumeOutcome.RESUMED, gap_s)
+            if relayed.route is not None:
+                counts.nodes.resumed(relayed.route.decode)
             self._count += 1
         else:
             self.moves_for_room += cut.reason is MoveReason.ROOM
@@ -352,13 +355,16 @@ class Resumes:
                 return await begin(response)
         except NodeUnreachable as exc:
             self._registry.mark_unreachable(node.boot_id)
+            self.counts.nodes.failed(node, AttemptFailureKind.UNREACHABLE)
             return Declined(f"it cannot be reached: {exc}")
         except NodeLost as exc:
+            self.counts.nodes.failed(node, AttemptFailureKind.LOST)
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} was lost with it too: {exc}") from exc
         except Unavailable as exc:  # which says nothing about the node
             return Declined(exc.message)
         if response.status not in REFUSALS:
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} answered with status {response.status}")
+        self.counts.nodes.failed(node, AttemptFailureKind.REFUSED)
         return Declined(f"it answered with status {response.status}")
 
     async def route(self, stream: LostStream, asked_again_s: Mapping[bytes, float], until_s: float) -> Route:

@@ -89,6 +89,7 @@ class JournaledAnswer:
             except NodeLost as loss:
                 relayed = self._relayed
                 if not resumption.planned:
+                    relayed.node_lost()
                     log.warning(
                         "request_id=%s decode=%s lost while answering: %s",
                         relayed.request_id,

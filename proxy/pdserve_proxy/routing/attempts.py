@@ -52,6 +52,10 @@ class Attempts:
         """Forgets the heartbeat of a node that the registry has dropped."""
         self._reported.pop(boot_id, None)
 
+    def under_way(self, boot_id: bytes) -> int:
+        """Returns the number of requests at a node, as ``begin`` counts them."""
+        return self._under_way.get(boot_id, 0)
+
     def loads(self, snapshot: Snapshot) -> RequestsAt:
         """Returns a function that counts the requests at a node of ``snapshot`` as its engine does: one an answer."""
 

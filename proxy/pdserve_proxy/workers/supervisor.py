@@ -63,7 +63,8 @@ async def supervise(
 
     Raises ConfigError if an address cannot be bound, WorkerDied if a worker cannot be kept alive.
     """
-    metrics, secrets, trust = ProxyMetrics(), Secrets(credentials.secret), Trust(credentials.authorities)
+    metrics = ProxyMetrics("supervisor", config.request.timeout_s)
+    secrets, trust = Secrets(credentials.secret), Trust(credentials.authorities)
     with ExitStack() as owned:
         folder = owned.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-proxy-"))
         address = f"ipc://{folder}/workers"

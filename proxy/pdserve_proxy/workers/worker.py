@@ -28,6 +28,7 @@ from pdserve.process import allow_open_files, collect_rarely, python_program, re
 from pdserve.signals import ignore_hangup, stop_signals
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.proxy_workers import (
+    NO_QUESTION,
     AbandonResponse,
     AskStatus,
     Collect,
@@ -91,6 +92,8 @@ class SupervisorChannel:
         self._mirror = mirror
         self._credentials = credentials
         self._metrics = metrics
+        self._told = 0
+        """The number of ended requests when the metrics were sent last."""
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
         self._reports: dict[int, asyncio.Future[bytes]] = {}
@@ -124,7 +127,7 @@ class SupervisorChannel:
                     self._mirror.take(nodes)
                     self.has_nodes.set()
                 case WorkerPing():
-                    await self.send(WorkerPong())
+                    await self.send(self._news())
                 case Renewed(credentials=credentials):
                     self._renew(credentials)
                 case Collect(number=number):
@@ -143,6 +146,14 @@ class SupervisorChannel:
                     waiting = self._questions.get(reply.number)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(reply)
+
+    def _news(self) -> WorkerPong | Counts:
+        """Returns the metrics if requests have ended since they were sent last: they are lost if this worker dies."""
+        ended = self._metrics.counts.ended_requests
+        if ended == self._told:
+            return WorkerPong()
+        self._told = ended
+        return Counts(NO_QUESTION, export_families(self._metrics.registry))
 
     def _renew(self, credentials: Credentials) -> None:
         try:
@@ -199,7 +210,8 @@ class SupervisorChannel:
 
 async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
     """Serves clients until ``stop`` is set and their requests are over or cut short."""
-    metrics, attempts = ProxyMetrics(), Attempts()
+    number, _, _ = launch.name.decode().partition(".")
+    metrics, attempts = ProxyMetrics(f"worker-{number}", launch.config.request.timeout_s), Attempts()
     mirror, credentials = RegistryMirror(attempts), LiveCredentials(launch.credentials)
     with (
         socket.socket(fileno=launch.listener) as listener,

@@ -44,8 +44,9 @@ from pdserve.wire.proxy_workers import (
     WorkerReady,
 )
 from pdserve.wire.status import RelayStatus
-from pdserve_proxy.metrics import ProxyMetrics, lasting_families, render_families, sum_families
+from pdserve_proxy.metrics import ProxyMetrics, lasting_families, nodes_of, of_nodes, render_families, sum_families
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.relay.node_counts import OTHER_NODES
 from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.status.report import Reporter, relay_status
 from pdserve_proxy.workers.stored_responses import abandon, answer
@@ -149,7 +150,9 @@ class WorkerChannel:
         self._health.pop(name, None)
         if self._store is not None:
             self._store.abandon_all(name)
-        self._retired = sum_families([self._retired, lasting_families(self._workers.pop(name, ()))])
+        named = self._named_nodes()
+        ended = lasting_families(self._workers.pop(name, ()))
+        self._retired = sum_families([of_nodes(self._retired, named), ended])
         for collection in self._collections.values():
             collection.answered(name)
 
@@ -245,7 +248,8 @@ class WorkerChannel:
     async def _scrape(self, asker: bytes, number: int) -> None:
         await self._collect(Collect)
         own = self._metrics.export_families(self._registry.snapshot())
-        text = render_families(sum_families([own, self._retired, *self._workers.values()]))
+        retired = of_nodes(self._retired, self._named_nodes())
+        text = render_families(sum_families([own, retired, *self._workers.values()]))
         await self._send(asker, Scraped(number, text))
 
     async def _collect(self, question: type[Collect] | type[CollectStatus]) -> _Collection:
@@ -263,6 +267,11 @@ class WorkerChannel:
         finally:
             del self._collections[number]
         return collection
+
+    def _named_nodes(self) -> frozenset[str]:
+        """Returns the labels of the nodes that are registered, and those that workers have not forgotten."""
+        registered = {node.info.name for node in self._registry.snapshot().nodes}
+        return frozenset(registered).union([OTHER_NODES], *map(nodes_of, self._workers.values()))
 
     def _nodes(self) -> Nodes:
         draining = self._registry.draining
