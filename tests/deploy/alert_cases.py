@@ -60,6 +60,14 @@ def buckets(name: str, labels: str, below_5_s: str, below_10_s: str) -> dict[str
     return {f'{name}_bucket{{{labels}, le="{bound}"}}': values for bound, values in bounds.items()}
 
 
+def links(transports: str, *, tcp: str) -> dict[str, str]:
+    return {
+        f'pdserve_kv_links{{{AT_DECODE}, transport="tcp"}}': tcp,
+        f'pdserve_kv_links{{{AT_DECODE}, transport="rdma"}}': "2x20",
+        f'pdserve_build_info{{{AT_DECODE}, transports="{transports}"}}': "1x20",
+    }
+
+
 def nodes(proxy: str, role: str) -> str:
     return f'pdserve_proxy_nodes{{{proxy}, role="{role}"}}'
 
@@ -133,6 +141,11 @@ CASES = [
     *event("PdserveLeasesExpired", f'pdserve_leases_expired_total{{{AT_DECODE}, direction="received"}}', DECODE),
     AlertCase("PdserveQuarantinedBlocks", 8, {BLOCKS: "0x4 4x20"}, DECODE, value="4"),
     AlertCase("PdserveQuarantinedBlocks", 8, {BLOCKS: "0x7 4x0 0x20"}),
+    AlertCase("PdserveTcpFallback", 8, links("rc,tcp,self", tcp="0x4 3x20"), DECODE, value="3"),
+    AlertCase("PdserveTcpFallback", 8, links("rc_x", tcp="0x4 3x20"), DECODE, value="3"),
+    AlertCase("PdserveTcpFallback", 8, links("rc,tcp,self", tcp="0x20")),
+    AlertCase("PdserveTcpFallback", 8, links("tcp,self,cuda_copy", tcp="3x20")),
+    AlertCase("PdserveTcpFallback", 8, links("", tcp="3x20")),
     AlertCase("PdserveKvNearlyFull", 12, {KV_USE: "0.5x4 0.97x20"}, DECODE, value="97%"),
     AlertCase("PdserveKvNearlyFull", 12, {KV_USE: "0.97x8 0.5x2 0.97x20"}),
     AlertCase(
