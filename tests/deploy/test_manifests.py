@@ -306,6 +306,14 @@ def test_versions_are_the_products() -> None:
     assert images == {Rendering.CPU: plain, Rendering.GPU: gpu, Rendering.GPU_RDMA: gpu}
 
 
+def test_every_command_on_the_page_names_the_namespace() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    commands = re.findall(r"kubectl ([^`\n|;]*)", text.replace("`kubectl apply`", ""))
+    assert len(commands) > 12
+    for command in commands:
+        assert command.startswith(("-n pdserve ", "create namespace", "label namespace")), command
+
+
 def test_the_image_is_built_from_what_the_project_declares() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
