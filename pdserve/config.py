@@ -440,6 +440,12 @@ class TransferConfig:
         "C++ if it can.",
         UcxCalls.AUTO,
     )
+    ucx_register: Switch = setting(
+        "ucx-register",
+        "KV memory is registered with the network devices as a whole, once for each link. 'off' registers each block "
+        "when it first moves.",
+        Switch.ON,
+    )
     ucx_tls: str = setting(
         "ucx-tls",
         "UCX uses these transports, which are written as in UCX_TLS. If it is empty, UCX chooses.",
@@ -448,8 +454,17 @@ class TransferConfig:
     )
     ucx_net_devices: str = setting(
         "ucx-net-devices",
-        "KV blocks use these network devices, which are written as in UCX_NET_DEVICES. If it is empty, they use all.",
+        "KV blocks use these network devices, which are written as in UCX_NET_DEVICES. If it is empty, they use all. "
+        "With tensor parallelism, each rank can have its own: mlx5_0:1/mlx5_1:1 is for rank 0 and rank 1.",
         "",
+    )
+    ucx_rails: int = setting(
+        "ucx-rails",
+        "UCX spreads each KV block over at most this many network devices. "
+        "0 leaves it to UCX, which takes two for RDMA and one for TCP.",
+        0,
+        minimum=0,
+        maximum=16,
     )
     ucx_tcp_ports: str = setting(
         "ucx-tcp-ports",

@@ -205,5 +205,8 @@ class _Doctor:
 def _over_the_same_ucx(config: TransferConfig) -> TransferConfig:
     """Returns ``config`` for a process on this machine, whatever address ``config`` is for."""
     return TransferConfig(
-        ucx_tls=config.ucx_tls, ucx_net_devices=config.ucx_net_devices, ucx_tcp_ports=config.ucx_tcp_ports
+        ucx_tls=config.ucx_tls,
+        ucx_net_devices=config.ucx_net_devices,
+        ucx_tcp_ports=config.ucx_tcp_ports,
+        ucx_rails=config.ucx_rails,
     )

@@ -122,7 +122,7 @@ def _bandwidth(facts: ProbeFacts, measured: Measured, check: str) -> Finding:
         return warning(
             check,
             f"{seen}; the interface does {_rate(line)}",
-            "run ucx_perftest -t tag_bw between the two hosts; see MTU, UCX_NET_DEVICES and UCX_MAX_RNDV_RAILS",
+            "run ucx_perftest -t tag_bw between the two hosts; see MTU, --ucx-net-devices and --ucx-rails",
         )
     return ok(check, seen)
 

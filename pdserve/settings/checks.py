@@ -30,7 +30,7 @@ from pdserve.config import (
 )
 from pdserve.errors import ConfigError
 
-_DEVICES = re.compile(r"\^?[^\s,^]+(,[^\s,^]+)*")
+_DEVICES = re.compile(r"\^?[^\s,^/]+(,[^\s,^/]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _SHAPE = re.compile(r"mix|[1-9][0-9]{0,6}/[1-9][0-9]{0,6}")
 _PORTS = re.compile(r"(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5})")
@@ -56,9 +56,10 @@ def _transfer(transfer: TransferConfig) -> None:
             f"--transfer-lease-ms ({transfer.lease_ms}) has to be at least twice --transfer-heartbeat-ms "
             f"({transfer.heartbeat_ms}), or one late ping ends a transfer"
         )
-    if transfer.ucx_net_devices and not _DEVICES.fullmatch(transfer.ucx_net_devices):
+    if transfer.ucx_net_devices and not all(map(_DEVICES.fullmatch, transfer.ucx_net_devices.split("/"))):
         raise ConfigError(
-            f"--ucx-net-devices: {transfer.ucx_net_devices!r} was given; it takes names like eth0,mlx5_0:1, or ^docker0"
+            f"--ucx-net-devices: {transfer.ucx_net_devices!r} was given; it takes names like eth0,mlx5_0:1, or "
+            "^docker0, for all ranks, or for each rank, with slashes between: mlx5_0:1/mlx5_1:1"
         )
     if transfer.ucx_tcp_ports:
         _check_ports("--ucx-tcp-ports", transfer.ucx_tcp_ports)

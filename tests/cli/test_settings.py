@@ -143,6 +143,8 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--advertise", "node-1"], "--advertise: 'node-1' was given; it takes an address like http://"),
         (["--transfer-heartbeat-ms", "2000"], "--transfer-lease-ms (3000) has to be at least twice"),
         (["--ucx-net-devices", "eth0 eth1"], "--ucx-net-devices: 'eth0 eth1' was given; it takes names like eth0"),
+        (["--ucx-net-devices", "mlx5_0:1//mlx5_1:1"], "--ucx-net-devices: 'mlx5_0:1//mlx5_1:1' was given"),
+        (["--ucx-rails", "17"], "--ucx-rails"),
         (["--ucx-tcp-ports", "42000"], "--ucx-tcp-ports: '42000' was given; it takes a range like 42000-42999"),
         (["--ucx-tcp-ports", "42001-42000"], "--ucx-tcp-ports: '42001-42000' was given"),
         (["--ucx-tcp-ports", "0-10"], "--ucx-tcp-ports: '0-10' was given"),

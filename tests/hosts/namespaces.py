@@ -124,6 +124,25 @@ def network(*names: str) -> Iterator[Network]:
         remove([switch, *(host.namespace for host in hosts.values())])
 
 
+@contextmanager
+def joined_twice() -> Iterator[tuple[Host, Host]]:
+    """Yields two hosts with two networks between them, one of each interface, ``eth0`` and ``eth1``."""
+    remove_leftovers()
+    one, other = (Host(name, f"{PREFIX}-{os.getpid()}-twice-{name}", "") for name in ("one", "other"))
+    try:
+        for host in (one, other):
+            ip(f"netns add {host.namespace}")
+        for i in range(2):
+            peer = f"peer name eth{i} netns {other.namespace}"
+            ip(f"link add eth{i} type veth {peer}", within=one.namespace)
+            for number, host in enumerate((one, other), 1):
+                address = f"10.78.{i}.{number}/24"
+                ip(f"address add {address} dev eth{i}", f"link set eth{i} up", within=host.namespace)
+        yield one, other
+    finally:
+        remove([one.namespace, other.namespace])
+
+
 def remove_leftovers() -> None:
     """Removes the namespaces of test runs that were killed."""
     remove(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,13 @@ class _Board(ctypes.Structure):
 class PosterLibrary:
     """The functions of csrc/poster.cpp, which call the loaded UCX."""
 
-    def __init__(self, cache_dir: Path, digests: bool) -> None:
+    def __init__(self, cache_dir: Path, digests: bool, registers: bool = True) -> None:
         """Compiles the library on its first use below ``cache_dir``, in about a second.
 
-        With ``digests`` posters compute digests of landed messages. Raises BuildError.
+        With ``digests`` posters compute digests of landed messages. With ``registers`` they register their memory with
+        the network devices as a whole. Raises BuildError.
         """
+        self.registers = registers
         self.xxhash = compiled_xxhash() if digests else None
         try:
             loaded = loaded_ucx()
@@ -84,6 +87,7 @@ class PosterLibrary:
             self.open = _function(
                 quick, "pdserve_poster_open", [pointer, pointer, number, pointer, pointer, pointer], pointer
             )
+            self.register = _function(quick, "pdserve_poster_register", [pointer, pointer], ctypes.c_int)
             self.free = _function(quick, "pdserve_poster_free", [pointer], None)
             self.send = _function(
                 quick, "pdserve_poster_send", [pointer, pointer, number, pointer, number, pointer], ctypes.c_int
@@ -103,8 +107,8 @@ class PosterLibrary:
         except (OSError, AttributeError) as exc:
             raise BuildError(f"the compiled UCX calls cannot be loaded: {exc}") from exc
 
-    def poster(self, worker: Any, memory: Memory) -> CompiledPoster:
-        return CompiledPoster(self, worker, memory)
+    def poster(self, context: Any, worker: Any, memory: Memory) -> CompiledPoster:
+        return CompiledPoster(self, context, worker, memory)
 
 
 def recipe(loaded: LoadedUcx) -> Recipe:
@@ -130,7 +134,7 @@ def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any
 class CompiledPoster:
     """A ``poster.Poster`` in compiled code."""
 
-    def __init__(self, library: PosterLibrary, worker: Any, memory: Memory) -> None:
+    def __init__(self, library: PosterLibrary, context: Any, worker: Any, memory: Memory) -> None:
         self._library = library
         # The memory must live for as long as UCX may use it.
         self._memory = memory
@@ -142,10 +146,25 @@ class CompiledPoster:
         self._handle = library.open(
             worker.handle, _address(self._exported), memory.nbytes, board, xxhash.digest, xxhash.secret
         )
+        if library.registers:
+            self._register(context)
         self._offer: MemoryOffer | None = None
         self._sent, self._landed, self._arrived = self._board.sent, self._board.landed, self._board.arrived
         self._places, self._labels = _Numbers(), _Numbers()
         self._endpoints: list[Any] = []
+
+    def _register(self, context: Any) -> None:
+        began = time.monotonic()
+        status = self._library.register(self._handle, context.handle)
+        if status:
+            log.warning(
+                "UCX cannot register %d MiB of KV blocks with the network devices (status %d), so each block is "
+                "registered when it first moves: see ulimit -l",
+                self._memory.nbytes // 2**20,
+                status,
+            )
+        else:
+            log.debug("%d bytes of KV blocks registered in %.3f s", self._memory.nbytes, time.monotonic() - began)
 
     def offer(self) -> MemoryOffer | None:
         if isinstance(self._memory, SharedMemory):

@@ -59,5 +59,8 @@ class Poster(Protocol):
         """Frees the poster, after ``end`` and after the worker is destroyed, if it is."""
 
 
-MakePoster: TypeAlias = Callable[[Any, Memory], Poster]
-"""Makes a poster of ``(worker, memory)``. It raises TransferError if the poster cannot reach that kind of memory."""
+MakePoster: TypeAlias = Callable[[Any, Any, Memory], Poster]
+"""Makes a poster of ``(context, worker, memory)``.
+
+It raises TransferError if the poster cannot reach that kind of memory.
+"""

@@ -64,11 +64,14 @@ def allowed_transports(tls: str) -> str:
     return _WITHOUT_IT["all"] if "all" in names else ",".join(_WITHOUT_IT.get(name, name) for name in names)
 
 
-def _settings(tls: str, net_devices: str, tcp_ports: str) -> dict[str, str]:
+def _settings(tls: str, net_devices: str, tcp_ports: str, rails: int) -> dict[str, str]:
     # Without this setting UCX takes no shared memory for endpoints that can fail. Receiver-driven single copy (CMA)
     # stays off: it would read a sender's blocks after the sender has closed its endpoint and reused them.
     settings = {"MM_ERROR_HANDLING": "y"}
     wanted = {"TLS": tls, "NET_DEVICES": net_devices, "TCP_PORT_RANGE": tcp_ports}
+    if rails:
+        # A block over RDMA goes by the first, and one over TCP, whose rendezvous sends the eager way, by the second.
+        wanted |= {"MAX_RNDV_RAILS": str(rails), "MAX_EAGER_RAILS": str(rails)}
     return settings | {name: value for name, value in wanted.items() if value}
 
 
@@ -100,7 +103,7 @@ class UcxLink:
             self._worker_address: bytes = self._worker.address.tobytes()
         except Exception as exc:
             raise TransferError(f"UCX cannot make a worker: {exc}") from exc
-        self.poster = make_poster(self._worker, memory)
+        self.poster = make_poster(context, self._worker, memory)
         offer = self.poster.offer() if shares else None
         self._shares = shares
         self.address = msgspec.msgpack.encode(LinkAddress(self._worker_address, self._own, offer))
@@ -205,12 +208,18 @@ class UcxTransport:
 
     ``tls``, ``net_devices`` and ``tcp_ports`` have the forms of ``UCX_TLS``, ``UCX_NET_DEVICES`` and
     ``UCX_TCP_PORT_RANGE``. UCX chooses for one that is empty, but it never takes CUDA IPC. A link listens on one TCP
-    port for each network device that it may use.
+    port for each network device that it may use. A message goes over at most ``rails`` devices; 0 lets UCX choose.
     ``make_poster`` is ``PosterLibrary.poster`` or ``UcxxPoster``.
     """
 
     def __init__(
-        self, tls: str, net_devices: str = "", tcp_ports: str = "", *, make_poster: MakePoster = UcxxPoster
+        self,
+        tls: str,
+        net_devices: str = "",
+        tcp_ports: str = "",
+        *,
+        rails: int = 0,
+        make_poster: MakePoster = UcxxPoster,
     ) -> None:
         tls = allowed_transports(tls or os.environ.get("UCX_TLS", ""))
         self._ucx = load_ucxx()
@@ -219,7 +228,7 @@ class UcxTransport:
         self._make_poster = make_poster
         self._devices = net_devices or os.environ.get("UCX_NET_DEVICES", "")
         self._tls = tls
-        self._settings = _settings(tls, net_devices, tcp_ports)
+        self._settings = _settings(tls, net_devices, tcp_ports, rails)
         self._resources = parse_resources(self._context().info)
         self._shares = any(lane.transport in SHARED_MEMORY for lane in self._resources)
 

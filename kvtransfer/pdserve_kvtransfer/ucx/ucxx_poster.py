@@ -128,7 +128,7 @@ class UcxxPoster:
 
     attached = 0
 
-    def __init__(self, worker: Any, memory: Memory) -> None:
+    def __init__(self, context: Any, worker: Any, memory: Memory) -> None:
         own = host_bytes(memory)
         if own is None:
             raise TransferError("a GPU's memory is reached by compiled calls only")

@@ -16,6 +16,7 @@ from pdserve.bench_config import CacheMemory
 from pdserve.config import TransferConfig
 from pdserve.errors import BenchError, TransferError
 from pdserve.ucx_perftest import PerftestKind, find_perftest
+from pdserve_kvtransfer.configuration import devices_of
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 
 _LEAST_MESSAGES = 200
@@ -62,10 +63,12 @@ def perftest_bytes_per_s(
     settings = {**environ, "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_MM_ERROR_HANDLING": "y"}
     own = {
         "UCX_TLS": config.ucx_tls,
-        "UCX_NET_DEVICES": config.ucx_net_devices,
+        "UCX_NET_DEVICES": devices_of(config),
         "UCX_TCP_PORT_RANGE": config.ucx_tcp_ports,
     }
     settings |= {name: value for name, value in own.items() if value}
+    if config.ucx_rails:
+        settings |= dict.fromkeys(("UCX_MAX_RNDV_RAILS", "UCX_MAX_EAGER_RAILS"), str(config.ucx_rails))
     count = min(max(_BYTES // size, _LEAST_MESSAGES), _MOST_MESSAGES)
     result = perftest.pair(
         settings,

@@ -45,6 +45,7 @@ def rank_transfer(
         kv_cache,
         shared,
         loopback=on_loopback(config),
+        rank=launch.rank,
     )
     thread = RankThread(
         address=launch.transfer_address,

@@ -11,7 +11,7 @@ import torch
 
 from pdserve.config import KvStaging, Switch, TransferConfig, UcxCalls
 from pdserve.errors import ConfigError
-from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx
+from pdserve_kvtransfer.configuration import check_rank_devices, chosen_poster, configured_ucx
 from pdserve_kvtransfer.region import DeviceMemory, KvRegion
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import Transport
@@ -41,19 +41,24 @@ def open_memory(
     shared: SharedMemory | None,
     *,
     loopback: bool,
+    rank: int = 0,
 ) -> TransferMemory:
-    """Returns what one of ``tp_size`` ranks transfers from and to. ``shared`` is the memory of ``kv_cache``, if any.
+    """Returns what ``rank`` of ``tp_size`` ranks transfers from and to.
+
+    ``shared`` is the memory of ``kv_cache``, if any.
 
     ``loopback`` is for ``configured_ucx``.
 
-    Raises ConfigError if the staging memory or compiled code cannot be had.
+    Raises ConfigError if the staging memory or compiled code cannot be had, or if the settings name the network devices
+    of another number of ranks.
     """
+    check_rank_devices(settings, tp_size)
     staging = staging_memory(settings, tp_size, kv_cache)
     reached = kv_cache if staging is None else staging
     return TransferMemory(
         staging=staging,
         region=region_of(reached, shared),
-        transport=transport_for(settings, cache_dir, reached.device, loopback=loopback),
+        transport=transport_for(settings, cache_dir, reached.device, loopback=loopback, rank=rank),
         finish_writes=partial(torch.cuda.synchronize, reached.device) if reached.device.type == "cuda" else _nothing,
     )
 
@@ -107,7 +112,7 @@ def region_of(kv_cache: torch.Tensor, shared: SharedMemory | None = None) -> KvR
 
 
 def transport_for(
-    settings: TransferConfig, cache_dir: Path, device: torch.device, *, loopback: bool
+    settings: TransferConfig, cache_dir: Path, device: torch.device, *, loopback: bool, rank: int = 0
 ) -> Callable[[], Transport]:
     """Returns what makes the transport of a transfer thread that moves memory of ``device``; it is called there.
 
@@ -115,8 +120,13 @@ def transport_for(
     """
     on_gpu = device.type == "cuda"
     calls = UcxCalls.COMPILED if on_gpu else settings.ucx_calls
-    poster = chosen_poster(calls, cache_dir, digests=settings.checksums is Switch.ON and not on_gpu)
-    make = partial(configured_ucx, settings, poster, loopback=loopback)
+    poster = chosen_poster(
+        calls,
+        cache_dir,
+        digests=settings.checksums is Switch.ON and not on_gpu,
+        registers=settings.ucx_register is Switch.ON,
+    )
+    make = partial(configured_ucx, settings, poster, loopback=loopback, rank=rank)
     return partial(_with_device, device, make) if on_gpu else make
 
 

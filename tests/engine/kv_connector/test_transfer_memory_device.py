@@ -54,7 +54,7 @@ def test_a_gpu_needs_compiled_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="there is no g"):
         transport_for(TransferConfig(), tmp_path, gpu_cache().device, loopback=True)
     with pytest.raises(TransferError, match="compiled calls only"):
-        UcxxPoster(None, DeviceMemory(4096, 64))
+        UcxxPoster(None, None, DeviceMemory(4096, 64))
 
 
 def test_the_memory_of_a_gpu_is_never_read() -> None:

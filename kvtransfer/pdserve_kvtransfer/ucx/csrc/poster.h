@@ -140,6 +140,8 @@ struct Poster {
     char *memory;
     uint64_t size;
     Xxhash xxhash;             // its functions are null if no digests are wanted
+    ucp_context_h context = nullptr;
+    ucp_mem_h registered = nullptr;  // the whole memory, if it is registered with `context`
     uint64_t *cell = nullptr;  // the cell of this memory, if others may map it
     uint64_t nonce = 0;
     Waiting shown[kRoom];  // the arrivals on the board
@@ -154,6 +156,9 @@ struct Poster {
     Poster(Board &board, ucp_worker_h worker, char *memory, uint64_t size, Xxhash xxhash)
         : board(board), worker(worker), memory(memory), size(size), xxhash(xxhash) {}
     ~Poster() {
+        // With operations in flight the worker was destroyed by force. Those may still be found through the context,
+        // which stays until the process ends, and so does what is registered with it.
+        if (registered != nullptr && board.in_flight == 0) ucp_mem_unmap(context, registered);
         for (const Source &source : sources) munmap(source.mapping, kHead + source.size);
     }
     bool owns(uint64_t place, uint64_t length) const { return place <= size && length <= size - place; }
@@ -212,20 +217,28 @@ void posted(Operation *operation, ucs_status_ptr_t request) {
     }
 }
 
-void post_send(Operation *operation, ucp_ep_h to, const void *bytes, uint64_t length, uint64_t tag) {
+// The parameters of an operation. Its bytes are in the KV memory, unless it has bytes of its own.
+ucp_request_param_t params_of(Operation *operation) {
     ucp_request_param_t param{};
     param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-    param.cb.send = on_sent;
     param.user_data = operation;
+    if (operation->poster->registered != nullptr && operation->scratch == nullptr) {
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
+        param.memh = operation->poster->registered;
+    }
+    return param;
+}
+
+void post_send(Operation *operation, ucp_ep_h to, const void *bytes, uint64_t length, uint64_t tag) {
+    ucp_request_param_t param = params_of(operation);
+    param.cb.send = on_sent;
     ++operation->poster->board.in_flight;
     posted(operation, ucp_tag_send_nbx(to, bytes, length, tag, &param));
 }
 
 void post_receive(Operation *operation, void *into, uint64_t length, ucp_tag_message_h handle) {
-    ucp_request_param_t param{};
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+    ucp_request_param_t param = params_of(operation);
     param.cb.recv = on_received;
-    param.user_data = operation;
     ++operation->poster->board.in_flight;
     posted(operation, ucp_tag_msg_recv_nbx(operation->poster->worker, into, length, handle, &param));
 }
