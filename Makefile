@@ -63,7 +63,8 @@ deploy-tools: $(STAMP)
 test-manifests: deploy-tools
 	$(BIN)/python -m pytest tests/deploy -m "deploy or not deploy" $(ARGS)
 
-test-deploy: $(STAMP)
+test-deploy: deploy-tools
+	$(BIN)/python -m pytest tests/deploy -m deploy
 	$(BIN)/python -m tests.deploy_containers $(ARGS)
 
 compat: $(STAMP)

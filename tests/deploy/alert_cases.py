@@ -46,6 +46,26 @@ class AlertCase:
         return filled
 
 
+@dataclass(frozen=True)
+class TriggerCase:
+    """At the minute 10 of these series, the trigger ``number`` of a ScaledObject has this value."""
+
+    scaled: str
+    number: int
+    series: Mapping[str, str]
+    value: float
+
+    def for_promtool(self, scaled: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the case as promtool takes it. ``scaled`` is the ScaledObject's specification."""
+        query = scaled["triggers"][self.number]["metadata"]["query"]
+        expected = [{"labels": "{}", "value": self.value}]
+        return {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in self.series.items()],
+            "promql_expr_test": [{"expr": query, "eval_time": "10m", "exp_samples": expected}],
+        }
+
+
 def event(alert: str, name: str, fires: Mapping[str, str]) -> list[AlertCase]:
     """The first event fires, for ten minutes. What was counted before does not."""
     return [
@@ -214,4 +234,30 @@ CASES = [
             f'pdserve_proxy_requests_total{{{AT_PROXY}, status="200"}}': "0+54x30",
         },
     ),
+]
+
+
+def waited(labels: str, seconds: str, requests: str) -> dict[str, str]:
+    name = "pdserve_request_queue_time_seconds"
+    return {f"{name}_sum{{{labels}}}": seconds, f"{name}_count{{{labels}}}": requests}
+
+
+AT_PREFILL = 'namespace="pdserve", pod="pdserve-prefill-0", component="prefill"'
+AT_OTHER_PREFILL = 'namespace="pdserve", pod="pdserve-prefill-1", component="prefill"'
+ELSEWHERE = 'namespace="other", pod="pdserve-prefill-0", component="prefill"'
+QUEUE = "pdserve_prompt_queue_seconds"
+TRIGGERS = [
+    TriggerCase(
+        "pdserve-prefill",
+        0,
+        {
+            f"{QUEUE}{{{AT_PREFILL}}}": "3x20",
+            f"{QUEUE}{{{AT_OTHER_PREFILL}}}": "1x20",
+            f"{QUEUE}{{{ELSEWHERE}}}": "9x20",
+        },
+        2,
+    ),
+    TriggerCase("pdserve-decode", 0, waited(AT_DECODE, "0+120x20", "0+60x20"), 2),
+    TriggerCase("pdserve-decode", 0, waited(AT_DECODE, "7x20", "3x20"), 0),
+    TriggerCase("pdserve-decode", 1, {KV_USE: "0.5x20"}, 0.5),
 ]

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.deploy.alert_cases import CASES
+from tests.deploy.alert_cases import CASES, TRIGGERS
 from tests.deploy.deploy_tools import DeployTool, ToolFailed, check_objects, run_tool
 from tests.deploy.manifests import (
     DEPLOY,
@@ -187,4 +187,11 @@ def test_promtool_takes_the_rules_and_they_fire_when_they_should(tmp_path: Path)
     tests = [case.for_promtool(by_alert[case.alert]) for case in CASES]
     cases = tmp_path / "cases.yaml"
     cases.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}))
+    run_tool(DeployTool.PROMTOOL, "test", "rules", cases)
+
+
+def test_what_the_autoscaler_asks_for_is_a_number_also_without_requests(tmp_path: Path) -> None:
+    tests = [case.for_promtool(named(Rendering.AUTOSCALING, "ScaledObject", case.scaled)["spec"]) for case in TRIGGERS]
+    cases = tmp_path / "cases.yaml"
+    cases.write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": tests}))
     run_tool(DeployTool.PROMTOOL, "test", "rules", cases)

@@ -36,7 +36,7 @@ from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
 REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
 
 
 def name(path: Path) -> str:

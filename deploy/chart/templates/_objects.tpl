@@ -70,6 +70,12 @@
 {{- $_ := set $.container "volumeMounts" (prepend $.container.volumeMounts $mount) -}}
 {{- $_ := set $.pod "volumes" (prepend $.pod.volumes $volume) -}}
 {{- end -}}
+{{- with .values.sharedMemory.sizeLimit -}}
+{{- $mount := dict "name" "shared-memory" "mountPath" "/dev/shm" -}}
+{{- $volume := dict "name" "shared-memory" "emptyDir" (dict "medium" "Memory" "sizeLimit" .) -}}
+{{- $_ := set $.container "volumeMounts" (prepend $.container.volumeMounts $mount) -}}
+{{- $_ := set $.pod "volumes" (prepend $.pod.volumes $volume) -}}
+{{- end -}}
 {{- with .values.model.initContainers }}{{ $_ := set $.pod "initContainers" . }}{{ end -}}
 {{- if .values.rdma.rootWithIpcLock -}}
 {{- $_ := set .pod.securityContext "runAsNonRoot" false -}}
