@@ -105,12 +105,13 @@ def guarded_config(
     own_checks: Sequence[str] = (),
     tls: ssl.SSLContext | None = None,
     backlog: int = 2048,
+    last_request_s: int = 0,
 ) -> uvicorn.Config:
     """Returns the configuration of every HTTP server of pdserve: guarded, without websockets, logging only warnings.
 
     ``shutdown_s`` is the time that running responses get once the server is told to end. ``GuardedHttp`` describes
-    ``max_connections`` and ``write_timeout_s``, and ``CrossOrigin`` the ``origins``. The handlers of ``own_checks``,
-    which are paths, check themselves which pages may send them requests.
+    ``max_connections``, ``write_timeout_s`` and ``last_request_s``, and ``CrossOrigin`` the ``origins``. The handlers
+    of ``own_checks``, which are paths, check themselves which pages may send them requests.
     """
     cross_origin = CrossOrigin(origins)
 
@@ -120,6 +121,7 @@ def guarded_config(
     Protocol.max_connections = max_connections
     Protocol.write_timeout_s = write_timeout_s
     Protocol.cross_origin = cross_origin
+    Protocol.last_request_s = last_request_s
     Protocol.own_checks = frozenset(path.encode() for path in own_checks)
     return uvicorn.Config(
         app,
@@ -153,6 +155,10 @@ class GuardedHttp(HttpToolsProtocol):
     write_timeout_s: ClassVar[float] = 60.0
     """The longest time in which a client may take nothing while more than the high-water mark (64 KiB) is unread."""
 
+    last_request_s: ClassVar[int] = 0
+    """A stopping server waits so long for one more request behind a response whose head has not said that the
+    connection ends: its client may send the next request at the moment when the response is over.
+    """
     cross_origin: ClassVar[CrossOrigin] = CrossOrigin(())
     """The origins of pages whose requests are taken. The others' are refused."""
     own_checks: ClassVar[frozenset[bytes]] = frozenset()
@@ -168,6 +174,8 @@ class GuardedHttp(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _unread_bytes = 0
     """The number of unread bytes when the write timer was started."""
+    _stopping = False
+    """Whether the server ends: the head of the next response says that the connection does too."""
     _offers_upgrade = False
     """Whether the current head offers an upgrade and its body has not been looked at yet."""
     _half_closed_s = 0.0
@@ -201,6 +209,15 @@ class GuardedHttp(HttpToolsProtocol):
         self._phase = _CLOSING
         super().connection_lost(exc)
         self._outlet.tell_disconnect()
+
+    def shutdown(self) -> None:
+        """Ends the connection now, or behind the response under way, or behind one more request."""
+        self._stopping = True
+        self.timeout_keep_alive = self.last_request_s
+        cycle = self.cycle
+        unaware = cycle and cycle.response_started and not cycle.response_complete and cycle.keep_alive
+        if not (unaware and self.last_request_s):
+            super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         while data and self._phase is not _CLOSING and not self.transport.is_closing():
@@ -327,6 +344,8 @@ class GuardedHttp(HttpToolsProtocol):
             super().on_headers_complete()
             # This has to happen before the cycle's task begins to run.
             self._outlet.begin(self.cycle)
+            if self._stopping:
+                self.cycle.keep_alive = False
             if self.cross_origin.selects:
                 self.cycle.default_headers = self.cycle.default_headers + self.cross_origin.fields(self.headers)
             self.cycle.transport = self._outlet  # type: ignore[assignment]  # a cycle uses no more of a transport

@@ -75,9 +75,11 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         shutdown_s: int = CLOSE_TIMEOUT_S,
         own_checks: Sequence[str] = (),
+        last_request_s: int = 0,
     ) -> None:
         """``shutdown_s`` is how long ``stop`` waits for responses under way.
 
+        ``last_request_s`` is how long it waits behind each of them for its client's next request, and answers that too.
         The handlers of the paths ``own_checks`` check themselves which pages may send them requests.
         """
         self._config = config
@@ -93,6 +95,7 @@ class HttpServer:
                 own_checks=own_checks,
                 tls=tls,
                 backlog=BACKLOG,
+                last_request_s=last_request_s,
             )
         )
         self._serving: asyncio.Task[None] | None = None

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 AFTER_DRAIN_S = 8.0
 """The seconds after the drain in which last error events can leave, before all connections are closed."""
+LAST_REQUEST_S = 1
+"""A stopping proxy answers one more request of a client whose stream ends, if it comes within so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,15 @@ async def serve_clients(
         shutdown_s = math.ceil(drain_s + AFTER_DRAIN_S)
         # The status page sends commands with its own origin, which the server need not know by name.
         checks = (COMMANDS_PATH,)
-        server = HttpServer(app, listener, config.http, tls=tls, shutdown_s=shutdown_s, own_checks=checks)
+        server = HttpServer(
+            app,
+            listener,
+            config.http,
+            tls=tls,
+            shutdown_s=shutdown_s,
+            own_checks=checks,
+            last_request_s=LAST_REQUEST_S,
+        )
         stopping = asyncio.create_task(stop.wait())
         try:
             ended = await server.start()

@@ -57,6 +57,36 @@ async def test_a_connection_beyond_the_settings_number_is_refused() -> None:
         writer.close()
 
 
+async def test_a_stopping_server_answers_one_more_request_behind_a_stream_that_did_not_say_so() -> None:
+    ending = asyncio.Event()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        await ending.wait()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    with closing(bind(HttpConfig())) as listener:
+        server = HttpServer(stream, listener, HttpConfig(), last_request_s=30)
+        await server.start()
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        idle_reader, idle_writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(request)
+        head = await asyncio.wait_for(reader.readuntil(b"begun\r\n"), WAIT_S)
+        assert b"connection: close" not in head
+        stopping = asyncio.create_task(server.stop())
+        assert await asyncio.wait_for(idle_reader.read(), WAIT_S) == b""
+        ending.set()
+        await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), WAIT_S)
+        writer.write(request)
+        last = await asyncio.wait_for(reader.read(), WAIT_S)
+        assert last.startswith(b"HTTP/1.1 200 ") and b"connection: close" in last and last.endswith(b"0\r\n\r\n")
+        await asyncio.wait_for(stopping, WAIT_S)
+        writer.close()
+        idle_writer.close()
+
+
 def test_the_kernel_cuts_clients_that_are_gone_without_a_word() -> None:
     with closing(bind(HttpConfig(write_timeout_s=7.0))) as listener:
         listener.listen()
