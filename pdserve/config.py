@@ -1298,3 +1298,36 @@ class DrainConfig:
     drain: DrainWaitConfig = field(default_factory=DrainWaitConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchConfig:
+    """The proxy whose cluster is shown, and how."""
+
+    proxy_url: str = setting(
+        "proxy-url", "This proxy knows the cluster, http://host:port.", "http://127.0.0.1:8000", first=True
+    )
+    api_keys: tuple[str, ...] = setting(
+        "api-key", "The proxy gets this key, if it wants one: an API key or an admin's.", (), secret=True
+    )
+    api_key_file: str = setting("api-key-file", "The proxy gets the first key in this file.", "", first=True)
+    interval_s: float = setting(
+        "interval-s", "So many seconds lie between two looks.", 1.0, minimum=0.1, maximum=3600, first=True
+    )
+    once: Switch = setting(
+        "once", "One report is printed, after two looks, so that it has rates.", Switch.OFF, bare="on", first=True
+    )
+    json: Switch = setting(
+        "json", "Each report is printed as one line of JSON, as /status has it.", Switch.OFF, bare="on", first=True
+    )
+    timeout_s: float = setting(
+        "command-timeout-s", "The proxy gets this many seconds for each answer.", 10.0, minimum=0.1, maximum=600
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TopConfig:
+    """The settings of ``pdserve top``."""
+
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)

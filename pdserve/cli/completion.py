@@ -11,7 +11,7 @@ import shtab
 
 from pdserve.bench_config import BenchCompareConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
-from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, UpConfig
+from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, TopConfig, UpConfig
 from pdserve.errors import ConfigError
 from pdserve.settings.setting import Setting, settings_of
 from pdserve.wire.discovery import Role
@@ -25,6 +25,7 @@ CONFIGS: Mapping[str, type[Any]] = {
     "doctor": DoctorConfig,
     "role": RoleConfig,
     "drain": DrainConfig,
+    "top": TopConfig,
 }
 """The settings of each subcommand that has some, except the benchmarks'."""
 
@@ -43,6 +44,7 @@ _FILES = {
     "plot",
     "secret-file",
     "api-key-file",
+    "admin-key-file",
     "tls-cert",
     "tls-key",
     "tls-ca",

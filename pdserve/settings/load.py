@@ -19,7 +19,7 @@ from pdserve.bench_config import (
     BenchTransferConfig,
     BenchTurnsConfig,
 )
-from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, UpConfig
+from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, TopConfig, UpConfig
 from pdserve.settings.checks import check
 from pdserve.settings.setting import Setting, build, settings_of, to_text
 from pdserve.settings.sources import CommandLine, current_environ, from_environ, from_file, from_flags
@@ -31,6 +31,7 @@ ROOTS: tuple[type, ...] = (
     DoctorConfig,
     RoleConfig,
     DrainConfig,
+    TopConfig,
     BenchBatchingConfig,
     BenchEngineConfig,
     BenchLoadConfig,

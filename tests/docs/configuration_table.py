@@ -18,7 +18,7 @@ from pdserve.bench_config import (
     BenchTransferConfig,
     BenchTurnsConfig,
 )
-from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, UpConfig
+from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, TopConfig, UpConfig
 from pdserve.settings.setting import Setting, settings_of, to_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -58,6 +58,7 @@ _ROOTS = {
     "`pdserve doctor`": DoctorConfig,
     "`pdserve role`": RoleConfig,
     "`pdserve drain`": DrainConfig,
+    "`pdserve top`": TopConfig,
     "`pdserve bench batching`": BenchBatchingConfig,
     "`pdserve bench engine`": BenchEngineConfig,
     "`pdserve bench load`": BenchLoadConfig,

@@ -1,0 +1,112 @@
+"""What ``pdserve top`` draws: it fits the screen, and nothing in it commands the terminal."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.cli.top_screen import Screen, amount, duration, render
+from pdserve.wire.status import Incident, IncidentKind, RequestStage, SeenRequest
+from pdserve_proxy.status.report import Latencies, NodeStatus, Rates, StatusReport
+from pdserve_proxy.status.throughput import Percentiles
+from tests.examples import examples
+
+URL = "http://127.0.0.1:8000"
+ESCAPES = re.compile(r"\x1b\[\d+m")
+ANYTHING = st.text(max_size=60)
+
+
+def node(name: str, **changes: object) -> NodeStatus:
+    fields = {
+        "boot_id": "00", "name": name, "role": "decode", "state": "serving", "model": "m", "url": "http://10.0.0.1:1",
+        "version": "0.1.0", "protocol": 6, "kernels": "", "running": 3, "waiting": 1, "max_running": 32,
+        "kv_used": 0.5, "queue_s": 0.0, "step_s": 0.031, "heartbeat_age_s": 0.1, "links": {"shared_memory": 2},
+        "prompt_tokens_per_s": None, "generated_tokens_per_s": 123.4,
+    }  # fmt: skip
+    return NodeStatus(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def report(
+    nodes: tuple[NodeStatus, ...] = (), under_way: tuple[SeenRequest, ...] = (), incidents: tuple[Incident, ...] = ()
+) -> StatusReport:
+    return StatusReport(
+        version="0.1.0",
+        unix_s=1_700_000_000.0,
+        now_s=100.0,
+        uptime_s=4000.0,
+        workers=2,
+        nodes=nodes,
+        nodes_left_out=0,
+        stages={RequestStage.ANSWER: len(under_way)} if under_way else {},
+        under_way=under_way,
+        under_way_left_out=0,
+        ended=(),
+        outcomes={},
+        rates=Rates(requests_per_s=1.5, failures_per_s=0.0, prompt_tokens_per_s=None, generated_tokens_per_s=1234.5),
+        latencies=Latencies(ttft=Percentiles(0.25, 1.5, 130.0), itl=Percentiles(), e2e=Percentiles()),
+        incidents=incidents,
+    )
+
+
+def request(name: str = "r1") -> SeenRequest:
+    return SeenRequest(name, "/v1/completions", RequestStage.ANSWER, 92.5, "decode-0", "prefill-0")
+
+
+def test_everything_is_there() -> None:
+    incidents = (
+        Incident(IncidentKind.NODE_JOINED, 50.0, "a decode node of m", "decode-0"),
+        Incident(IncidentKind.RESUMED, 90.0, "its answer goes on at decode-0", "decode-1", "r9", 6),
+    )
+    lines = render(report((node("decode-0"),), (request(),), incidents), Screen(160, None, colour=False), URL)
+    text = "\n".join(lines)
+    assert lines[0].startswith("pdserve 0.1.0 · up 67 min · 2 workers · http://127.0.0.1:8000 · ")
+    assert "requests 1.5/s   failures 0.0/s   tokens 1,234/s   prompt tokens –/s" in lines
+    assert re.search(r"time to first token +250 ms +1\.50 s +2 min", text)
+    assert re.search(
+        r"decode-0 +decode +serving +3/32 +1 +█████░░░░░  50% +123 +– +31 ms +2 shared memory +0\.1\.0", text
+    )
+    assert re.search(r"r1 +answer +prefill-0 → decode-0 +7\.50 s", text)
+    assert text.index("its answer goes on at decode-0 × 6 · r9") < text.index("a decode node of m")
+
+
+def test_a_full_cluster_leaves_room_for_what_happened() -> None:
+    incidents = tuple(Incident(IncidentKind.NODE_LOST, float(at), f"loss {at}", "d") for at in range(50))
+    full = report((node("a"), node("b")), tuple(request(f"r{number}") for number in range(40)), incidents)
+    lines = render(full, Screen(100, 40, colour=False), URL)
+    assert len(lines) == 40
+    assert "loss 49" in "\n".join(lines)
+    assert any(line.endswith(" more") for line in lines)
+
+
+@settings(max_examples=examples(60))
+@given(ANYTHING, ANYTHING, ANYTHING, st.integers(1, 200), st.integers(1, 60), st.booleans())
+def test_nothing_is_wider_or_higher_than_the_screen_or_commands_it(
+    name: str, text: str, identity: str, width: int, height: int, colour: bool
+) -> None:
+    shown = report(
+        (node(name, version=text, links={text: 1}),),
+        (request(identity),),
+        (Incident(IncidentKind.REQUEST_FAILED, 1.0, text, name, identity),),
+    )
+    lines = render(shown, Screen(width, height, colour=colour), URL, note="no answer")
+    assert 1 <= len(lines) <= height
+    for line in lines:
+        bare = ESCAPES.sub("", line) if colour else line
+        assert bare.isprintable()
+        assert len(bare) <= max(width, 20)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "–"), (0.0, "0 ms"), (0.0342, "34.2 ms"), (0.412, "412 ms"), (5.3, "5.30 s"), (61.0, "61.0 s"),
+     (600, "10 min"), (9000, "2 h"), (400_000, "5 days")],
+)  # fmt: skip
+def test_durations(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_amounts() -> None:
+    assert [amount(value) for value in (None, 0.0, 99.94, 1234567.8)] == ["–", "0.0", "99.9", "1,234,568"]
