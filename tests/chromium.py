@@ -71,7 +71,6 @@ class Page:
     socket: aiohttp.ClientWebSocketResponse
     complaints: list[str] = field(default_factory=list)
     """Errors of the page's script, and what its security policy forbade."""
-    _loaded: asyncio.Event = field(default_factory=asyncio.Event)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _answers: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
 
@@ -81,8 +80,6 @@ class Page:
             said = json.loads(message.data)
             if "id" in said:
                 self._answers.pop(said["id"]).set_result(said)
-            elif said["method"] == "Page.loadEventFired":
-                self._loaded.set()
             elif said["method"] == "Runtime.exceptionThrown":
                 self.complaints.append(json.dumps(said["params"]["exceptionDetails"])[:2000])
             elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
@@ -108,10 +105,16 @@ class Page:
 
     async def goto(self, url: str) -> None:
         """Opens ``url``, and returns when the page and its script are loaded."""
-        self._loaded.clear()
-        await self.command("Page.navigate", url=url)
+        said = await self.command("Page.navigate", url=url)
+        if "errorText" in said:
+            raise PageFailed(f"{url}: {said['errorText']}")
+        loaded = f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'"
         async with asyncio.timeout(STEP_S):
-            await self._loaded.wait()
+            while True:
+                with suppress(PageFailed):  # the page before it may just have gone
+                    if await self.evaluate(loaded):
+                        return
+                await asyncio.sleep(0.02)
 
     async def evaluate(self, script: str) -> Any:
         """Returns the value of a JavaScript expression in the page; waits for it if it is a promise."""

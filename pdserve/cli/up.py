@@ -191,5 +191,8 @@ async def _ask(url: str, config: UpConfig, access: _Access, console: Console) ->
 def _welcome(url: str, model: str, needs_key: bool) -> None:
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     headers = "-H 'content-type: application/json'" + (" -H 'authorization: Bearer YOUR_KEY'" if needs_key else "")
-    print(f"\nOpenAI-compatible API: {url}/v1\n", flush=True)
+    print(
+        f"\nOpenAI-compatible API: {url}/v1\nStatus page: {url}/  (in a terminal: pdserve top --proxy-url {url})\n",
+        flush=True,
+    )
     print(f"  curl -N {url}/v1/chat/completions {headers} \\\n    -d '{body}'\n", flush=True)

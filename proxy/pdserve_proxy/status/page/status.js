@@ -340,7 +340,8 @@ function updateBar(bar, request, now, x) {
   const left = x(request.arrived_s);
   const right = x(request.ended_s ?? now);
   parts.push(draw("rect", { class: "hit", x: left, y, width: Math.max(right - left, 6), height }));
-  const answered = x(request.prompt_done_s ?? now);
+  // The last node is named where it answers: before a pause, another one did.
+  const answered = x(Math.max(request.prompt_done_s ?? now, ...(request.pauses ?? []).map(([, to]) => to)));
   if (right - answered > 80 && request.decode) {
     const label = draw("text", { class: "inside", x: answered + 6, y: y + 11.5 });
     label.textContent = request.decode.length * 6.6 < right - answered - 10 ? request.decode : "";
