@@ -543,6 +543,37 @@ class StreamConfig:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class KeptConfig:
+    """The answers that a node keeps for clients that ask again, after their proxy or their connection was lost.
+
+    It keeps those whose requests have an idempotency key, or ask for the ids of events.
+    """
+
+    answers: int = setting(
+        "keep-answers",
+        "The node keeps at most this many answers. Of one client it computes at most half of them while nobody reads "
+        "them. 0 keeps none.",
+        1024,
+        minimum=0,
+        maximum=100_000,
+    )
+    memory_mib: int = setting(
+        "keep-answers-mib",
+        "Kept answers take at most this much memory, in MiB, and one of them at most an eighth of that.",
+        64,
+        minimum=1,
+        maximum=1_048_576,
+    )
+    keep_s: float = setting(
+        "keep-answers-s",
+        "An answer is kept, and computed on, for this many seconds after its client or its proxy was lost.",
+        60.0,
+        minimum=0.1,
+        maximum=3600,
+    )
+
+
 class ToolFormat(enum.Enum):
     """The form in which a model writes tool calls."""
 
@@ -1061,6 +1092,7 @@ class NodeConfig:
     targets: TargetsConfig = field(default_factory=TargetsConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
+    kept: KeptConfig = field(default_factory=KeptConfig)
     message: MessageConfig = field(default_factory=MessageConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

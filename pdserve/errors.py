@@ -24,8 +24,10 @@
         ├── NotFound                404
         ├── MethodNotAllowed        405
         ├── RequestTimeout          408
+        ├── Gone                    410
         ├── PayloadTooLarge         413
         ├── UnsupportedMediaType    415
+        ├── KeyReused               422
         ├── TooManyRequests         429, with Retry-After
         ├── Internal                500
         ├── BadUpstream             502
@@ -208,6 +210,20 @@ class PayloadTooLarge(RequestError):
 
 class UnsupportedMediaType(RequestError):
     status = 415
+    type = "invalid_request_error"
+
+
+class Gone(RequestError):
+    """What the client asks for was here, or may have been, and is not kept any more."""
+
+    status = 410
+    type = "not_found_error"
+
+
+class KeyReused(RequestError):
+    """The client has sent another request with the same idempotency key."""
+
+    status = 422
     type = "invalid_request_error"
 
 

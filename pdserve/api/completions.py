@@ -26,6 +26,7 @@ from pdserve.api.dialects.own_names import MESSAGES_NAMES, RESPONSES_NAMES, in_o
 from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
 from pdserve.api.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation import TURN_TOKENS, Generation
+from pdserve.api.kept_answers import KeptAnswer
 from pdserve.api.outcome import failure_of
 from pdserve.api.request_log import NodeNotes, RequestRecord
 from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
@@ -57,13 +58,13 @@ from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
 from pdserve.api.serving_node import ServingNode
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
-from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, request_label
+from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, Reply, request_label
 from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import Journal, room_block
 from pdserve.wire.prepared import Prepared
-from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.timeline import PhaseKind, ProcessKind
 from pdserve.wire.trace_context import TraceContext
 
@@ -107,12 +108,30 @@ class RequestTerms:
     """What the proxy stores of responses; None if it stores none."""
     trace: TraceContext | None = None
     """The span that this node's hang from; None if nobody exports it."""
+    keep: Keep | None = None
+    """Has the answer be kept for a client that may ask again; None if it will not."""
 
     @property
     def appended_bytes(self) -> int:
         """How many bytes follow the client's body."""
         journal = 0 if self.resume is None else self.resume.journal_bytes
         return journal + (0 if self.storing is None else self.storing.history_bytes)
+
+
+class RequestBody:
+    """The body of a request, until somebody takes it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def last(self, size: int) -> bytes:
+        """Returns its last ``size`` bytes."""
+        return self._data[len(self._data) - size :]
+
+    def take(self) -> bytes:
+        """Returns it, and keeps nothing of it."""
+        data, self._data = self._data, b""
+        return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,23 +206,64 @@ class CompletionRoute(Generic[R]):
         request.check_body_form()
         tokenizer = self._admit()
         terms = self._terms(request, arrived)
-        try:
-            prepared = await self._constrained(await self._read(request, tokenizer, terms), terms)
-        except InvalidRequest as error:
-            if (own := in_own_names(error, self._names)) is error:
-                raise
-            raise own from error
+        if terms.keep is not None:
+            await self._answer_kept(request, terms.keep, terms, tokenizer, arrived)
+            return
+        prepared = await self._prepared(request, await self._read(request, terms), terms, tokenizer)
         if terms.resume is not None and terms.resume.prepare:
             await self._fetch(request, prepared, terms)
             return
         with closing(self._start(prepared, request, terms, arrived)) as generation:
             await self._answer(request, generation, prepared, terms, tokenizer)
 
-    async def _read(self, request: HttpRequest, tokenizer: Tokenizer, terms: RequestTerms) -> PreparedRequest[R]:
+    async def _answer_kept(
+        self, request: HttpRequest, keep: Keep, terms: RequestTerms, tokenizer: Tokenizer, arrived: float
+    ) -> None:
+        """Answers a request whose client may ask again: with the answer that it has asked for before, or a new one."""
+        body, answers = await self._read(request, terms), self._node.kept
+        found = answers.find(keep, resumed=terms.resume is not None)
+        if found is not None:
+            await found.follow(request, keep.after)
+            return
+        entries = b"" if terms.resume is None else body.last(terms.resume.journal_bytes)
+
+        async def produce(reply: Reply) -> None:
+            prepared = await self._prepared(reply, body, terms, tokenizer)
+            if isinstance(reply, KeptAnswer):
+                journaled = self._journaled(prepared.parsed.request, terms)
+                reply.describe(journaled=journaled, events=prepared.journal.events, entries=entries)
+            with closing(self._start(prepared, request, terms, arrived)) as generation:
+                await self._answer(reply, generation, prepared, terms, tokenizer)
+                if isinstance(reply, KeptAnswer):
+                    reply.spoilt = generation.failure is not None
+
+        kept = answers.open(keep, terms.answer, request.label, request.path, produce)
+        if kept is None:
+            await produce(request)
+        else:
+            await kept.follow(request, None, first=True)
+
+    async def _read(self, request: HttpRequest, terms: RequestTerms) -> RequestBody:
+        return RequestBody(await request.body(self._node.max_body_bytes + terms.appended_bytes))
+
+    async def _prepared(
+        self, reply: Reply, body: RequestBody, terms: RequestTerms, tokenizer: Tokenizer
+    ) -> PreparedRequest[R]:
+        """Returns all that is made of the request before the engine gets it. Raises RequestError."""
+        try:
+            return await self._constrained(await self._parsed(reply, body, terms, tokenizer), terms)
+        except InvalidRequest as error:
+            if (own := in_own_names(error, self._names)) is error:
+                raise
+            raise own from error
+
+    async def _parsed(
+        self, reply: Reply, body: RequestBody, terms: RequestTerms, tokenizer: Tokenizer
+    ) -> PreparedRequest[R]:
         # With this call ends what keeps the body in memory.
-        data = await request.body(self._node.max_body_bytes + terms.appended_bytes)
+        data = body.take()
         return await prepare(
-            request,
+            reply,
             self._node,
             len(data),
             lambda check: self._prepare(data, terms, tokenizer, check),
@@ -275,6 +335,7 @@ class CompletionRoute(Generic[R]):
             client=ticket.client,
             storing=ticket.storing,
             trace=ticket.trace,
+            keep=None if ticket.resume is not None and ticket.resume.prepare else ticket.keep,
         )
 
     def _start(
@@ -367,7 +428,7 @@ class CompletionRoute(Generic[R]):
 
     async def _answer(
         self,
-        request: HttpRequest,
+        request: Reply,
         generation: TextGeneration,
         prepared: PreparedRequest[R],
         terms: RequestTerms,
@@ -468,9 +529,7 @@ def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:
     return ticket
 
 
-async def prepare(
-    request: HttpRequest, node: ServingNode, size: int, work: Callable[[Check], T], timeout_s: float
-) -> T:
+async def prepare(request: Reply, node: ServingNode, size: int, work: Callable[[Check], T], timeout_s: float) -> T:
     """Returns what ``work`` makes of the body of ``request``, as ``Preparer.run`` does; logs a failed chat template."""
     try:
         return await node.preparer.run(size, work, timeout_s)
@@ -587,7 +646,7 @@ def _check_consistent(body: GenerationRequest) -> None:
 
 
 async def _send_stream(
-    request: HttpRequest, headers: Mapping[str, str], events: AsyncGenerator[bytes, None], generation: TextGeneration
+    request: Reply, headers: Mapping[str, str], events: AsyncGenerator[bytes, None], generation: TextGeneration
 ) -> None:
     async with aclosing(events):
         await request.begin(200, headers, await anext(events), more=True)

@@ -21,6 +21,7 @@ import uvloop
 from pdserve.api.app import create_app
 from pdserve.api.commands import CommandGate, NodeCommands, is_confined
 from pdserve.api.engine_client import ENGINE_COMMAND, EngineClient
+from pdserve.api.kept_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.message.formats import formats_of
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.metrics.request_metrics import MetricsScale
@@ -131,9 +132,11 @@ class NodeServer:
     ) -> None:
         url = self.config.http.advertise.rstrip("/") or url_of(listener, wildcard=socket.gethostname())
         info = self._info(ready, boot_id, url)
-        metrics = self._metrics(info, engine, ready)
+        limits = KeptLimits(self.config.kept.answers, self.config.kept.memory_mib * 2**20, self.config.kept.keep_s)
+        kept = KeptAnswers(limits)
+        metrics = self._metrics(info, engine, ready, kept)
         registering = self._registration(info, engine, metrics, secrets)
-        state = self._state(info, engine, ready, tokenizer, metrics, registering, secrets)
+        state = self._state(info, engine, ready, tokenizer, metrics, registering, secrets, kept)
         engine.on_lane = state.keep_engine_lane
         commands, commanded = None, asyncio.Event()
         if registering is not None:
@@ -151,6 +154,7 @@ class NodeServer:
             drains = _first(signals.drain.wait(), commanded.wait())
             await _first(drains, engine.wait_lost(), _ended(serving), _ended(registration))
             state.phase = NodePhase.DRAINING
+            state.kept.drain()
             if not (signals.drain.is_set() or commanded.is_set()):
                 await _cancelled(registration)
                 self._raise_failure(engine, registration)
@@ -257,6 +261,7 @@ class NodeServer:
         metrics: NodeMetrics,
         registration: Registration | None,
         secrets: Secrets,
+        kept: KeptAnswers,
     ) -> ServingNode:
         return ServingNode(
             name=info.name,
@@ -274,16 +279,17 @@ class NodeServer:
             grammars=GrammarCheck(self.model_dir, self.config.grammar, cache_dir=self.cache_dir),
             prefix_cache=self.config.cache.prefix_cache,
             tracing=Tracing(self.config.trace.kept_lanes),
+            kept=kept,
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
 
-    def _metrics(self, info: NodeInfo, engine: EngineClient, ready: Ready) -> NodeMetrics:
+    def _metrics(self, info: NodeInfo, engine: EngineClient, ready: Ready, kept: KeptAnswers) -> NodeMetrics:
         processes = {"api": os.getpid(), **ready.process_ids}
         build = BuildInfo(
             torch=installed("torch"), ucx=ready.ucx, transports=self.config.transfer.ucx_tls, kernels=ready.kernels
         )
         scale = MetricsScale(self.config.request.timeout_s, ready.max_model_len)
-        others = (ProcessMetrics(lambda: processes), build)
+        others = (ProcessMetrics(lambda: processes), build, KeptAnswersMetrics(kept))
         return NodeMetrics(lambda: engine.stats, info.model, scale, self.config.metrics.names, others)
 
 

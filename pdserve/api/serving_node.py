@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdserve.api.engine_client import EngineClient, EngineState
+from pdserve.api.kept_answers import KeptAnswers, KeptLimits
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.grammar_check import GrammarCheck
@@ -94,6 +95,8 @@ class ServingNode:
     prefix_cache: Switch = Switch.ON
     unaccepted: Callable[[], str | None] = lambda: None
     """Returns why no proxy sends requests to this node, or None if one does, or if it belongs to none."""
+    kept: KeptAnswers = field(default_factory=lambda: KeptAnswers(KeptLimits(0, 0, 0.0)))
+    """The answers that are kept for clients that may ask again."""
     preparer: Preparer = field(default_factory=Preparer)
     started: int = field(default_factory=lambda: int(time.time()))
     """The time of the start, in seconds since 1970."""

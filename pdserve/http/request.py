@@ -65,6 +65,30 @@ class BodyBounds(Protocol):
         """Notes that all of a body that had to be waited for has come."""
 
 
+class Reply(Protocol):
+    """Where the response to a request goes: to its client, or to a log that clients read (``api.kept_answers``)."""
+
+    label: str
+    path: str
+    answered: bool
+    """Whether a response has begun."""
+
+    def write(self, data: bytes) -> bool:
+        """Writes the next part of a body at once. Returns False where ``drain`` should come before the next."""
+
+    async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Sends the whole response."""
+
+    async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
+        """Sends status, headers and the first part of a body."""
+
+    async def send(self, data: bytes, *, more: bool) -> None:
+        """Sends the next part of a body."""
+
+    async def drain(self) -> None:
+        """Waits while too much is unread."""
+
+
 class HttpRequest:
     """One request on a connection of ``pdserve.http.guard``. Every response carries the request's label."""
 

@@ -22,6 +22,7 @@ from pdserve.wire.version import since
 
 TICKET_HEADER = "x-pdserve-ticket"
 MAX_HISTORY_BYTES = 2**30
+KEY_BYTES = 16
 MAX_DEADLINE_S = 86_400.0
 """The largest value of ``--request-timeout-s``."""
 
@@ -63,6 +64,31 @@ class Storing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The size of the items before the request's own: a JSON list, which follows the client's own body."""
 
 
+_Digest = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+class EventPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The place behind an event of a kept answer."""
+
+    tag: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{4}\Z")]
+    """Names the log in which events are counted: each node that goes on with an answer has one of its own."""
+    events: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+    """How many events come before the place."""
+
+
+class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Has the node keep the answer for a client that may ask again, or send it once more if the node has it."""
+
+    key: _Digest
+    """Names the answer among all answers of the cluster."""
+    owner: _Digest
+    """Stands for the owner of the client's API key. Nobody else gets the answer."""
+    body: _Digest
+    """Stands for the client's request. No other request gets the answer."""
+    after: EventPlace | None = None
+    """The last event that the client has; None if the client wants the whole answer."""
+
+
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A ticket for one attempt at one client request. It says what to do, so a node refuses fields it does not know."""
 
@@ -87,3 +113,5 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Stands for the client: what the node does for one client takes turns with what it does for others."""
     trace: Annotated[TraceContext | None, since(6)] = None
     """The span of this attempt; None if nobody exports it."""
+    keep: Annotated[Keep | None, since(6)] = None
+    """Has the node keep the answer; None if its client will not ask again."""

@@ -33,6 +33,8 @@ CLIENT_TURNS: Final = 6
 """The first version whose tickets stand for a client."""
 TRACES: Final = 6
 """The first version whose tickets and prompts may belong to a trace."""
+KEPT_ANSWERS: Final = 6
+"""The first version in which a decode node keeps answers for clients that ask again."""
 DIALECTS: Final = 6
 """The first version whose nodes have the routes of responses and of Anthropic's messages."""
 PROMPT_LOGPROBS: Final = 6

@@ -13,6 +13,7 @@ from pdserve.http.errors import internal_error
 from pdserve.http.model_list import model_in_query
 from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH
+from pdserve.wire.ticket import Keep
 from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse
@@ -20,6 +21,7 @@ from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.relay.whole_answer import WholeResponse
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies, client_of
+from pdserve_proxy.requests.kept_request import EVENT_HEADER, KEY_HEADER, wanted_keep
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
 from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.turn import StoredTurn
@@ -117,14 +119,24 @@ class RelayedRoutes:
                     param="priority",
                     code="unsupported_parameter",
                 )
+            keep = self._keep(request, data, credentials)
             if turn is not None:
                 body = await turn.begin(self._keys.owner(*credentials), body, held)
             relayed.queued()
             await self._admission.admit(caller, body.answers, relayed.hold_place, body.priority)
             client = _short(client_of(caller, request.address))
             storing = None if turn is None else turn.storing
-            relayable = NodeRequest(request.path, body, request.header(b"accept"), client=client, storing=storing)
+            relayable = NodeRequest(
+                request.path, body, request.header(b"accept"), client=client, storing=storing, keep=keep
+            )
             return await self._relay.forward(relayed, relayable)
+
+    def _keep(self, request: HttpRequest, data: bytes, credentials: tuple[str | None, str | None]) -> Keep | None:
+        """Returns how the answer is to be kept for a client that may ask again. Raises InvalidRequest."""
+        key, last_event = request.header(KEY_HEADER), request.header(EVENT_HEADER)
+        if (key is None and last_event is None) or request.path not in COMPLETION_ROUTES:
+            return None
+        return wanted_keep(key, last_event, self._keys.owner(*credentials), request.path, data)
 
     async def _read_large(self, data: bytes) -> GenerationBody:
         async with self._large_body:

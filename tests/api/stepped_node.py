@@ -21,6 +21,7 @@ from llguidance import LLTokenizer
 from pdserve.api.app import create_app
 from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation import Generation
+from pdserve.api.kept_answers import KeptAnswers, KeptLimits
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.grammar_check import GrammarCheck
@@ -46,6 +47,7 @@ VOCAB_SIZE = 49_152
 MAX_BODY_BYTES = 10_000
 ANSWER = AnswerIdentity(bytes(range(16)), 1_700_000_000)
 ROOM = 912
+NOTHING_KEPT = KeptLimits(0, 0, 0.0)
 TURNS = 8
 """The turns of the event loop that a reader needs at most to take a step."""
 REPORT = RequestReport(
@@ -248,6 +250,8 @@ class Reply:
 
     status: int
     body: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+    """Those of a response that came in several pieces."""
 
     @property
     def error(self) -> dict[str, Any]:
@@ -262,6 +266,7 @@ class SteppedNode:
     engine: SteppedEngine
     metrics: NodeMetrics
     boot_id: bytes
+    kept: KeptAnswers
     sealer: Sealer = field(default_factory=lambda: Sealer(SECRET, Purpose.TICKET, new_id()))
 
     def ticket(self, **more: Any) -> Ticket:
@@ -285,6 +290,7 @@ class SteppedNode:
     async def ask(self, path: str, data: bytes, ticket: Ticket | None) -> Reply:
         sealed = b"" if ticket is None else base64.urlsafe_b64encode(self.sealer.seal(ticket)).rstrip(b"=")
         transport, begun, body = Transport(), [], []
+        headers: dict[str, str] = {}
         outlet = Outlet(transport, Flow(), lambda: None)
         outlet.begin(cast("Any", Cycle()))
         scope = {
@@ -303,6 +309,7 @@ class SteppedNode:
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
                 begun.append(message["status"])
+                headers.update((name.decode(), value.decode()) for name, value in message["headers"])
             else:
                 transport.write(message["body"])
                 body.append(message["more_body"])
@@ -310,7 +317,7 @@ class SteppedNode:
         await asyncio.wait_for(self.app(scope, receive, send), WAIT_S)
         if begun:
             assert body[-1] is False, "the response is whole"
-            return Reply(begun[0], transport.written)
+            return Reply(begun[0], transport.written, headers)
         head, _, content = transport.written.partition(b"\r\n\r\n")
         return Reply(int(head.split()[1]), content)
 
@@ -323,6 +330,7 @@ async def stepped_node(
     *,
     formats: MessageFormats = NO_FORMATS,
     model_dir: Path = Path(),
+    limits: KeptLimits = NOTHING_KEPT,
     **engine_fields: Any,
 ) -> AsyncIterator[SteppedNode]:
     engine, boot_id = SteppedEngine(alphabet, group, **engine_fields), new_id()
@@ -348,9 +356,11 @@ async def stepped_node(
         stream=StreamConfig(),
         formats=formats,
         grammars=GrammarCheck(model_dir, GrammarConfig()),
+        kept=KeptAnswers(limits),
     )
     try:
-        yield SteppedNode(create_app(node), engine, node.metrics, boot_id)
+        yield SteppedNode(create_app(node), engine, node.metrics, boot_id, node.kept)
     finally:
+        node.kept.drain()
         node.preparer.close()
         node.grammars.close()

@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 import msgspec
 import pytest
 
+from pdserve.api.kept_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.compare import changes
@@ -209,7 +210,7 @@ def test_every_message_is_in_the_protocol() -> None:
 
 
 def test_every_metric_is_named_and_every_name_is_one() -> None:
-    others = (own_process("api"), BuildInfo())
+    others = (own_process("api"), BuildInfo(), KeptAnswersMetrics(KeptAnswers(KeptLimits(0, 0, 0.0))))
     shown = NodeMetrics(EngineStats, others=others).render()
     shown += render_families(ProxyMetrics().export_families(Registry(1.0, 3).snapshot()))
     exported = set(re.findall(r"^# TYPE ([\w:]+)", shown.decode(), re.MULTILINE))

@@ -17,7 +17,7 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, SeenRequest
-from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.trace_context import TraceContext
 from pdserve_kvtransfer.pieces import MAX_RANKS
 
@@ -115,6 +115,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 client=b"c" * 16,
                 storing=Storing(True, 9),
                 trace=TRACE,
+                keep=Keep(OTHER, BOOT, bytes(16), EventPlace("0a1b", 7)),
             ),
         ],
     ),

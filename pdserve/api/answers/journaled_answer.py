@@ -12,7 +12,7 @@ from pdserve.api.answers.answer import WholeAnswer, usage_of
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_body, error_form, error_headers, internal_error
-from pdserve.http.request import JSON, PIECE_BYTES, HttpRequest
+from pdserve.http.request import JSON, PIECE_BYTES, Reply
 from pdserve.wire.journal import room_line
 from pdserve.wire.whole_answer import JOURNALED_ANSWER, AnswerHead
 
@@ -31,7 +31,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 async def respond_journaled(
-    request: HttpRequest,
+    request: Reply,
     headers: Mapping[str, str],
     generation: TextGeneration,
     first: Sequence[TextDelta],
@@ -54,7 +54,7 @@ async def respond_journaled(
 
 async def _end_within(
     seconds: float,
-    request: HttpRequest,
+    request: Reply,
     headers: Mapping[str, str],
     generation: TextGeneration,
     answer: WholeAnswer,
@@ -81,19 +81,19 @@ async def _end_within(
         return _failed(request, internal_error("node"))
 
 
-async def _send_entries(request: HttpRequest, entries: bytes) -> None:
+async def _send_entries(request: Reply, entries: bytes) -> None:
     if not request.answered:
         await request.begin(200, {"content-type": JOURNALED_ANSWER}, entries, more=True)
     elif entries and not request.write(entries):
         await request.drain()
 
 
-async def _send_last(request: HttpRequest, data: bytes) -> None:
+async def _send_last(request: Reply, data: bytes) -> None:
     for start in range(0, len(data), PIECE_BYTES):
         end = start + PIECE_BYTES
         await request.send(data[start:end], more=end < len(data))
 
 
-def _failed(request: HttpRequest, error: RequestError) -> Ended:
+def _failed(request: Reply, error: RequestError) -> Ended:
     body = error_body(error, error_form(request.path), request.label)
     return Ended(AnswerHead(error.status, {**JSON, **error_headers(error)}), body)

@@ -13,9 +13,9 @@ from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
-from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.trace_context import TraceContext
-from pdserve.wire.version import CLIENT_TURNS, RESUMED_ANSWERS, TRACES
+from pdserve.wire.version import CLIENT_TURNS, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.node_counts import NodeCounts
 from pdserve_proxy.relay.relayed_request import RelayedRequest
@@ -44,6 +44,8 @@ class NodeRequest(msgspec.Struct, frozen=True):
     """Stands for the client among all clients."""
     storing: Storing | None = None
     """What the proxy stores of responses; None if it stores none."""
+    keep: Keep | None = None
+    """Has the answer be kept for a client that may ask again; None if it will not."""
 
 
 class Dispatch:
@@ -123,8 +125,10 @@ class Dispatch:
         """
         node = route.decode
         body = request.body.data
-        resume = None
+        resume, keep = None, request.keep
         if entries is not None:
+            if keep is not None:
+                keep = msgspec.structs.replace(keep, after=None)
             body += entries
             resume = Resume(len(entries), digest(entries), prepare)
         ticket = self._tickets.issue(
@@ -138,6 +142,7 @@ class Dispatch:
             client=request.client if node.protocol >= CLIENT_TURNS else b"",
             storing=request.storing,
             trace=relayed.attempt_trace if node.protocol >= TRACES else None,
+            keep=keep if node.protocol >= KEPT_ANSWERS else None,
         )
         headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
@@ -171,6 +176,7 @@ class TicketSigner:
         client: bytes = b"",
         storing: Storing | None = None,
         trace: TraceContext | None = None,
+        keep: Keep | None = None,
     ) -> str:
         """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
         ticket = Ticket(
@@ -185,6 +191,7 @@ class TicketSigner:
             holders=_targets(holders),
             client=client,
             trace=trace,
+            keep=keep,
         )
         return to_header(self._sealer.seal(ticket))
 

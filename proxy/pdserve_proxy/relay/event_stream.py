@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pdserve.errors import BadUpstream
 from pdserve.http.errors import error_event, error_form
-from pdserve_proxy.relay.journal import JournaledEvents
+from pdserve_proxy.relay.journal import JournaledEvents, ReplayedEvents
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.relay.resume import ResumeFailed, Resumption
 from pdserve_proxy.relay.whole_events import WholeEvents
@@ -26,13 +26,24 @@ class EventStream:
     The reader calls ``open``, sends ``first``, calls ``next`` until ``over`` is true, and then ``end``.
     """
 
-    def __init__(self, relayed: RelayedRequest, response: NodeResponse, resumption: Resumption | None = None) -> None:
-        """Without ``resumption``, the loss of the node ends the stream."""
+    def __init__(
+        self,
+        relayed: RelayedRequest,
+        response: NodeResponse,
+        resumption: Resumption | None = None,
+        journal_bytes: int = 0,
+    ) -> None:
+        """Without ``resumption``, the loss of the node ends the stream.
+
+        The response begins with ``journal_bytes`` of the entries of events that its client has.
+        """
         self._relayed = relayed
         self._response = response
         self._resumption = resumption
         self._journal = None if resumption is None else resumption.journal
         self._events = self._new_events()
+        if journal_bytes and self._journal is not None:
+            self._events = ReplayedEvents(self._journal, journal_bytes)
         self.first = b""
         self.over = False
         """Whether the bytes that were returned last are the end of the body."""

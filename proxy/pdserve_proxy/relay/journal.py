@@ -219,3 +219,19 @@ class JournaledEvents(WholeEvents):
             self._journal.add_entryless()
         self._journal.add(entries)
         return shown[len(before) :]
+
+
+class ReplayedEvents(JournaledEvents):
+    """Does what ``JournaledEvents`` does, for a stream that begins with the entries of events that its client has."""
+
+    def __init__(self, journal: RelayJournal, journal_bytes: int) -> None:
+        super().__init__(journal)
+        self._journal_bytes = journal_bytes
+        """How many bytes of entries are still to come."""
+
+    def feed(self, piece: bytes) -> bytes:
+        if self._journal_bytes:
+            entries, piece = piece[: self._journal_bytes], piece[self._journal_bytes :]
+            self._journal_bytes -= len(entries)
+            self._keep(entries)
+        return super().feed(piece) if piece else b""

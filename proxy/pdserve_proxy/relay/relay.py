@@ -19,15 +19,16 @@ from typing import Self
 import msgspec
 
 from pdserve.config import ProxyConfig, Switch
-from pdserve.errors import BadUpstream, RequestError, Unavailable
+from pdserve.errors import BadUpstream, Gone, RequestError, Unavailable
 from pdserve.http.tls import Trust
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.ids import new_id
+from pdserve.wire.kept_answer import KEPT_HEADER, read_replay
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.ticket import AnswerIdentity
 from pdserve.wire.timeline import RequestLane
-from pdserve.wire.version import DIALECTS
+from pdserve.wire.version import DIALECTS, KEPT_ANSWERS
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
@@ -161,7 +162,10 @@ class Relay:
         """
         request = self._with_identity(request)
         model = requested_model(self._registry.snapshot(), request.body.model)
-        query = RouteQuery(model, request.body.prompt_start, DIALECTS if request.path in DIALECT_ROUTES else 0)
+        oldest, key = DIALECTS if request.path in DIALECT_ROUTES else 0, b""
+        if request.keep is not None:
+            oldest, key = max(oldest, KEPT_ANSWERS), request.keep.key
+        query = RouteQuery(model, request.body.prompt_start, oldest, key)
         tried: frozenset[bytes] = frozenset()
         failure: AttemptFailure | None = None
         losses = 0
@@ -219,19 +223,30 @@ class Relay:
             return _lost(node.name, exc)
         relayed.own_response(response)
         try:
-            content_type = response.content_type
+            content_type, journal_bytes = response.content_type, 0
+            if request.keep is not None and (replay := read_replay(response.headers.get(KEPT_HEADER))) is not None:
+                # Another node goes on with this answer, which has an identity since it was asked for first.
+                request, journal_bytes = msgspec.structs.replace(request, answer=replay.answer), replay.journal_bytes
             if response.status == 200 and content_type == "text/event-stream":
-                return await self._stream(relayed, request, query, response)
+                return await self._stream(relayed, request, query, response, journal_bytes)
             if content_type == JOURNALED_ANSWER:
                 return await self._journaled_answer(relayed, request, query, response)
-            return _judge(node.name, await read_whole(relayed, response), content_type)
+            answer = await read_whole(relayed, response)
+            if answer.status == Gone.status and request.keep is not None:
+                return _not_kept(node.name, answer)
+            return _judge(node.name, answer, content_type)
         except NodeLost as exc:
             return _lost(node.name, exc)
 
     async def _stream(
-        self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery, response: NodeResponse
+        self,
+        relayed: RelayedRequest,
+        request: NodeRequest,
+        query: RouteQuery,
+        response: NodeResponse,
+        journal_bytes: int,
     ) -> StreamedResponse:
-        stream = EventStream(relayed, response, self._resumption(relayed, request, query))
+        stream = EventStream(relayed, response, self._resumption(relayed, request, query), journal_bytes)
         relayed.tells_first_token = True
         await stream.open()
         relayed.got_byte()
@@ -310,6 +325,12 @@ def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse
     if not 200 <= answer.status < 600 or 300 <= answer.status < 400 or content_type != "application/json":
         raise BadUpstream(f"node {node} gave an unexpected answer with status {answer.status}", code="upstream_invalid")
     return answer
+
+
+def _not_kept(node: str, answer: WholeResponse) -> AttemptFailure:
+    """Returns the failure of a node that does not have the answer which a client asks for again; another one may."""
+    error = Gone(f"node {node} does not have this answer", code="answer_not_kept")
+    return AttemptFailure(AttemptFailureKind.REFUSED, error, answer)
 
 
 def _lost(node: str, exc: NodeLost | ResumeFailed) -> AttemptFailure:

@@ -10,7 +10,7 @@ from pdserve.config import RoutingPolicy
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import NodeInfo
 from pdserve_proxy.registry.snapshot import Snapshot
-from pdserve_proxy.routing.policies import Policy, RequestsAt, make_policy
+from pdserve_proxy.routing.policies import Policy, RequestsAt, make_policy, preferred
 
 RETRY_AFTER_S = 1
 MAX_POLICIES = 256
@@ -27,6 +27,8 @@ class RouteQuery(msgspec.Struct, frozen=True):
     """The first bytes of its prompt, as they stand in the request body."""
     oldest_protocol: int = 0
     """The first version of the protocol between hosts whose nodes take such a request."""
+    key: bytes = b""
+    """Names a decode node that every proxy finds, for a client that may ask again; empty if it will not."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -76,7 +78,10 @@ class Router:
                 retry_after_s=RETRY_AFTER_S,
             )
         nodes = [pair.decode for pair in pairs]
-        decode = self._policy_for(self._decode_policies, query.model).select(nodes, query.prompt_start, load)[0]
+        if query.key:
+            decode = preferred(nodes, query.key)
+        else:
+            decode = self._policy_for(self._decode_policies, query.model).select(nodes, query.prompt_start, load)[0]
         fitting = pairs[nodes.index(decode)].prefill
         if not fitting:
             return Route(decode, ())

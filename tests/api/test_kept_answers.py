@@ -1,0 +1,412 @@
+"""A client that asks again gets what it lacks of its answer, and nobody else gets any of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from pdserve.api.kept_answers import OVERHEAD_BYTES, SHARE, SMALL_BYTES, KeptAnswer, KeptAnswers, KeptLimits
+from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.errors import Gone, Unavailable
+from pdserve.http.request import HttpRequest
+from pdserve.wire.journal import cut, digest
+from pdserve.wire.kept_answer import KEPT_HEADER, read_event_id, read_replay
+from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep, Resume
+from pdserve.wire.whole_answer import JOURNALED_ANSWER
+from tests.api.node import WAIT_S
+from tests.api.stepped_node import ANSWER, Reply, SteppedNode, stepped_node
+from tests.api.test_resumed_answers import CHAT, MESSAGES, PLAIN, TEXT, events_of, journal_of, words
+from tests.proxy.cluster import eventually
+
+LIMITS = KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0)
+KEEP = Keep(b"k" * 16, b"o" * 16, b"b" * 16)
+ID = re.compile(rb"(?m)^id: (.*)\n")
+
+
+def place(event: bytes) -> EventPlace:
+    found = ID.search(event)
+    assert found is not None
+    event_id = read_event_id(found[1].decode())
+    assert event_id is not None
+    assert event_id.key == KEEP.key
+    return event_id.place
+
+
+def keep(after: EventPlace | None = None, **changed: bytes) -> Keep:
+    return Keep(**{"key": KEEP.key, "owner": KEEP.owner, "body": KEEP.body, **changed}, after=after)
+
+
+async def ask(node: SteppedNode, body: dict[str, Any], wanted: Keep, path: str = TEXT) -> Reply:
+    return await node.ask(path, json.dumps(body).encode(), node.ticket(answer=ANSWER, keep=wanted))
+
+
+def replayed(reply: Reply) -> tuple[bytes, bytes]:
+    """Returns the entries of the events that a replay leaves out, and what follows them."""
+    replay = read_replay(reply.headers[KEPT_HEADER])
+    assert replay is not None
+    assert replay.answer == ANSWER
+    return reply.body[: replay.journal_bytes], reply.body[replay.journal_bytes :]
+
+
+def with_colons(journal: bytes) -> bytes:
+    return b"".join([b":%b\n" % line for line in journal.splitlines()])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {**PLAIN, "n": 2, "stream_options": {"include_usage": True}}),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 6, "stream": True, "model": PLAIN["model"]}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 6, "stream": True, "model": PLAIN["model"]}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 6, "stream": True, "model": PLAIN["model"]}),
+    ],
+    ids=["text", "chat", "messages", "responses"],
+)
+async def test_a_stream_is_replayed_behind_every_event_and_with_the_journal_of_those_before(
+    path: str, body: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
+        plain = await node.begin(path, body)
+        first = await ask(node, body, KEEP, path)
+        assert KEPT_HEADER not in first.headers
+        assert ID.sub(b"", first.body) == plain.body, "ids are all that is added"
+        events = events_of(first.body)
+        assert [place(event).events for event in events] == list(range(1, len(events) + 1))
+        computed = len(node.engine.opened)
+        for count in range(len(events) + 1):
+            after = place(events[count - 1]) if count else None
+            entries, rest = replayed(await ask(node, body, keep(after), path))
+            assert entries == with_colons(journal_of(events[:count]))
+            assert rest == b"".join(events[count:])
+        assert len(node.engine.opened) == computed, "nothing is computed twice"
+
+
+async def test_an_answer_in_one_piece_is_sent_again(tokenizer: Tokenizer) -> None:
+    body = {**PLAIN, "stream": False}
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
+        first, again = await ask(node, body, KEEP), await ask(node, body, KEEP)
+        assert first.status == again.status == 200
+        assert first.body == again.body
+        assert len(node.engine.opened) == 1
+
+
+async def test_what_a_client_left_is_computed_on_and_read_by_several_at_once(tokenizer: Tokenizer) -> None:
+    body = {**PLAIN, "max_tokens": 200}
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
+        left = asyncio.create_task(ask(node, body, KEEP))
+        await eventually(lambda: bool(node.engine.opened), "the request at the engine")
+        left.cancel()
+        with suppress(asyncio.CancelledError):
+            await left
+        one, other = await asyncio.gather(ask(node, body, KEEP), ask(node, body, KEEP))
+        assert one.body == other.body
+        assert cut(ID.sub(b"", replayed(one)[1]))[0].endswith(b"data: [DONE]\n\n")
+        assert len(node.engine.opened) == 1
+        assert node.kept.replayed == 2
+
+
+async def test_others_get_nothing_and_neither_does_another_request(tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
+        events = events_of((await ask(node, PLAIN, KEEP)).body)
+        last = place(events[-2])
+        stolen = await ask(node, PLAIN, keep(last, owner=b"x" * 16))
+        assert (stolen.status, stolen.error["code"]) == (410, "answer_not_kept")
+        assert (await ask(node, PLAIN, keep(owner=b"x" * 16))).status == 422
+        reused = await ask(node, PLAIN, keep(body=b"x" * 16))
+        assert (reused.status, reused.error["code"]) == (422, "idempotency_key_reused")
+        assert (await ask(node, PLAIN, keep(last, body=b"x" * 16))).status == 422
+        for unknown in (EventPlace(last.tag, 999), EventPlace("0000" if last.tag != "0000" else "1111", 3)):
+            assert (await ask(node, PLAIN, keep(unknown))).status == 410
+        assert (await ask(node, PLAIN, keep(last, key=b"x" * 16))).status == 410
+        assert len(node.engine.opened) == 1
+        assert replayed(await ask(node, PLAIN, keep(last)))[1] == events[-1], "its owner still has it"
+
+
+async def test_an_answer_that_another_node_began_goes_on_under_its_numbers(tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
+        events = events_of((await ask(node, PLAIN, KEEP)).body)
+        journal = journal_of(events[:3])
+        resume = Resume(len(journal), digest(journal))
+        rest = await node.resume(TEXT, PLAIN, journal, resume=resume, keep=KEEP)
+        later = events_of(rest.body)
+        assert [place(event).events for event in later] == list(range(4, len(events) + 1))
+        assert place(later[0]).tag != place(events[0]).tag
+        shown = replayed(await ask(node, PLAIN, keep(place(events[2]))))[1]
+        assert shown == rest.body, "behind the last event of the node before"
+        entries, shown = replayed(await ask(node, PLAIN, keep(place(later[0]))))
+        assert entries == with_colons(journal_of([*events[:3], later[0]]))
+        assert shown == b"".join(later[1:])
+        for gone in (place(events[1]), place(events[4])):
+            assert (await ask(node, PLAIN, keep(gone))).status == 410, "events that the node before has put together"
+        computed = len(node.engine.opened)
+        assert len(events_of((await ask(node, PLAIN, KEEP)).body)) == len(events), "from the beginning, it is made anew"
+        assert len(node.engine.opened) == computed + 1
+
+
+@pytest.mark.parametrize("engine", [{"fail_after": 2}, {"lost_after": 2}, {"fail_after": 0}])
+async def test_a_failed_answer_is_not_kept(engine: dict[str, Any], tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS, **engine) as node:
+        for turn in range(1, 3):
+            await ask(node, PLAIN, KEEP)
+            assert len(node.engine.opened) == turn
+            assert len(node.kept) == 0
+            assert node.kept.taken_bytes == 0
+
+
+async def test_a_request_that_is_none_is_refused_as_without_a_key(tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
+        reply = await ask(node, {**PLAIN, "temperature": "hot"}, KEEP)
+        assert (reply.status, reply.error["param"]) == (400, "temperature")
+        assert len(node.kept) == 0
+        assert (await ask(node, PLAIN, keep(body=b"x" * 16))).status == 200, "the key is free again"
+
+
+async def test_a_node_that_keeps_nothing_answers_without_ids(tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer)) as node:
+        assert b"\nid: " not in (await ask(node, PLAIN, KEEP)).body
+        assert (await ask(node, PLAIN, keep(EventPlace("0000", 1)))).status == 410
+
+
+# ---------------------------------------------------------------------- the bounds
+
+
+@dataclass
+class Client:
+    """A client of a log, which reads when the test lets it."""
+
+    got: bytearray = field(default_factory=bytearray)
+    reads: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+
+    def write(self, data: bytes) -> bool:
+        self.got += data
+        return self.reads.is_set()
+
+    async def begin(self, status: int, headers: dict[str, str], data: bytes, *, more: bool) -> None:
+        self.write(data)
+
+    async def drain(self) -> None:
+        await self.reads.wait()
+
+    async def send(self, data: bytes, *, more: bool) -> None:
+        self.got += data
+        self.ended = not more
+
+
+def follow(
+    answer: KeptAnswer, client: Client, after: EventPlace | None = None, *, first: bool = True
+) -> asyncio.Task[None]:
+    return asyncio.create_task(answer.follow(cast("HttpRequest", client), after, first=first))
+
+
+def begin(table: KeptAnswers, number: int, owner: bytes = b"o" * 16, event: bytes = b"x") -> KeptAnswer | None:
+    """Begins an answer of one event."""
+
+    async def produce(answer: KeptAnswer) -> None:
+        await answer.begin(200, {}, b"data: %b\n\n" % event, more=False)
+
+    wanted = Keep(number.to_bytes(16, "big"), owner, b"b" * 16)
+    return table.open(wanted, AnswerIdentity(bytes(16), 1), "r", TEXT, produce)
+
+
+def forever(table: KeptAnswers, number: int) -> KeptAnswer:
+    """Begins an answer that never says anything."""
+
+    async def produce(answer: KeptAnswer) -> None:
+        await asyncio.Event().wait()
+
+    answer = table.open(Keep(bytes([number]) * 16, b"o" * 16, b"b" * 16), ANSWER, "r", TEXT, produce)
+    assert answer is not None
+    return answer
+
+
+async def computed(answer: KeptAnswer | None) -> None:
+    """Waits until ``answer`` is over."""
+    assert answer is not None
+    if answer.task is not None:
+        await asyncio.wait([answer.task], timeout=WAIT_S)
+    assert answer.over
+
+
+async def test_ten_thousand_keys_take_no_more_than_the_bounds() -> None:
+    table = KeptAnswers(KeptLimits(answers=20, memory_bytes=2**18, keep_s=60.0))
+    for number in range(10_000):
+        await computed(begin(table, number, event=b"x" * 10_000))
+        assert len(table) <= 20
+        assert table.taken_bytes <= 2**18
+    assert len(table) >= 10
+    table.drain()
+    assert (len(table), table.taken_bytes) == (0, 0)
+
+
+async def test_many_answers_of_one_owner_push_out_its_own() -> None:
+    table = KeptAnswers(KeptLimits(answers=10, memory_bytes=2**20, keep_s=60.0))
+    mine = begin(table, 0, owner=b"m" * 16)
+    await computed(mine)
+    for number in range(1, 1000):
+        await computed(begin(table, number))
+    assert mine is not None
+    assert table.find(mine.keep, resumed=False) is mine
+    table.drain()
+
+
+async def test_answers_that_are_under_way_are_not_pushed_out() -> None:
+    table = KeptAnswers(KeptLimits(answers=2, memory_bytes=2**20, keep_s=60.0))
+    going = forever(table, 1), forever(table, 2)
+    assert begin(table, 3) is None
+    table.discard(going[0])
+    assert begin(table, 3) is not None
+    table.drain()
+
+
+async def test_half_of_the_answers_at_most_are_computed_for_a_client_that_left() -> None:
+    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
+    clients = [follow(forever(table, number), Client()) for number in range(8)]
+    await asyncio.sleep(0)
+    for client in clients:
+        client.cancel()
+    await asyncio.wait(clients)
+    assert len(table) == 4
+    table.drain()
+    assert (len(table), table.taken_bytes) == (0, 0)
+
+
+async def test_an_answer_is_given_up_when_nobody_asks_for_it_in_time() -> None:
+    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=0.01))
+    going, over = forever(table, 1), begin(table, 2)
+    reader, task = follow(going, Client()), going.task
+    await computed(over)
+    await asyncio.sleep(0)
+    reader.cancel()
+    assert task is not None
+    await asyncio.wait([task], timeout=WAIT_S)
+    assert task.cancelled()
+    await eventually(lambda: not len(table), "the end of its time")
+    assert table.taken_bytes == 0
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_an_answer_that_leaves_its_node_ends_with_its_connection(drains: bool) -> None:
+    table = KeptAnswers(LIMITS)
+
+    async def produce(answer: KeptAnswer) -> None:
+        await answer.begin(200, {}, b":0 1\ndata: x\n\n", more=True)
+        if not drains:
+            answer.write(b":room 912\n\n")
+        await asyncio.Event().wait()
+
+    answer = table.open(KEEP, ANSWER, "r", TEXT, produce)
+    assert answer is not None
+    client = Client()
+    client.reads.set()
+    reader = follow(answer, client)
+    await eventually(lambda: b"data: x" in client.got and (drains or b":room 912\n\n" in client.got), "all it said")
+    if drains:
+        table.drain()
+        assert len(table) == 1, "who reads it reads on"
+    reader.cancel()
+    await asyncio.wait([reader])
+    assert (len(table), table.taken_bytes) == (0, 0)
+
+
+def producing(events: int, written: list[int]) -> Any:
+    async def produce(answer: KeptAnswer) -> None:
+        await asyncio.sleep(0)  # so that it has its reader
+        await answer.begin(200, {}, b"data: x\n\n", more=True)
+        for number in range(events):
+            written.append(number)
+            if not answer.write(b"data: %b\n\n" % (b"x" * 1000)):
+                await answer.drain()
+        await answer.send(b"", more=False)
+
+    return produce
+
+
+async def test_a_slow_reader_holds_its_own_answer_up_and_takes_bounded_memory() -> None:
+    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
+    written: list[int] = []
+    answer = table.open(KEEP, ANSWER, "r", TEXT, producing(1000, written))
+    assert answer is not None
+    slow = Client()
+    reader = follow(answer, slow)
+    for _ in range(3000):
+        await asyncio.sleep(0)
+    assert len(written) < 1000
+    assert answer.size <= 2**20 // SHARE + 2_000
+    slow.reads.set()
+    await asyncio.wait_for(reader, WAIT_S)
+    assert slow.ended
+    assert slow.got.count(b"data: ") == 1001
+    with pytest.raises(Unavailable):
+        await answer.follow(cast("HttpRequest", Client()), None)
+    first = read_event_id(bytes(slow.got)[4:].partition(b"\n")[0].decode())
+    assert first is not None
+    with pytest.raises(Gone):
+        await answer.follow(cast("HttpRequest", Client()), first.place)
+    late = Client()
+    late.reads.set()
+    await answer.follow(cast("HttpRequest", late), EventPlace(first.place.tag, 1000))
+    assert late.got.count(b"data: ") == 1
+    table.drain()
+
+
+async def test_slow_readers_of_one_client_do_not_stop_the_answers_of_others() -> None:
+    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
+    slow = []
+    for number in range(16):
+        keys = Keep(bytes([number]) * 16, b"s" * 16, b"b" * 16)
+        made = table.open(keys, ANSWER, "r", TEXT, producing(1000, []))
+        assert made is not None
+        slow.append(follow(made, Client()))
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert table.overdrawn
+    assert table.taken_bytes <= 2**20 + 17 * (SMALL_BYTES + OVERHEAD_BYTES)
+    client = Client()
+    client.reads.set()
+    other = table.open(KEEP, ANSWER, "r", TEXT, producing(500, []))
+    assert other is not None
+    await asyncio.wait_for(follow(other, client), WAIT_S)
+    assert client.ended
+    for reader in slow:
+        reader.cancel()
+    await asyncio.wait(slow)
+    table.drain()
+    assert table.taken_bytes == 0
+
+
+async def test_a_node_that_gives_a_request_up_before_it_begins_lets_another_one_take_it() -> None:
+    table = KeptAnswers(LIMITS)
+    answer = forever(table, 1)
+    reader = follow(answer, Client())
+    await asyncio.sleep(0)
+    assert answer.task is not None
+    answer.task.cancel()
+    with pytest.raises(Unavailable):
+        await reader
+
+
+async def test_journaled_answers_in_one_piece_are_replayed_with_the_journal_of_the_node_before() -> None:
+    table = KeptAnswers(LIMITS)
+
+    async def produce(answer: KeptAnswer) -> None:
+        answer.describe(journaled=True, events=1, entries=b"0 1 2\n")
+        await answer.begin(200, {"content-type": JOURNALED_ANSWER}, b":0 3\n:room 5\n", more=True)
+        await answer.send(b'{"status":200,"headers":{}}\n{}', more=False)
+
+    answer = table.open(KEEP, ANSWER, "r", TEXT, produce)
+    assert answer is not None
+    first, again = Client(), Client()
+    first.reads.set()
+    again.reads.set()
+    await asyncio.gather(follow(answer, first), follow(answer, again, first=False))
+    end = b':0 3\n{"status":200,"headers":{}}\n{}'
+    assert bytes(first.got).replace(b":room 5\n", b"") == end
+    assert bytes(again.got).replace(b":room 5\n", b"") == b":0 1 2\n" + end
+    table.drain()
