@@ -26,7 +26,7 @@ def of_chart(rendering: Rendering) -> list[Manifest]:
         return helm_template("--values", f"{_CHART}/values-{rendering.value}.yaml")
     plain = by_name(helm_template())
     more = by_name(helm_template("--set", f"{rendering.value}.enabled=true"))
-    assert plain.items() <= more.items()
+    assert plain.keys() <= more.keys()
     return [found for name, found in more.items() if name not in plain]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +141,32 @@ def test_components_add_what_they_say(tmp_path: Path) -> None:
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [os.path.relpath(folder, tmp_path)],
-        "components": [os.path.relpath(DEPLOY / "components" / name, tmp_path) for name in ("model", "api-keys")],
+        "components": [
+            os.path.relpath(path.parent, tmp_path) for path in DEPLOY.glob("components/*/kustomization.yaml")
+        ],
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     objects = by_name(parse(run_tool(DeployTool.KUBECTL, "kustomize", tmp_path)))
     (proxy,) = objects["Deployment", "pdserve-proxy"]["spec"]["template"]["spec"]["containers"]
     assert {"name": "PDSERVE_API_KEY_FILE", "value": "/etc/pdserve-keys/keys"} in proxy["env"]
     flags = ["--values", f"{CHART}/values-cpu.yaml", "--set", "model.existingClaim=pdserve-model"]
-    assert objects == by_name(helm_template(*flags, "--set", "apiKeys.existingSecret=pdserve-api-keys"))
+    for value in ("apiKeys.existingSecret=pdserve-api-keys", "autoscaling.enabled=true"):
+        flags += ["--set", value]
+    assert objects == by_name(helm_template(*flags))
+    for which in Workload:
+        assert ("replicas" in objects[which.kind, f"pdserve-{which.value}"]["spec"]) is (which is Workload.PROXY)
+
+
+def test_the_pages_own_overlay_is_one() -> None:
+    page = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    (overlay,) = re.findall(r"```yaml\n# mine/kustomization.yaml.*?\n(.*?)```", page, re.DOTALL)
+    with tempfile.TemporaryDirectory(dir=DEPLOY.parent) as folder:
+        (Path(folder) / "kustomization.yaml").write_text(overlay)
+        objects = by_name(parse(run_tool(DeployTool.KUBECTL, "kustomize", folder)))
+    decode = objects["StatefulSet", "pdserve-decode"]["spec"]
+    assert decode["replicas"] == 4
+    assert decode["template"]["spec"]["containers"][0]["image"] == "registry.example/pdserve:0.1.0"
+    assert objects["ConfigMap", "pdserve-settings"]["data"]["PDSERVE_SERVED_MODEL_NAME"] == "chat"
 
 
 @pytest.mark.parametrize("version", KUBERNETES)

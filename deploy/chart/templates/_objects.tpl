@@ -27,6 +27,7 @@
 {{- $pod := .object.spec.template.spec -}}
 {{- $container := index $pod.containers 0 -}}
 {{- $_ := set .object.spec "replicas" (int $own.replicas) -}}
+{{- if and $values.autoscaling.enabled (ne $role "proxy") }}{{ $_ := unset .object.spec "replicas" }}{{ end -}}
 {{- $tag := $values.image.tag | default .root.Chart.AppVersion -}}
 {{- $_ := set $container "image" (printf "%s:%s" $values.image.repository $tag) -}}
 {{- $_ := set $container "imagePullPolicy" $values.image.pullPolicy -}}
