@@ -1074,6 +1074,8 @@ class RankLaunch:
     wake_fd: int
     """The inherited eventfd that wakes rank 0's step loop."""
     cores: tuple[int, ...]
+    """The rank is kept to these; empty if it may use all that it finds."""
+    threads: int
     config: EngineConfig
 
 
@@ -1320,6 +1322,30 @@ class DrainWaitConfig:
         minimum=0,
         maximum=86_400,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LiveQuestionConfig:
+    """Whom pdserve live asks."""
+
+    pid: int = setting(
+        "pid",
+        "This process serves, and its command line says where. 1 is the one that a container was started for.",
+        1,
+        minimum=1,
+        maximum=2**22,
+        metavar="PID",
+    )
+    wait_s: float = setting(
+        "live-wait-s", "The server has to answer within this many seconds.", 3.0, minimum=0.1, maximum=3600
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LiveConfig:
+    """The settings of ``pdserve live``."""
+
+    live: LiveQuestionConfig = field(default_factory=LiveQuestionConfig)
 
 
 @dataclass(frozen=True, slots=True)

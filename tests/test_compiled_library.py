@@ -14,12 +14,16 @@ from filelock import FileLock
 
 from pdserve import compiled_library
 from pdserve.compiled_library import (
+    ANY_CPU,
     COMPILER,
     BuildError,
     CompilerWatch,
     Compiling,
+    CpuLevel,
     Recipe,
+    build_ahead,
     built_library,
+    can_be_built,
     needs_compiling,
 )
 
@@ -135,3 +139,81 @@ def test_a_builder_that_hangs_is_not_waited_for_forever(
     target.unlink()
     with FileLock(target.with_suffix(".lock")), pytest.raises(BuildError, match="another process"):
         built_library(recipe, tmp_path)
+
+
+LEVELS = (
+    CpuLevel("both", ("-DLEVEL=2",), frozenset({"one", "two"})),
+    CpuLevel("first", ("-DLEVEL=1",), frozenset({"one"})),
+)
+LEVEL_SOURCES = {"level.cpp": 'extern "C" int level() { return LEVEL; }\n'}
+
+
+@pytest.fixture
+def levelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """Returns the recipe of a library for two levels of processors and for one's own, whose level it says."""
+    monkeypatch.setattr(compiled_library, "AHEAD_DIR", tmp_path / "ahead")
+    folder = tmp_path / "levelled"
+    folder.mkdir()
+    for name, text in LEVEL_SOURCES.items():
+        (folder / name).write_text(text)
+    return Recipe("level-number", folder, ("-fPIC",), native_flags=("-DLEVEL=9",), levels=LEVELS)
+
+
+def processor(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
+    monkeypatch.setattr(compiled_library, "_first_processor", lambda: [f"flags\t\t: {' '.join(features)}"])
+
+
+def said_by(library: Path) -> int:
+    level: int = ctypes.CDLL(str(library)).level()
+    return level
+
+
+def test_a_library_that_was_compiled_ahead_is_the_best_for_the_processor(
+    levelled: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_ahead(levelled)
+    cache = tmp_path / "cache"
+    with monkeypatch.context() as without_compiler:
+        without_compiler.setenv("PATH", str(tmp_path))
+        for features, level in ((("two", "one", "three"), 2), (("one", "three"), 1)):
+            processor(monkeypatch, *features)
+            assert can_be_built(levelled)
+            assert said_by(built_library(levelled, cache)) == level
+        processor(monkeypatch, "two")
+        assert not can_be_built(levelled)
+        with pytest.raises(
+            BuildError, match=r"there is no g\+\+, and what was compiled ahead is for other CPUs .*both"
+        ):
+            built_library(levelled, cache)
+    assert not cache.exists()
+    assert needs_compiling(levelled, cache)
+    assert said_by(built_library(levelled, cache)) == 9
+
+
+def test_what_was_compiled_ahead_from_other_sources_is_not_used_and_goes_with_the_next_build(
+    levelled: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor(monkeypatch, "one", "two")
+    old = build_ahead(levelled)
+    (levelled.sources / "level.cpp").write_text('extern "C" int level() { return 10 * LEVEL; }\n')
+    assert needs_compiling(levelled, tmp_path)
+    assert said_by(built_library(levelled, tmp_path)) == 90
+    new = build_ahead(levelled)
+    assert said_by(built_library(levelled, tmp_path)) == 20
+    assert sorted(compiled_library.AHEAD_DIR.glob("*.so")) == sorted(new)
+    assert not set(old) & set(new)
+
+
+def test_what_does_not_depend_on_the_processor_is_compiled_ahead_once(levelled: Recipe, tmp_path: Path) -> None:
+    recipe = replace(levelled, compile_flags=("-fPIC", "-DLEVEL=5"), native_flags=(), levels=(ANY_CPU,))
+    (target,) = build_ahead(recipe)
+    assert built_library(recipe, tmp_path / "cache") == target
+    assert said_by(target) == 5
+
+
+def test_nothing_is_compiled_ahead_without_a_compiler(
+    levelled: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="there is no g"):
+        build_ahead(levelled)

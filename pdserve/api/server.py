@@ -250,6 +250,7 @@ class NodeServer:
             ),
             kernels=ready.kernels,
             version=importlib.metadata.version("pdserve"),
+            compute=ready.compute,
         )
 
     def _state(

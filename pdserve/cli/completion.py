@@ -11,7 +11,16 @@ import shtab
 
 from pdserve.bench_config import BenchCompareConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
-from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, TopConfig, UpConfig
+from pdserve.config import (
+    DoctorConfig,
+    DrainConfig,
+    LiveConfig,
+    NodeConfig,
+    ProxyConfig,
+    RoleConfig,
+    TopConfig,
+    UpConfig,
+)
 from pdserve.errors import ConfigError
 from pdserve.settings.setting import Setting, settings_of
 from pdserve.wire.discovery import Role
@@ -26,6 +35,7 @@ CONFIGS: Mapping[str, type[Any]] = {
     "role": RoleConfig,
     "drain": DrainConfig,
     "top": TopConfig,
+    "live": LiveConfig,
 }
 """The settings of each subcommand that has some, except the benchmarks'."""
 

@@ -23,6 +23,7 @@ SUBCOMMANDS = {
     "role": "gives a running node another role: pdserve role NODE prefill|decode|mixed",
     "drain": "empties a running node and ends it: pdserve drain NODE",
     "top": "shows a cluster while it works: nodes, requests, rates, and what went wrong",
+    "live": "asks the server of this container whether it lives; for HEALTHCHECK and exec probes",
     "doctor": "looks at this machine and at peers, and says what to do; before calling for help",
     "bench": "measures this machine, an engine or a server; pdserve bench lists what",
     "completion": "prints a script by which a shell completes all this: pdserve completion bash",

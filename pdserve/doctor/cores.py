@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 from pdserve.core_ledger import CoreLedger, CoreState
+from pdserve.core_share import cpu_quota, read_text
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.errors import ConfigError
 
@@ -46,7 +47,7 @@ def read_cores(asked: Sequence[int], root: Path = Path("/")) -> CoreFacts:
     return CoreFacts(
         allowed=tuple(asked) or allowed,
         machine_cores=os.cpu_count() or len(allowed),
-        quota=_quota(root),
+        quota=cpu_quota(root),
         governors=_governors(asked or allowed, root),
         memory_total=memory.get("MemTotal", 0),
         memory_available=memory.get("MemAvailable", 0),
@@ -54,42 +55,14 @@ def read_cores(asked: Sequence[int], root: Path = Path("/")) -> CoreFacts:
     )
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _memory(root: Path) -> dict[str, int]:
-    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    lines = (line.split() for line in read_text(root / "proc/meminfo").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
 
 
 def _governors(cores: Sequence[int], root: Path) -> frozenset[str]:
-    found = (_text(root / f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor") for core in cores)
+    found = (read_text(root / f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor") for core in cores)
     return frozenset(governor for governor in found if governor)
-
-
-def _quota(root: Path) -> float:
-    """Returns the tightest quota of this control group and those above it, in either version of control groups."""
-    quotas = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / (controllers and "cpu")
-        here = Path(path.lstrip("/"))
-        for folder in (here, *here.parents):
-            quotas.append(_group_quota(mount / folder))
-    return min((quota for quota in quotas if quota > 0), default=0.0)
-
-
-def _group_quota(folder: Path) -> float:
-    if found := _text(folder / "cpu.max").split():
-        return 0.0 if found[0] == "max" else int(found[0]) / int(found[1])
-    quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-    return int(quota) / int(period) if quota and period and int(quota) > 0 else 0.0
 
 
 def _engines(root: Path) -> tuple[RunningEngine, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.compiled_library import has_compiler
+from pdserve.compiled_library import can_be_built
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig
 from pdserve.models.backend import choose_device
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
@@ -11,6 +11,7 @@ from pdserve.models.checkpoint.kept_blocks import keeps_blocks
 from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
+from pdserve_kernels.cpu.library import CPU_KERNELS
 
 
 def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels) -> EngineSpec:
@@ -20,7 +21,8 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels) -> E
     """
     folder = resolve_model(model.path)
     decoder = read_decoder_config(folder)
-    compiled = choose_device(model.device).type == "cpu" and kernels is not CpuKernels.TORCH and has_compiler()
+    on_cpu = choose_device(model.device).type == "cpu"
+    compiled = on_cpu and kernels is not CpuKernels.TORCH and can_be_built(CPU_KERNELS)
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from pdserve.config import EngineLaunch, Switch
+from pdserve.core_share import CoreShare, cpu_quota, machine_id, quota_note, share_cores
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.engine.tp.tp_ranks import Ranks, rank_cores, running_ranks
+from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
 from pdserve.models.lean_torch import import_torch
 from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
+from pdserve.wire.discovery import ComputeCores
 from pdserve.wire.engine import EngineFailed, Starting
 
 if TYPE_CHECKING:
@@ -78,12 +81,12 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         wake_up = WakeUp()
         stack.callback(wake_up.close)
         ranks: Ranks | None = None
-        cores = config.cpu.cores
+        allowed, quota = sorted(os.sched_getaffinity(0)), cpu_quota()
+        shares = share_cores(config.cpu.cores, allowed, quota, config.parallel.tensor_parallel_size)
+        own = shares[0]
         if config.parallel.tensor_parallel_size > 1:
-            shares = rank_cores(config)
-            cores = shares[0]
             ranks = stack.enter_context(running_ranks(config, launch.folder, shares, wake_up.fd))
-        pin_to_cores(cores)
+        pin_to_cores(own.cores)
         # torch is imported late: it sizes its thread pool by the cores that it finds then, and loading it takes seconds
         # in which the API process already waits for a message.
         with loading_libraries():
@@ -94,9 +97,14 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
             from pdserve.engine.runner_loading import rank_device
             from pdserve.engine.tp.tp_runner import joined_group
 
-        if cores:
-            torch.set_num_threads(len(cores))
+        # Without cores of its own, an engine keeps to what OMP_NUM_THREADS says, too.
+        torch.set_num_threads(own.threads if own.cores else min(own.threads, torch.get_num_threads()))
         device = rank_device(config, 0)
+        compute = None
+        if device.type == "cpu":
+            if note := quota_note(config.cpu.cores, allowed, quota):
+                log.log(logging.WARNING if config.cpu.cores else logging.INFO, "%s", note)
+            compute = _compute_cores(shares, allowed, torch.get_num_threads())
         group = stack.enter_context(joined_group(config, ranks, device))
 
         def progress(stage: str) -> None:
@@ -108,10 +116,16 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         stack.enter_context(_stop_signals(engine.loop.stop))
         if ranks is not None:
             ranks.notify(engine.loop.stop)
-        channel.send(engine.ready)
+        channel.send(msgspec.structs.replace(engine.ready, compute=compute))
         engine.loop.run()
         if ranks is not None:
             ranks.check()
+
+
+def _compute_cores(shares: Sequence[CoreShare], allowed: Sequence[int], own_threads: int) -> ComputeCores:
+    cores = {core for share in shares for core in share.cores or allowed}
+    threads = own_threads + sum(share.threads for share in shares[1:])
+    return ComputeCores(machine_id(), tuple(sorted(cores)), threads)
 
 
 @contextmanager

@@ -19,7 +19,16 @@ from pdserve.bench_config import (
     BenchTransferConfig,
     BenchTurnsConfig,
 )
-from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, TopConfig, UpConfig
+from pdserve.config import (
+    DoctorConfig,
+    DrainConfig,
+    LiveConfig,
+    NodeConfig,
+    ProxyConfig,
+    RoleConfig,
+    TopConfig,
+    UpConfig,
+)
 from pdserve.settings.checks import check
 from pdserve.settings.setting import Setting, build, settings_of, to_text
 from pdserve.settings.sources import CommandLine, current_environ, from_environ, from_file, from_flags
@@ -32,6 +41,7 @@ ROOTS: tuple[type, ...] = (
     RoleConfig,
     DrainConfig,
     TopConfig,
+    LiveConfig,
     BenchBatchingConfig,
     BenchEngineConfig,
     BenchLoadConfig,

@@ -23,6 +23,7 @@ from pdserve.wire.version import RELEASED_0_1, since
 Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+CoreNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 MAX_GAP_BOUNDS = 64
@@ -88,6 +89,16 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """What carries the KV blocks between this engine and others."""
 
 
+class ComputeCores(msgspec.Struct, frozen=True):
+    """The cores of a machine on which an engine computes."""
+
+    machine: Text
+    """The same for all engines whose machine, and start of its kernel, is the same."""
+    cores: Annotated[tuple[CoreNumber, ...], msgspec.Meta(max_length=4096)]
+    threads: Count
+    """It uses so many of ``cores`` at a time."""
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One running node, as it describes itself."""
 
@@ -113,6 +124,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     differently."""
     version: Annotated[Text, since(6)] = ""
     """The version of pdserve that the node runs."""
+    compute: Annotated[ComputeCores | None, since(6)] = None
+    """Where its engine computes; None on a GPU, and from older nodes."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):

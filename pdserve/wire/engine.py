@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pdserve.wire.discovery import NodeLoad, Role
+from pdserve.wire.discovery import ComputeCores, NodeLoad, Role
 from pdserve.wire.ids import RequestId, RequestUuid
 from pdserve.wire.links import LinkCounts
 from pdserve.wire.priority import Priority
@@ -339,6 +339,8 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The engine's processes, by short names of which there are few."""
     ucx: str = ""
     """The UCX that is loaded, such as ``1.21.0 package`` or ``1.21.0 system verbs``; empty if none is."""
+    compute: ComputeCores | None = None
+    """Where it computes; None on a GPU."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):

@@ -67,6 +67,8 @@ class IncidentKind(enum.Enum):
     NODE_LEFT = "node_left"
     NODE_DRAINS = "node_drains"
     ROLE_CHANGED = "role_changed"
+    CORES_SHARED = "cores_shared"
+    """The node has too few cores because others compute on them, too."""
     COMMANDED = "commanded"
 
 

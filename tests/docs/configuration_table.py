@@ -18,7 +18,16 @@ from pdserve.bench_config import (
     BenchTransferConfig,
     BenchTurnsConfig,
 )
-from pdserve.config import DoctorConfig, DrainConfig, NodeConfig, ProxyConfig, RoleConfig, TopConfig, UpConfig
+from pdserve.config import (
+    DoctorConfig,
+    DrainConfig,
+    LiveConfig,
+    NodeConfig,
+    ProxyConfig,
+    RoleConfig,
+    TopConfig,
+    UpConfig,
+)
 from pdserve.settings.setting import Setting, settings_of, to_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -59,6 +68,7 @@ _ROOTS = {
     "`pdserve role`": RoleConfig,
     "`pdserve drain`": DrainConfig,
     "`pdserve top`": TopConfig,
+    "`pdserve live`": LiveConfig,
     "`pdserve bench batching`": BenchBatchingConfig,
     "`pdserve bench engine`": BenchEngineConfig,
     "`pdserve bench load`": BenchLoadConfig,

@@ -86,41 +86,9 @@ def test_an_engine_and_its_ranks_are_found_and_nothing_else(tmp_path: Path) -> N
     assert read_cores((), root).engines == (RunningEngine(7, frozenset({0, 1, 2, 5})), RunningEngine(8, frozenset({3})))
 
 
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, 0.0),
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "150000 100000"}, 1.5),
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                "sys/fs/cgroup/a/cpu.max": "50000 100000",
-                "sys/fs/cgroup/a/b/cpu.max": "150000 100000",
-            },
-            0.5,
-        ),
-        (
-            {
-                "proc/self/cgroup": "3:cpuset:/x\n2:cpu,cpuacct:/a\n",
-                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "200000",
-                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
-            },
-            2.0,
-        ),
-        (
-            {
-                "proc/self/cgroup": "2:cpu:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            0.0,
-        ),
-        ({}, 0.0),
-    ],
-    ids=["none", "own", "tighter-above", "v1", "v1-none", "no-files"],
-)
-def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float) -> None:
-    assert read_cores((), machine(tmp_path, files)).quota == quota
+def test_the_quota_is_that_of_the_control_group(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}
+    assert read_cores((), machine(tmp_path, files)).quota == 1.5
 
 
 def test_this_machine_is_read() -> None:

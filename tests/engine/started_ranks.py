@@ -22,6 +22,7 @@ from pdserve.config import (
     TpBackend,
     TransferConfig,
 )
+from pdserve.core_share import CoreShare
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.settings import cache_folder
@@ -52,7 +53,7 @@ def engine_config(folder: Path, backend: TpBackend = TpBackend.AUTO, device: Dev
 def started(config: EngineConfig) -> Iterator[Ranks]:
     cores = tuple(os.sched_getaffinity(0))
     wake_up = WakeUp()
-    shares = [cores, cores[:1]]
+    shares = [CoreShare(cores, len(cores)), CoreShare(cores[:1], 1)]
     with (
         closing(wake_up),
         tempfile.TemporaryDirectory() as folder,

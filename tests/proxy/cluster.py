@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from pdserve.api.registration import Registration
 from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig, TlsConfig
-from pdserve.wire.discovery import Capacity, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
+from pdserve.wire.discovery import Capacity, ComputeCores, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
@@ -70,6 +70,7 @@ def node_info(
     max_running: int = 4,
     max_model_len: int = 256,
     protocol: int = RELEASED_0_1,
+    compute: ComputeCores | None = None,
 ) -> NodeInfo:
     """Returns a node's description of itself. ``Registration`` puts today's protocol into it."""
     return NodeInfo(
@@ -82,6 +83,7 @@ def node_info(
         fingerprint=fingerprint,
         capacity=Capacity(max_running=max_running, num_blocks=16, block_size=16, max_model_len=max_model_len),
         protocol=protocol,
+        compute=compute,
     )
 
 

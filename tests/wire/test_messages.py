@@ -41,6 +41,7 @@ NODE = discovery.NodeInfo(
     model="smollm2",
     fingerprint="f",
     capacity=discovery.Capacity(max_running=4, num_blocks=100, block_size=16, max_model_len=2048),
+    compute=discovery.ComputeCores("5f0e", (0, 1, 5), 2),
 )
 STATUS = RelayStatus(
     stages={RequestStage.ANSWER: 1},

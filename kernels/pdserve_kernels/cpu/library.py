@@ -10,7 +10,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pdserve.compiled_library import BuildError, Recipe
+from pdserve.compiled_library import BuildError, CpuLevel, Recipe
+
+# What an operating system has to save and x86-64-v2 has besides are not asked for: no processor has these without them.
+_V3_FEATURES = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+_V4_FEATURES = _V3_FEATURES | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V3, _V4 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)
+
+LEVELS = (
+    CpuLevel(
+        "x86-64-v4-vnni-bf16",
+        (*_V4, "-mavx512vnni", "-mavx512bf16"),
+        _V4_FEATURES | {"avx512_vnni", "avx512_bf16"},
+    ),
+    CpuLevel("x86-64-v4-vnni", (*_V4, "-mavx512vnni"), _V4_FEATURES | {"avx512_vnni"}),
+    CpuLevel("x86-64-v4", _V4, _V4_FEATURES),
+    CpuLevel("x86-64-v3-vnni", (*_V3, "-mavxvnni"), _V3_FEATURES | {"avx_vnni"}),
+    CpuLevel("x86-64-v3", _V3, _V3_FEATURES),
+)
+"""Each has one more of the instructions between which csrc distinguishes."""
 
 CPU_KERNELS = Recipe(
     name="cpu-kernels",
@@ -18,7 +36,6 @@ CPU_KERNELS = Recipe(
     compile_flags=(
         "-std=c++17",
         "-O3",
-        "-march=native",
         # Neither errno nor traps change a result, and both keep the compiler from making vector code.
         "-fno-math-errno",
         "-fno-trapping-math",
@@ -28,6 +45,8 @@ CPU_KERNELS = Recipe(
         "-fopenmp",
         "-fPIC",
     ),
+    native_flags=("-march=native",),
+    levels=LEVELS,
 )
 
 _POINTER = ctypes.c_void_p

@@ -98,7 +98,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
         from pdserve.models.runner import kv_layout
         from pdserve.models.tp.tp_opening import open_group
 
-    torch.set_num_threads(len(launch.cores))
+    torch.set_num_threads(launch.threads)
     config = launch.config
     device = rank_device(config, launch.rank)
     channel.send(Arrived())

@@ -15,10 +15,11 @@ import msgspec
 import zmq
 
 from pdserve.config import EngineConfig, RankLaunch
+from pdserve.core_share import CoreShare
 from pdserve.engine.tp.rank_channel import RankChannel
 from pdserve.errors import EngineError, RankLost
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.process import ChildProcess, partition_cores, python_program
+from pdserve.process import ChildProcess, python_program
 from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
 
 log = logging.getLogger(__name__)
@@ -56,12 +57,12 @@ class Ranks:
         self,
         config: EngineConfig,
         folder: str,
-        cores: Sequence[tuple[int, ...]],
+        shares: Sequence[CoreShare],
         board: RankBoard,
         wake_fd: int,
         command: Sequence[str] = RANK_COMMAND,
     ) -> None:
-        """Starts a rank for each of ``cores`` but the first, rank 0's own. ``folder`` is private to this user.
+        """Starts a rank for each of ``shares`` but the first, rank 0's own. ``folder`` is private to this user.
 
         ``wake_fd`` is an eventfd that they write to when the board has news for rank 0.
         """
@@ -80,7 +81,7 @@ class Ranks:
         self._on_loss: Callable[[], None] = _nothing
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
-            for rank in range(1, len(cores)):
+            for rank in range(1, len(shares)):
                 address = f"ipc://{folder}/rank-{rank}"
                 transfer_address = f"ipc://{folder}/transfer-{rank}"
                 self.transfer_addresses += (transfer_address,)
@@ -92,7 +93,8 @@ class Ranks:
                     rendezvous=str(self.rendezvous),
                     board=board.descriptor,
                     wake_fd=wake_fd,
-                    cores=cores[rank],
+                    cores=shares[rank].cores,
+                    threads=shares[rank].threads,
                     config=config,
                 )
                 try:
@@ -217,17 +219,12 @@ class Ranks:
             os._exit(1)
 
 
-def rank_cores(config: EngineConfig) -> list[tuple[int, ...]]:
-    """Returns each rank's cores: a share of ``--cores``, or of all that this process may use."""
-    return partition_cores(config.cpu.cores or sorted(os.sched_getaffinity(0)), config.parallel.tensor_parallel_size)
-
-
 @contextmanager
-def running_ranks(config: EngineConfig, folder: str, cores: Sequence[tuple[int, ...]], wake_fd: int) -> Iterator[Ranks]:
+def running_ranks(config: EngineConfig, folder: str, shares: Sequence[CoreShare], wake_fd: int) -> Iterator[Ranks]:
     """Runs the ranks for as long as the block. The ranks end in order after the block, and at once after an error."""
-    board = RankBoard.create(len(cores))
+    board = RankBoard.create(len(shares))
     try:
-        ranks = Ranks(config, folder, cores, board, wake_fd)
+        ranks = Ranks(config, folder, shares, board, wake_fd)
         try:
             yield ranks
         except BaseException:

@@ -47,6 +47,7 @@ from pdserve.wire.status import IncidentKind
 from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
 from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
+from pdserve_proxy.registry.shared_cores import crowded_with
 
 log = logging.getLogger(__name__)
 
@@ -272,6 +273,8 @@ class DiscoveryServer:
             return
         self._log_change(message, answer, before)
         self._note_change(message, answer, before, drained=drained)
+        if isinstance(message, Register) and before is None and answer is not None and answer.known:
+            self._look_at_cores(message.node)
         if answer is not None:
             await self._send(route, boot_id, answer, SPOKEN.newest if opened.named else RELEASED_0_1)
 
@@ -292,6 +295,14 @@ class DiscoveryServer:
                 "the cluster has %d proxies now, and had %d: limits of API keys are divided", live, self._live_proxies
             )
             self._live_proxies = live
+
+    def _look_at_cores(self, newcomer: NodeInfo) -> None:
+        if newcomer.compute is None:
+            return
+        shared = crowded_with(newcomer, self._registry.neighbours(newcomer.compute.machine))
+        if shared is not None:
+            log.warning("%s", shared)
+            self._incidents.add(IncidentKind.CORES_SHARED, str(shared), node=newcomer.name)
 
     def _note_change(self, message: ToProxy, answer: Ack | None, before: NodeInfo | None, *, drained: bool) -> None:
         add = self._incidents.add

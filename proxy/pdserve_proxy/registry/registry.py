@@ -162,6 +162,11 @@ class Registry(_NodeTable):
         node = self._nodes.get(boot_id)
         return None if node is None else node.info
 
+    def neighbours(self, machine: str) -> list[NodeInfo]:
+        """Returns the registered nodes whose engines compute on this machine."""
+        infos = (node.info for node in self._nodes.values())
+        return [info for info in infos if info.compute is not None and info.compute.machine == machine]
+
     @property
     def lost(self) -> tuple[bytes, ...]:
         """Boot ids of the last nodes that were dropped for their silence and have not come back."""

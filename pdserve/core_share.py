@@ -1,0 +1,87 @@
+"""Says how much of a machine's cores an engine gets: the cores that it may use, and the CPU time of its control group.
+
+A quota of CPU time says nothing about cores. An engine with a quota of 2.5 on a machine of 64 cores sees all 64, and
+with a thread on each of them it uses up the quota at the beginning of every period and then stands still, in the middle
+of a step. So it gets as many threads as the quota has whole cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.process import partition_cores
+
+_MACHINE = "proc/sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """What one process computes with."""
+
+    cores: tuple[int, ...]
+    """It is kept to these; empty if it may use all that it finds."""
+    threads: int
+
+
+def share_cores(asked: Sequence[int], allowed: Sequence[int], quota: float, ranks: int = 1) -> list[CoreShare]:
+    """Returns the share of each of an engine's ``ranks``.
+
+    ``asked`` is what ``--cores`` says, which goes before all. Without it the ranks divide the ``allowed`` cores, or
+    where ``quota`` is less, only the threads: which cores other containers leave idle is then the kernel's to know.
+    """
+    if not asked and 0 < quota < len(allowed):
+        return [CoreShare((), max(1, int(quota) // ranks))] * ranks
+    if not asked and ranks == 1:
+        return [CoreShare((), len(allowed))]
+    return [CoreShare(cores, len(cores)) for cores in partition_cores(asked or allowed, ranks)]
+
+
+def quota_note(asked: Sequence[int], allowed: Sequence[int], quota: float) -> str:
+    """Returns what a quota means for an engine, for its log; an empty text if it means nothing."""
+    limit = f"the control group has {quota:g} cores of CPU time"
+    if not quota or quota >= len(asked or allowed):
+        return ""
+    if asked:
+        return f"{limit} and --cores names {len(asked)}: the kernel stops this engine in the middle of steps"
+    return f"{limit}, so of the {len(allowed)} cores that this engine finds it uses {max(1, int(quota))} at a time"
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """Returns the tightest quota of CPU time, in cores, of this control group and those above it; 0 without a limit.
+
+    It reads both versions of control groups. ``root`` is where ``proc`` and ``sys`` are.
+    """
+    quotas = []
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controllers and "cpu")
+        # A container may see its path on the host, but have only its own folder, at the root.
+        here = Path(path.lstrip("/"))
+        quotas += [_group_quota(mount / folder) for folder in (here, *here.parents)]
+    return min((quota for quota in quotas if quota > 0), default=0.0)
+
+
+def _group_quota(folder: Path) -> float:
+    quota, _, period = read_text(folder / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = read_text(folder / "cpu.cfs_quota_us"), read_text(folder / "cpu.cfs_period_us")
+    # Without a limit the quota is "max" or -1.
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) else 0.0
+
+
+def machine_id(root: Path = Path("/")) -> str:
+    """Returns what names this start of this machine's kernel, which all its containers share; empty if nothing does."""
+    return read_text(root / _MACHINE)
+
+
+def read_text(file: Path) -> str:
+    """Returns what a file of the kernel says; an empty text if it is not there or says nothing to this process."""
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
