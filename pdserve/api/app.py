@@ -121,7 +121,7 @@ def _add_probes(app: Quart, node: ServingNode) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(node.metrics.render(), content_type=CONTENT_TYPE_LATEST)
+        return Response(await node.metrics.render(), content_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def version() -> Response:

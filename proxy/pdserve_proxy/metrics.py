@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.metrics.processes import BuildInfo, own_process
+from pdserve.metrics.text import text_of
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Family, Sample
 from pdserve_proxy.registry.discovery_server import DropCause
@@ -70,11 +71,9 @@ def lasting_families(families: tuple[Family, ...]) -> tuple[Family, ...]:
     return tuple(family for family in families if family.kind in _LASTING)
 
 
-def render_families(families: tuple[Family, ...]) -> bytes:
+async def render_families(families: tuple[Family, ...]) -> bytes:
     """Returns ``families`` as Prometheus text."""
-    registry = CollectorRegistry()
-    registry.register(_FamiliesCollector(families))
-    return prometheus_client.generate_latest(registry)
+    return await text_of(_FamiliesCollector(families))
 
 
 def nodes_of(families: Iterable[Family]) -> frozenset[str]:

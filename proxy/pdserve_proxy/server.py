@@ -105,7 +105,7 @@ async def run(
     )
 
     async def scrape() -> bytes:
-        return render_families(metrics.export_families(registry.snapshot()))
+        return await render_families(metrics.export_families(registry.snapshot()))
 
     reporter = Reporter()
 

@@ -178,6 +178,22 @@ def test_metrics_count_requests(node: NodeUnderTest) -> None:
     assert grown("pdserve_kv_transfer_tail_seconds_sum") == pytest.approx(0.02)
     assert grown("pdserve_request_decode_time_seconds_count") == 2
     assert grown("pdserve_generation_tokens_total") == 9 + 2 * 4
+    histograms = {
+        "request_prompt_tokens": (3, 3),  # "x" is one token
+        "request_params_n": (3, 1 + 2 + 1),
+        "request_generation_tokens": (3, 9 + 2 * 4),
+        "request_max_num_generation_tokens": (2, 9 + 4),
+    }
+    for name, (count, total) in histograms.items():
+        for prefix, labels in (("pdserve_", ""), ("vllm:", f'{{engine="0",model_name="{MODEL}"}}')):
+            assert grown(f"{prefix}{name}_count{labels}") == count, name
+            assert grown(f"{prefix}{name}_sum{labels}") == total, name
+    assert grown("pdserve_request_params_max_tokens_count") == 3
+    assert grown("pdserve_request_inference_time_seconds_count") == 2
+    assert grown("pdserve_request_time_per_output_token_seconds_count") == 2
+    for reason, count in (("stop", 1), ("length", 2), ("error", 1), ("abort", 0)):
+        name = f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="{MODEL}"}}'
+        assert grown(name) == count, reason
 
 
 def test_metrics_show_the_engine(node: NodeUnderTest) -> None:

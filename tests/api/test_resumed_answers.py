@@ -271,7 +271,7 @@ async def test_a_node_that_prepares_fetches_what_holders_have_and_generates_noth
             (2, ()),
             (3, ()),
         ]
-        shown = node.metrics.render().decode()
+        shown = (await node.metrics.render()).decode()
         assert 'pdserve_request_success_total{finished_reason="length"} 0.0' in shown
         assert "pdserve_e2e_request_latency_seconds_count 0.0" in shown
         over = b"".join(b"%d.\n" % number for number in range(4))
@@ -305,7 +305,7 @@ async def test_a_resumed_answer_is_no_first_token(tokenizer: Tokenizer, caplog: 
         events = events_of((await node.begin(TEXT, PLAIN)).body)
         await node.resume(TEXT, PLAIN, journal_of(events[:2]))
         await node.resume(TEXT, PLAIN, b"")
-        shown = node.metrics.render().decode()
+        shown = (await node.metrics.render()).decode()
     assert "pdserve_time_to_first_token_seconds_count 1.0" in shown
     begun, resumed, from_nothing = caplog.messages
     assert "resumed=" not in begun

@@ -54,6 +54,13 @@ QUERIED: dict[str, tuple[str, ...]] = {
 }
 """What else they query, with the labels by which they tell series apart, beside the model's and the engine's."""
 
+COUNTED = (
+    "prompt_tokens_total",
+    "prompt_tokens_computed_total",
+    "request_prompt_tokens_sum",
+    "generation_tokens_total",
+)
+
 
 def families(url: str) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(http(url + "/metrics").body.decode())}
@@ -102,20 +109,20 @@ def test_what_dashboards_made_for_vllm_query_is_there(pd_cluster: Cluster) -> No
 def test_a_prompt_that_moves_is_counted_by_the_node_that_answers(pd_cluster: Cluster) -> None:
     def counted(nodes: Sequence[Node]) -> list[float]:
         pd_cluster.until_idle()
-        names = ("prompt_tokens_total", "prompt_tokens_computed_total", "request_prompt_tokens_sum")
-        return [total(nodes, f"pdserve_{name}") for name in names]
+        return [total(nodes, f"pdserve_{name}") for name in COUNTED]
 
     def moved() -> float:
         return total(pd_cluster.decode, "pdserve_prompt_tokens_by_source_total", source="external_kv_transfer")
 
     decoded, prefilled, before = counted(pd_cluster.decode), counted(pd_cluster.prefill), moved()
-    reply = http(pd_cluster.url + "/v1/completions", {"model": MODEL, "prompt": MOVED, "max_tokens": 2})
+    body = {"model": MODEL, "prompt": MOVED, "max_tokens": 2, "ignore_eos": True}
+    reply = http(pd_cluster.url + "/v1/completions", body)
     tokens = reply.json()["usage"]["prompt_tokens"]
     assert tokens > 16
     grown = [new - old for new, old in zip(counted(pd_cluster.decode), decoded, strict=True)]
-    assert grown == [tokens, 0, tokens]
+    assert grown == [tokens, 0, tokens, 2]
     grown = [new - old for new, old in zip(counted(pd_cluster.prefill), prefilled, strict=True)]
-    assert grown == [0, tokens, 0]
+    assert grown == [0, tokens, 0, 0]
     assert moved() - before == tokens
 
 

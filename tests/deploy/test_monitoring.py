@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -48,8 +49,8 @@ class Shown:
 @pytest.fixture(scope="module")
 def shown() -> Shown:
     """What a node and a proxy show before anything has happened. ``up`` is Prometheus' own."""
-    node = NodeMetrics(EngineStats, others=(own_process("api"), BuildInfo())).render()
-    proxy = render_families(ProxyMetrics().export_families(NOBODY))
+    node = asyncio.run(NodeMetrics(EngineStats, others=(own_process("api"), BuildInfo())).render())
+    proxy = asyncio.run(render_families(ProxyMetrics().export_families(NOBODY)))
     samples: dict[str, list[dict[str, str]]] = {"up": [{}]}
     for family in text_string_to_metric_families((node + proxy).decode()):
         # A family whose labels come with events has no sample yet, and still its name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 import subprocess
@@ -211,8 +212,8 @@ def test_every_message_is_in_the_protocol() -> None:
 
 def test_every_metric_is_named_and_every_name_is_one() -> None:
     others = (own_process("api"), BuildInfo(), KeptAnswersMetrics(KeptAnswers(KeptLimits(0, 0, 0.0))))
-    shown = NodeMetrics(EngineStats, others=others).render()
-    shown += render_families(ProxyMetrics().export_families(Registry(1.0, 3).snapshot()))
+    shown = asyncio.run(NodeMetrics(EngineStats, others=others).render())
+    shown += asyncio.run(render_families(ProxyMetrics().export_families(Registry(1.0, 3).snapshot())))
     exported = set(re.findall(r"^# TYPE ([\w:]+)", shown.decode(), re.MULTILINE))
     text = (ROOT / "docs" / "operations.md").read_text()
     named = set(re.findall(r"\b(?:pdserve_(?!proxy\b|kvtransfer\b|kernels\b)|vllm:|process_)\w+", text))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pdserve.config import Batching, TargetsConfig
@@ -11,6 +13,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.engine.step_watch import StepWatch
 from pdserve.wire.discovery import Role
+from pdserve.wire.engine import STEP_TOKEN_BOUNDS
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
 
@@ -49,6 +52,18 @@ def test_only_chunks_beside_requests_that_decode_share_a_step() -> None:
     assert (stats.shared, stats.shared_prompt_tokens, stats.shared_late) == (2, 32, 1)
     assert stats.itl_target_s == pytest.approx(0.05)
     assert set(stats.parts) == set(StepCost().parts)
+
+
+def test_each_step_is_counted_by_its_tokens() -> None:
+    steps, _ = watch(0)
+    for work in ([DECODING], [DECODING] * 9, [CHUNK, DECODING], [SHORT], [Work(request(40_000, 0), 20_000)]):
+        steps.count(BatchPlan(work))
+    stats = steps.stats()
+    by_bound = dict(zip([*STEP_TOKEN_BOUNDS, math.inf], stats.num_tokens, strict=True))
+    assert {bound: count for bound, count in by_bound.items() if count} == {1: 2, 16: 1, 32: 1, math.inf: 1}
+    assert stats.tokens == 1 + 9 + 17 + 1 + 20_000
+    # What decodes is no prompt, and a prompt of one token is one.
+    assert stats.computed_prompt_tokens == 16 + 1 + 20_000
 
 
 def test_without_a_target_no_step_is_late() -> None:

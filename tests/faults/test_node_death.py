@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, start_node
 from tests.eventually import eventually
@@ -123,6 +124,16 @@ def fallbacks(cluster: Cluster) -> float:
     return cluster.decode[0].metric("fallbacks_total")
 
 
+def counted(node: Node) -> set[tuple[str, frozenset[tuple[str, str]]]]:
+    """Returns the series of all counters and histograms of the node."""
+    return {
+        (sample.name, frozenset(sample.labels.items()))
+        for family in text_string_to_metric_families(http(node.url + "/metrics").body.decode())
+        if family.type in ("counter", "histogram")
+        for sample in family.samples
+    }
+
+
 def test_prefill_node_killed_while_prefilling(broken: Broken, victims: Cluster, expected: list[int]) -> None:
     before, fetched = fallbacks(victims), remote(victims)
     with prefilling(victims) as answer:
@@ -134,8 +145,8 @@ def test_prefill_node_killed_while_prefilling(broken: Broken, victims: Cluster, 
     # Without a prefill node, answers are slower but correct.
     broken.until_known()
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-    # A new prefill node is used at once.
-    broken.start("prefill")
+    # A new prefill node is used at once. It shows every series with which others count failures.
+    assert counted(broken.start("prefill")) == counted(decode)
     broken.until_known()
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
     eventually(lambda: remote(victims) == fetched + 1, "its metrics say so")

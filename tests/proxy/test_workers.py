@@ -134,6 +134,10 @@ async def test_a_node_registers_once_and_every_worker_serves_it_and_figures_are_
         assert [await running.metric(OK) for _ in range(6)] == [40.0] * 6
         assert await running.metric('pdserve_proxy_nodes{role="mixed"}') == 1
         assert await running.metric("pdserve_proxy_requests_in_flight") == 0
+        assert await running.metric('pdserve_proxy_node_requests_total{node="x"}') == 40
+        for process in ("supervisor", "worker-0", "worker-1"):
+            assert await running.metric(f'process_resident_memory_bytes{{process="{process}"}}') > 0
+        assert (await running.ask("/metrics")).count(b"\npdserve_build_info{") == 1
         assert b'"name":"x"' in await running.ask("/instances")
     assert not children()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from pdserve.api.metrics.engine_metrics import EngineCollector
 from pdserve.api.metrics.request_metrics import MetricsScale, RequestMetrics
 from pdserve.api.metrics.vllm_names import VllmNames
 from pdserve.config import MetricsNames
+from pdserve.metrics.text import text_of
 from pdserve.wire.engine import EngineStats
 
 
@@ -32,6 +33,6 @@ class NodeMetrics:
         for collector in (shown, *others):
             self._registry.register(collector)
 
-    def render(self) -> bytes:
+    async def render(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return await text_of(self._registry)

@@ -267,10 +267,11 @@ class Scheduler:
             request.first_token_at = now
             self._count_prompt(request)
         request.token_ids.append(token.token_id)
-        self.counters.generated_tokens += 1
         if request.local_id is None:
+            # The node that answers counts this token, too.
             request.first_token = token
             return
+        self.counters.generated_tokens += 1
         self._collector.token(request, token)
         self.finish_if_over(request)
 

@@ -249,7 +249,7 @@ class WorkerChannel:
         await self._collect(Collect)
         own = self._metrics.export_families(self._registry.snapshot())
         retired = of_nodes(self._retired, self._named_nodes())
-        text = render_families(sum_families([own, retired, *self._workers.values()]))
+        text = await render_families(sum_families([own, retired, *self._workers.values()]))
         await self._send(asker, Scraped(number, text))
 
     async def _collect(self, question: type[Collect] | type[CollectStatus]) -> _Collection:

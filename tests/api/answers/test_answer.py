@@ -199,6 +199,6 @@ async def test_gaps_are_counted_for_each_token() -> None:
         if token in (0, 4):
             await rig.run.next()
     rig.run.close()
-    shown = rig.metrics.render().decode()
+    shown = (await rig.metrics.render()).decode()
     assert "pdserve_inter_token_latency_seconds_count 4.0" in shown
     assert "pdserve_time_to_first_token_seconds_count 1.0" in shown

@@ -54,6 +54,9 @@ def test_prompt_and_prefill_count_once_and_every_answer_names_who_prefilled() ->
     counters = engine.scheduler.counters
     assert (counters.prompt_tokens, counters.generated_tokens) == (10, 27)
     assert (counters.prefix_cache_queries, counters.prefills[PrefillSource.LOCAL]) == (10, 1)
+    engine.add(3, PROMPT, 9, SEEDS[:1])
+    engine.run()
+    assert (counters.prompt_tokens, counters.cached_prompt_tokens, counters.transferred_prompt_tokens) == (20, 8, 0)
     reports = [engine.endings[i].report for i in range(3)]
     assert len({(report.prefill_source, report.queue_s) for report in reports if report is not None}) == 1
 
@@ -160,7 +163,9 @@ def test_a_prefill_node_samples_every_first_token_and_the_prompt_moves_once() ->
     pair.finish()
     assert pair.decode.outputs == WANTED
     assert pair.wire.moved == 3
-    assert pair.prefill.scheduler.counters.generated_tokens == 3
+    counters, elsewhere = pair.decode.scheduler.counters, pair.prefill.scheduler.counters
+    assert (counters.prompt_tokens, counters.transferred_prompt_tokens, counters.generated_tokens) == (10, 10, 27)
+    assert (elsewhere.prompt_tokens, elsewhere.generated_tokens) == (0, 0)
     assert pair.decode.scheduler.counters.prefills[PrefillSource.REMOTE] == 1
 
 
