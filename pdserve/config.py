@@ -905,6 +905,14 @@ class RelayConfig:
         minimum=0.0,
         maximum=86_400,
     )
+    suspect_s: float = setting(
+        "suspect-s",
+        "A request with which two nodes were lost is refused for this many seconds, because it may be what they died "
+        "of. 0 lets it try again.",
+        60.0,
+        minimum=0.0,
+        maximum=86_400,
+    )
     max_resumes: int = setting(
         "max-resumes", "At most this many streams are being resumed at once; others wait for their turn.", 32, minimum=1
     )

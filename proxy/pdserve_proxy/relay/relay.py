@@ -39,6 +39,7 @@ from pdserve_proxy.relay.move import PlannedMoves
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
 from pdserve_proxy.relay.resume import STREAMED, ResumeFailed, Resumes, Resumption
+from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
@@ -110,7 +111,8 @@ class Relay:
         self._counts.watch(self._registry, self._attempts)
         nodes = self._counts.nodes
         self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool, nodes)
-        self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts)
+        self._suspects = Suspects(relay.suspect_s, asyncio.get_running_loop().time)
+        self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts, self._suspects)
         self._moves = PlannedMoves(relay, self._registry, self._dispatch, self._resumes, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
         self._deadlines: ExpiryQueue[RelayedRequest] = ExpiryQueue(
@@ -160,6 +162,7 @@ class Relay:
 
         Raises RequestError if no node gives a response.
         """
+        self._suspects.check(request.path, request.body.data)
         request = self._with_identity(request)
         model = requested_model(self._registry.snapshot(), request.body.model)
         oldest, key = DIALECTS if request.path in DIALECT_ROUTES else 0, b""
@@ -188,6 +191,7 @@ class Relay:
             if failure.kind is AttemptFailureKind.LOST:
                 losses += 1
                 if losses == MAX_LOSSES:
+                    self._suspects.add(request.path, request.body.data, relayed.request_id, route.decode.name)
                     break
         assert failure is not None
         if failure.answer is None:

@@ -28,6 +28,7 @@ from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, writes
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
+from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 
@@ -54,9 +55,11 @@ Begin: TypeAlias = Callable[[NodeResponse], Awaitable[bytes]]
 class ResumeFailed(Exception):
     """The stream does not go on. The message says why."""
 
-    def __init__(self, outcome: ResumeOutcome, why: str) -> None:
+    def __init__(self, outcome: ResumeOutcome, why: str, lost: str = "") -> None:
+        """``lost`` is the name of the node that was lost with it too, if one was."""
         super().__init__(why)
         self.outcome = outcome
+        self.lost = lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,12 +279,20 @@ class Resumes:
     before it has said anything goes to no third one: it may be what they died of.
     """
 
-    def __init__(self, config: RelayConfig, registry: RegistryView, dispatch: Dispatch, counts: RequestCounts) -> None:
+    def __init__(
+        self,
+        config: RelayConfig,
+        registry: RegistryView,
+        dispatch: Dispatch,
+        counts: RequestCounts,
+        suspects: Suspects,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._wait_s = config.resume_wait_s
         self._registry = registry
         self._dispatch = dispatch
         self.counts = counts
+        self._suspects = suspects
         self._turns = asyncio.Semaphore(config.max_resumes)
         self._changed = asyncio.Event()
         """Set when the registry has changed since a stream last looked for a node."""
@@ -315,7 +326,13 @@ class Resumes:
                     if found is None:
                         continue
                     route = found
-                answer = await self._ask(stream, route, begin)
+                try:
+                    answer = await self._ask(stream, route, begin)
+                except ResumeFailed as exc:
+                    if exc.lost:
+                        request = stream.request
+                        self._suspects.add(request.path, request.body.data, stream.relayed.request_id, exc.lost)
+                    raise
             if isinstance(answer, bytes):
                 return answer
             self._note_declined(stream, route.decode, answer, asked_again_s)
@@ -359,7 +376,8 @@ class Resumes:
             return Declined(f"it cannot be reached: {exc}")
         except NodeLost as exc:
             self.counts.nodes.failed(node, AttemptFailureKind.LOST)
-            raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} was lost with it too: {exc}") from exc
+            why = f"node {node.name} was lost with it too: {exc}"
+            raise ResumeFailed(ResumeOutcome.FAILED, why, node.name) from exc
         except Unavailable as exc:  # which says nothing about the node
             return Declined(exc.message)
         if response.status not in REFUSALS:
