@@ -194,6 +194,8 @@ async def prometheus_on(host: Host, cluster: Cluster, monitoring: Manifests, fol
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration(monitoring.monitors, folder)))
         with (folder / "prometheus.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
+                # It ends with this process, even by SIGKILL.
+                *("setpriv", "--pdeathsig", "KILL"),
                 *host.prefix,
                 program,
                 f"--config.file={folder / 'prometheus.yaml'}",

@@ -95,7 +95,7 @@ class Pod:
     @property
     def container(self) -> str:
         """Returns the name of the container's present run."""
-        return f"{self.identity.folder.parent.name}-{self.name}-{self.restarts}"
+        return f"{self.name}-{os.getpid()}-{self.restarts}"
 
     def last(self, moment: Moment) -> float:
         """Returns when something happened last."""

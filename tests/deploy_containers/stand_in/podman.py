@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LABEL = "pdserve-deploy-containers"
-"""All containers of this test have it."""
+"""All containers of this test have it. Its value is the process that runs them."""
 _CAP_SYS_RESOURCE = 24
 
 
@@ -48,7 +48,7 @@ class Podman:
 
     async def start(self, name: str, arguments: list[str], log: Path) -> int:
         """Runs a container and returns its first process, or 0 if that has ended already."""
-        run = ("run", "--detach", "--name", name, "--label", LABEL, "--pull", "never")
+        run = ("run", "--detach", "--name", name, "--label", f"{LABEL}={os.getpid()}", "--pull", "never")
         await self(*run, "--log-driver", "k8s-file", "--log-opt", f"path={log}", *self.limits, *arguments)
         return int(await self("inspect", "--format", "{{.State.Pid}}", name))
 
@@ -62,9 +62,15 @@ class Podman:
             await self("rm", "--force", "--time", "0", "--ignore", *names)
 
     async def remove_all(self) -> None:
-        """Removes all containers of this test, also those of a run that was killed."""
-        found = await self("ps", "--all", "--quiet", "--filter", f"label={LABEL}")
-        await self.remove(*found.split())
+        """Removes the containers of this process, and of those that were killed."""
+        form = f'{{{{.ID}}}} {{{{index .Labels "{LABEL}"}}}}'
+        found = [line.split() for line in (await self("ps", "--all", "--format", form)).splitlines()]
+        await self.remove(*(line[0] for line in found if len(line) == 2 and _is_over(int(line[1]))))
+
+
+def _is_over(pid: int) -> bool:
+    """Returns whether the containers of a process are nobody's any more. Its own are asked about when it ends."""
+    return pid == os.getpid() or not Path("/proc", str(pid)).exists()
 
 
 @contextmanager
