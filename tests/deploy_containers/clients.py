@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from tests.hosts.namespaces import Host
 
 MODEL = "smollm2-135m-instruct"
 _ANSWER_S = 180.0
+_RETRY_S = 0.5
 
 
 @dataclass
@@ -30,6 +32,10 @@ class Answer:
     """When each piece of text arrived."""
     failure: str = ""
     """Empty if the answer is whole."""
+    retries: int = 0
+    """How often the client has asked again."""
+    last_event: str = ""
+    """The id of the last event, if events have ids."""
 
     @property
     def longest_gap_s(self) -> float:
@@ -43,10 +49,13 @@ class Client:
     url: str
     session: aiohttp.ClientSession
 
-    async def ask(self, prompt: str, max_tokens: int, arrived: asyncio.Event | None = None) -> Answer:
-        """Returns the answer, whatever becomes of it. Sets ``arrived`` with the first piece of text."""
+    async def ask(self, prompt: str, max_tokens: int, arrived: asyncio.Event | None = None, retries: int = 0) -> Answer:
+        """Returns the answer, whatever becomes of it. Sets ``arrived`` with the first piece of text.
+
+        With ``retries``, the request has a key, and a client that lost its connection goes on behind what it has got.
+        """
         answer = Answer(prompt, time.monotonic())
-        body = {
+        request = {
             "model": MODEL,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
@@ -54,30 +63,46 @@ class Client:
             "ignore_eos": True,
             "stream": True,
         }
+        headers = {"Content-Type": "application/json"}
+        if retries:
+            headers["Idempotency-Key"] = uuid.uuid4().hex
+        await self._try(answer, json.dumps(request).encode(), headers, arrived)
+        while answer.failure and answer.retries < retries:
+            await asyncio.sleep(_RETRY_S)
+            answer.retries += 1
+            if answer.last_event:
+                headers["Last-Event-ID"] = answer.last_event
+            await self._try(answer, json.dumps(request).encode(), headers, arrived)
+        return answer
+
+    async def _try(self, answer: Answer, body: bytes, headers: dict[str, str], arrived: asyncio.Event | None) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as response:
+                async with self.session.post(f"{self.url}/v1/chat/completions", data=body, headers=headers) as response:
                     if response.status != 200:
                         answer.failure = f"{response.status}: {(await response.text())[:200]}"
                     else:
                         await _read(response, answer, arrived)
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             answer.failure = f"{type(exc).__name__}: {exc}"
-        return answer
 
 
 async def _read(response: aiohttp.ClientResponse, answer: Answer, arrived: asyncio.Event | None) -> None:
     answer.failure = "the stream ended without [DONE]"
+    event_id = ""
     async for line in response.content:
-        data = line.removeprefix(b"data: ").strip()
-        if data == b"[DONE]":
+        field, _, value = line.decode().strip().partition(": ")
+        if field == "id":
+            event_id = value
+        elif field == "data" and value == "[DONE]":
             answer.failure = ""
-        elif data and line.startswith(b"data: "):
-            event = json.loads(data)
+        elif field == "data":
+            event = json.loads(value)
             if "error" in event:
                 answer.failure = str(event["error"])[:200]
                 return
             text = event["choices"][0]["delta"].get("content") if event["choices"] else None
+            answer.last_event = event_id
             if text:
                 answer.text += text
                 answer.arrivals.append(time.monotonic())
@@ -130,7 +155,9 @@ class Load:
 
 
 @asynccontextmanager
-async def load(client: Client, references: dict[str, str], clients: int, max_tokens: int) -> AsyncIterator[Load]:
+async def load(
+    client: Client, references: dict[str, str], clients: int, max_tokens: int, retries: int = 0
+) -> AsyncIterator[Load]:
     """Keeps so many answers under way during the block. At its end, those under way come to theirs."""
     seen, stopping = Load(references), asyncio.Event()
 
@@ -138,7 +165,7 @@ async def load(client: Client, references: dict[str, str], clients: int, max_tok
         for prompt in itertools.cycle(prompts):
             if stopping.is_set():
                 return
-            answer = await client.ask(prompt, max_tokens)
+            answer = await client.ask(prompt, max_tokens, retries=retries)
             seen.add(answer)
             if answer.failure:
                 # Not a client that asks a thousand times a second where nobody answers.

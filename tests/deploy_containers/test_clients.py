@@ -23,9 +23,12 @@ WHOLE = event("a") + event("b") + "data: [DONE]\n\n"
 @asynccontextmanager
 async def answering(*bodies: str, status: int = 200) -> AsyncIterator[Client]:
     """Yields a client of a server that gives these answers, the last one again and again."""
-    left = list(bodies)
+    left, bodies_seen = list(bodies), set[bytes]()
 
     async def answer(request: web.Request) -> web.Response:
+        # Whoever asks again sends the same bytes.
+        bodies_seen.add(await request.read())
+        assert len(bodies_seen) == 1
         return web.Response(text=left.pop(0) if len(left) > 1 else left[0], status=status)
 
     app = web.Application()
@@ -66,6 +69,15 @@ async def test_a_server_that_is_not_there_is_a_failure() -> None:
         pass
     async with aiohttp.ClientSession() as client.session:
         assert "ClientConnector" in (await client.ask("?", 2)).failure
+
+
+async def test_a_client_that_asks_again_goes_on_behind_what_it_has() -> None:
+    async with answering("id: k.1\n" + event("a"), event("b") + "data: [DONE]\n\n") as client:
+        answer = await client.ask("?", 2, retries=3)
+    assert (answer.text, answer.failure, answer.retries) == ("ab", "", 1)
+    async with answering("no node", status=503) as client:
+        answer = await client.ask("?", 2, retries=1)
+    assert (answer.failure, answer.retries) == ("503: no node", 1)
 
 
 async def test_load_keeps_each_answer_and_tells_the_broken_and_the_wrong_from_the_others() -> None:
