@@ -219,10 +219,13 @@ class KeptAnswer(Reply):
 
         The ``first`` client is the one for which it is computed. Raises what the answer fails with, and Gone.
         """
+        if not first:
+            log.info("request_id=%s gets the answer of request_id=%s", request.label, self.label)
         reader = _Reader()
         self.readers.add(reader)
         if self.timer is not None:
             self.timer.cancel()
+            self.timer = None
         try:
             await self._follow(request, reader, after, first=first)
         finally:
@@ -354,7 +357,6 @@ class KeptAnswers:
             self.discard(found)
             return None
         self.replayed += 1
-        log.info("request_id=%s is sent what request_id=%s has, or will have", keep.key.hex()[:8], found.label)
         return found
 
     def open(

@@ -47,8 +47,10 @@ def read_event_id(text: str) -> EventId | None:
 
 def digest(*parts: bytes) -> bytes:
     """Returns a hash of ``parts`` that stands for them in tickets."""
-    lengths = b",".join(b"%d" % len(part) for part in parts)
-    return blake2b(lengths + b":" + b"".join(parts), digest_size=KEY_BYTES).digest()
+    running = blake2b(b",".join(b"%d" % len(part) for part in parts) + b":", digest_size=KEY_BYTES)
+    for part in parts:
+        running.update(part)
+    return running.digest()
 
 
 class Replay(msgspec.Struct, frozen=True):

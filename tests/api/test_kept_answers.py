@@ -180,6 +180,7 @@ async def test_a_node_that_keeps_nothing_answers_without_ids(tokenizer: Tokenize
 class Client:
     """A client of a log, which reads when the test lets it."""
 
+    label: str = "again"
     got: bytearray = field(default_factory=bytearray)
     reads: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
