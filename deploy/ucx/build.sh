@@ -92,7 +92,8 @@ options=(--without-cuda --without-gdrcopy)
 if [ -n "$cuda" ]; then
 	check_out "$gdrcopy_url" "$gdrcopy_commit" "$gdrcopy_source" "$work/gdrcopy"
 	make -C "$work/gdrcopy" -j"$jobs" prefix="$prefix" CUDA="$cuda" lib lib_install
-	options=(--with-cuda="$cuda" --with-gdrcopy="$prefix")
+	# Without nvcc: what it would compile are kernels that call UCX, which pdserve has none of.
+	options=(--with-cuda="$cuda" --with-gdrcopy="$prefix" NVCC=/bin/false)
 fi
 
 check_out "$ucx_url" "$ucx_commit" "$source" "$work/ucx"

@@ -126,7 +126,7 @@ def _rdma(facts: UcxFacts) -> Finding:
     if facts.loaded is not None and not facts.loaded.verbs:
         return problem(
             check,
-            f"{kernel}, but {facts.loaded} was built without verbs",
+            f"{kernel}, but this is {facts.loaded}",
             f"build one with deploy/ucx/build.sh, name its lib folder in LD_LIBRARY_PATH, and set {PREFER_SYSTEM}=true",
         )
     return problem(

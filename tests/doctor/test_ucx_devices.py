@@ -18,11 +18,11 @@ LAPTOP = UcxFacts(
     usable=(Lane("self", "memory"), Lane("tcp", "eth0"), Lane("tcp", "lo"), Lane("posix", "memory")),
     error="",
     all_transports=frozenset({"self", "tcp", "posix", "sysv", "cma"}),
-    loaded=LoadedUcx("1.21.0", Path("/site-packages/libucx/lib"), packaged=True, verbs=False),
+    loaded=LoadedUcx("1.21.0", Path("/site-packages/libucx/lib"), packaged=True, no_verbs="there is no libuct_ib.so"),
     rdma_devices=(),
     gpus=0,
 )
-WITH_VERBS = LoadedUcx("1.21.0", Path("/opt/ucx/lib"), packaged=False, verbs=True)
+WITH_VERBS = LoadedUcx("1.21.0", Path("/opt/ucx/lib"), packaged=False)
 INFO = """
 # Memory domain: tcp
 #      Transport: tcp

@@ -18,7 +18,7 @@ def why_no_rdma(ports: Sequence[RdmaPort], resources: Sequence[Lane], loaded: Lo
     if not ports:
         return ""
     if not loaded.verbs:
-        return f"{loaded} does not know {_listing(ports)}; deploy/ucx/build.sh builds one that does"
+        return f"{loaded} does not know {_listing(ports)}: deploy/ucx/build.sh builds one that does"
     if own := [str(lane) for lane in resources if lane.kind is TransportKind.RDMA]:
         return f"this side has {', '.join(own)}, and the other has none that it reaches: see pdserve doctor there"
     if not any(port.active for port in ports):

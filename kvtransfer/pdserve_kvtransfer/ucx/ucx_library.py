@@ -23,7 +23,7 @@ from pdserve.wire.links import TransportKind
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _MAPS = Path("/proc/self/maps")
 _LIBRARY = re.compile(r"(?P<folder>/.*)/(?P<name>libuc(?:s|s_signal|m|t|p)\.so)[.0-9]*(?: \(deleted\))?")
-_VERBS = "libuct_ib.so*"
+_VERBS = "libuct_ib.so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,13 @@ class LoadedUcx:
     """The folder of ``libucp.so``, which has UCX's modules in its folder ``ucx``."""
     packaged: bool
     """Whether it is the one of the package libucx."""
-    verbs: bool
-    """Whether it can use RDMA devices, if there are any."""
+    no_verbs: str = ""
+    """Why it cannot use RDMA devices; empty if it can."""
+
+    @property
+    def verbs(self) -> bool:
+        """Whether it can use RDMA devices, if there are any."""
+        return not self.no_verbs
 
     @property
     def prefix(self) -> Path:
@@ -55,7 +60,8 @@ class LoadedUcx:
 
     def __str__(self) -> str:
         origin = "the package libucx" if self.packaged else "the system"
-        return f"UCX {self.version} of {origin}, {'with' if self.verbs else 'without'} verbs ({self.folder})"
+        verbs = "with verbs" if self.verbs else f"without verbs ({self.no_verbs})"
+        return f"UCX {self.version} of {origin} in {self.folder}, {verbs}"
 
 
 def _header(prefix: Path) -> Path:
@@ -80,12 +86,25 @@ def load_ucxx() -> Any:
     return libucxx
 
 
+@cache
 def loaded_ucx() -> LoadedUcx:
     """Returns the library that ``load_ucxx`` loads. Raises TransferError like it."""
-    version = ".".join(str(part) for part in load_ucxx().get_ucx_version())
-    folder = _loaded_folder()
-    verbs = any((folder / "ucx").glob(_VERBS))
-    return LoadedUcx(version, folder, packaged=folder == _package_folder(), verbs=verbs)
+    ucx, folder = load_ucxx(), _loaded_folder()
+    version = ".".join(str(part) for part in ucx.get_ucx_version())
+    try:
+        ucx.UCXContext({"TLS": "self"}, feature_flags=(ucx.Feature.TAG,))
+    except Exception as exc:
+        raise TransferError(f"UCX {version} of {folder} cannot start: {exc}") from exc
+    return LoadedUcx(version, folder, folder == _package_folder(), _why_no_verbs(folder))
+
+
+def _why_no_verbs(folder: Path) -> str:
+    """Says why the loaded UCX cannot use RDMA devices. A context has loaded all modules that can be loaded."""
+    if not any((folder / "ucx").glob(f"{_VERBS}*")):
+        return f"there is no {_VERBS}"
+    if f"{folder}/ucx/{_VERBS}" not in _MAPS.read_text():
+        return f"{_VERBS} cannot be loaded: see ldd {folder}/ucx/{_VERBS}"
+    return ""
 
 
 @cache

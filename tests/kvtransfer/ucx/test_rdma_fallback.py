@@ -14,8 +14,8 @@ from pdserve_kvtransfer.ucx.ucx_library import Lane, LoadedUcx
 
 UP = RdmaPort("mlx5_0", 1, "4: ACTIVE", "5: LinkUp", "100 Gb/sec", "InfiniBand", (), 0)
 DOWN = replace(UP, device="mlx5_1", state="1: DOWN")
-WITH_VERBS = LoadedUcx("1.21.0", Path("/opt/ucx/lib"), packaged=False, verbs=True)
-PACKAGE = replace(WITH_VERBS, packaged=True, verbs=False)
+WITH_VERBS = LoadedUcx("1.21.0", Path("/opt/ucx/lib"), packaged=False)
+PACKAGE = replace(WITH_VERBS, packaged=True, no_verbs="there is no libuct_ib.so")
 ETHERNET = (Lane("tcp", "eth0"), Lane("posix", "memory"))
 
 
@@ -29,7 +29,7 @@ ETHERNET = (Lane("tcp", "eth0"), Lane("posix", "memory"))
             PACKAGE,
             "",
             "",
-            "without verbs (/opt/ucx/lib) does not know mlx5_0 port 1",
+            "without verbs (there is no libuct_ib.so) does not know mlx5_0 port 1",
         ),
         (
             [UP],

@@ -23,7 +23,7 @@ from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 UcxTransport("tcp,self", "lo")
 loaded = loaded_ucx()
-print(loaded.packaged, loaded.folder, loaded.prefix, loaded.label, sep="\\n")
+print(loaded.packaged, loaded.folder, loaded.prefix, loaded.label, loaded.no_verbs, sep="\\n")
 """
 _NAMES = ("libucs", "libucs_signal", "libucm", "libuct", "libucp")
 
@@ -70,6 +70,9 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in _NAMES:
         shutil.copy2(loaded.folder / f"{name}.so.0", prefix / "lib" / f"{name}.so.0")
         (prefix / "lib" / f"{name}.so").symlink_to(f"{name}.so.0")
+    (prefix / "lib" / "ucx").mkdir()
+    # As where libibverbs is missing, UCX leaves out without a word what cannot be loaded.
+    (prefix / "lib" / "ucx" / "libuct_ib.so").write_text("no library")
     return prefix
 
 
@@ -84,7 +87,8 @@ def run(library: Path) -> subprocess.CompletedProcess[str]:
 def test_the_systems_library_is_loaded_where_it_is_asked_for(system: Path) -> None:
     done = run(system / "lib")
     label = f"{loaded_ucx().version} system"
-    assert done.stdout.splitlines() == ["False", str(system / "lib"), str(system), label], done.stderr
+    no_verbs = f"libuct_ib.so cannot be loaded: see ldd {system}/lib/ucx/libuct_ib.so"
+    assert done.stdout.splitlines() == ["False", str(system / "lib"), str(system), label, no_verbs], done.stderr
 
 
 @pytest.mark.integration
