@@ -194,6 +194,12 @@ class LogLevel(enum.Enum):
     ERROR = "error"
 
 
+class LogFormat(enum.Enum):
+    TEXT = "text"
+    JSON = "json"
+    """Each line is an object."""
+
+
 class RoleChoice(enum.Enum):
     """Who decides which nodes prefill and which decode."""
 
@@ -981,6 +987,11 @@ class LogConfig:
     """The log, which goes to stderr."""
 
     level: LogLevel = setting("log-level", "Messages below this level are not logged.", LogLevel.INFO, first=True)
+    format: LogFormat = setting(
+        "log-format",
+        "Lines are text for people, or JSON objects for programs. The screen of pdserve up has text in any case.",
+        LogFormat.TEXT,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -1048,6 +1059,8 @@ class EngineConfig:
     stream: StreamConfig = field(default_factory=StreamConfig)
     has_peers: bool = True
     """Whether the node belongs to a proxy, so that it can fetch KV blocks from other nodes and be fetched from."""
+    node: str = ""
+    """The node's name, for log lines; empty if it has none of its own."""
     records: bool = False
     """Whether the API process wants the lanes of requests (``pdserve.wire.timeline``)."""
 
@@ -1396,4 +1409,30 @@ class TopConfig:
     """The settings of ``pdserve top``."""
 
     watch: WatchConfig = field(default_factory=WatchConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRequestConfig:
+    """The request whose timeline is shown, and the proxy that is asked."""
+
+    request: str = setting("request", "This is the x-request-id of the request.", "", metavar="ID", first=True)
+    proxy_url: str = setting(
+        "proxy-url", "This proxy had the request, http://host:port.", "http://127.0.0.1:8000", first=True
+    )
+    api_keys: tuple[str, ...] = setting("api-key", "The proxy gets this key, if it asks for one.", (), secret=True)
+    api_key_file: str = setting("api-key-file", "The proxy gets the first key in this file.", "", first=True)
+    json: Switch = setting(
+        "json", "The timeline is printed as JSON, as the proxy has it.", Switch.OFF, bare="on", first=True
+    )
+    timeout_s: float = setting(
+        "command-timeout-s", "The proxy gets this many seconds for its answer.", 10.0, minimum=0.1, maximum=600
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTraceConfig:
+    """The settings of ``pdserve trace``."""
+
+    asked: AskedRequestConfig = field(default_factory=AskedRequestConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)

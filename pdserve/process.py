@@ -32,8 +32,9 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from pdserve.config import LogLevel
+from pdserve.config import LogConfig, LogFormat
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.log_format import JsonFormatter, as_text, log_all_as_json
 
 PARENT_PID_ENV = "PDSERVE_PARENT_PID"
 """The number of the process that started this one, if it was one of pdserve's."""
@@ -206,7 +207,7 @@ _MAX_LINE = 64 * 1024
 
 def parse_listening(line: str) -> Listening | None:
     """Returns the addresses in ``pdserve <role> listening url=… [control=…]``; None for any other line."""
-    match = _LISTENING.search(line)
+    match = _LISTENING.search(as_text(line))
     return Listening(match["url"], match["control"] or "") if match else None
 
 
@@ -271,8 +272,8 @@ class ServerProcess(ChildProcess):
                 self._take(line)
 
     def _take(self, line: str) -> None:
-        self._kept.append(line)
-        self.last_line = line
+        self.last_line = text = as_text(line)
+        self._kept.append(text)
         found = parse_listening(line)
         if found and not self._listening.done():
             self._listening.set_result(found)
@@ -455,9 +456,14 @@ def read_launch(launch: type[Launch]) -> Launch:
     return msgspec.msgpack.decode(data, type=launch)
 
 
-def set_up_logging(level: LogLevel, prefix: str = "") -> None:
-    """Logs to standard error, with ``prefix`` before each message, unless logging has been set up already."""
-    logging.basicConfig(level=level.name, format=f"%(asctime)s %(levelname)s %(name)s: {prefix}%(message)s")
+def set_up_logging(config: LogConfig, process: str, *, node: str = "", prefix: str = "") -> None:
+    """Logs to standard error, unless logging has been set up already.
+
+    ``process`` and ``node`` are in each line of JSON, and ``prefix`` is before the message of each line of text.
+    """
+    logging.basicConfig(level=config.level.name, format=f"%(asctime)s %(levelname)s %(name)s: {prefix}%(message)s")
+    if config.format is LogFormat.JSON:
+        log_all_as_json(JsonFormatter(process, node))
     # The caller's place in the source and the numbers of its thread and process are in no line.
     logging._srcfile = None  # as the logging documentation has it under "Optimization"
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

@@ -33,9 +33,11 @@ from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
+from pdserve.log_format import name_node
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.process import set_up_logging, share_interpreter
 from pdserve.signals import StopSignals, on_hangup, stop_signals
+from pdserve.tracing.span_counts import SpanCounts
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.engine import Ready
@@ -68,7 +70,7 @@ def serve(
 
     On SIGHUP it calls ``read_secret`` for the secret from then on.
     """
-    set_up_logging(config.log.level)
+    set_up_logging(config.log, "api", node=config.discovery.name)
     share_interpreter()
     node = NodeServer(role, config, secret, model_dir, cache_dir, engine_command, read_secret)
     try:
@@ -134,7 +136,9 @@ class NodeServer:
         info = self._info(ready, boot_id, url)
         limits = KeptLimits(self.config.kept.answers, self.config.kept.memory_mib * 2**20, self.config.kept.keep_s)
         kept = KeptAnswers(limits)
-        metrics = self._metrics(info, engine, ready, kept)
+        name_node(info.name)
+        spans = SpanCounts("pdserve")
+        metrics = self._metrics(info, engine, ready, kept, spans)
         registering = self._registration(info, engine, metrics, secrets)
         state = self._state(info, engine, ready, tokenizer, metrics, registering, secrets, kept)
         engine.on_lane = state.keep_engine_lane
@@ -147,32 +151,34 @@ class NodeServer:
         # The present objects live as long as the process. To search them for garbage would delay tokens.
         gc.collect()
         gc.freeze()
-        serving = await http.start()
-        registration = asyncio.create_task(_registered(registering), name="registration")
-        try:
-            log.info("pdserve %s listening url=%s", self.role.value, url)
-            drains = _first(signals.drain.wait(), commanded.wait())
-            await _first(drains, engine.wait_lost(), _ended(serving), _ended(registration))
-            state.phase = NodePhase.DRAINING
-            state.kept.drain()
-            if not (signals.drain.is_set() or commanded.is_set()):
+        described = {"pdserve.process": "node", "pdserve.node": info.name}
+        async with state.tracing.exporting(described, spans):
+            serving = await http.start()
+            registration = asyncio.create_task(_registered(registering), name="registration")
+            try:
+                log.info("pdserve %s listening url=%s", self.role.value, url)
+                drains = _first(signals.drain.wait(), commanded.wait())
+                await _first(drains, engine.wait_lost(), _ended(serving), _ended(registration))
+                state.phase = NodePhase.DRAINING
+                state.kept.drain()
+                if not (signals.drain.is_set() or commanded.is_set()):
+                    await _cancelled(registration)
+                    self._raise_failure(engine, registration)
+                if registering is not None and self.config.discovery.drain is DrainMode.MIGRATE:
+                    registering.drain()
+                    await self._drain(engine, signals, MOVED_S)
+                else:
+                    await _cancelled(registration)
+                    await self._drain(engine, signals)
+                if engine.failure is not None:
+                    raise engine.failure
+            finally:
+                state.phase = NodePhase.DRAINING
                 await _cancelled(registration)
-                self._raise_failure(engine, registration)
-            if registering is not None and self.config.discovery.drain is DrainMode.MIGRATE:
-                registering.drain()
-                await self._drain(engine, signals, MOVED_S)
-            else:
-                await _cancelled(registration)
-                await self._drain(engine, signals)
-            if engine.failure is not None:
-                raise engine.failure
-        finally:
-            state.phase = NodePhase.DRAINING
-            await _cancelled(registration)
-            engine.fail_open(shutting_down())
-            await http.stop()
-            state.preparer.close()
-            state.grammars.close()
+                engine.fail_open(shutting_down())
+                await http.stop()
+                state.preparer.close()
+                state.grammars.close()
 
     async def _drain(self, engine: EngineClient, signals: StopSignals, quiet_s: float = 0.0) -> None:
         """Waits until nothing runs, and nothing has for ``quiet_s`` if anything ran in the beginning."""
@@ -230,6 +236,7 @@ class NodeServer:
             parallel=config.parallel,
             stream=config.stream,
             has_peers=bool(config.discovery.proxies),
+            node=config.discovery.name,
             records=config.trace.records,
         )
 
@@ -279,18 +286,20 @@ class NodeServer:
             formats=formats_of(tokenizer.chat_template, self.config.message),
             grammars=GrammarCheck(self.model_dir, self.config.grammar, cache_dir=self.cache_dir),
             prefix_cache=self.config.cache.prefix_cache,
-            tracing=Tracing(self.config.trace.kept_lanes),
+            tracing=Tracing(self.config.trace),
             kept=kept,
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
 
-    def _metrics(self, info: NodeInfo, engine: EngineClient, ready: Ready, kept: KeptAnswers) -> NodeMetrics:
+    def _metrics(
+        self, info: NodeInfo, engine: EngineClient, ready: Ready, kept: KeptAnswers, spans: SpanCounts
+    ) -> NodeMetrics:
         processes = {"api": os.getpid(), **ready.process_ids}
         build = BuildInfo(
             torch=installed("torch"), ucx=ready.ucx, transports=self.config.transfer.ucx_tls, kernels=ready.kernels
         )
         scale = MetricsScale(self.config.request.timeout_s, ready.max_model_len)
-        others = (ProcessMetrics(lambda: processes), build, KeptAnswersMetrics(kept))
+        others = (ProcessMetrics(lambda: processes), build, KeptAnswersMetrics(kept), spans)
         return NodeMetrics(lambda: engine.stats, info.model, scale, self.config.metrics.names, others)
 
 

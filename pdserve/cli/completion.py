@@ -17,6 +17,7 @@ from pdserve.config import (
     LiveConfig,
     NodeConfig,
     ProxyConfig,
+    RequestTraceConfig,
     RoleConfig,
     TopConfig,
     UpConfig,
@@ -36,6 +37,7 @@ CONFIGS: Mapping[str, type[Any]] = {
     "drain": DrainConfig,
     "top": TopConfig,
     "live": LiveConfig,
+    "trace": RequestTraceConfig,
 }
 """The settings of each subcommand that has some, except the benchmarks'."""
 
@@ -87,6 +89,8 @@ def whole_parser() -> argparse.ArgumentParser:
             _add_settings(subcommand, CONFIGS[name])
         if name == "completion":
             subcommand.add_argument("shell", choices=SHELLS)
+        if name == "trace":
+            subcommand.add_argument("of_request", metavar="REQUEST_ID")
         if name == "role":
             subcommand.add_argument("to_node", metavar="NODE")
             subcommand.add_argument("to_role", metavar="ROLE", choices=[role.value for role in Role])

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from pdserve.config import LogLevel
+from pdserve.log_format import as_text
 
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92)
@@ -61,6 +62,7 @@ class Console:
         """Prints a line that the process ``name`` wrote, unless it is a log line below this console's level."""
         if self._keep is not None:
             self._keep(name, line)
+        line = as_text(line)
         found = _LEVEL.search(line)
         if found and found[0] in self._hidden:
             return

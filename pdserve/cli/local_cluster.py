@@ -23,7 +23,7 @@ from pdserve.cli.console import Console
 from pdserve.cli.kept_server import KeptServer
 from pdserve.cli.kernel_compiler import nothing_compiled
 from pdserve.compiled_library import Compiling
-from pdserve.config import ClusterConfig, HttpConfig, LogConfig, LogLevel, NodeConfig, Switch, UpConfig
+from pdserve.config import ClusterConfig, HttpConfig, LogLevel, NodeConfig, Switch, UpConfig
 from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
 from pdserve.settings import load, to_environ
 from pdserve.wire.discovery import Role
@@ -75,7 +75,8 @@ def child_environ(
     """
     inner = dataclasses.replace(config.http, host=LOOPBACK, port=0, advertise="")
     # The line with a process's addresses is an INFO line; the console hides what the user does not want to see.
-    log = LogConfig(LogLevel.DEBUG if config.log.level is LogLevel.DEBUG else LogLevel.INFO)
+    level = LogLevel.DEBUG if config.log.level is LogLevel.DEBUG else LogLevel.INFO
+    log = dataclasses.replace(config.log, level=level)
     settings = to_environ(dataclasses.replace(config, http=inner, log=log))
     defaults = to_environ(NodeConfig())
     private = {name: defaults[name] for name in _OWN_ADDRESSES}

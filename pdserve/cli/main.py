@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "drain": "empties a running node and ends it: pdserve drain NODE",
     "top": "shows a cluster while it works: nodes, requests, rates, and what went wrong",
     "live": "asks the server of this container whether it lives; for HEALTHCHECK and exec probes",
+    "trace": "draws what happened to a request, and when: pdserve trace REQUEST_ID",
     "doctor": "looks at this machine and at peers, and says what to do; before calling for help",
     "bench": "measures this machine, an engine or a server; pdserve bench lists what",
     "completion": "prints a script by which a shell completes all this: pdserve completion bash",

@@ -43,7 +43,7 @@ def main(around: Callable[[StepRunner], StepRunner] | None = None) -> int:
     """
     ignore_hangup()
     launch = read_launch(EngineLaunch)
-    set_up_logging(launch.config.log.level)
+    set_up_logging(launch.config.log, "engine", node=launch.config.node)
     failed: str | None = None
     with zmq.Context() as context:
         batched = launch.config.stream.batched_dispatch is Switch.ON

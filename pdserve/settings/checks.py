@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,10 +27,12 @@ from pdserve.config import (
     HttpConfig,
     SchedulerConfig,
     TlsConfig,
+    TraceConfig,
     TransferConfig,
 )
 from pdserve.errors import ConfigError
 
+_OTEL_PACKAGES = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _DEVICES = re.compile(r"\^?[^\s,^/]+(,[^\s,^/]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _SHAPE = re.compile(r"mix|[1-9][0-9]{0,6}/[1-9][0-9]{0,6}")
@@ -195,6 +198,16 @@ def _check_url(flag: str, url: str, *, schemes: tuple[str, ...], example: str) -
         raise ConfigError(f"{flag}: {url!r} was given; it takes an address like {example}")
 
 
+def _trace(trace: TraceConfig) -> None:
+    endpoint = trace.otlp_endpoint
+    if not endpoint:
+        return
+    if not endpoint.startswith(("http://", "https://")) or not urlsplit(endpoint).hostname:
+        raise ConfigError(f"--otlp-endpoint: {endpoint!r} was given; it takes a URL like http://collector:4318")
+    if not all(map(find_spec, _OTEL_PACKAGES)):
+        raise ConfigError("--otlp-endpoint needs more packages: pip install 'pdserve[otel]'")
+
+
 _CHECKS: dict[type, Callable[[Any], None]] = {
     CacheConfig: _cache,
     SchedulerConfig: _scheduler,
@@ -211,4 +224,5 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     LoadConfig: _load,
     StreamBenchConfig: _stream_bench,
     TransferBenchConfig: _transfer_bench,
+    TraceConfig: _trace,
 }

@@ -243,12 +243,20 @@ def from_environ(
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known:
             raise ConfigError(f"unknown environment variable {name}{suggestion(name, known)}")
-    values = {
-        setting.flag: from_texts(setting, [environ[setting.env]], setting.env)
-        for setting in settings
-        if setting.env in environ
-    }
+    named = [(setting, _given_name(setting, environ)) for setting in settings]
+    values = {setting.flag: from_texts(setting, [environ[name]], name) for setting, name in named if name is not None}
     return values, environ.get(CONFIG_ENV, "")
+
+
+_FOREIGN = {"otlp-endpoint": ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")}
+"""Variables of other programs that give a setting where pdserve's own is missing, the first one first."""
+
+
+def _given_name(setting: Setting, environ: Mapping[str, str]) -> str | None:
+    """Returns the variable that gives the setting a value, if one does. Foreign ones that are empty give none."""
+    if setting.env in environ:
+        return setting.env
+    return next((name for name in _FOREIGN.get(setting.flag, ()) if environ.get(name)), None)
 
 
 def from_file(settings: Sequence[Setting], path: Path, elsewhere: Sequence[Setting]) -> dict[str, Any]:

@@ -14,20 +14,24 @@ MAX_RECALLED = 64
 class KeptLanes:
     """The newest lanes. Used by one thread."""
 
-    def __init__(self, count: int, export: Callable[[RequestLane], None] | None = None) -> None:
-        """Keeps ``count`` lanes, and gives each that belongs to a trace to ``export``."""
+    def __init__(self, count: int) -> None:
+        """Keeps ``count`` lanes."""
         self._lanes: deque[RequestLane] = deque(maxlen=count)
-        self._export = export
-        self.wanted = bool(count) or export is not None
-        """Whether lanes are of any use: if not, nothing is to be noted."""
+        self.export: Callable[[RequestLane], None] | None = None
+        """Gets each lane that belongs to a trace."""
 
         self.live: Callable[[str], Iterable[RequestLane]] = lambda _: ()
         """Returns the lanes of requests with this id that are under way."""
 
+    @property
+    def wanted(self) -> bool:
+        """Whether lanes are of any use: if not, nothing is to be noted."""
+        return bool(self._lanes.maxlen) or self.export is not None
+
     def add(self, lane: RequestLane) -> None:
         self._lanes.append(lane)
-        if self._export is not None and lane.trace is not None:
-            self._export(lane)
+        if self.export is not None and lane.trace is not None:
+            self.export(lane)
 
     def recall(self, request_id: str) -> tuple[RequestLane, ...]:
         """Returns the lanes of the requests with this id, the newest ``MAX_RECALLED`` of them."""

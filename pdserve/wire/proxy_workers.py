@@ -4,8 +4,9 @@ A worker sends ``WorkerHello``, and gets ``Nodes`` then and at every change. Whe
 ``WorkerReady``. A worker answers each ``WorkerPing``, unless its event loop hangs: with ``Counts`` if requests have
 ended since it last sent them in answer to one, and else with ``WorkerPong``. A worker that is asked for ``/metrics``
 sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come back, and answers
-``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and ``StatusTold``. When
-the supervisor has read its files again, it sends ``Renewed``.
+``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and ``StatusTold``. So it
+is for a request's timeline: ``AskLanes``, ``CollectLanes``, ``LanesPart`` and ``LanesTold``. When the supervisor has
+read its files again, it sends ``Renewed``.
 
 With ``--store``, the supervisor has the responses that clients may ask for again. A worker sends ``BeginResponse``
 before it relays a request, and ``FinishResponse`` or ``AbandonResponse`` after it; for a client it sends
@@ -22,8 +23,9 @@ import msgspec
 
 from pdserve.http.tls import Certificate
 from pdserve.wire.discovery import NodeInfo, NodeLoad
-from pdserve.wire.ids import BootId
+from pdserve.wire.ids import BootId, RequestId
 from pdserve.wire.status import RelayStatus
+from pdserve.wire.timeline import RequestLane
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,28 @@ class StatusTold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """The report on the whole proxy, as JSON."""
 
 
+class AskLanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ask_lanes"):
+    number: int
+    request_id: RequestId
+
+
+class CollectLanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="collect_lanes"):
+    number: int
+    request_id: RequestId
+
+
+class LanesPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="lanes_part"):
+    number: int
+    """The number of the ``CollectLanes`` that this answers."""
+    lanes: tuple[RequestLane, ...]
+
+
+class LanesTold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="lanes_told"):
+    number: int
+    lanes: tuple[RequestLane, ...]
+    """What all workers remember of the requests with the id."""
+
+
 NO_QUESTION = 0
 """The number of ``Counts`` that a worker sends by itself."""
 
@@ -214,7 +238,18 @@ class StoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Whether the response will be kept, or is."""
 
 
-ToWorker: TypeAlias = Nodes | Collect | Scraped | CollectStatus | StatusTold | WorkerPing | Renewed | StoreReply
+ToWorker: TypeAlias = (
+    Nodes
+    | Collect
+    | Scraped
+    | CollectStatus
+    | StatusTold
+    | CollectLanes
+    | LanesTold
+    | WorkerPing
+    | Renewed
+    | StoreReply
+)
 ToSupervisor: TypeAlias = (
     WorkerHello
     | WorkerReady
@@ -223,6 +258,8 @@ ToSupervisor: TypeAlias = (
     | Counts
     | AskStatus
     | StatusPart
+    | AskLanes
+    | LanesPart
     | BeginResponse
     | FinishResponse
     | AbandonResponse

@@ -109,7 +109,7 @@ class InformationRoutes:
         app.add_url_rule("/live", "live", self.live)
         app.add_url_rule("/ready", "ready", self.ready)
         app.add_url_rule("/instances", "instances", self.instances)
-        app.add_url_rule("/requests/<request_id>/timeline", "timeline", self.timeline)
+        app.add_url_rule("/requests/<path:request_id>/timeline", "timeline", self.timeline)
         app.add_url_rule("/metrics", "metrics", self.metrics)
         app.add_url_rule("/version", "version", self.version)
         app.add_url_rule("/server_info", "server_info", self.server_info)

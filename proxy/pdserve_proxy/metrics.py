@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.metrics.text import text_of
+from pdserve.tracing.span_counts import SpanCounts
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Family, Sample
 from pdserve_proxy.registry.discovery_server import DropCause
@@ -131,6 +132,8 @@ class ProxyMetrics:
         registry.register(self.counts)
         registry.register(own_process(process))
         self._build = BuildInfo()
+        self.spans = SpanCounts("pdserve_proxy")
+        registry.register(self.spans)
         self.queued = Gauge("pdserve_proxy_requests_queued", "Requests that wait for their turn.", registry=registry)
         self._stored = Gauge("pdserve_proxy_stored_responses", "Responses that are kept.", registry=registry)
         self._store_bytes = Gauge(

@@ -41,7 +41,7 @@ def serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], bytes] |
 
     Raises ConfigError if it cannot start as configured.
     """
-    set_up_logging(config.log.level)
+    set_up_logging(config.log, "proxy")
     allow_open_files()
     collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -129,7 +129,7 @@ async def run(
         store = None if limits is None else ResponseStore(limits)
         if store is not None:
             metrics.watch_store(store)
-        tracing = Tracing(config.trace.kept_lanes)
+        tracing = Tracing(config.trace)
 
         async def lanes(request_id: str) -> Sequence[RequestLane]:
             return tracing.lanes.recall(request_id)

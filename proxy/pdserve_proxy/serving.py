@@ -78,6 +78,7 @@ async def serve_clients(
     metrics.queued.set_function(lambda: admission.waiting)
     access = StatusAccess(config.status.page, config.http, credentials.keys, credentials.admins)
     async with (
+        state.tracing.exporting({"pdserve.process": "proxy"}, metrics.spans),
         Relay(
             config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust, state.tracing
         ) as relay,

@@ -27,6 +27,7 @@ from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.settings import ROOTS, load
 from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
+from pdserve.tracing.span_counts import SpanCounts
 from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics, render_families
@@ -211,7 +212,12 @@ def test_every_message_is_in_the_protocol() -> None:
 
 
 def test_every_metric_is_named_and_every_name_is_one() -> None:
-    others = (own_process("api"), BuildInfo(), KeptAnswersMetrics(KeptAnswers(KeptLimits(0, 0, 0.0))))
+    others = (
+        own_process("api"),
+        BuildInfo(),
+        KeptAnswersMetrics(KeptAnswers(KeptLimits(0, 0, 0.0))),
+        SpanCounts("pdserve"),
+    )
     shown = asyncio.run(NodeMetrics(EngineStats, others=others).render())
     shown += asyncio.run(render_families(ProxyMetrics().export_families(Registry(1.0, 3).snapshot())))
     exported = set(re.findall(r"^# TYPE ([\w:]+)", shown.decode(), re.MULTILINE))

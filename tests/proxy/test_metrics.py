@@ -10,6 +10,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.tracing.kept_lanes import KeptLanes
 from pdserve.wire.discovery import Register, Role
 from pdserve.wire.proxy_workers import Credentials
 from pdserve_proxy.credentials import LiveCredentials
@@ -106,7 +107,9 @@ async def test_what_a_worker_counted_outlives_it_though_nobody_asked(
         serving = asyncio.create_task(hub.run())
         workers = [
             SupervisorChannel(
-                address, name, RegistryMirror(Attempts()), of_worker, LiveCredentials(Credentials(SECRET, ()))
+                *(address, name, RegistryMirror(Attempts()), of_worker),
+                LiveCredentials(Credentials(SECRET, ())),
+                KeptLanes(0),
             )
             for name, of_worker in zip(names, metrics, strict=True)
         ]

@@ -134,10 +134,11 @@ def test_an_id_that_everybody_uses_is_recalled_within_bounds() -> None:
 
 def test_lanes_of_a_trace_are_exported_and_no_others() -> None:
     exported: list[RequestLane] = []
-    kept = KeptLanes(0, exported.append)
+    kept = KeptLanes(0)
+    assert not kept.wanted
+    kept.export = exported.append
     kept.add(lane("a"))
     kept.add(lane("b", TRACE))
     assert [found.request_id for found in exported] == ["b"]
     assert kept.recall("b") == ()
     assert kept.wanted
-    assert not KeptLanes(0).wanted

@@ -324,6 +324,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.Scraped(7, b"text"),
             proxy_workers.CollectStatus(7),
             proxy_workers.StatusTold(7, b"{}"),
+            proxy_workers.CollectLanes(7, "r"),
+            proxy_workers.LanesTold(7, (LANE,)),
             proxy_workers.WorkerPing(),
             proxy_workers.StoreReply(7, True, b"[]", b"start", True),
             proxy_workers.Renewed(
@@ -340,6 +342,8 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.Scrape(7),
             proxy_workers.AskStatus(7),
             proxy_workers.StatusPart(7, STATUS),
+            proxy_workers.AskLanes(7, "r"),
+            proxy_workers.LanesPart(7, (LANE,)),
             proxy_workers.BeginResponse(7, "owner", "resp_1", b"[]", b"start"),
             proxy_workers.FinishResponse(8, 7, "resp_2", b"[]", b"{}"),
             proxy_workers.AbandonResponse(7),

@@ -177,7 +177,7 @@ class MockServer:
 def main(argv: list[str]) -> int:
     """Runs the engine like the engine's own main: the launch message comes on standard input."""
     launch = read_launch(EngineLaunch)
-    set_up_logging(launch.config.log.level)
+    set_up_logging(launch.config.log, "engine")
     stream = launch.config.stream
     batched = stream.batched_dispatch is Switch.ON
     with zmq.Context() as context:

@@ -60,7 +60,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     launch = read_launch(RankLaunch)
-    set_up_logging(launch.config.log.level, f"rank {launch.rank}: ")
+    rank = f"rank {launch.rank}"
+    set_up_logging(launch.config.log, rank, node=launch.config.node, prefix=f"{rank}: ")
     with zmq.Context() as context:
         channel = OrderChannel(context, launch.address)
         failed: RankFailed | None = None

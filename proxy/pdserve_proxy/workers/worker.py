@@ -12,10 +12,9 @@ import itertools
 import logging
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 import uvloop
@@ -26,15 +25,20 @@ from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup, stop_signals
+from pdserve.tracing.kept_lanes import KeptLanes
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.proxy_workers import (
     NO_QUESTION,
     AbandonResponse,
+    AskLanes,
     AskStatus,
     Collect,
+    CollectLanes,
     CollectStatus,
     Counts,
     Credentials,
+    LanesPart,
+    LanesTold,
     Nodes,
     Renewed,
     Scrape,
@@ -64,6 +68,8 @@ log = logging.getLogger(__name__)
 WORKER_COMMAND = python_program("pdserve_proxy.workers.worker")
 SUPERVISOR_TIMEOUT_S = 5.0
 
+T = TypeVar("T")
+
 _decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -87,8 +93,15 @@ class SupervisorChannel:
     """A worker's end of the channel to its supervisor."""
 
     def __init__(
-        self, address: str, name: bytes, mirror: RegistryMirror, metrics: ProxyMetrics, credentials: LiveCredentials
+        self,
+        address: str,
+        name: bytes,
+        mirror: RegistryMirror,
+        metrics: ProxyMetrics,
+        credentials: LiveCredentials,
+        kept: KeptLanes,
     ) -> None:
+        self._kept = kept
         self._mirror = mirror
         self._credentials = credentials
         self._metrics = metrics
@@ -97,6 +110,7 @@ class SupervisorChannel:
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
         self._reports: dict[int, asyncio.Future[bytes]] = {}
+        self._lanes: dict[int, asyncio.Future[tuple[RequestLane, ...]]] = {}
         self._questions: dict[int, asyncio.Future[StoreReply]] = {}
         self._posts: set[asyncio.Task[None]] = set()
         self.has_nodes = asyncio.Event()
@@ -142,6 +156,12 @@ class SupervisorChannel:
                     answer = self._reports.get(number)
                     if answer is not None and not answer.done():
                         answer.set_result(report)
+                case CollectLanes(number=number, request_id=request_id):
+                    await self.send(LanesPart(number, self._kept.recall(request_id)))
+                case LanesTold(number=number, lanes=lanes):
+                    told = self._lanes.get(number)
+                    if told is not None and not told.done():
+                        told.set_result(lanes)
                 case StoreReply() as reply:
                     waiting = self._questions.get(reply.number)
                     if waiting is not None and not waiting.done():
@@ -193,10 +213,18 @@ class SupervisorChannel:
         number = next(self._numbers)
         return await self._answer_to(AskStatus(number), number, self._reports)
 
+    async def lanes(self, request_id: str) -> tuple[RequestLane, ...]:
+        """Returns what all workers remember of the requests with this id.
+
+        Raises Unavailable if the supervisor does not answer.
+        """
+        number = next(self._numbers)
+        return await self._answer_to(AskLanes(number, request_id), number, self._lanes)
+
     async def _answer_to(
-        self, question: Scrape | AskStatus, number: int, answers: dict[int, asyncio.Future[bytes]]
-    ) -> bytes:
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self, question: Scrape | AskStatus | AskLanes, number: int, answers: dict[int, asyncio.Future[T]]
+    ) -> T:
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         answers[number] = answer
         try:
             async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
@@ -213,9 +241,10 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
     number, _, _ = launch.name.decode().partition(".")
     metrics, attempts = ProxyMetrics(f"worker-{number}", launch.config.request.timeout_s), Attempts()
     mirror, credentials = RegistryMirror(attempts), LiveCredentials(launch.credentials)
+    tracing = Tracing(launch.config.trace)
     with (
         socket.socket(fileno=launch.listener) as listener,
-        SupervisorChannel(launch.address, launch.name, mirror, metrics, credentials) as channel,
+        SupervisorChannel(launch.address, launch.name, mirror, metrics, credentials, tracing.lanes) as channel,
     ):
         async with asyncio.TaskGroup() as tasks:
             serving_channel = tasks.create_task(channel.run())
@@ -223,12 +252,9 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
                 await channel.has_nodes.wait()
             limits = store_limits(launch.config.store)
             storage = None if limits is None else SupervisorStorage(limits, channel.ask, channel.post)
-            tracing = Tracing(launch.config.trace.kept_lanes)
-
-            async def lanes(request_id: str) -> Sequence[RequestLane]:
-                return tracing.lanes.recall(request_id)
-
-            state = ProcessState(mirror, attempts, metrics, channel.scrape, channel.report, tracing, lanes, storage)
+            state = ProcessState(
+                mirror, attempts, metrics, channel.scrape, channel.report, tracing, channel.lanes, storage
+            )
             announcing: list[asyncio.Task[None]] = []
 
             def listening() -> None:
@@ -246,7 +272,7 @@ async def _main(launch: WorkerLaunch) -> None:
 def main() -> int:
     ignore_hangup()
     launch = read_launch(WorkerLaunch)
-    set_up_logging(launch.config.log.level)
+    set_up_logging(launch.config.log, "worker")
     allow_open_files()
     collect_rarely()
     try:

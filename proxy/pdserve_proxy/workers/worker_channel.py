@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -19,9 +20,11 @@ import zmq.asyncio
 
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
+    AskLanes,
     AskStatus,
     BeginResponse,
     Collect,
+    CollectLanes,
     CollectStatus,
     Counts,
     Credentials,
@@ -29,6 +32,8 @@ from pdserve.wire.proxy_workers import (
     Family,
     FinishResponse,
     KnownNode,
+    LanesPart,
+    LanesTold,
     Nodes,
     ReadResponse,
     Renewed,
@@ -44,6 +49,7 @@ from pdserve.wire.proxy_workers import (
     WorkerReady,
 )
 from pdserve.wire.status import RelayStatus
+from pdserve.wire.timeline import RequestLane
 from pdserve_proxy.metrics import ProxyMetrics, lasting_families, nodes_of, of_nodes, render_families, sum_families
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay.node_counts import OTHER_NODES
@@ -82,13 +88,15 @@ class WorkerHealth:
 
 @dataclass(slots=True)
 class _Collection:
-    """One question to all workers, for their metrics or their status."""
+    """One question to all workers, for their metrics, their status or a request."""
 
     missing: set[bytes]
     """The workers that have not answered yet."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     statuses: list[RelayStatus] = field(default_factory=list)
     """What those that were asked for their status have answered."""
+    lanes: list[RequestLane] = field(default_factory=list)
+    """What those that were asked for a request have answered."""
 
     def answered(self, name: bytes) -> None:
         self.missing.discard(name)
@@ -213,6 +221,12 @@ class WorkerChannel:
                         collection.answered(name)
                 case AskStatus(number=number):
                     self._begin(self._tell_status(name, number))
+                case LanesPart(number=number, lanes=lanes):
+                    if (collection := self._collections.get(number)) is not None and name in collection.missing:
+                        collection.lanes += lanes
+                        collection.answered(name)
+                case AskLanes(number=number, request_id=request_id):
+                    self._begin(self._tell_lanes(name, number, request_id))
                 case Scrape(number=number):
                     self._begin(self._scrape(name, number))
                 case BeginResponse() | FinishResponse() | ReadResponse() | DeleteResponse() as question:
@@ -245,6 +259,10 @@ class WorkerChannel:
         report = self._reporter.report(self._registry.snapshot(), [own, *statuses], workers=len(statuses))
         await self._send(asker, StatusTold(number, msgspec.json.encode(report)))
 
+    async def _tell_lanes(self, asker: bytes, number: int, request_id: str) -> None:
+        lanes = (await self._collect(partial(CollectLanes, request_id=request_id))).lanes
+        await self._send(asker, LanesTold(number, tuple(lanes)))
+
     async def _scrape(self, asker: bytes, number: int) -> None:
         await self._collect(Collect)
         own = self._metrics.export_families(self._registry.snapshot())
@@ -252,7 +270,7 @@ class WorkerChannel:
         text = await render_families(sum_families([own, retired, *self._workers.values()]))
         await self._send(asker, Scraped(number, text))
 
-    async def _collect(self, question: type[Collect] | type[CollectStatus]) -> _Collection:
+    async def _collect(self, question: Callable[[int], ToWorker]) -> _Collection:
         """Asks every worker for its part, and returns when all have answered or their time is over."""
         self._number += 1
         number = self._number
@@ -263,7 +281,7 @@ class WorkerChannel:
             async with asyncio.timeout(COLLECT_TIMEOUT_S):
                 await collection.done.wait()
         except TimeoutError:
-            log.warning("%d workers did not send their part of the metrics or status", len(collection.missing))
+            log.warning("%d workers did not send their part of what all know", len(collection.missing))
         finally:
             del self._collections[number]
         return collection

@@ -1,0 +1,115 @@
+"""Sends the spans of lanes to an OpenTelemetry collector, from a thread of its own.
+
+A request costs an entry in a queue. When that is full, because the collector is gone or too slow, lanes are dropped and
+counted. Only a process that exports spans imports this.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from pdserve.log_throttle import LogThrottle
+from pdserve.metrics.processes import installed
+from pdserve.tracing.span_counts import SpanCounts
+from pdserve.tracing.spans import SpanMaker
+from pdserve.wire.timeline import RequestLane
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 2048
+"""The most lanes that wait for the thread."""
+BATCH = 64
+"""The most lanes whose spans leave in one message."""
+LINGER_S = 0.5
+"""A lane waits for so long for others that leave with it."""
+EXPORT_S = 5.0
+"""How long the collector gets for a message, further attempts included."""
+WARN_EVERY_S = 60.0
+TRACES_PATH = "/v1/traces"
+
+
+class SpanExport:
+    """The queue, and the thread that empties it. ``close`` it in the end."""
+
+    def __init__(self, endpoint: str, attributes: dict[str, str], counts: SpanCounts) -> None:
+        """``endpoint`` is the collector's base address, and ``attributes`` say which process this is."""
+        # Its own lines come for each failure, and would have a line of the log for each attempt.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        self._exporter = OTLPSpanExporter(traces_url(endpoint), timeout=EXPORT_S)
+        self._maker = SpanMaker(_resource(attributes), InstrumentationScope("pdserve", installed("pdserve")))
+        self._endpoint = endpoint
+        self._counts = counts
+        self._throttle = LogThrottle(WARN_EVERY_S)
+        self._queue: deque[RequestLane] = deque()
+        self._news = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def add(self, lane: RequestLane) -> None:
+        """Queues the spans of a lane that has ended. Never waits."""
+        if len(self._queue) >= MAX_QUEUED or self._stop.is_set():
+            self._counts.dropped += 1
+            return
+        self._queue.append(lane)
+        if not self._news.is_set():
+            self._news.set()
+
+    def close(self, within_s: float) -> None:
+        """Sends what is queued, for at most about ``within_s``, for which it blocks. The rest is dropped."""
+        self._stop.set()
+        self._news.set()
+        self._thread.join(within_s)
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # it ends the pauses between attempts
+        self._counts.dropped += len(self._queue)
+        self._queue.clear()
+
+    def _run(self) -> None:
+        while True:
+            self._news.wait()
+            self._stop.wait(LINGER_S)
+            self._news.clear()
+            while lanes := self._take():
+                self._export(lanes)
+            if self._stop.is_set() and not self._queue:
+                return
+
+    def _take(self) -> list[RequestLane]:
+        return [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+
+    def _export(self, lanes: Sequence[RequestLane]) -> None:
+        unix_ns = time.time_ns() - time.monotonic_ns()
+        try:
+            spans = [span for lane in lanes for span in self._maker.spans(lane, unix_ns)]
+            done = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        except Exception:  # a defect here must not end the thread, and with it every later span
+            log.exception("spans could not be made or sent")
+            done = False
+        if done:
+            self._counts.exported += len(lanes)
+            return
+        self._counts.dropped += len(lanes)
+        if failures := self._throttle.add(time.monotonic()):
+            log.warning("%s does not take spans: %d message(s) of them were dropped", self._endpoint, failures)
+
+
+def traces_url(endpoint: str) -> str:
+    """Returns where the spans go: an endpoint that is not the traces' own yet is the base of all signals."""
+    base = endpoint.rstrip("/")
+    return base if base.endswith(TRACES_PATH) else base + TRACES_PATH
+
+
+def _resource(attributes: dict[str, str]) -> Resource:
+    """Returns what all spans of the process share. ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` count."""
+    usual = Resource.create(attributes | {"service.version": installed("pdserve")})
+    name = str(usual.attributes.get("service.name", ""))
+    return usual.merge(Resource({"service.name": "pdserve"})) if name.startswith("unknown_service") else usual

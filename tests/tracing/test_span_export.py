@@ -1,0 +1,147 @@
+"""Tests how lanes become spans, and that a collector which is gone costs requests nothing."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from pdserve.config import TraceConfig
+from pdserve.errors import ConfigError
+from pdserve.settings.checks import check
+from pdserve.tracing.lane_notes import LaneNotes
+from pdserve.tracing.span_counts import SpanCounts
+from pdserve.tracing.span_export import MAX_QUEUED, SpanExport, traces_url
+from pdserve.tracing.tracing import NO_PARENT, Tracing
+from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane
+from pdserve.wire.trace_context import TraceContext
+from tests.tracing.receiver import receiver
+
+TRACE = TraceContext(bytes(range(16)), b"p" * 8)
+
+
+def proxy_lane(outcome: str = "ok", status: int = 200) -> RequestLane:
+    """Returns the lane of a request whose first node was lost."""
+    notes = LaneNotes(ProcessKind.PROXY, "chat-1", 10.0, TRACE)
+    notes.begin(PhaseKind.ATTEMPT, 10.0, node="decode-0")
+    notes.end(PhaseKind.ATTEMPT, 11.0, "lost")
+    notes.begin(PhaseKind.ATTEMPT, 11.0, node="decode-1")
+    notes.end(PhaseKind.ATTEMPT, 12.0, "ok")
+    notes.moment(MomentKind.RESUMED, 11.5, node="decode-1", gap_s=0.5)
+    return notes.lane(12.0, route="/v1/completions", model="m", outcome=outcome, status=status)
+
+
+def engine_lane() -> RequestLane:
+    notes = LaneNotes(ProcessKind.ENGINE, "chat-1", 10.0, TRACE)
+    notes.chunk(10.0, 10.5, 16)
+    notes.chunk(10.5, 11.0, 8)
+    notes.begin(PhaseKind.PREFILL, 10.0, tokens=24)
+    notes.end(PhaseKind.PREFILL, 11.0)
+    return notes.lane(12.0, outcome="length", prompt_tokens=24, output_tokens=4)
+
+
+def test_attempts_are_children_that_are_linked() -> None:
+    lane, counts = proxy_lane(), SpanCounts("p")
+    with receiver() as received:
+        export = SpanExport(received.url, {"pdserve.process": "proxy"}, counts)
+        export.add(lane)
+        export.close(10.0)
+        root, first, second = received.spans
+    assert (root.name, root.parent, root.failed) == ("POST /v1/completions", TRACE.span_id.hex(), False)
+    assert root.events == ("resumed",)
+    assert root.attributes["http.response.status_code"] == 200
+    assert (root.resource["service.name"], root.resource["pdserve.process"]) == ("pdserve", "proxy")
+    assert {first.parent, second.parent} == {root.span_id}
+    assert (first.failed, first.links, first.attributes["pdserve.peer"]) == (True, (), "decode-0")
+    assert (second.failed, second.links, second.span_id) == (False, (first.span_id,), lane.phases[1].span_id.hex())
+    assert root.end_ns - root.start_ns == 2_000_000_000
+    assert abs(root.end_ns - (time.time_ns() - time.monotonic_ns() + 12_000_000_000)) < 1e9
+    assert (counts.exported, counts.dropped) == (1, 0)
+
+
+def test_chunks_are_events_of_their_prefill() -> None:
+    with receiver() as received:
+        export = SpanExport(received.url, {}, SpanCounts("p"))
+        export.add(engine_lane())
+        export.close(10.0)
+        root, prefill = received.spans
+    assert (root.name, root.events) == ("engine", ())
+    assert (prefill.name, prefill.events) == ("prefill", ("chunk", "chunk"))
+    assert root.attributes["gen_ai.usage.input_tokens"] == 24
+    assert root.attributes["gen_ai.usage.output_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "failed"),
+    [("ok", 200, False), ("refused", 400, False), ("upstream_lost", 502, True), ("refused", 503, True)],
+)
+def test_only_failures_of_the_cluster_are_errors(outcome: str, status: int, failed: bool) -> None:
+    with receiver() as received:
+        export = SpanExport(received.url, {}, SpanCounts("p"))
+        export.add(proxy_lane(outcome, status))
+        export.close(10.0)
+        assert received.spans[0].failed is failed
+
+
+def test_a_collector_that_is_gone_blocks_nobody_and_drops_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody accepts at this port: the system takes the connection, and never answers."""
+    counts, lane = SpanCounts("p"), engine_lane()
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
+        export = SpanExport(f"http://127.0.0.1:{silent.getsockname()[1]}", {}, counts)
+        for _ in range(2 * MAX_QUEUED):
+            export.add(lane)
+        assert counts.dropped >= MAX_QUEUED - 64
+        export.close(0.2)
+        assert counts.exported == 0
+        export.add(lane)
+    assert counts.dropped >= 2 * MAX_QUEUED - 64
+
+
+def test_a_collector_that_refuses_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    counts = SpanCounts("p")
+    with receiver() as received:
+        received.status = 400
+        export = SpanExport(received.url, {}, counts)
+        for _ in range(3 * 64):
+            export.add(engine_lane())
+        export.close(10.0)
+    assert (counts.exported, counts.dropped) == (0, 3 * 64)
+    assert len([record for record in caplog.records if received.url in record.getMessage()]) == 1
+
+
+async def test_traces_begin_here_or_with_the_client() -> None:
+    with receiver() as received:
+        tracing = Tracing(TraceConfig(kept_lanes=0, otlp_endpoint=received.url))
+        assert tracing.begin(None) is None
+        async with tracing.exporting({}, SpanCounts("p")):
+            assert tracing.lanes.wanted
+            begun = tracing.begin(None)
+            assert begun is not None
+            assert (begun.span_id, begun.sampled) == (NO_PARENT, True)
+            tracing.lanes.add(LaneNotes(ProcessKind.PROXY, "r", 1.0, begun).lane(2.0, route="/v1/completions"))
+            parent = f"00-{'ab' * 16}-{'cd' * 8}-"
+            assert tracing.begin(parent + "00") is None
+            assert tracing.begin(parent + "01") == TraceContext(b"\xab" * 16, b"\xcd" * 8)
+        assert [(span.trace_id, span.parent) for span in received.spans] == [(begun.trace_id.hex(), "")]
+
+
+async def test_a_share_of_the_requests_is_traced() -> None:
+    with receiver() as received:
+        none = Tracing(TraceConfig(otlp_endpoint=received.url, ratio=0.0))
+        async with none.exporting({}, SpanCounts("p")):
+            assert [none.begin(None) for _ in range(100)] == [None] * 100
+            assert none.begin(f"00-{'ab' * 16}-{'cd' * 8}-01") is not None
+
+
+@pytest.mark.parametrize("endpoint", ["http://c:4318", "http://c:4318/", "http://c:4318/v1/traces"])
+def test_the_endpoint_may_be_the_base_or_the_signals_own(endpoint: str) -> None:
+    assert traces_url(endpoint) == "http://c:4318/v1/traces"
+
+
+@pytest.mark.parametrize("endpoint", ["c:4318", "grpc://c:4317", "http://"])
+def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+    from pdserve.config import ProxyConfig
+
+    with pytest.raises(ConfigError, match="--otlp-endpoint"):
+        check(ProxyConfig(trace=TraceConfig(otlp_endpoint=endpoint)))
