@@ -9,16 +9,20 @@ LOWEST_FAILURE = 500
 """The lowest status of an answer that is a failure of the cluster's. What the client got wrong has a lower one."""
 _FAILURES = frozenset({RelayOutcome.UPSTREAM_LOST, RelayOutcome.TIMED_OUT, RelayOutcome.SHUT_DOWN, RelayOutcome.FAILED})
 
+# These have names of their own because look-ups on the enums' classes would be most of what a request costs here.
+_ENDED, _OK = RequestStage.ENDED, RelayOutcome.OK
+_RESUMING = RelayPhase.RESUMING
+
 
 def has_failed(status: int, outcome: str) -> bool:
     """Returns whether the cluster, and not the client, is why a request that ended so has no whole answer."""
-    return status >= LOWEST_FAILURE or outcome in _FAILURES
+    return status >= LOWEST_FAILURE or (outcome is not _OK and outcome in _FAILURES)
 
 
 def stage_of(relayed: RelayedRequest) -> RequestStage:
     if relayed.outcome is not None:
-        return RequestStage.ENDED
-    if relayed.phase is RelayPhase.RESUMING:
+        return _ENDED
+    if relayed.phase is _RESUMING:
         return RequestStage.RESUMING
     if relayed.sent_s is None:
         return RequestStage.QUEUED
@@ -27,19 +31,24 @@ def stage_of(relayed: RelayedRequest) -> RequestStage:
 
 def seen(relayed: RelayedRequest) -> SeenRequest:
     route, outcome = relayed.route, relayed.outcome
+    decode = prefill = ""
+    if route is not None:
+        decode = route.decode.name
+        if route.prefill:
+            prefill = route.prefill[0].name
     return SeenRequest(
         relayed.request_id,
         relayed.path,
-        stage_of(relayed),
+        stage_of(relayed) if outcome is None else _ENDED,
         relayed.started_s,
-        "" if route is None else route.decode.name,
-        route.prefill[0].name if route is not None and route.prefill else "",
+        decode,
+        prefill,
         relayed.sent_s,
         relayed.prompt_done_s,
         relayed.tells_first_token,
         relayed.pauses,
         relayed.attempts,
         None if outcome is None else relayed.ended_s,
-        "" if outcome is None else outcome.value,
+        "" if outcome is None else outcome,
         relayed.status,
     )
