@@ -107,7 +107,7 @@ async def run(
     async def scrape() -> bytes:
         return await render_families(metrics.export_families(registry.snapshot()))
 
-    reporter = Reporter()
+    reporter = Reporter(registry.heartbeat_s)
 
     async def report() -> bytes:
         return msgspec.json.encode(reporter.report(registry.snapshot(), [relay_status(metrics.counts)]))

@@ -38,6 +38,7 @@ def report(
         now_s=100.0,
         uptime_s=4000.0,
         workers=2,
+        heartbeat_s=1.0,
         nodes=nodes,
         nodes_left_out=0,
         stages={RequestStage.ANSWER: len(under_way)} if under_way else {},

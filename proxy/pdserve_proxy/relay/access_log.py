@@ -32,6 +32,8 @@ log = logging.getLogger("pdserve_proxy.requests")
 GAP_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 MAX_RECENT = 1024
 """The number of ended requests that are remembered, some 400 bytes each."""
+UNEXPECTED_ANSWER = "upstream_invalid"
+"""The code of the error for a node's answer that is none."""
 OTHER_ROUTES = "other"
 """The label under which errors outside the relayed routes are counted."""
 CLIENT_GONE = 499
@@ -128,7 +130,9 @@ class RequestCounts(Collector):
 
     def _note_failure(self, relayed: RelayedRequest) -> None:
         assert relayed.outcome is not None
-        if relayed.error is not None:
+        if relayed.error is not None and relayed.error.code == UNEXPECTED_ANSWER:
+            text = "the node gave an unexpected answer"  # what the client is told quotes it
+        elif relayed.error is not None:
             text = relayed.error.message
         elif relayed.outcome is RelayOutcome.FAILED:
             text = "a defect of the proxy; its log has the details"

@@ -87,6 +87,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """The present time on the clock of the requests and incidents."""
     uptime_s: float
     workers: int
+    heartbeat_s: float
+    """How often a node should be heard of."""
     nodes: tuple[NodeStatus, ...]
     nodes_left_out: int
     stages: dict[RequestStage, int]
@@ -125,7 +127,8 @@ def relay_status(counts: RequestCounts) -> RelayStatus:
 class Reporter:
     """Makes the reports of one proxy."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, heartbeat_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._started_s = clock()
         self._version = importlib.metadata.version("pdserve")
@@ -147,6 +150,7 @@ class Reporter:
             now_s=now,
             uptime_s=now - self._started_s,
             workers=workers,
+            heartbeat_s=self._heartbeat_s,
             nodes=nodes,
             nodes_left_out=len(snapshot.nodes) - len(nodes),
             stages=dict(stages),

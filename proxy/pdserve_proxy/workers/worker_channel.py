@@ -120,7 +120,7 @@ class WorkerChannel:
         self._registry = registry
         self._metrics = metrics
         self._changed = changed
-        self._reporter = Reporter()
+        self._reporter = Reporter(registry.heartbeat_s)
         self._workers: dict[bytes, tuple[Family, ...]] = {}
         """The metrics that each worker sent last, by its name."""
         self._retired: tuple[Family, ...] = ()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from pdserve.config import HttpConfig, StatusPage
-from pdserve.errors import Forbidden, Unauthorized
-from pdserve.wire.proxy_workers import ApiKey
-from pdserve_proxy.credentials import ApiKeys
+from pdserve.config import HttpConfig, StatusConfig, StatusPage
+from pdserve.errors import ConfigError, Forbidden, Unauthorized
+from pdserve.wire.proxy_workers import ApiKey, Credentials
+from pdserve_proxy.credentials import ApiKeys, LiveCredentials, read_admin_keys
 from pdserve_proxy.status.access import StatusAccess
 
 KEY, ADMIN_KEY = "a-key-of-a-client", "a-key-of-an-admin"
@@ -93,6 +95,23 @@ def test_away_from_loopback_without_keys_of_clients_an_admin_may_see_it() -> Non
         rules.check_viewer(AWAY)
     assert rules.check_viewer({**AWAY, **bearer(ADMIN_KEY)}) is True
     assert access(EVERYWHERE, StatusPage.ON, admins=True).check_viewer(AWAY) is False
+
+
+def test_admin_keys_are_read_again_with_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "admins"
+    config = StatusConfig(admin_key_file=str(file))
+    for content, why in (("", "there is no key"), ("ada short", "admin key of ada has 5 characters")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=why):
+            read_admin_keys(config)
+    file.write_text(f"# those who may drain\nada {ADMIN_KEY}\n")
+    live = LiveCredentials(Credentials(b"s" * 32, (), admin_keys=read_admin_keys(config)))
+    rules = StatusAccess(StatusPage.AUTO, HttpConfig(host=EVERYWHERE), live.keys, live.admins)
+    assert rules.check_admin({**AWAY, **bearer(ADMIN_KEY)}) == "ada"
+    live.renew(Credentials(b"s" * 32, ()))
+    assert not rules.shown
+    with pytest.raises(Forbidden):
+        rules.check_admin({**AWAY, **bearer(ADMIN_KEY)})
 
 
 def test_only_an_admin_commands() -> None:

@@ -16,6 +16,7 @@ from pdserve.config import AdmissionConfig, ProxyConfig, StatusConfig, StatusPag
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, Drain, SetRole
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.status import IncidentKind, RequestStage
+from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.status.report import StatusAnswer, StatusReport
 from tests.proxy.cluster import SECRET, Cluster, cluster, error_of, eventually, node_info, proxy_config
 from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, stream_events
@@ -112,6 +113,21 @@ async def test_what_goes_wrong_is_told_without_the_prompt() -> None:
         assert PROMPT not in body
         joined, *_ = report.incidents
         assert (joined.kind, joined.node) == (IncidentKind.NODE_JOINED, "d")
+
+
+async def test_an_unexpected_answer_is_not_quoted() -> None:
+    async def odd(exchange: Exchange) -> None:
+        await exchange.answer(200, f"{PROMPT}\n".encode(), content_type=JOURNALED_ANSWER)
+
+    async with FakeNode(odd) as server, cluster() as running:
+        await running.add(node_info("d", Role.MIXED, server.url))
+        async with running.http.post("/v1/completions", json={"model": "m"}) as response:
+            assert response.status == 502
+            assert PROMPT in await response.text()  # the client's own
+        async with running.http.get("/status") as response:
+            body = await response.text()
+        assert PROMPT not in body
+        assert "the node gave an unexpected answer" in body
 
 
 async def test_what_clients_get_wrong_is_no_failure_of_the_cluster() -> None:

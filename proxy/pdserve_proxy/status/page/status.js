@@ -177,7 +177,7 @@ function updateNode(row, node, mayCommand) {
   const [name, role, running, cache, waiting, tokens, prompts, step, links, version, commands] = row.children;
   setText(name.firstChild, node.name);
   name.title = `${node.url} · ${node.model}`;
-  const late = node.heartbeat_age_s > 2.5 ? `last heard of ${duration(node.heartbeat_age_s)} ago` : "";
+  const late = node.heartbeat_age_s > 2 * latest.heartbeat_s + 0.5 ? `last heard of ${duration(node.heartbeat_age_s)} ago` : "";
   setText(name.lastChild, [node.state === "serving" ? "" : node.state, late].filter(Boolean).join(" · "));
   setText(role.firstChild, node.role);
   role.firstChild.className = `role ${node.role}`;
@@ -503,7 +503,6 @@ function showIncidents(report) {
     return { one, key: `${key(one)} ${number}` };
   });
   align(byId("incidents"), keyed, (item) => item.key, incidentLine, (line, item) => updateIncident(line, item.one, report));
-  if (!newest.length && !byId("incidents").firstChild) return;
 }
 
 // The life of the page.
