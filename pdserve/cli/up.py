@@ -18,14 +18,15 @@ from pdserve.cli.kernel_compiler import compiling_kernels
 from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
 from pdserve.cli.server_logs import server_logs
 from pdserve.compiled_library import Compiling
-from pdserve.config import LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
+from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
 from pdserve.core_ledger import private_ledger
 from pdserve.http.tls import trusting_only
 from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.process import ChildDied
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder, with_current_names
 from pdserve.signals import stop_signals
-from pdserve_proxy.credentials import read_api_keys
+from pdserve_proxy.credentials import ApiKeys, read_admin_keys, read_api_keys
+from pdserve_proxy.status.access import StatusAccess
 
 _STOP_MARGIN_S = 5.0
 _APART_S = 0.5
@@ -48,7 +49,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         name = config.model.served_model_name or served_model_name(config.model.path, folder)
         config = replace(config, model=replace(config.model, path=str(folder), served_model_name=name))
         inherited = child_environ(config, environ, secret, file, ledger)
-        access = _Access(api_key(inherited), proxy_tls(inherited))
+        access = _Access(api_key(inherited), proxy_tls(inherited), status_is_shown(inherited, config.http))
         with _console(config, environ) as console:
             return asyncio.run(_serve(config, inherited, access, console, compiling))
 
@@ -91,12 +92,21 @@ class _Access:
     """The API key; empty if the proxy requires none."""
     tls: ssl.SSLContext | None
     """The TLS context of requests to the proxy; None if it serves HTTP."""
+    shows_status: bool
+    """Whether it has a status page."""
 
 
 def api_key(environ: Mapping[str, str]) -> str:
     """Returns a key that a proxy with these settings accepts; empty if it requires none. Raises ConfigError."""
     keys = read_api_keys(load(ProxyConfig, [], environ, prog="pdserve proxy").admission)
     return keys[0].key if keys else ""
+
+
+def status_is_shown(environ: Mapping[str, str], http: HttpConfig) -> bool:
+    """Returns whether a proxy with these settings, at the address of ``http``, shows its status. Raises ConfigError."""
+    config = load(ProxyConfig, [], environ, prog="pdserve proxy")
+    keys, admins = ApiKeys(read_api_keys(config.admission)), ApiKeys(read_admin_keys(config.status))
+    return StatusAccess(config.status.page, http, keys, admins).shown
 
 
 def proxy_tls(environ: Mapping[str, str]) -> ssl.SSLContext | None:
@@ -168,7 +178,7 @@ async def _work(
     except (ChildDied, AskFailed) as error:
         console.say(str(error))
         return 1
-    _welcome(cluster.url, config.model.served_model_name, bool(access.key))
+    _welcome(cluster.url, config.model.served_model_name, access)
     console.say(await cluster.watch())
     return 1
 
@@ -188,11 +198,9 @@ async def _ask(url: str, config: UpConfig, access: _Access, console: Console) ->
     return 0
 
 
-def _welcome(url: str, model: str, needs_key: bool) -> None:
+def _welcome(url: str, model: str, access: _Access) -> None:
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    headers = "-H 'content-type: application/json'" + (" -H 'authorization: Bearer YOUR_KEY'" if needs_key else "")
-    print(
-        f"\nOpenAI-compatible API: {url}/v1\nStatus page: {url}/  (in a terminal: pdserve top --proxy-url {url})\n",
-        flush=True,
-    )
+    headers = "-H 'content-type: application/json'" + (" -H 'authorization: Bearer YOUR_KEY'" if access.key else "")
+    status = f"Status page: {url}/  (in a terminal: pdserve top --proxy-url {url})\n" if access.shows_status else ""
+    print(f"\nOpenAI-compatible API: {url}/v1\n{status}", flush=True)
     print(f"  curl -N {url}/v1/chat/completions {headers} \\\n    -d '{body}'\n", flush=True)

@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from pdserve.cli.ask import AskFailed, TimedAnswer, ask
-from pdserve.cli.up import api_key
+from pdserve.cli.up import api_key, status_is_shown
+from pdserve.config import HttpConfig
 from pdserve.errors import ConfigError
 
 KEY = "0123456789abcdef0123"
@@ -88,6 +89,14 @@ def test_the_key_comes_from_where_the_proxy_has_it(tmp_path: Path, source: str) 
 
 def test_no_key_is_made_up() -> None:
     assert api_key({}) == ""
+
+
+def test_the_status_page_is_named_where_there_is_one() -> None:
+    here, everywhere = HttpConfig(), HttpConfig(host="0.0.0.0")
+    assert status_is_shown({}, here)
+    assert not status_is_shown({"PDSERVE_STATUS_PAGE": "off"}, here)
+    assert not status_is_shown({}, everywhere)
+    assert status_is_shown({"PDSERVE_API_KEY": KEY}, everywhere)
 
 
 def test_keys_that_no_proxy_would_take_are_told_before_anything_starts() -> None:
