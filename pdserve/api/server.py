@@ -138,9 +138,10 @@ class NodeServer:
         kept = KeptAnswers(limits)
         name_node(info.name)
         spans = SpanCounts("pdserve")
-        metrics = self._metrics(info, engine, ready, kept, spans)
+        grammars = GrammarCheck(self.model_dir, self.config.grammar, cache_dir=self.cache_dir)
+        metrics = self._metrics(info, engine, ready, kept, spans, grammars)
         registering = self._registration(info, engine, metrics, secrets)
-        state = self._state(info, engine, ready, tokenizer, metrics, registering, secrets, kept)
+        state = self._state(info, engine, ready, tokenizer, metrics, grammars, registering, secrets, kept)
         engine.on_lane = state.keep_engine_lane
         commands, commanded = None, asyncio.Event()
         if registering is not None:
@@ -267,6 +268,7 @@ class NodeServer:
         ready: Ready,
         tokenizer: Tokenizer,
         metrics: NodeMetrics,
+        grammars: GrammarCheck,
         registration: Registration | None,
         secrets: Secrets,
         kept: KeptAnswers,
@@ -284,7 +286,7 @@ class NodeServer:
             max_body_bytes=self.config.http.max_body_bytes,
             stream=self.config.stream,
             formats=formats_of(tokenizer.chat_template, self.config.message),
-            grammars=GrammarCheck(self.model_dir, self.config.grammar, cache_dir=self.cache_dir),
+            grammars=grammars,
             prefix_cache=self.config.cache.prefix_cache,
             tracing=Tracing(self.config.trace),
             kept=kept,
@@ -292,14 +294,25 @@ class NodeServer:
         )
 
     def _metrics(
-        self, info: NodeInfo, engine: EngineClient, ready: Ready, kept: KeptAnswers, spans: SpanCounts
+        self,
+        info: NodeInfo,
+        engine: EngineClient,
+        ready: Ready,
+        kept: KeptAnswers,
+        spans: SpanCounts,
+        grammars: GrammarCheck,
     ) -> NodeMetrics:
-        processes = {"api": os.getpid(), **ready.process_ids}
+        own = {"api": os.getpid(), **ready.process_ids}
+
+        def processes() -> dict[str, int]:
+            pid = grammars.process_id
+            return own if pid is None else {**own, "grammars": pid}
+
         build = BuildInfo(
             torch=installed("torch"), ucx=ready.ucx, transports=self.config.transfer.ucx_tls, kernels=ready.kernels
         )
         scale = MetricsScale(self.config.request.timeout_s, ready.max_model_len)
-        others = (ProcessMetrics(lambda: processes), build, KeptAnswersMetrics(kept), spans)
+        others = (ProcessMetrics(processes), build, KeptAnswersMetrics(kept), spans)
         return NodeMetrics(lambda: engine.stats, info.model, scale, self.config.metrics.names, others)
 
 

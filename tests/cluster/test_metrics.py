@@ -130,10 +130,10 @@ def test_every_process_shows_what_it_takes_and_which_software_it_is(pd_cluster: 
     node = pd_cluster.decode[0]
     shown = families(node.url)
     for name in ("process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds", "process_threads"):
-        assert {sample.labels["process"]: sample.value > 0 for sample in shown[name].samples} == {
-            "api": True,
-            "engine": True,
-        }
+        values = {sample.labels["process"]: sample.value for sample in shown[name].samples}
+        # Another test may have sent a grammar.
+        assert {"api", "engine"} <= values.keys() <= {"api", "engine", "grammars"}
+        assert all(value > 0 for value in values.values())
     (build,) = shown["pdserve_build_info"].samples
     assert build.labels.keys() == {"version", "python", "torch", "ucx", "transports", "kernels"}
     assert all(build.labels[name] for name in ("version", "python", "torch", "ucx", "kernels"))

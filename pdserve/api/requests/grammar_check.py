@@ -326,6 +326,12 @@ class GrammarCheck:
                 raise _Killed from exc
             return TriedGrammar(trial.grammar, _TOO_MUCH) if ended else None
 
+    @property
+    def process_id(self) -> int | None:
+        """The id of the process that tries grammars; None if there is none now."""
+        process = self._process
+        return None if process is None else process.pid
+
     def _running(self) -> AnsweringProcess:
         """Returns the process, which is started if there is none. Raises Unavailable if it does not start; blocks."""
         if self._process is not None and self._process.ended():

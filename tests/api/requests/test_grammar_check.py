@@ -92,7 +92,10 @@ async def test_a_grammar_is_tried_in_a_process_beside(tmp_path: Path) -> None:
     save_tiny_tokenizer(tmp_path)
     async with checking(tmp_path) as check:
         good = wanted("[ab]+")
+        before = check.process_id
         assert await check.compiled(good, 30.0) == good.trial.grammar
+        assert before is None, "it is started when it is wanted"
+        assert check.process_id not in (None, os.getpid())
         bad = await refusal(check, "(ab")
     assert (bad.param, bad.code) == ("guided_regex", "invalid_grammar")
     assert "unclosed group" in bad.message
