@@ -11,6 +11,7 @@
 #
 # It needs, by their names in Debian: git ca-certificates autoconf automake libtool pkg-config make g++ libnuma-dev
 # libibverbs-dev librdmacm-dev. At run time the library needs libnuma1, libibverbs1, ibverbs-providers and librdmacm1.
+# --cuda needs the toolkit's headers with nvml.h, libcudart, and the stubs of libcuda and libnvidia-ml in lib64/stubs.
 # pdserve then runs on it with the environment
 #
 #   LD_LIBRARY_PATH=/opt/ucx/lib (or the folder in /etc/ld.so.conf.d, and ldconfig)
@@ -92,13 +93,13 @@ options=(--without-cuda --without-gdrcopy)
 if [ -n "$cuda" ]; then
 	check_out "$gdrcopy_url" "$gdrcopy_commit" "$gdrcopy_source" "$work/gdrcopy"
 	make -C "$work/gdrcopy" -j"$jobs" prefix="$prefix" CUDA="$cuda" lib lib_install
-	# Without nvcc: what it would compile are kernels that call UCX, which pdserve has none of.
-	options=(--with-cuda="$cuda" --with-gdrcopy="$prefix" NVCC=/bin/false)
+	# Without nvcc and GDA: they are for kernels that call UCX, and pdserve has none. GDA needs a submodule besides.
+	options=(--with-cuda="$cuda" --with-gdrcopy="$prefix" --without-gda NVCC=/bin/false)
 fi
 
 check_out "$ucx_url" "$ucx_commit" "$source" "$work/ucx"
 cd "$work/ucx"
-# What autogen.sh does, without its submodule, which no transport here needs.
+# What autogen.sh does, without its submodule, which only GDA needs.
 mkdir -p config/m4 config/aux
 autoreconf --install
 # As UCX's own contrib/configure-release has it, with the threads and the transports that pdserve takes. A transport that
