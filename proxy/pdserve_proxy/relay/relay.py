@@ -53,6 +53,7 @@ MAX_ATTEMPTS = 16
 """The attempts at one request. Where so many nodes in a row are busy, more attempts only add to their load."""
 MAX_LOSSES = 2
 """The nodes that may be lost with one request: the request may be what kills them."""
+UNAUTHORIZED = 401
 COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 DIALECT_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens", "/v1/responses"})
 """The routes that nodes of older versions do not have."""
@@ -306,7 +307,8 @@ class Relay:
         self._deadlines.discard(relayed)
         self._moves.ended(relayed)
         self._counts.ended(relayed)
-        if (lane := relayed.lane()) is not None:
+        # Those who have no key leave nothing behind, or they could push out what others have left.
+        if relayed.status != UNAUTHORIZED and (lane := relayed.lane()) is not None:
             self._tracing.lanes.add(lane)
 
     def _live_lanes(self, request_id: str) -> list[RequestLane]:
