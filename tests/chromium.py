@@ -22,7 +22,7 @@ import aiohttp
 import pytest
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-NEEDED = "PDSERVE_TESTS_NEED_CHROMIUM"
+NEEDED = "TESTS_NEED_CHROMIUM"
 START_S = 60.0
 STEP_S = 30.0
 STOP_S = 10.0

@@ -61,8 +61,8 @@ def imports_of(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folders", "extras"),
     [
-        (["pdserve", "proxy", "kvtransfer", "kernels"], ["demo", "bench", "gpu"]),
-        (["tests"], ["demo", "bench", "test"]),
+        (["pdserve", "proxy", "kvtransfer", "kernels"], ["demo", "bench", "gpu", "otel"]),
+        (["tests"], ["demo", "bench", "otel", "test"]),
     ],
     ids=["packages", "tests"],
 )

@@ -12,8 +12,10 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from tests.eventually import eventually
 from tests.hosts.wire import Wire, open_port
 
 _NETWORK = "10.77.0"
@@ -138,9 +140,18 @@ def joined_twice() -> Iterator[tuple[Host, Host]]:
             for number, host in enumerate((one, other), 1):
                 address = f"10.78.{i}.{number}/24"
                 ip(f"address add {address} dev eth{i}", f"link set eth{i} up", within=host.namespace)
+        for host in (one, other):
+            eventually(partial(_are_up, host), f"both devices of {host.name} are up")
         yield one, other
     finally:
         remove([one.namespace, other.namespace])
+
+
+def _are_up(host: Host) -> bool:
+    # The kernel lets a new link carry something a moment after both of its ends are up.
+    argv = ["ip", "-n", host.namespace, "-brief", "link", "show", "type", "veth"]
+    shown = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+    return len(shown) == 2 and all(line.split()[1] == "UP" for line in shown)
 
 
 def remove_leftovers() -> None:

@@ -80,6 +80,13 @@ async def controlled(nodes: list[SwitchingNode], workers: int = 1) -> AsyncItera
     async with cluster(config) as running:
         for node in nodes:
             await running.nodes.enter_async_context(node.registered(running.addresses.control))
+
+        async def loads_are_known() -> bool:
+            async with running.http.get("/instances") as response:
+                known = {entry["name"]: entry["load"]["running"] for entry in await response.json()}
+            return known == {node.name: node.load.running for node in nodes}
+
+        await eventually(loads_are_known, "every node has told its load")
         yield running
 
 
@@ -91,11 +98,13 @@ async def roles(http: aiohttp.ClientSession) -> dict[str, str]:
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.integration)])
 async def test_a_node_goes_where_it_is_needed_and_comes_back(workers: int) -> None:
     prefill, first, second = nodes = [
-        SwitchingNode("p0", Role.PREFILL, QUEUED),
+        SwitchingNode("p0", Role.PREFILL, NodeLoad()),
         SwitchingNode("d0", Role.DECODE, QUICK),
         SwitchingNode("d1", Role.DECODE, NodeLoad(running=2, step_s=0.01)),
     ]
     async with controlled(nodes, workers) as running:
+        # Not before: the proxy might choose while it knows the load of one decode node only.
+        prefill.load = QUEUED
 
         async def are(**wanted: str) -> None:
             async def so() -> bool:
