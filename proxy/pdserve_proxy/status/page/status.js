@@ -469,6 +469,7 @@ const KINDS = {
   node_left: ["Node left", ""],
   node_drains: ["Node drains", "warn"],
   role_changed: ["Role changed", ""],
+  cores_shared: ["Cores shared", "warn"],
   commanded: ["Command", ""],
 };
 
