@@ -7,7 +7,6 @@ times them anyway.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 
 import msgspec
 
@@ -21,8 +20,7 @@ GAP_BUCKETS = 18
 """The last bucket has the gaps above 65 s."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenPhase:
+class _OpenPhase(msgspec.Struct, gc=False):
     start_s: float
     node: str
     prefill: str

@@ -28,6 +28,9 @@ class ProcessKind(enum.Enum):
 
 
 class PhaseKind(enum.Enum):
+    # Enum's own function hashes the name, in Python. Each request looks kinds up ten times.
+    __hash__ = object.__hash__
+
     QUEUE = "queue"
     """The request waits: at a proxy for its admission, in an engine for a place in the batch."""
     ATTEMPT = "attempt"

@@ -308,8 +308,9 @@ class Relay:
         self._moves.ended(relayed)
         self._counts.ended(relayed)
         # Those who have no key leave nothing behind, or they could push out what others have left.
-        if relayed.status != UNAUTHORIZED and (lane := relayed.lane()) is not None:
-            self._tracing.lanes.add(lane)
+        if relayed.notes is not None and relayed.status != UNAUTHORIZED:
+            traced = relayed.notes.trace is not None
+            self._tracing.lanes.add_unmade(relayed.request_id, relayed.lane_maker(relayed.notes), traced=traced)
 
     def _live_lanes(self, request_id: str) -> list[RequestLane]:
         found = (relayed.lane() for relayed in self._counts.under_way if relayed.request_id == request_id)

@@ -19,6 +19,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -254,12 +255,14 @@ class RelayedRequest:
 
     def lane(self) -> RequestLane | None:
         """Returns what happened so far; None if the request is not noted."""
-        if self.notes is None:
-            return None
-        ended = self.phase is _ENDED
-        return self.notes.lane(
+        return None if self.notes is None else self.lane_maker(self.notes)()
+
+    def lane_maker(self, notes: LaneNotes) -> Callable[[], RequestLane]:
+        """Returns what makes the lane of what happened so far, and holds nothing of the request but its ``notes``."""
+        return partial(
+            notes.lane,
             time.monotonic(),
-            ended=ended,
+            ended=self.phase is _ENDED,
             model="" if self.route is None else self.route.decode.model,
             route=self.path,
             status=self.status,
