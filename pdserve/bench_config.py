@@ -103,6 +103,7 @@ class LoadConfig:
         "served-model-name",
         "The benchmark asks for the model of this name. If it is empty, it asks for the server's first.",
         "",
+        former="served-name",
     )
     concurrency: tuple[int, ...] = setting(
         "concurrency", "This many clients ask at the same time. Several numbers are measured one after the other.", (1,)

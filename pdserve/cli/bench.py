@@ -26,7 +26,7 @@ from pdserve.bench_config import (
 from pdserve.cli.report_output import check_folder, publish
 from pdserve.errors import ConfigError
 from pdserve.process import pin_to_cores
-from pdserve.settings import cache_folder, load, load_with_file
+from pdserve.settings import cache_folder, load, load_with_file, with_current_names
 from pdserve.settings.sources import suggestion
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if name in ("-h", "--help"):
         print(USAGE)
         return 0
+    # The benchmarks pass it on to programs together with settings of today's names.
+    environ = with_current_names(environ)
     if name == COMPARE:
         return _compare(rest, environ)
     if name not in BENCHMARKS:

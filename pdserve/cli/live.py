@@ -61,7 +61,7 @@ def server_address(words: Sequence[str], environ: Mapping[str, str]) -> ServerAd
     """Returns where the server with this command line and ``environ`` listens. Raises NotLive and ConfigError."""
     programs = [at for at, word in enumerate(words[:-1]) if Path(word).name == "pdserve" and words[at + 1] in _ROOTS]
     if not programs:
-        raise NotLive(f"this process is none of pdserve {', '.join(_ROOTS)}: {' '.join(words)}")
+        raise NotLive(f"this process is none of pdserve {', '.join(_ROOTS)}: {words[0] if words else ''}")
     subcommand, *flags = words[programs[0] + 1 :]
     config = load(_ROOTS[subcommand], flags, environ, prog=f"pdserve {subcommand}")
     if not config.http.port:

@@ -67,7 +67,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 async def _watch(config: WatchConfig, trust: Trust, *, colour: bool) -> None:
     interactive = sys.stdout.isatty() and sys.stdin.isatty() and config.once is Switch.OFF and config.json is Switch.OFF
-    with stop_signals(signal.SIGHUP) as signals:
+    with stop_signals(signal.SIGHUP, signal.SIGQUIT) as signals:
         async with _Source(config, trust) as source:
             first = await _unless_stopped(source.ask(), signals)
             if first is None:

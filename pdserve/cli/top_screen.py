@@ -33,7 +33,7 @@ class Screen:
 
 def render(report: StatusReport, screen: Screen, url: str, note: str = "") -> list[str]:
     """Returns the lines of a screen, at least one. ``note`` says what is wrong with the report itself."""
-    lines = [_head(report, url), *([(_RED, note)] if note else []), (_QUIET, "")]
+    lines = [_head(report, url), *([(_RED, plain(note))] if note else []), (_QUIET, "")]
     lines += [*_rates(report), (_QUIET, ""), *_latencies(report), (_QUIET, "")]
     lines += _nodes(report)
     room = None if screen.height is None else max(0, screen.height - len(lines))
@@ -51,7 +51,7 @@ _Line = tuple[str, str]
 def _head(report: StatusReport, url: str) -> _Line:
     at = time.strftime("%H:%M:%S", time.localtime(report.unix_s))
     workers = f" · {report.workers} workers" if report.workers > 1 else ""
-    return _BOLD, f"pdserve {report.version} · up {duration(report.uptime_s)}{workers} · {url} · {at}"
+    return _BOLD, f"pdserve {plain(report.version)} · up {duration(report.uptime_s)}{workers} · {url} · {at}"
 
 
 def _rates(report: StatusReport) -> list[_Line]:

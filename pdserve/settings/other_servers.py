@@ -6,7 +6,7 @@ meaning is not here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from pdserve.errors import ConfigError
@@ -73,6 +73,12 @@ MEANINGS: Mapping[str, Understood | Always | Refused] = {
     "enable-prompt-tokens-details": Always(),
     "enable-cache-report": Always(),
     "enable-log-requests": Always(),
+    "no-enable-log-requests": Refused("--log-level warning leaves out the line of each request"),
+    "disable-log-requests": Refused("--log-level warning leaves out the line of each request"),
+    "max-total-tokens": Refused("--kv-cache-mib says how much memory the KV cache takes"),
+    "num-gpu-blocks-override": Refused("--kv-cache-mib says how much memory the KV cache takes"),
+    "schedule-policy": Refused("requests are served in the order of their priority, then as they come"),
+    "generation-config": Refused("requests say how to sample, and generation_config.json which tokens end an answer"),
     "disable-fastapi-docs": Refused("keep /docs and /openapi.json from strangers by what stands in front of the proxy"),
     # What pdserve does not do.
     "trust-remote-code": _NO_REMOTE_CODE,
@@ -111,15 +117,19 @@ MEANINGS: Mapping[str, Understood | Always | Refused] = {
 }
 
 
-def own_words(argv: Sequence[str]) -> list[str]:
+def own_words(argv: Sequence[str], own: Set[str] = frozenset()) -> list[str]:
     """Returns ``argv`` with the flags of other servers replaced by what they mean here.
 
-    Raises ConfigError for a flag that asks for what pdserve does not do; it says what would be right.
+    ``own`` are the subcommand's own flags, which mean what they mean there. Raises ConfigError for a flag that asks for
+    what pdserve does not do, and for a value of one that takes none; it says what would be right.
     """
     words: list[str] = []
     for word in argv:
         name, equals, value = word.partition("=")
-        meaning = MEANINGS.get(_flag(name))
+        flag = _flag(name)
+        meaning = None if flag in own else MEANINGS.get(flag)
+        if equals and (isinstance(meaning, Always) or (isinstance(meaning, Understood) and meaning.value)):
+            raise ConfigError(f"{name} takes no value; {value!r} was given")
         match meaning:
             case None:
                 words.append(word)

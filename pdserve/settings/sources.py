@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 CONFIG_FLAG = "config"
 
 HELP_ALL_FLAG = "help-all"
-_MOST_COLUMNS = 110
+_FEWEST_COLUMNS, _MOST_COLUMNS = 40, 110
 
 _PRECEDENCE = (
     "A flag wins over its environment variable (in parentheses), the variable wins over the file of --config, "
@@ -137,7 +137,7 @@ class CommandLine:
 
 
 def _columns() -> int:
-    return min(_MOST_COLUMNS, shutil.get_terminal_size().columns - 2)
+    return max(_FEWEST_COLUMNS, min(_MOST_COLUMNS, shutil.get_terminal_size().columns - 2))
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -183,7 +183,8 @@ def from_flags(
     ``elsewhere`` holds the settings of all subcommands, to tell a misplaced flag from a misspelt one. Flags of other
     servers count as what they mean here. Prints help and exits for ``--help``. Raises ConfigError.
     """
-    texts, extra = command_line.parse(_current_words(own_words(argv), elsewhere))
+    own = {setting.flag for setting in command_line.settings}
+    texts, extra = command_line.parse(_current_words(own_words(argv, own), elsewhere))
     if extra:
         # The error shows only the flag's own name, because the text after it may be a misspelt flag's secret.
         name = next((part for part in extra if part.startswith("-")), extra[0]).partition("=")[0]

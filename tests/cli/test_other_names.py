@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.bench_config import BenchLoadConfig
 from pdserve.config import Dtype, NodeConfig, Switch, UpConfig
 from pdserve.errors import ConfigError
 from pdserve.settings import load, with_current_names
@@ -104,6 +105,24 @@ def test_every_understood_flag_means_a_setting_that_takes_its_value() -> None:
             setting = known[meaning.flag]
             if meaning.value:
                 from_texts(setting, [meaning.value], flag)
+
+
+@pytest.mark.parametrize("flag", ["--enable-prefix-caching=false", "--enforce-eager=False", "--enable-metrics=no"])
+def test_a_flag_without_a_value_refuses_one(flag: str) -> None:
+    with pytest.raises(ConfigError, match="takes no value"):
+        node(flag)
+
+
+def test_a_subcommands_own_flag_means_what_it_means_there() -> None:
+    assert load(BenchLoadConfig, ["--seed", "7"], {}, prog="pdserve bench load").load.seed == 7
+    with pytest.raises(ConfigError, match="requests have a seed"):
+        node("--seed", "7")
+
+
+def test_a_benchmark_takes_a_former_name_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[load]\nserved_name = 'mine'\n")
+    assert load(BenchLoadConfig, ["--config", str(file)], {}, prog="pdserve bench load").load.model == "mine"
 
 
 def test_what_stands_after_a_flag_of_another_server_stays() -> None:

@@ -69,9 +69,16 @@ def _check_origin(headers: Headers) -> None:
     if site is not None:
         own = site in ("none", "same-origin")
     else:  # not a browser, an old one, or one that came by plain HTTP over a network
-        own = origin is None or urlsplit(origin).netloc == headers.get("host")
+        own = origin is None or _host_of(origin) == headers.get("host", "")
     if not own:
         raise Forbidden("pages of other origins may not see the status", code="other_origin")
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _check_host(headers: Headers) -> None:

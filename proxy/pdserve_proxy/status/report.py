@@ -28,6 +28,8 @@ MAX_UNDER_WAY_SHOWN = 64
 MAX_ENDED_SHOWN = 64
 RATE_S = 10.0
 """Rates are over so many seconds."""
+SHORTEST_S = 0.02
+"""As far back as a process remembers its ended requests, at least, however many there are."""
 WINDOW_S = 60.0
 """Percentiles are over so many seconds."""
 
@@ -192,10 +194,9 @@ class Reporter:
     def _rates(self, parts: Iterable[RelayStatus], now: float) -> Rates:
         requests = failures = 0.0
         for part in parts:
-            window_s = min(RATE_S, now - self._started_s)
+            window_s = max(min(RATE_S, now - self._started_s), 1.0)
             if len(part.ended) == MAX_RECENT:  # there may have been more, which this process has forgotten
-                window_s = min(window_s, now - _ended_s(part.ended[0]))
-            window_s = max(window_s, 1.0)
+                window_s = max(min(window_s, now - _ended_s(part.ended[0])), SHORTEST_S)
             fresh = _since(part.ended, now - window_s)
             requests += len(fresh) / window_s
             failures += sum(has_failed(one.status, one.outcome) for one in fresh) / window_s
