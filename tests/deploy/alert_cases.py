@@ -147,6 +147,11 @@ CASES = [
             f'process_start_time_seconds{{{AT_DECODE}, process="engine"}}': "101x3 201x20",
         },
     ),
+    AlertCase(
+        "PdserveNodeRestarts",
+        12,
+        {f'process_start_time_seconds{{{AT_DECODE}, process="grammars"}}': "100x3 200x3 300x3 400x20"},
+    ),
     *event(
         "PdserveAuthenticationDrops",
         f'pdserve_proxy_discovery_frames_dropped_total{{{AT_PROXY}, reason="authentication"}}',
@@ -176,6 +181,18 @@ CASES = [
         value="9.5s",
     ),
     AlertCase("PdserveQueueTime", 20, buckets("pdserve_request_queue_time_seconds", AT_DECODE, "0+60x30", "0+60x30")),
+    AlertCase(
+        "PdserveQueueTime",
+        20,
+        {'pdserve_prompt_queue_seconds{namespace="pdserve", pod="p0", component="prefill"}': "60x30"},
+        {**NAMESPACE, "component": "prefill"},
+        value="1m 0s",
+    ),
+    AlertCase(
+        "PdserveQueueTime",
+        20,
+        {'pdserve_prompt_queue_seconds{namespace="pdserve", pod="p0", component="prefill"}': "2x30"},
+    ),
     AlertCase(
         "PdserveFirstTokensLate",
         20,

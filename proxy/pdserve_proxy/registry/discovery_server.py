@@ -23,6 +23,7 @@ from pdserve.errors import (
     AuthenticationFailed,
     ConfigError,
     MalformedFrame,
+    StaleFrame,
     UnreadableMessage,
     WireError,
     WrongReceiver,
@@ -67,8 +68,16 @@ class DropCause(enum.Enum):
     """Why a discovery frame was not acceptable."""
 
     AUTHENTICATION = "authentication"
-    """Its sender has another secret, or it is old."""
+    """Its sender has another secret, or somebody has sent it before."""
+    LATE = "late"
+    """A process of this cluster sent it too long ago, or to the proxy that was at this address before."""
     MALFORMED = "malformed"
+
+    @classmethod
+    def of(cls, error: WireError) -> DropCause:
+        if isinstance(error, WrongReceiver | StaleFrame):
+            return cls.LATE
+        return cls.AUTHENTICATION if isinstance(error, AuthenticationFailed) else cls.MALFORMED
 
 
 class DiscoveryServer:
@@ -285,7 +294,7 @@ class DiscoveryServer:
             log.debug("answer not sent: %s", exc)
 
     def _dropped(self, exc: WireError) -> None:
-        self._on_dropped(DropCause.AUTHENTICATION if isinstance(exc, AuthenticationFailed) else DropCause.MALFORMED)
+        self._on_dropped(DropCause.of(exc))
         if count := self._drops.add(self._clock()):
             log.warning("%d discovery frames dropped, the last one because: %s", count, exc)
 

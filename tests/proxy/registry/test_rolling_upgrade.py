@@ -236,7 +236,7 @@ async def test_frames_for_one_proxy_are_good_at_no_other_and_not_at_its_next_sta
                     for frame in heard:
                         await thief.send(frame)
                     refused = sum(msgpack.unpackb(frame)[0] == NAMED for frame in heard)
-                    await eventually(lambda p=proxy, n=refused: p.dropped("authentication") >= n, "refusals")
+                    await eventually(lambda p=proxy, n=refused: p.dropped("late") >= n, "refusals")
                     assert proxy.names() == []
 
 
@@ -254,7 +254,7 @@ async def test_a_goodbye_for_another_proxy_ends_nothing_here() -> None:
         async with raw_peer(here.control) as thief:
             for frame in heard:
                 await thief.send(frame)
-            await eventually(lambda: here.dropped("authentication") >= 2, "refusals")
+            await eventually(lambda: here.dropped("late") >= 2, "refusals")
         assert here.names() == ["d0"]
         assert here.lost == []
 
