@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ from tests.deploy_containers.fitting import changes, fitted
 from tests.deploy_containers.monitoring import prometheus_on
 from tests.deploy_containers.reachability import Party
 from tests.deploy_containers.report import Findings, Report, Verdict, markdown, write_report
-from tests.deploy_containers.scenarios import SCENARIOS, Run, Scenario
+from tests.deploy_containers.scenarios import ALWAYS, SCENARIOS, Run, Scenario
 from tests.deploy_containers.stand_in.cluster import Cluster
 from tests.deploy_containers.stand_in.manifests import read_manifests
 from tests.deploy_containers.stand_in.packet_rules import Endpoint
@@ -60,7 +61,7 @@ def main() -> int:
         return 1
     try:
         report = asyncio.run(_whole(arguments))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         _logger.error("interrupted")
         return 130
     write_report(report, arguments.report)
@@ -72,13 +73,15 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.deploy_containers", description=__doc__)
     parser.add_argument("--image", default="", help="takes this image and builds none")
-    parser.add_argument(
-        "--build-option", action="append", default=[], help="one word for podman build; may be repeated"
-    )
-    parser.add_argument("--only", default="", help="names of scenarios, with commas; start and stop always run")
+    parser.add_argument("--build-options", default="", help="options for podman build, as a shell would split them")
+    parser.add_argument("--only", default="", help="names of scenarios, with commas, beside those that always run")
     parser.add_argument("--rendered", type=Path, default=RENDERED, help="the folder of cpu.yaml and monitoring.yaml")
     parser.add_argument("--report", type=Path, default=FOLDER / "report.json", help="where the figures go")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    names = {scenario.name for scenario in SCENARIOS}
+    if unknown := set(filter(None, arguments.only.split(","))) - names:
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
+    return arguments
 
 
 async def _whole(arguments: argparse.Namespace) -> Report:
@@ -87,10 +90,9 @@ async def _whole(arguments: argparse.Namespace) -> Report:
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     runtime = podman()
-    image = arguments.image or await _build(runtime, arguments.build_option)
+    image = arguments.image or await _build(runtime, shlex.split(arguments.build_options))
     size = int(await runtime("image", "inspect", "--format", "{{.Size}}", image))
-    wanted = {"start", "stop", *filter(None, arguments.only.split(","))}
-    chosen = [each for each in SCENARIOS if not arguments.only or each.name in wanted]
+    chosen = [each for each in SCENARIOS if not arguments.only or each.name in {*ALWAYS, *arguments.only.split(",")}]
     pods = FOLDER / "pods"
     shutil.rmtree(pods, ignore_errors=True)
     pods.mkdir()

@@ -31,6 +31,7 @@ RETRIES = 10
 FAIL_OVER_S = 3.0
 """So long after the loss of a proxy, no client has to ask again."""
 ALERT_S = 60.0
+_ALERTS = {PREFILL: "PdserveNoPrefillNode", DECODE: "PdserveNoDecodeNode"}
 METRIC_S = 10.0
 
 _TOPICS = (
@@ -106,9 +107,15 @@ async def start(run: Run, found: Findings) -> None:
         expected = [Moment.RUN, Moment.STARTED, Moment.READY]
         found.check(order == expected, f"{pod.name}: {[each.value for each in order]}")
     nodes = [pod for pod in pods if pod.workload != PROXY]
-    first_node = min(pod.last(Moment.STARTED) for pod in nodes)
+    first_node = min(_live_from(pod) for pod in nodes)
     for pod in run.cluster.pods_of(PROXY):
-        found.check(pod.last(Moment.READY) > first_node, f"{pod.name} was ready before any node was")
+        found.check(pod.last(Moment.READY) > first_node, f"{pod.name} was ready before any node could be")
+
+
+def _live_from(pod: Pod) -> float:
+    """Returns a time before which the pod did not answer: that of the last startup probe that failed."""
+    probe = pod.template.container.startup_probe
+    return pod.last(Moment.STARTED) - (probe.period_seconds + probe.timeout_seconds if probe else 0)
 
 
 def _plain(pod: Pod) -> str:
@@ -130,30 +137,27 @@ async def remote_prefill(run: Run, found: Findings) -> None:
     found.check(fallbacks == 0, f"{fallbacks:.0f} prompts fell back to local prefill")
 
 
-def _uses(pod: Pod) -> dict[int, PortUse]:
+def _uses(pod: Pod, host: Host) -> dict[int, PortUse]:
     """Returns what each port is for that the pod listens to: those that it names, and the KV transfer's."""
     named = {port.container_port: PortUse(port.name) for port in pod.template.container.ports}
-    return {port: named.get(port, PortUse.TRANSFER) for port in listening_ports(_host(pod))}
-
-
-def _host(pod: Pod) -> Host:
-    return Host(pod.name, pod.identity.network.removeprefix("/run/netns/"), pod.identity.address)
+    return {port: named.get(port, PortUse.TRANSFER) for port in listening_ports(host)}
 
 
 async def network_policy(run: Run, found: Findings) -> None:
     """Each port answers whom it is for, and nobody else."""
     pods = list(run.cluster.pods.values())
-    sources = [*run.hosts.items(), *((_party(pod), _host(pod)) for pod in pods)]
+    hosts = {pod.name: run.cluster.host(pod.name) for pod in pods}
+    sources = [*run.hosts.items(), *((_party(pod), hosts[pod.name]) for pod in pods)]
     attempts = [
-        Attempt(host, _host(pod), port, may_reach(party, _party(pod), use))
+        Attempt(host, hosts[pod.name], port, may_reach(party, _party(pod), use))
         for pod in pods
-        for port, use in _uses(pod).items()
+        for port, use in _uses(pod, hosts[pod.name]).items()
         for party, host in sources
         if host.name != pod.name
     ]
     # From a pod to somebody who would answer anybody.
     outsider = run.hosts[Party.OUTSIDER]
-    attempts += [Attempt(_host(pod), outsider, 80, allowed=False) for pod in pods]
+    attempts += [Attempt(host, outsider, 80, allowed=False) for host in hosts.values()]
     found.problems += await surprises(attempts)
     found.check(any(each.allowed for each in attempts), "nothing is allowed")
     found.figure("connections that are allowed and come about", sum(each.allowed for each in attempts))
@@ -288,23 +292,40 @@ async def dashboard(run: Run, found: Findings) -> None:
 
 
 async def alerts(run: Run, found: Findings) -> None:
-    """No prefill node is left: the alert about that fires, clients are served all the same, and the alert ends."""
-    name = "PdserveNoPrefillNode"
-    absent = ("PdserveNoProxy", "PdserveNoDecodeNode", name)
+    """Without prefill pods, and then without decode pods, the alerts about it fire, and end when the pods are back.
+
+    Clients are served without prefill pods, and are refused without decode pods.
+    """
     before = await run.prometheus.alerts()
-    for each in absent:
-        found.check(each not in before, f"{each} is {before.get(each)} while all pods are there")
-    replicas = len(run.cluster.pods_of(PREFILL))
-    begun = time.monotonic()
-    run.cluster.scale(PREFILL, 0)
-    await run.cluster.until(lambda: not run.cluster.pods_of(PREFILL), "no prefill pod is left", SETTLED_S)
-    await run.prometheus.until(lambda states: states.get(name) == "firing", f"{name} fires", ALERT_S)
-    found.figure(f"{name} fires after", time.monotonic() - begun, "s")
-    answer = await run.client.ask(prompt("an empty street"), ANSWER_TOKENS)
-    found.check(not answer.failure, f"without a prefill node: {answer.failure}")
-    run.cluster.scale(PREFILL, replicas)
+    for name in ("PdserveNoProxy", *_ALERTS.values()):
+        found.check(name not in before, f"{name} is {before.get(name)} while all pods are there")
+    replicas = {workload: len(run.cluster.pods_of(workload)) for workload in _ALERTS}
+    for workload, alert in _ALERTS.items():
+        begun = time.monotonic()
+        run.cluster.scale(workload, 0)
+        await run.cluster.until(partial(_has_no_pods, run, workload), f"{workload} has no pods", SETTLED_S)
+        await run.prometheus.until(partial(_fires, alert), f"{alert} fires", ALERT_S)
+        found.figure("fires after", time.monotonic() - begun, "s", of=alert)
+        answer = await run.client.ask(prompt("an empty street"), ANSWER_TOKENS)
+        served = not answer.failure
+        found.check(served == (workload == PREFILL), f"without {workload}: {answer.failure or 'an answer came'}")
+    for workload, number in replicas.items():
+        run.cluster.scale(workload, number)
     await run.settled()
-    await run.prometheus.until(lambda states: name not in states, f"{name} ends", ALERT_S)
+    for alert in _ALERTS.values():
+        await run.prometheus.until(partial(_is_quiet, alert), f"{alert} ends", ALERT_S)
+
+
+def _has_no_pods(run: Run, workload: str) -> bool:
+    return not run.cluster.pods_of(workload)
+
+
+def _fires(alert: str, states: dict[str, str]) -> bool:
+    return states.get(alert) == "firing"
+
+
+def _is_quiet(alert: str, states: dict[str, str]) -> bool:
+    return alert not in states
 
 
 async def stop(run: Run, found: Findings) -> None:
@@ -330,3 +351,5 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("alerts", alerts),
     Scenario("stop", stop),
 )
+ALWAYS = ("start", "remote prefill", "stop")
+"""What the others need: pods, unbroken answers to compare with, and an end."""

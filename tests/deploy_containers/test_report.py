@@ -1,8 +1,11 @@
-"""Tests how a run's verdicts are shown."""
+"""Tests how a run's verdicts are shown, and that the committed page has the committed figures."""
 
 from __future__ import annotations
 
-from tests.deploy_containers.report import Findings, Report, Verdict, markdown
+import pytest
+
+from tests.deploy_containers.page import PAGE, REPORT, written
+from tests.deploy_containers.report import Findings, Report, Verdict, markdown, read_report
 
 
 def report(*verdicts: Verdict) -> Report:
@@ -36,3 +39,12 @@ def test_figures_are_shown_in_a_table_by_what_they_are_about() -> None:
         "|  | ready after | failed |\n| --- | --- | --- |\n"
         "| pdserve-proxy-0 | 3.5 s |  |\n| pdserve-decode-0 | 20 s | 0 |"
     )
+
+
+def test_the_page_has_the_committed_figures() -> None:
+    again = "python -m tests.deploy_containers.page writes them anew"
+    found = read_report(REPORT)
+    assert found.passed
+    assert written(PAGE.read_text(), markdown(found)) == PAGE.read_text(), again
+    with pytest.raises(AssertionError, match="no place"):
+        written("a page", "figures")

@@ -71,10 +71,6 @@ class Pod:
         return self.identity.name
 
     @property
-    def started(self) -> bool:
-        return self._running and self._health.started
-
-    @property
     def ready(self) -> bool:
         return self._running and self._health.ready
 
