@@ -49,6 +49,8 @@ QUERIED: dict[str, tuple[str, ...]] = {
     "vllm:gpu_prefix_cache_hits_total": (),
     "vllm:num_requests_running": (),
     "vllm:num_requests_waiting": (),
+    "vllm:num_requests_waiting_by_reason": ("reason",),
+    "vllm:engine_sleep_state": ("sleep_state",),
     "vllm:kv_cache_usage_perc": (),
     "vllm:gpu_cache_usage_perc": (),
 }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.api.outcome import ChoiceOutcome
@@ -55,6 +55,10 @@ ENDINGS = {
     ChoiceOutcome.ABORT: "abort",
 }
 """The ``finished_reason`` under which vLLM's metric counts each outcome. It counts failures, too."""
+WAITING_REASONS = {"num_requests_waiting": "capacity", "num_requests_waiting_for_remote_kvs": "deferred"}
+"""The ``reason`` that vLLM gives for what our gauges count."""
+SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+"""An engine of pdserve never sleeps in vLLM's sense. Without this metric vLLM's dashboard shows it as down."""
 
 
 class VllmNames(Collector):
@@ -67,6 +71,7 @@ class VllmNames(Collector):
 
     def collect(self) -> Iterable[Metric]:
         endings = dict.fromkeys(ENDINGS.values(), 0.0)
+        waiting = dict.fromkeys(WAITING_REASONS.values(), 0.0)
         for metric in (metric for collector in self._collectors for metric in collector.collect()):
             name = metric.name.removeprefix("pdserve_")
             theirs = self._named(metric, name)
@@ -78,13 +83,23 @@ class VllmNames(Collector):
                 for sample in metric.samples:
                     (outcome,) = sample.labels.values()
                     endings[ENDINGS[ChoiceOutcome(outcome)]] += sample.value
+            if name in WAITING_REASONS:
+                waiting[WAITING_REASONS[name]] = metric.samples[0].value
         if self._names is not MetricsNames.PDSERVE:
             yield self._success(endings)
+            yield self._gauge("num_requests_waiting_by_reason", "requests that wait", "reason", waiting)
+            yield self._gauge("engine_sleep_state", "whether the engine sleeps", "sleep_state", SLEEP_STATES)
 
     def _named(self, metric: Metric, name: str) -> list[Metric]:
         """Returns the metric under each name that vLLM has for it."""
         names = ((name,) if name in SAME_NAMES else ()) + OTHER_NAMES.get(name, ())
         return [_renamed(metric, f"vllm:{their_name}", self._labels) for their_name in names]
+
+    def _gauge(self, name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", documentation, labels=[*self._labels, label])
+        for value, number in values.items():
+            family.add_metric([*self._labels.values(), value], number)
+        return family
 
     def _success(self, endings: dict[str, float]) -> Metric:
         family = CounterMetricFamily(
