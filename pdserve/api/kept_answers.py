@@ -87,6 +87,8 @@ class KeptAnswer(Reply):
         self._tag = secrets.token_hex(2)
         self._ids = event_id_start(keep.key, self._tag)
         self._journaled = False
+        self._unkept = False
+        """Whether it is too long to be kept: what its readers have is dropped, and nobody can ask for it again."""
         self._start = 0
         self._first = 0
         """How many events, or pieces, come before the first one in ``_pieces``."""
@@ -132,7 +134,7 @@ class KeptAnswer(Reply):
 
     def write(self, data: bytes) -> bool:
         self._add(data)
-        self._wake()
+        self.wake()
         return not self.full
 
     async def send(self, data: bytes, *, more: bool) -> None:
@@ -144,15 +146,24 @@ class KeptAnswer(Reply):
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.answered = True
         self._status, self._headers, self._whole = status, headers, body
-        self._grow(len(body))
+        if self.size + len(body) > self._table.share_bytes:
+            self._table.discard(self)  # those who read it now get it; it would push out what others have
+        else:
+            self._grow(len(body))
         self._end(False)
 
     async def drain(self) -> None:
-        """Waits until readers have taken so much that the log has room again. Without readers it is given up."""
+        """Waits until readers have taken so much that the log has room again. Without readers it is given up.
+
+        An answer that takes too much although its readers have all of it is kept no longer, or it would never go on.
+        """
         while self.full and not self._trim():
             if not self.readers:
                 self._table.discard(self)
                 await asyncio.sleep(0)  # which is where this task is cancelled
+            elif not self._unkept and not self._has_unread:
+                self._stop_keeping()
+                continue
             await self._wait()
 
     def fail(self, failure: Exception) -> None:
@@ -193,7 +204,7 @@ class KeptAnswer(Reply):
 
     def _trim(self) -> bool:
         """Drops the oldest events that all readers have, while they take too much. Returns whether there is room."""
-        if not self._streamed or not self.readers:
+        if not (self._streamed or self._unkept) or not self.readers:
             return False
         least = SMALL_BYTES // 2 if self._table.overdrawn else self._table.share_bytes // 2
         read = min(reader.position for reader in self.readers) - self._first
@@ -201,16 +212,27 @@ class KeptAnswer(Reply):
         while count < read and self.size - dropped > least:
             dropped += len(self._pieces[count])
             count += 1
-        entries = self._entries(count)
+        entries = b"" if self._unkept else self._entries(count)
         self._before += entries
         del self._pieces[:count]
         self._first += count
         self._grow(len(entries) - dropped)
         return not self.full
 
+    @property
+    def _has_unread(self) -> bool:
+        """Whether a reader does not have all of it."""
+        return min(reader.position for reader in self.readers) < self._first + len(self._pieces)
+
+    def _stop_keeping(self) -> None:
+        self._unkept = True
+        self._table.discard(self)
+        self._grow(-len(self._before))
+        self._before.clear()
+
     def _end(self, more: bool) -> None:
         self.over = not more
-        self._wake()
+        self.wake()
 
     # ------------------------------------------------------------------ the readers' side
 
@@ -230,7 +252,7 @@ class KeptAnswer(Reply):
             await self._follow(request, reader, after, first=first)
         finally:
             self.readers.discard(reader)
-            self._wake()
+            self.wake()
             if not self.readers:
                 self._table.unread(self)
 
@@ -281,7 +303,7 @@ class KeptAnswer(Reply):
         pieces = self._pieces[reader.position - self._first :] if self._pieces else []
         reader.position += len(pieces)
         if pieces and self.full:
-            self._wake()  # the producer may wait for room
+            self.wake()  # the producer may wait for room
         wish = self._wish if reader.wishes != self._wishes and not self.over else b""
         reader.wishes = self._wishes
         return b"".join(pieces) + wish
@@ -290,7 +312,8 @@ class KeptAnswer(Reply):
         """Returns the journal's entries of the first ``count`` pieces."""
         return b"".join([piece.partition(b"\n")[0] + b"\n" for piece in self._pieces[:count] if piece.startswith(b":")])
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Has the producer and the readers look again."""
         for waiter in self._news:
             if not waiter.done():
                 waiter.set_result(None)
@@ -449,8 +472,12 @@ class KeptAnswers:
         """Frees what ``answer`` takes, and ends its task."""
         if answer not in self._logs:
             return
+        overdrawn = self.overdrawn
         self._logs.discard(answer)
         self.taken_bytes -= answer.size
+        if overdrawn and not self.overdrawn:
+            for other in self._logs:
+                other.wake()  # its producer may have waited for this
         if answer.timer is not None:
             answer.timer.cancel()
         if answer.task is not None:

@@ -195,6 +195,10 @@ class Client:
     async def drain(self) -> None:
         await self.reads.wait()
 
+    async def respond(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.got += body
+        self.ended = True
+
     async def send(self, data: bytes, *, more: bool) -> None:
         self.got += data
         self.ended = not more
@@ -380,6 +384,82 @@ async def test_slow_readers_of_one_client_do_not_stop_the_answers_of_others() ->
     await asyncio.wait(slow)
     table.drain()
     assert table.taken_bytes == 0
+
+
+def journaling(events: int, *, whole: bool = False) -> Any:
+    """Writes an answer whose journal alone is longer than what one answer may take."""
+
+    async def produce(answer: KeptAnswer) -> None:
+        await asyncio.sleep(0)  # so that it has its reader
+        answer.describe(journaled=True, events=0, entries=b"")
+        await answer.begin(200, {"content-type": JOURNALED_ANSWER} if whole else {}, b"", more=True)
+        line = b":0 %b\n" % (b"7 " * 100)
+        for _ in range(events):
+            if whole:
+                await answer.send(line, more=True)
+            elif not answer.write(line + b"data: x\n\n"):
+                await answer.drain()
+        await answer.send(b'{"status":200,"headers":{}}\n{}' if whole else b"data: [DONE]\n\n", more=False)
+
+    return produce
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_an_answer_that_is_too_long_to_be_kept_comes_to_its_end_and_is_not_kept(whole: bool) -> None:
+    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
+    answer = table.open(KEEP, ANSWER, "r", TEXT, journaling(2000, whole=whole))
+    assert answer is not None
+    client = Client()
+    client.reads.set()
+    await asyncio.wait_for(follow(answer, client), WAIT_S)
+    assert client.ended
+    assert client.got.count(b":0 7 ") == 2000
+    assert len(table) == 0
+    assert table.taken_bytes == 0
+
+
+async def test_a_long_answer_goes_on_when_others_take_no_memory_any_more() -> None:
+    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
+    slow = []
+    for number in range(16):
+        made = table.open(Keep(bytes([number]) * 16, b"s" * 16, b"b" * 16), ANSWER, "r", TEXT, producing(1000, []))
+        assert made is not None
+        slow.append(follow(made, Client()))
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert table.overdrawn
+    client = Client()
+    client.reads.set()
+    other = table.open(KEEP, ANSWER, "r", TEXT, journaling(1000))
+    assert other is not None
+    await asyncio.wait_for(follow(other, client), WAIT_S)
+    assert client.ended
+    for reader in slow:
+        reader.cancel()
+    await asyncio.wait(slow)
+    table.drain()
+    assert table.taken_bytes == 0
+
+
+async def test_one_large_answer_leaves_those_of_others_alone() -> None:
+    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
+    for number in range(8):
+        begin(table, number)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(table) == 8
+
+    async def produce(answer: KeptAnswer) -> None:
+        await asyncio.sleep(0)
+        await answer.respond(200, {}, bytes(2**20))
+
+    large = table.open(KEEP, ANSWER, "r", TEXT, produce)
+    assert large is not None
+    client = Client()
+    await asyncio.wait_for(follow(large, client), WAIT_S)
+    assert client.ended
+    assert len(table) == 8
+    table.drain()
 
 
 async def test_a_node_that_gives_a_request_up_before_it_begins_lets_another_one_take_it() -> None:

@@ -77,7 +77,9 @@ class AttemptFailure:
     answer: WholeResponse | None = None
     """The node's own answer, if it gave one."""
     counted: bool = False
-    """Whether the failures of nodes behind it are counted already."""
+    """Whether the failures of nodes behind it are counted already, or are none."""
+    lacks_answer: bool = False
+    """Whether the node only does not have the answer that a client asks for again."""
 
 
 class Relay:
@@ -186,10 +188,13 @@ class Relay:
             result = await self._try_node(relayed, request, query, route)
             if not isinstance(result, AttemptFailure):
                 return result
-            failure, route = result, relayed.route or route  # another node may have gone on meanwhile
+            route = relayed.route or route  # another node may have gone on meanwhile
             tried |= {route.decode.boot_id}
-            self._note_failure(relayed, route, number, failure)
-            if failure.kind is AttemptFailureKind.LOST:
+            self._note_failure(relayed, route, number, result)
+            # A node that has a kept answer may be the one that could not be asked: then the client may try again.
+            if failure is None or failure.lacks_answer or not result.lacks_answer:
+                failure = result
+            if result.kind is AttemptFailureKind.LOST:
                 losses += 1
                 if losses == MAX_LOSSES:
                     self._suspects.add(request.path, request.body.data, relayed.request_id, route.decode.name)
@@ -337,7 +342,7 @@ def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse
 def _not_kept(node: str, answer: WholeResponse) -> AttemptFailure:
     """Returns the failure of a node that does not have the answer which a client asks for again; another one may."""
     error = Gone(f"node {node} does not have this answer", code="answer_not_kept")
-    return AttemptFailure(AttemptFailureKind.REFUSED, error, answer)
+    return AttemptFailure(AttemptFailureKind.REFUSED, error, answer, counted=True, lacks_answer=True)
 
 
 def _lost(node: str, exc: NodeLost | ResumeFailed) -> AttemptFailure:

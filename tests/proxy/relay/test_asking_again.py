@@ -16,7 +16,7 @@ from pdserve.wire.journal import cut
 from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start, read_event_id, read_replay
 from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep
 from pdserve_proxy.requests.kept_request import MAX_KEY_CHARS, wanted_keep
-from tests.proxy.cluster import Cluster, cluster, error_of, node_info, proxy_config, registered
+from tests.proxy.cluster import Cluster, cluster, error_of, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 from tests.proxy.relay.journaling_nodes import ANSWER, SHOWN, complete, nodes, refuses, split, ticket_in
 
@@ -122,6 +122,15 @@ async def test_other_nodes_are_asked_where_one_does_not_have_the_answer() -> Non
         status, body = await ask(running, last_event_id=EVENT_ID)
         assert status == 410, "the last node's own answer"
         assert json.loads(body) == {"error": {"message": "no"}}
+        assert len(made.asked) == 2
+        assert await metric(running, 'pdserve_proxy_node_failures_total{kind="refused",node="n0"}') == 0
+
+
+@pytest.mark.parametrize("statuses", [(503, 410), (410, 503)])
+async def test_an_answer_is_not_said_to_be_gone_where_a_node_could_not_be_asked(statuses: tuple[int, int]) -> None:
+    async with cluster() as running, nodes(running, *map(refuses, statuses)) as made:
+        status, _ = await ask(running, last_event_id=EVENT_ID)
+        assert status == 503
         assert len(made.asked) == 2
 
 
