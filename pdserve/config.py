@@ -26,13 +26,15 @@ def setting(
     maximum: float | None = None,
     former: str = "",
     spellings: dict[str, str] | None = None,
+    refused: dict[str, str] | None = None,
     first: bool = False,
 ) -> Any:
     """Returns a dataclass field that users can set: ``--flag``, ``PDSERVE_FLAG``, and ``section.flag`` in TOML.
 
     ``minimum`` and ``maximum`` are inclusive. ``bare`` is the value that the flag has if none follows it. A ``secret``
     is left out of the dataclass's repr, of ``--help`` and of errors. ``former`` is the name that the flag had one
-    version ago; it is still taken, with a warning. ``spellings`` are other words for a choice's values. The short help
+    version ago; it is still taken, with a warning. ``spellings`` are other words for a choice's values, and
+    ``refused`` says why pdserve has not what other servers have. The short help
     shows what people set ``first``.
     """
     metadata = {
@@ -45,6 +47,7 @@ def setting(
         "maximum": maximum,
         "former": former,
         "spellings": spellings or {},
+        "refused": refused or {},
         "first": first,
     }
     return field(default=default, metadata=metadata, repr=not secret)
@@ -250,6 +253,7 @@ class ModelConfig:
         "Weights and KV cache have this number format. 'auto' is bfloat16.",
         Dtype.BF16,
         spellings={"auto": "bfloat16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"},
+        refused=dict.fromkeys(("float16", "half", "fp16"), "pdserve computes in bfloat16, which takes as much memory"),
         first=True,
     )
     weights: Weights = setting(

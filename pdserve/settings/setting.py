@@ -46,6 +46,8 @@ class Setting:
     """The flag's name one version ago, without its dashes; empty if it had no other."""
     spellings: Mapping[str, str]
     """Other words for a choice's values."""
+    refused: Mapping[str, str]
+    """Values that other servers have for it, and why pdserve has not."""
     first: bool
     """Whether short help shows the setting."""
 
@@ -181,6 +183,8 @@ def _in_range(setting: Setting, number: float, where: str) -> float:
 
 def _choice(setting: Setting, text: str, where: str) -> enum.Enum:
     members: type[enum.Enum] = setting.type
+    if text in setting.refused:
+        raise ConfigError(f"{where}: {text} was given; {setting.refused[text]}")
     meant = setting.spellings.get(text, text)
     for member in members:
         if member.value == meant:

@@ -132,7 +132,10 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--kv-cache-mib", "0"], "--kv-cache-mib: 0 was given; it takes a whole number, at least 1"),
         (["--block-size", "12"], "--block-size: 12 was given; it takes a power of two"),
         (["--dtype", "int8"], "--dtype: 'int8' was given; it takes one of bfloat16, float32, auto, bf16, fp32, float"),
-        (["--dtype", "float16"], "--dtype: 'float16' was given; it takes one of bfloat16, float32, auto"),
+        (
+            ["--dtype", "float16"],
+            "--dtype: float16 was given; pdserve computes in bfloat16, which takes as much memory",
+        ),
         (["--trust-remote-code"], "--trust-remote-code is not a setting of pdserve: pdserve never runs code that"),
         (["--load-format=auto"], "--load-format is not a setting of pdserve: pdserve loads a folder or file"),
         (["--cores", "0-x"], "--cores: '0-x' was given; it takes a list like 0,1,4-7"),
