@@ -452,9 +452,9 @@ class TransferConfig:
     )
     ucx_register: Switch = setting(
         "ucx-register",
-        "KV memory is registered with the network devices as a whole, once for each link. 'off' registers each block "
-        "when it first moves.",
-        Switch.ON,
+        "KV memory is registered with the network devices as a whole, once for each link, when it opens. 'off' "
+        "registers each block when it first moves.",
+        Switch.OFF,
     )
     ucx_tls: str = setting(
         "ucx-tls",

@@ -87,7 +87,8 @@ class PosterLibrary:
             self.open = _function(
                 quick, "pdserve_poster_open", [pointer, pointer, number, pointer, pointer, pointer], pointer
             )
-            self.register = _function(quick, "pdserve_poster_register", [pointer, pointer], ctypes.c_int)
+            # It pins the whole cache, which may take seconds, and other threads decode meanwhile.
+            self.register = _function(slow, "pdserve_poster_register", [pointer, pointer], ctypes.c_int)
             self.free = _function(quick, "pdserve_poster_free", [pointer], None)
             self.send = _function(
                 quick, "pdserve_poster_send", [pointer, pointer, number, pointer, number, pointer], ctypes.c_int
