@@ -41,7 +41,7 @@ async def test_a_resumed_stream_has_both_attempts_and_its_gap() -> None:
         assert moments.keys() == {"first_byte", "lost", "resumed"}
         assert moments["lost"]["node"] == attempts[0]["node"]
         assert moments["resumed"]["node"] == attempts[1]["node"]
-        assert moments["resumed"]["gap_s"] > 0
+        assert moments["resumed"]["gap_s"] >= 0
         # The fakes do not answer commands as nodes do.
         assert set(found["silent"]) == {attempt["node"] for attempt in attempts}
 

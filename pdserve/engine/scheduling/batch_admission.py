@@ -222,9 +222,8 @@ class BatchAdmission:
         if request.parent is None:
             # The blocks that were found may hold a part of an answer that another node has begun.
             request.cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            if not request.serves_push:  # the node that answers counts the prompt
-                self._counters.prefix_cache_queries += request.num_prompt_tokens
-                self._counters.prefix_cache_hits += request.cached_tokens
+            self._counters.prefix_cache_queries += request.num_prompt_tokens
+            self._counters.prefix_cache_hits += request.cached_tokens
         self.count_reused(request)
 
     def count_reused(self, request: Request) -> None:
