@@ -17,6 +17,7 @@
     ├── EngineError             the engine process failed
     │   └── RankLost                a tensor-parallel rank died, failed or hangs
     ├── BenchError              a benchmark could not be run
+    ├── PlanError               a prediction has no profile, no load or no answer
     └── RequestError            a client's request ends with an HTTP error in OpenAI's shape
         ├── InvalidRequest          400
         ├── Unauthorized            401
@@ -148,6 +149,10 @@ class RankLost(EngineError):
 
 class BenchError(PdserveError):
     """A benchmark cannot be run: the server, the report or the machine is not fit for it."""
+
+
+class PlanError(PdserveError):
+    """Nothing can be predicted: the profile, the load or the targets are not fit for it."""
 
 
 class RequestError(PdserveError):

@@ -12,6 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
+from pdserve.engine.placement.step_parts import StepParts
+
 PRIOR_TOKEN_S = 1e-3
 """The time of a prompt's token that is assumed before any was measured."""
 MOST_TOKENS = 2**30
@@ -44,7 +48,7 @@ _BATCH, _ROW, _CONTEXT, _ALONE, _BESIDE, _TOKEN, _READ = range(7)
 _ALL = range(7)
 _DECODING = (_BATCH, _ROW, _CONTEXT)
 _PROMPTS = (_ALONE, _TOKEN, _READ)
-_NAMES = ("batch", "request", "context_token", "chunk_alone", "chunk_beside", "prompt_token", "prompt_token_read")
+_NAMES = StepParts.__struct_fields__
 _ORDER = (_ALONE, _BESIDE, _TOKEN, _READ, _BATCH, _ROW, _CONTEXT)
 """What a chunk adds at all moves before what its tokens add: an estimate of that which is too high makes chunks small,
 and these correct it. The other way round it would confirm itself."""
@@ -74,6 +78,17 @@ class StepCost:
         self._decode_steps = 0
         self._chunk_tokens = 0.0
         self._chunk_context = 0.0
+
+    @classmethod
+    def of(cls, parts: StepParts, chunk_tokens: int, spread: float = 0.0) -> StepCost:
+        """Returns the estimates of an engine that has learnt these parts, from chunks of ``chunk_tokens``."""
+        cost = cls()
+        cost._parts = list(msgspec.structs.astuple(parts))
+        cost._prompt_steps = cost._decode_steps = _TRUSTED
+        cost._chunk_tokens = chunk_tokens
+        cost.decode_step_s = parts.decoding_s(1, chunk_tokens)
+        cost.measured_at, cost.spread = math.inf, spread
+        return cost
 
     @property
     def known(self) -> bool:

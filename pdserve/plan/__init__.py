@@ -1,0 +1,1 @@
+"""Predicts how a cluster serves a load, from the profile of a machine."""

@@ -1,0 +1,146 @@
+"""The profile of a machine: what a node of one model takes for its steps, transfers and answers there.
+
+``pdserve plan profile`` measures it and writes it as JSON. Predictions and simulations read it. It holds for that
+machine, model and settings only.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from pdserve.engine.placement.step_parts import StepParts
+from pdserve.errors import PlanError
+
+VERSION = 1
+
+
+class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the steps of one node take, where ``nodes`` nodes divide the cores of the machine evenly."""
+
+    nodes: int
+    steps: StepParts
+    """While the others have nothing to compute, and lend their cores if they may."""
+    beside: StepParts
+    """While the others compute. The same as ``steps`` for a node that has the machine for itself."""
+    spread: tuple[float, ...] = (1.0,)
+    """Evenly spaced quantiles of how steps differ from their estimates, as multiples of these."""
+
+
+class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a prompt's KV cache takes from one node to another."""
+
+    fixed_s: float
+    """The time from the order to the prefill node's first step, and from its last one to the first token, together."""
+    byte_s: float
+    """What each byte takes that moves after the last step."""
+
+    def seconds(self, size: int) -> float:
+        """Returns what ``size`` bytes take that move while nothing computes."""
+        return self.fixed_s + size * self.byte_s
+
+
+class FrontCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What proxy, HTTP server and tokeniser add to the time to the first token."""
+
+    request_s: float
+    token_s: float
+    """What each token of the prompt adds."""
+
+    def seconds(self, prompt_tokens: int) -> float:
+        return self.request_s + prompt_tokens * self.token_s
+
+
+class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The KV cache of a node, and what its scheduler allows."""
+
+    block_size: int
+    """The tokens that a block holds."""
+    num_blocks: int
+    block_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.block_bytes / self.block_size
+
+    def blocks(self, tokens: int) -> int:
+        """Returns the number of blocks that so many tokens need."""
+        return -(-tokens // self.block_size)
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was measured of one model on one machine."""
+
+    version: int
+    model: str
+    machine: str
+    """The processor's name."""
+    cores: int
+    measured: str
+    """The date and time of the measurement, in UTC."""
+    speeds: tuple[NodeSpeed, ...]
+    """One for each number of nodes on the machine that was measured."""
+    transfer: TransferCost
+    front: FrontCost
+    cache: CacheGeometry
+
+    def speed(self, nodes: int) -> NodeSpeed:
+        """Returns the speed of each of ``nodes`` nodes that share a machine like this one. Raises PlanError."""
+        for speed in self.speeds:
+            if speed.nodes == nodes:
+                return speed
+        known = ", ".join(str(speed.nodes) for speed in self.speeds)
+        raise PlanError(
+            f"the profile says nothing of {nodes} nodes on one machine, only of {known}; "
+            f"`pdserve plan profile --nodes {nodes}` measures it"
+        )
+
+
+def read_profile(path: Path) -> Profile:
+    """Returns the profile in a file. Raises PlanError if there is none that this version can use."""
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as exc:
+        raise PlanError(f"cannot read the profile {path}: {exc.strerror}") from exc
+    except msgspec.MsgspecError as exc:
+        raise PlanError(f"{path} is not a profile: {exc}; `pdserve plan profile --out {path}` makes one") from exc
+    if profile.version != VERSION:
+        raise PlanError(f"{path} is a profile of version {profile.version}; this pdserve reads version {VERSION}")
+    if wrong := _wrong(profile):
+        raise PlanError(f"{path}: {wrong}")
+    return profile
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Raises PlanError if the file cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    except OSError as exc:
+        raise PlanError(f"cannot write the profile {path}: {exc.strerror}") from exc
+
+
+def _wrong(profile: Profile) -> str:
+    """Returns what no node can have; empty if there is nothing."""
+    for speed in profile.speeds:
+        if speed.nodes < 1:
+            return f"speeds of {speed.nodes} nodes, where at least 1 is right"
+        for parts in (speed.steps, speed.beside):
+            times = msgspec.structs.asdict(parts)
+            for name, seconds in times.items():
+                if not 0 <= seconds < math.inf:
+                    return f"a step's part {name} of {seconds} s, where a time of 0 or more is right"
+            if not parts.prompt_token or not parts.step_s(1, 1, 0):
+                return "steps that take no time"
+        if not speed.spread or not all(0 < times < math.inf for times in speed.spread):
+            return "a spread that is not a list of positive numbers"
+    costs = (profile.transfer.fixed_s, profile.transfer.byte_s, profile.front.request_s, profile.front.token_s)
+    if not all(0 <= cost < math.inf for cost in costs):
+        return "negative times of transfers or requests"
+    for name, number in msgspec.structs.asdict(profile.cache).items():
+        if number < 1:
+            return f"{name} of {number}, where at least 1 is right"
+    return "" if profile.speeds else "no speeds"
