@@ -64,6 +64,7 @@ from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import Journal, room_block
 from pdserve.wire.prepared import Prepared
+from pdserve.wire.request_targets import RequestTargets
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.timeline import PhaseKind, ProcessKind
 from pdserve.wire.trace_context import TraceContext
@@ -400,6 +401,7 @@ class CompletionRoute(Generic[R]):
             movable=self._journaled(body, terms) and not fetch_only and (bool(body.stream) or body.has_whole_journal),
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
+            own_targets=RequestTargets(body.target_ttft_ms, body.target_itl_ms),
             client=terms.client,
             trace=trace,
             interval=_interval(body, self._node.stream.interval),

@@ -42,6 +42,7 @@ from pdserve.wire.engine import (
     ToEngine,
 )
 from pdserve.wire.ids import new_id
+from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.timeline import RequestLane
@@ -182,6 +183,7 @@ class EngineClient:
         movable: bool = False,
         cache_salt: str = "",
         priority: int = 0,
+        own_targets: RequestTargets = NO_OWN_TARGETS,
         client: bytes = b"",
         trace: TraceContext | None = None,
         interval: int = 1,
@@ -230,6 +232,7 @@ class EngineClient:
                 emitted=parent.emitted,
                 cache_salt=cache_salt,
                 priority=priority,
+                own_targets=own_targets,
                 group_id=local_ids[0],
                 request_id=request_id,
                 client=client,

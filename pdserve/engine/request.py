@@ -38,6 +38,7 @@ from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
 from pdserve.wire.priority import turn_at
 from pdserve.wire.prompt_logprobs import PromptLogprobs
+from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.trace_context import TraceContext
@@ -93,6 +94,8 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     """Requests with a lower number get their places first, by ``turn_at``."""
+    own_targets: RequestTargets = NO_OWN_TARGETS
+    """How soon the client wants the tokens; nothing of it if another node ordered the prompt."""
     client: bytes = b""
     """Stands for the client; empty if another node ordered the prompt, which does not name it."""
     num_emitted_tokens: int = 0
@@ -166,6 +169,7 @@ class Request:
             group_id=self.group_id,
             cache_salt=self.cache_salt,
             priority=self.priority,
+            own_targets=self.own_targets,
             num_emitted_tokens=len(emitted),
             holders=self.holders if emitted else (),
             fetch_only=self.fetch_only,

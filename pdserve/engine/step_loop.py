@@ -170,6 +170,7 @@ class StepLoop:
             targets=submit.prefill,
             cache_salt=submit.cache_salt,
             priority=submit.priority,
+            own_targets=submit.own_targets,
             client=submit.client,
             num_emitted_tokens=len(submit.emitted),
             holders=submit.holders,

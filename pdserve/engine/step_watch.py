@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from pdserve.engine.placement.latency_targets import LatencyTargets
+from pdserve.engine.placement.latency_targets import LatencyTargets, OwnItl
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.wire.engine import STEP_TOKEN_BOUNDS, StepStats
@@ -37,10 +37,11 @@ class StepWatch:
     def note(self, plan: BatchPlan, seconds: float, now: float) -> None:
         """Notes a step that took ``seconds`` until ``now``."""
         rows, context_tokens, prompt_tokens = plan.num_decoding, plan.context_tokens, plan.num_prompt_tokens
-        decodes = any(work.num_tokens == 1 and work.request.prompt_is_computed for work in plan.work)
-        if decodes:
-            self._target_s = self._targets.itl_s(rows, context_tokens) or 0.0
-        if decodes and prompt_tokens:
+        decoding = [work.request for work in plan.work if work.num_tokens == 1 and work.request.prompt_is_computed]
+        if decoding:
+            own = OwnItl.of(request.own_targets for request in decoding)
+            self._target_s = self._targets.itl_s(rows, context_tokens, own) or 0.0
+        if decoding and prompt_tokens:
             self._shared += 1
             self._shared_prompt_tokens += prompt_tokens
             self._shared_late += 0 < self._target_s < seconds

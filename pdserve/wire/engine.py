@@ -16,6 +16,7 @@ from pdserve.wire.ids import RequestId, RequestUuid
 from pdserve.wire.links import LinkCounts
 from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
+from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.timeline import RequestLane
@@ -61,6 +62,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     cache_salt: str = ""
     """Prompts share cached blocks only if their salts are equal."""
     priority: Priority = 0
+    own_targets: RequestTargets = NO_OWN_TARGETS
+    """How soon the client wants the tokens."""
     group_id: int = 0
     """The same number for all prompts of one client request, which take turns as one; 0 if this is the only one."""
     request_id: RequestId = ""

@@ -17,6 +17,7 @@ from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.api.requests.prompts import ModelLimits, chat_prompts, completion_prompts
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.errors import InvalidRequest
+from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, NodeUnderTest
@@ -584,3 +585,17 @@ def test_the_engine_gets_the_priority(node: NodeUnderTest) -> None:
                 post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x", "priority": priority}).status == 200
             )
     assert [submit.priority for submit in submits()] == [0, -100, 3]
+
+
+def test_the_engine_gets_the_requests_own_targets(node: NodeUnderTest) -> None:
+    wanted = RequestTargets(250.0, 40.0)
+    with node.new_submits() as submits:
+        for route, asked in (
+            ("completions", {"prompt": "x"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("responses", {"input": "x"}),
+        ):
+            body = {"model": MODEL, "target_ttft_ms": 250, "target_itl_ms": 40, **asked}
+            assert post(f"{node.url}/v1/{route}", body).status == 200
+        assert post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x"}).status == 200
+    assert [submit.own_targets for submit in submits()] == [wanted] * 3 + [NO_OWN_TARGETS]

@@ -154,6 +154,8 @@ WRONG_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2, "n": 3}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"priority": 101}, "priority"),
+    ({"target_ttft_ms": 0}, "target_ttft_ms"),
+    ({"target_itl_ms": 60_001}, "target_itl_ms"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"suffix": "end"}, "suffix"),
     ({"best_of": 1, "n": 2}, "best_of"),

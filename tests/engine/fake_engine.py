@@ -22,6 +22,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.engine import RequestOutput
 from pdserve.wire.ids import new_id
 from pdserve.wire.prompt_logprobs import PromptLogprobs
+from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import FailureCause
@@ -116,6 +117,7 @@ class FakeEngine:
         scored: bool = False,
         movable: bool = False,
         priority: int = 0,
+        own_targets: RequestTargets = NO_OWN_TARGETS,
     ) -> Request:
         """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed.
 
@@ -133,6 +135,7 @@ class FakeEngine:
             group_id=group_id or b"",
             cache_salt=salt,
             priority=priority,
+            own_targets=own_targets,
             targets=(TARGET, TARGET) if remote else (),
             num_emitted_tokens=len(own),
             holders=(TARGET,) * holders,

@@ -15,6 +15,7 @@ from pdserve.engine.step_watch import StepWatch
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import STEP_TOKEN_BOUNDS
 from pdserve.wire.ids import new_id
+from pdserve.wire.request_targets import RequestTargets
 from pdserve.wire.sampling_params import SamplingParams
 
 
@@ -52,6 +53,15 @@ def test_only_chunks_beside_requests_that_decode_share_a_step() -> None:
     assert (stats.shared, stats.shared_prompt_tokens, stats.shared_late) == (2, 32, 1)
     assert stats.itl_target_s == pytest.approx(0.05)
     assert set(stats.parts) == set(StepCost().parts)
+
+
+def test_a_step_is_late_by_the_target_of_the_request_that_waits_for_it() -> None:
+    steps, _ = watch(50)
+    hasty = request(21, 20, prompt=20)
+    hasty.own_targets = RequestTargets(itl_ms=30)
+    steps.note(BatchPlan([DECODING, Work(hasty, 1), CHUNK]), 0.04, 1.0)
+    steps.note(BatchPlan([DECODING, CHUNK]), 0.04, 2.0)
+    assert (steps.stats().shared, steps.stats().shared_late) == (2, 1)
 
 
 def test_each_step_is_counted_by_its_tokens() -> None:

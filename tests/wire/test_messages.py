@@ -15,6 +15,7 @@ from pdserve.wire.frame import MAX_FRAME_BYTES
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
+from pdserve.wire.request_targets import RequestTargets
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, SeenRequest
 from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep, PrefillTarget, Resume, Storing, Ticket
@@ -134,6 +135,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 emitted=(7,),
                 cache_salt="salt",
                 priority=-100,
+                own_targets=RequestTargets(250.0, 1.0),
                 request_id="chat-1",
                 trace=TRACE,
             ),

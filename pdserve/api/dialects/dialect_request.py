@@ -11,6 +11,7 @@ from msgspec import Meta
 from pdserve.api.requests.openai_request import Bias, ChatRequest, Penalty, Positive, TokenId, invalid_field
 from pdserve.errors import InvalidRequest
 from pdserve.wire.priority import Priority
+from pdserve.wire.request_targets import ItlMs, TtftMs
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -41,6 +42,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     stream_interval: Positive | None = None
     priority: Priority | None = None
+    target_ttft_ms: TtftMs | None = None
+    target_itl_ms: ItlMs | None = None
     cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

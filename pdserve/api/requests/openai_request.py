@@ -23,6 +23,7 @@ from pdserve.api.requests.tools import ToolChoice, Tools
 from pdserve.api.requests.unsupported_fields import WITHOUT_EFFECT, refuse_unsupported
 from pdserve.errors import InvalidRequest
 from pdserve.wire.priority import Priority
+from pdserve.wire.request_targets import ItlMs, TtftMs
 
 UNCOUNTED_BYTES = 100_000
 """Shorter bodies cannot hold too many values, and are not counted."""
@@ -142,6 +143,10 @@ class GenerationRequest(StructuredFields, kw_only=True):
     """How many of the likeliest tokens are reported beside each token of the prompt."""
     priority: Priority | None = None
     """Requests with a lower number get their places first."""
+    target_ttft_ms: TtftMs | None = None
+    """The first token should come within this many milliseconds. The node's target holds if missing."""
+    target_itl_ms: ItlMs | None = None
+    """Each later token should come within this many milliseconds. The node's target holds if missing."""
     cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
     """Prompts find each other's blocks in prefix caches only under the same salt."""
 

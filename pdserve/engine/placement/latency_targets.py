@@ -1,10 +1,17 @@
-"""Says how soon this engine's tokens should come: the operator's targets, or what follows from measured steps."""
+"""Says how soon this engine's tokens should come: the operator's targets, or what follows from measured steps.
+
+A request may have targets of its own (``RequestTargets``), which hold in place of these.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pdserve.config import Batching, TargetsConfig
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.discovery import Role
+from pdserve.wire.request_targets import RequestTargets
 
 ITL_FACTOR = 2.0
 """A decode node's step may take so many times what it takes without prompts, if the operator has set no target."""
@@ -13,6 +20,37 @@ TTFT_FACTOR = 2.0
 
 LEAST_PROMPT_TOKENS = 8
 """So many tokens of prompts are computed in a step however long it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnItl:
+    """The ITL targets that the requests of a step have of their own."""
+
+    tightest_s: float | None = None
+    """The tightest of them; None if no request has one."""
+    all_have: bool = False
+    """Whether every request has one, so that the node's own bounds nothing."""
+
+    @classmethod
+    def of(cls, requests: Iterable[RequestTargets]) -> OwnItl:
+        """Returns those of the requests that have these targets."""
+        own = NONE_YET
+        for targets in requests:
+            own = own.beside(targets)
+        return own
+
+    def beside(self, own: RequestTargets) -> OwnItl:
+        """Returns those of the requests with one more."""
+        if own.itl_ms is None:
+            return OwnItl(self.tightest_s) if self.all_have else self
+        itl_s = own.itl_ms / 1000
+        return OwnItl(itl_s if self.tightest_s is None else min(self.tightest_s, itl_s), self.all_have)
+
+
+NONE_YET = OwnItl(all_have=True)
+"""What ``beside`` begins with."""
+NONE_OWN = OwnItl()
+"""Requests of which none has a target of its own."""
 
 
 class LatencyTargets:
@@ -33,25 +71,37 @@ class LatencyTargets:
         self._step_cost = step_cost
         self._static = batching is Batching.STATIC
 
-    def itl_s(self, rows: int, context_tokens: int) -> float | None:
+    def itl_s(self, rows: int, context_tokens: int, own: OwnItl = NONE_OWN) -> float | None:
         """Returns how long a step may take in which so many requests decode; None if there is no bound.
 
-        There is none before a decode step was measured, either, unless the operator has set one.
+        There is none before a decode step was measured, either, unless the operator has set one. A request that wants
+        its tokens sooner than in twice the time of such a step gets them in that time: other clients' prompts have to
+        go on beside it.
         """
         if self._static:
             return None
+        bounds = [] if own.all_have else [self._node_itl_s(rows, context_tokens)]
+        if own.tightest_s is not None:
+            least_s = self._doubled_s(rows, context_tokens) or 0.0
+            bounds.append(max(own.tightest_s, least_s))
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def _node_itl_s(self, rows: int, context_tokens: int) -> float | None:
         if self._itl_s:
             return self._itl_s
-        if self.role is not Role.DECODE or not self._step_cost.decoding_known:
+        return self._doubled_s(rows, context_tokens) if self.role is Role.DECODE else None
+
+    def _doubled_s(self, rows: int, context_tokens: int) -> float | None:
+        if not self._step_cost.decoding_known:
             return None
         return ITL_FACTOR * self._step_cost.estimate_s(rows, context_tokens, 0)
 
-    def aim_s(self, rows: int, context_tokens: int) -> float | None:
+    def aim_s(self, rows: int, context_tokens: int, own: OwnItl = NONE_OWN) -> float | None:
         """Returns how long such a step is planned to take; None if there is no bound.
 
         As far as steps differ from their estimates, they aim below the target: it is a bound and no mean.
         """
-        itl_s = self.itl_s(rows, context_tokens)
+        itl_s = self.itl_s(rows, context_tokens, own)
         return None if itl_s is None else itl_s / (1 + self._step_cost.spread)
 
     def ttft_s(self, alone_s: float) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
-from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, TTFT_FACTOR, LatencyTargets
+from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, NONE_OWN, TTFT_FACTOR, LatencyTargets, OwnItl
 from pdserve.engine.placement.placement_rule import Estimate, PlacementDecision, estimate, place
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, remote_time
@@ -65,14 +65,15 @@ class Placement:
         here = self._here(prompt, node, now)
         there = node.measures(now, self.bytes_per_token, here.tokens_per_s)
         self._times = estimate(prompt, here, there, self._max_num_batched_tokens)
-        ttft_s = self.targets.ttft_s(here.alone_s(prompt.missing_tokens))
+        node_ttft_s = self.targets.ttft_s(here.alone_s(prompt.missing_tokens))
+        ttft_s = node_ttft_s if prompt.own_ttft_ms is None else prompt.own_ttft_ms / 1000
         # A short prompt that waits does not let the prefill node run dry before long ones.
-        most_queued_s = max(ttft_s, TTFT_FACTOR * self._max_num_batched_tokens / here.tokens_per_s)
+        most_queued_s = max(node_ttft_s, TTFT_FACTOR * self._max_num_batched_tokens / here.tokens_per_s)
         return place(prompt, self._times, ttft_s, most_queued_s, there.streams)
 
-    def _chunk_tokens(self, rows: int, context_tokens: int, prompt_context: int = 0) -> int:
+    def _chunk_tokens(self, rows: int, context_tokens: int, own_itl: OwnItl, prompt_context: int = 0) -> int:
         """Returns how many tokens of prompts a step takes beside ``rows`` requests that decode."""
-        aim_s = self.targets.aim_s(rows, context_tokens) if rows else None
+        aim_s = self.targets.aim_s(rows, context_tokens, own_itl) if rows else None
         if aim_s is None:
             return self._max_num_batched_tokens
         within = self.step_cost.prompt_tokens_within(aim_s, rows, context_tokens, prompt_context=prompt_context)
@@ -81,7 +82,7 @@ class Placement:
     def _here(self, prompt: PromptSize, node: PrefillNode, now: float) -> LocalMeasures:
         """Returns what was measured of this node, to be compared with ``node``."""
         cost, rate = self.step_cost, self._own_rate(prompt, node, now)
-        chunk_tokens = self._chunk_tokens(prompt.rows, prompt.context_tokens, prompt.cached_tokens)
+        chunk_tokens = self._chunk_tokens(prompt.rows, prompt.context_tokens, prompt.own_itl, prompt.cached_tokens)
         if not cost.rate_known or rate != cost.tokens_per_s:
             return LocalMeasures(rate, cost.decode_step_s, chunk_tokens)
         return LocalMeasures(rate, cost.decode_step_s, chunk_tokens, cost.estimate_s(0, 0, 1), cost.prompt_s(1))
@@ -128,9 +129,9 @@ class Placement:
         remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0, held_share=0.0)
         return remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_num_batched_tokens)
 
-    def tokens_per_s(self, rows: int, context_tokens: int) -> float:
+    def tokens_per_s(self, rows: int, context_tokens: int, own_itl: OwnItl = NONE_OWN) -> float:
         """Returns the prompt tokens a second of this node beside ``rows`` requests that decode."""
-        chunk_tokens = self._chunk_tokens(rows, context_tokens)
+        chunk_tokens = self._chunk_tokens(rows, context_tokens, own_itl)
         return self.step_cost.tokens_per_s_beside(rows, context_tokens, chunk_tokens)
 
     def met(self, boot_id: BootId, max_prompt_tokens: int) -> None:

@@ -54,16 +54,18 @@ def place(
 ) -> PlacementDecision:
     """Decides where a prompt is computed whose first token should come within ``ttft_s`` of its arrival.
 
-    While the prefill node's queue is longer than ``most_queued_s``, which is no less, no order leaves.
+    While the prefill node's queue is longer than ``most_queued_s``, no order leaves: one that may take long waits here,
+    and keeps out none that may not.
     ``remote_streams`` is the number of streams that the prefill node has itself, if it is a mixed one: a node does not
     spare its streams by slowing as many elsewhere.
     """
+    may_wait = prompt.may_wait and times.queue_s > most_queued_s
     in_time = prompt.waited_s + times.remote_s <= ttft_s
     if in_time and remote_streams < prompt.streams:
-        return PlacementDecision(PrefillSource.REMOTE, PrefillReason.TARGET)
+        return PlacementDecision(None if may_wait else PrefillSource.REMOTE, PrefillReason.TARGET)
     # Where both are as fast, no transfer is better.
     if times.local_s <= times.remote_s:
         return PlacementDecision(PrefillSource.LOCAL, PrefillReason.SOONER)
-    if prompt.may_wait and times.queue_s > most_queued_s:
+    if may_wait:
         return PlacementDecision(None, PrefillReason.SOONER)
     return PlacementDecision(PrefillSource.REMOTE, PrefillReason.SOONER)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.engine.placement.latency_targets import NONE_OWN, OwnItl
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
@@ -28,6 +30,10 @@ class PromptSize:
     """The requests that decode now."""
     context_tokens: int = 0
     """The tokens of their contexts."""
+    own_itl: OwnItl = NONE_OWN
+    """The ITL targets that they have of their own."""
+    own_ttft_ms: float | None = None
+    """How soon its client wants the first token; None if the client does not say."""
     leaving_tokens: int = 0
     """The tokens of prompts that go to the prefill node before this one, and have not left this node."""
     waited_s: float = 0.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_tables import BlockTables
+from pdserve.engine.placement.latency_targets import OwnItl
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.placement_rule import PlacementDecision
 from pdserve.engine.placement.prefill_time import PromptSize
@@ -35,6 +36,8 @@ class _Ahead:
     """The requests that decode now."""
     context_tokens: int
     """The tokens of their contexts."""
+    own_itl: OwnItl
+    """The ITL targets that they have of their own."""
     leaving: Counter[BootId] = field(default_factory=Counter)
     """The tokens of prompts that go to each prefill node and have not left this one yet."""
     held: set[BootId] = field(default_factory=set)
@@ -249,7 +252,7 @@ class BatchAdmission:
 
     def _ahead(self) -> _Ahead:
         rows, context_tokens = self._queues.decoding
-        return _Ahead(self._queues.uncomputed_prompt_tokens, rows, context_tokens)
+        return _Ahead(self._queues.uncomputed_prompt_tokens, rows, context_tokens, self._queues.own_itl)
 
     def _place(self, request: Request, found: Sequence[int], ahead: _Ahead, now: float) -> PlacementDecision | None:
         """Decides where a prompt is computed, and notes it in ``ahead`` for the next one.
@@ -270,6 +273,8 @@ class BatchAdmission:
             self._queues.num_admitted,
             rows=ahead.rows,
             context_tokens=ahead.context_tokens,
+            own_itl=ahead.own_itl,
+            own_ttft_ms=request.own_targets.ttft_ms,
             leaving_tokens=ahead.leaving[target.boot_id],
             waited_s=now - request.arrived,
             may_wait=bool(self._queues.running),

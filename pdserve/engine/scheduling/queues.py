@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import TypeAlias
 
+from pdserve.engine.placement.latency_targets import OwnItl
 from pdserve.engine.request import Request, Status
 
 GroupId: TypeAlias = int | bytes
@@ -49,12 +50,16 @@ class Queues:
 
         An order of another node does not decode, though it is running until its first token is sent.
         """
-        contexts = [
-            request.num_computed_tokens
-            for request in self.running
-            if request.prompt_is_computed and not request.serves_push
-        ]
+        contexts = [request.num_computed_tokens for request in self._decoding()]
         return len(contexts), sum(contexts)
+
+    @property
+    def own_itl(self) -> OwnItl:
+        """The ITL targets that those requests have of their own."""
+        return OwnItl.of(request.own_targets for request in self._decoding())
+
+    def _decoding(self) -> Iterator[Request]:
+        return (request for request in self.running if request.prompt_is_computed and not request.serves_push)
 
     @property
     def num_children(self) -> int:

@@ -8,7 +8,7 @@ number of tokens allows.
 
 from __future__ import annotations
 
-from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, LatencyTargets
+from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, NONE_YET, LatencyTargets
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import Work
@@ -30,6 +30,7 @@ class StepBudget:
         self._prompt_tokens = 0
         self._prompt_s = 0.0
         self._decodes = False
+        self._own_itl = NONE_YET
 
     def spend(self, work: Work) -> None:
         """Notes work that the step does."""
@@ -41,7 +42,9 @@ class StepBudget:
             return
         self._rows += tokens
         self._context_tokens += tokens * (before + 1)
-        self._decodes |= not work.replays and work.request.prompt_is_computed
+        if not work.replays and work.request.prompt_is_computed:
+            self._decodes = True
+            self._own_itl = self._own_itl.beside(work.request.own_targets)
 
     def for_request(self, request: Request) -> int:
         """Returns how many of a request's tokens the step may compute."""
@@ -49,7 +52,7 @@ class StepBudget:
 
     def for_prompt(self, before: int = 0) -> int:
         """Returns how many tokens of a prompt the step may compute that has so many tokens ``before`` them."""
-        aim_s = self._targets.aim_s(self._rows, self._context_tokens) if self._decodes else None
+        aim_s = self._targets.aim_s(self._rows, self._context_tokens, self._own_itl) if self._decodes else None
         if aim_s is None:
             return self.tokens
         left_s = aim_s - self._prompt_s

@@ -92,6 +92,17 @@ def test_the_operators_target_decides_what_is_late() -> None:
     assert placement.decide(BESIDE_STREAMS, TARGET, 1.0) == LOCAL
 
 
+def test_a_requests_own_target_decides_what_is_late_for_it() -> None:
+    placement = measured(target_ttft_ms=1000.0)
+    placement.ordered(TARGET, "ahead", 1024, 0, 1.0)
+    assert placement.decide(replace(BESIDE_STREAMS, own_ttft_ms=300.0), TARGET, 1.0) == LOCAL
+    placement.ordered(TARGET, "next", 1024, 0, 1.0)
+    patient = replace(BESIDE_STREAMS, own_ttft_ms=5000.0)
+    assert placement.decide(patient, TARGET, 1.0) == IN_TIME
+    # With may_wait, the order does not lengthen the prefill node's queue beyond the node's own target.
+    assert placement.decide(replace(patient, may_wait=True), TARGET, 1.0) == replace(IN_TIME, source=None)
+
+
 def test_a_short_prompt_may_take_twice_what_a_short_step_takes() -> None:
     """A step takes 50 ms however short it is, so the rate of long chunks says nothing of it."""
     step_cost = StepCost()

@@ -14,6 +14,7 @@ from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.wire.discovery import Role
+from pdserve.wire.request_targets import RequestTargets
 from tests.engine.fake_engine import FakeEngine, FakeLaunchedStep
 from tests.engine.fake_model import answer, talkative
 from tests.engine.placements import make_placement
@@ -60,10 +61,11 @@ def engine(
     )
 
 
-def stream(engine: FakeEngine, local_id: int, max_tokens: int = 60) -> Request:
+def stream(engine: FakeEngine, local_id: int, max_tokens: int = 60, itl_ms: float | None = None) -> Request:
     """Adds a request, and has it decode."""
     prompt = [5 + local_id, 6, 7, 8]
-    request = engine.add(local_id, prompt, max_tokens, [talkative(prompt, max_tokens)])
+    own = RequestTargets(itl_ms=itl_ms)
+    request = engine.add(local_id, prompt, max_tokens, [talkative(prompt, max_tokens)], own_targets=own)
     engine.step()
     return request
 
@@ -141,6 +143,39 @@ def test_steps_that_differ_from_their_estimates_aim_below_the_target() -> None:
     steady, unsteady = sizes
     assert 17 <= steady <= 18
     assert unsteady == pytest.approx((0.020 / 1.3 - ROW_S) / TOKEN_S, abs=2)
+
+
+# ------------------------------------------------------------ requests with targets of their own
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.MIXED])
+def test_the_tightest_target_of_a_request_holds(role: Role) -> None:
+    bounded = engine(target_itl_ms=30, role=role)
+    for local_id, itl_ms in enumerate([20, None, 25]):
+        stream(bounded, local_id, itl_ms=itl_ms)
+    bounded.add(3, PROMPT)
+    # Three streams take 6 ms of 20.
+    assert 13 <= chunks(bounded.step())[0] <= 14
+
+
+def test_a_looser_target_holds_where_every_stream_has_one() -> None:
+    bounded = engine()
+    stream(bounded, 0, itl_ms=1000)
+    bounded.add(1, PROMPT, own_targets=RequestTargets(itl_ms=900))
+    assert chunks(bounded.step()) == [32]
+    stream(bounded, 2)
+    bounded.add(3, [9, *PROMPT])
+    # Three streams take 6 ms, and one of them has no target but the node's: twice as long.
+    assert 5 <= chunks(bounded.step())[0] <= LEAST_PROMPT_TOKENS
+
+
+def test_no_request_slows_prompts_more_than_a_decode_node_does() -> None:
+    bounded = engine(role=Role.MIXED)
+    for local_id in range(6):
+        stream(bounded, local_id, itl_ms=1)
+    bounded.add(6, PROMPT)
+    # Six streams take 12 ms, so there are 12 ms for the prompt.
+    assert all(11 <= tokens <= 12 for tokens in chunks(bounded.step()))
 
 
 # ------------------------------------------------------------ how much is always computed
