@@ -37,12 +37,12 @@ from pdserve.config import (
     SchedulerConfig,
     TransferConfig,
 )
-from pdserve.engine.kv_cache.block_manager import _BlockState
 from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
 from pdserve.wire.discovery import Role
 from pdserve_proxy import server as proxy_server
 from tests.simulation.clients import MODEL, ClientRequest, ask
 from tests.simulation.engine_program import BLOCK_SIZE, EOS, MAX_MODEL_LEN, VOCAB, EngineProgram, Pace, RunningEngine
+from tests.simulation.invariants import wrong_blocks
 from tests.simulation.links import Fabric, LinkTransport
 from tests.simulation.network import Network
 from tests.simulation.plan import Shape
@@ -222,21 +222,13 @@ class Cluster:
         return made[0]
 
     def check_blocks(self) -> None:
-        """Checks that every block of every live engine is in exactly one state, and that the counts agree."""
+        """Checks the blocks of every live engine."""
         for node in self.nodes:
             if node.engine is None or node.engine.process.ended:
                 continue
-            blocks = node.engine.blocks
-            counts = {state: blocks._state.count(state) for state in _BlockState}
-            known = {
-                _BlockState.FREE: len(blocks._free),
-                _BlockState.HELD: sum(1 for holders in blocks._holders if holders),
-                _BlockState.IDLE: blocks._cache.num_idle,
-                _BlockState.QUARANTINED: blocks.num_quarantined,
-                _BlockState.UNCLEAN: len(blocks._unclean),
-            }
-            if counts != known or sum(counts.values()) != blocks.num_blocks:
-                self.violated(f"the blocks of {node.name} are {counts}, and counted as {known}")
+            wrong = wrong_blocks(node.engine)
+            if wrong is not None:
+                self.violated(f"{node.name}: {wrong}")
 
     def _check_answer(self, request: ClientRequest) -> None:
         violation = request.violation()

@@ -1,0 +1,50 @@
+"""What holds in every engine after every event, whatever happens to the cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from pdserve.engine.kv_cache.block_manager import BlockManager, _BlockState
+from tests.simulation.engine_program import RunningEngine
+
+
+def wrong_blocks(engine: RunningEngine) -> str | None:
+    """Returns what is wrong about an engine's blocks: each is in one state, and who holds it is known."""
+    blocks = engine.blocks
+    counts = {state: blocks._state.count(state) for state in _BlockState}
+    known = {
+        _BlockState.FREE: len(blocks._free),
+        _BlockState.HELD: sum(1 for holders in blocks._holders if holders),
+        _BlockState.IDLE: blocks._cache.num_idle,
+        _BlockState.QUARANTINED: blocks.num_quarantined,
+        _BlockState.UNCLEAN: len(blocks._unclean),
+    }
+    if counts != known or sum(counts.values()) != blocks.num_blocks:
+        return f"the blocks are {counts}, and counted as {known}"
+    return _wrong_holders(blocks, _tables(engine))
+
+
+def _wrong_holders(blocks: BlockManager, tables: Iterator[list[int]]) -> str | None:
+    owned = Counter(chain.from_iterable(tables))
+    for block, holders in enumerate(blocks._holders):
+        if holders != owned[block] and blocks._state[block] != _BlockState.QUARANTINED:
+            return f"block {block} has {holders} holders, and is in {owned[block]} tables"
+    return None
+
+
+def _tables(engine: RunningEngine) -> Iterator[list[int]]:
+    """Yields the tables of all that may hold blocks."""
+    connector: Any = engine.connector
+    for request in engine.loop._scheduler.live():
+        yield request.block_table
+    for part in (connector._fetching, connector._reusing, connector._pushing):
+        yield from part._cancelled_blocks.values()
+    for push in connector._holding._pushes.values():
+        yield push.table
+    if connector._returning is not None:
+        for texts in connector._returning._fetches.values():
+            for text in texts:
+                yield text.table
