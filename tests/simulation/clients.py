@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import httptools
 
-from tests.simulation.engine_program import EOS, answer
+from tests.simulation.plan import Manner, PlannedRequest
+from tests.simulation.reference import Answer, ranks_of, text_of, tokens_of
 
 MODEL = "simulated"
-
-
-def text_of(tokens: Sequence[int]) -> str:
-    """Returns the text that a client gets for these tokens."""
-    return "".join(chr(0x4E00 + token) for token in tokens if token != EOS)
+STOP_CHARACTERS = 2
+READ_PAUSE_S = 0.05
+"""A slow reader reads nothing for so long after each piece."""
+SEND_PAUSE_S = 0.2
+COME_BACK = (429, 503)
+"""The statuses after which a client may ask again."""
 
 
 class Outcome(enum.Enum):
@@ -35,44 +38,109 @@ class Outcome(enum.Enum):
 
 
 @dataclass
+class Choice:
+    """What has come of one answer."""
+
+    text: str = ""
+    finish_reason: str = ""
+    ranks: list[int] | None = None
+    """Those of the prompt's tokens after the first one, if they were asked for."""
+
+
+@dataclass
 class ClientRequest:
     """One request and what has become of it."""
 
     number: int
-    prompt: tuple[int, ...]
-    max_tokens: int
-    stream: bool
-    salt: str = ""
-    leaves_after_s: float | None = None
-    text: str = ""
+    planned: PlannedRequest
+    again: bool = False
+    """Whether the client has asked for the same before."""
+    tries: int = 0
     status: int = 0
+    retry_after_s: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)
     error: str = ""
-    finish_reason: str = ""
+    choices: dict[int, Choice] = field(default_factory=dict)
     began_s: float = 0.0
     ended_s: float = 0.0
     on_text: Callable[[ClientRequest], None] = lambda _: None
 
     @property
-    def reference(self) -> str:
-        return text_of(answer(self.prompt, self.max_tokens, self.salt))
+    def name(self) -> str:
+        return f"{self.number}{' again' if self.again else ''}"
 
     @property
-    def reference_reason(self) -> str:
-        return "stop" if answer(self.prompt, self.max_tokens, self.salt)[-1] == EOS else "length"
+    def label(self) -> str:
+        """The ``x-request-id`` of the present try."""
+        return f"r{self.number}{'-again' if self.again else ''}{f'-{self.tries}' if self.tries > 1 else ''}"
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """The tokens that the model generates for each answer."""
+        planned, seed = self.planned, self.planned.seed
+        return [
+            tokens_of(planned.prompt, planned.max_tokens, planned.salt, None if seed is None else seed + index)
+            for index in range(planned.choices)
+        ]
+
+    @cached_property
+    def stop(self) -> str | None:
+        at = self.planned.stop_at
+        if at is None:
+            return None
+        return text_of(self.tokens[0])[at : at + STOP_CHARACTERS] or None
+
+    @cached_property
+    def reference(self) -> list[Answer]:
+        """The answers that the client has to get."""
+        return [Answer.of(tokens, self.stop) for tokens in self.tokens]
+
+    @property
+    def body(self) -> bytes:
+        planned = self.planned
+        fields: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": list(planned.prompt),
+            "max_tokens": planned.max_tokens,
+            "stream": planned.stream,
+        }
+        fields |= {"temperature": 0} if planned.seed is None else {"temperature": 1, "top_k": 2, "seed": planned.seed}
+        fields |= {"cache_salt": planned.salt} if planned.salt else {}
+        fields |= {"n": planned.choices} if planned.choices > 1 else {}
+        fields |= {"stop": self.stop} if self.stop else {}
+        fields |= {"priority": planned.priority} if planned.priority else {}
+        fields |= {"prompt_logprobs": 1} if planned.scored else {}
+        return json.dumps(fields).encode()
+
+    @property
+    def told(self) -> str:
+        """How the request ended, for a person."""
+        ending = self.outcomes[-1].value if self.outcomes else "nothing"
+        texts = [f"{len(self.choices.get(i, Choice()).text)}/{len(one.text)}" for i, one in enumerate(self.reference)]
+        return f"{ending} {self.status} {' '.join(texts)} {self.error}"
 
     def violation(self) -> str | None:
-        """Returns what is wrong about the answer so far."""
-        if not self.reference.startswith(self.text):
-            return f"request {self.number} got {self.text!r}, and not a prefix of {self.reference!r}"
+        """Returns what is wrong about the answers so far."""
         if len(self.outcomes) > 1:
-            return f"request {self.number} ended {len(self.outcomes)} times: {self.outcomes}"
-        if self.outcomes == [Outcome.WHOLE] and self.text != self.reference:
-            return f"request {self.number} has a finished answer {self.text!r}, and not {self.reference!r}"
-        if self.outcomes == [Outcome.WHOLE] and self.finish_reason != self.reference_reason:
-            return (
-                f"request {self.number} finished because of {self.finish_reason!r}, and not {self.reference_reason!r}"
-            )
+            return f"request {self.name} ended {len(self.outcomes)} times: {self.outcomes}"
+        whole = self.outcomes == [Outcome.WHOLE]
+        if not set(self.choices) <= set(range(len(self.reference))):
+            return f"request {self.name} got the answers {list(self.choices)}, and asked for {len(self.reference)}"
+        for index, reference in enumerate(self.reference):
+            wrong = self._wrong(self.choices.get(index, Choice()), reference, whole=whole)
+            if wrong is not None:
+                return f"request {self.name}, answer {index}: {wrong}"
+        return None
+
+    def _wrong(self, choice: Choice, reference: Answer, *, whole: bool) -> str | None:
+        if not reference.text.startswith(choice.text):
+            return f"{choice.text!r} came, and not a prefix of {reference.text!r}"
+        if whole and choice.text != reference.text:
+            return f"it is finished as {choice.text!r}, and not {reference.text!r}"
+        if whole and choice.finish_reason != reference.finish_reason:
+            return f"it finished because of {choice.finish_reason!r}, and not {reference.finish_reason!r}"
+        if whole and self.planned.scored and choice.ranks != ranks_of(self.planned.prompt, self.planned.salt):
+            return f"the prompt's tokens have the ranks {choice.ranks}"
         return None
 
 
@@ -81,20 +149,35 @@ class _Reader(asyncio.Protocol):
 
     def __init__(self, request: ClientRequest) -> None:
         self.request = request
+        self.outcomes: list[Outcome] = []
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""
         self._events = b""
-        self._ended = False
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if self.request.planned.manner is Manner.READS_SLOWLY:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(READ_PAUSE_S, self._transport.resume_reading)
         self._parser.feed_data(data)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name == b"retry-after":
+            self.request.retry_after_s = float(value)
 
     def on_headers_complete(self) -> None:
         self.request.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        if self.request.stream and self.request.status == 200:
+        if self.request.planned.stream and self.request.status == 200:
             *events, self._events = (self._events + body).split(b"\n\n")
             for event in events:
                 self._take(event)
@@ -109,7 +192,7 @@ class _Reader(asyncio.Protocol):
             data = line.removeprefix(b"data: ")
             if data == b"[DONE]":
                 if not request.error:
-                    self._end(Outcome.WHOLE)
+                    self.outcomes.append(Outcome.WHOLE)
                 continue
             self._take_object(json.loads(data))
 
@@ -117,24 +200,26 @@ class _Reader(asyncio.Protocol):
         request = self.request
         if "error" in body:
             request.error = str(body["error"])
-            self._end(Outcome.ERROR)
-        for choice in body.get("choices", ()):
-            request.text += choice["text"]
-            request.finish_reason = choice["finish_reason"] or request.finish_reason
+            self.outcomes.append(Outcome.ERROR)
+        for said in body.get("choices", ()):
+            choice = request.choices.setdefault(said["index"], Choice())
+            choice.text += said["text"]
+            choice.finish_reason = said["finish_reason"] or choice.finish_reason
+            if said.get("prompt_logprobs") is not None:
+                choice.ranks = _ranks(request.planned.prompt, said["prompt_logprobs"])
             request.on_text(request)
 
     def on_message_complete(self) -> None:
+        if self._parser.get_status_code() == 100:
+            return
         if self.request.status != 200:
             self.request.error = self._body.decode()
-            self._end(Outcome.ERROR)
-        elif not self.request.stream:
+            self.outcomes.append(Outcome.ERROR)
+        elif not self.request.planned.stream:
             self._take_object(json.loads(self._body))
             if not self.request.error:
-                self._end(Outcome.WHOLE)
+                self.outcomes.append(Outcome.WHOLE)
         self._done()
-
-    def _end(self, outcome: Outcome) -> None:
-        self.request.outcomes.append(outcome)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._done()
@@ -144,37 +229,76 @@ class _Reader(asyncio.Protocol):
             self.over.set_result(None)
 
 
+def _ranks(prompt: tuple[int, ...], entries: list[dict[str, Any] | None]) -> list[int]:
+    """Returns the rank of each token of the prompt after the first, which has no entry."""
+    return [
+        0 if entry is None else entry[str(token)]["rank"] for token, entry in zip(prompt[1:], entries[1:], strict=True)
+    ]
+
+
 async def ask(request: ClientRequest, host: str, port: int) -> None:
     """Sends the request and reads its answer, until its end or until the client leaves."""
     loop = asyncio.get_running_loop()
     request.began_s = loop.time()
-    body = json.dumps(
-        {
-            "model": MODEL,
-            "prompt": list(request.prompt),
-            "max_tokens": request.max_tokens,
-            "temperature": 0,
-            "stream": request.stream,
-            **({"cache_salt": request.salt} if request.salt else {}),
-        }
-    ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nx-request-id: r{request.number}\r\n"
-    fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    transport = None
     try:
-        async with asyncio.timeout(request.leaves_after_s):
-            transport, reader = await loop.create_connection(lambda: _Reader(request), host, port)
-            transport.write((head + fields).encode() + body)
-            await reader.over
-        if not request.outcomes:
-            request.outcomes.append(Outcome.CUT)
+        async with asyncio.timeout(request.planned.leaves_after_s):
+            while True:
+                request.tries += 1
+                outcomes = await _try(request, host, port)
+                if request.status not in COME_BACK or request.tries >= request.planned.tries:
+                    break
+                await asyncio.sleep(request.retry_after_s)
+                request.status, request.error, request.began_s = 0, "", loop.time()
+        request.outcomes += outcomes or [Outcome.CUT]
     except TimeoutError:
-        if not request.outcomes:
-            request.outcomes.append(Outcome.LEFT)
-    except OSError as exc:
-        request.error = str(exc)
-        request.outcomes.append(Outcome.CUT)
+        request.outcomes.append(Outcome.LEFT)
     finally:
         request.ended_s = loop.time()
+
+
+async def _try(request: ClientRequest, host: str, port: int) -> list[Outcome]:
+    """Sends the request once. Returns what the server has said of its end."""
+    transport = None
+    try:
+        transport, reader = await asyncio.get_running_loop().create_connection(lambda: _Reader(request), host, port)
+        await _send(request, transport, host)
+        if request.planned.manner is Manner.LEAVES_IN_UPLOAD:
+            return [Outcome.LEFT]
+        await reader.over
+        return reader.outcomes
+    except OSError as exc:
+        request.error = str(exc)
+        return [Outcome.CUT]
+    finally:
         if transport is not None:
             transport.abort()
+
+
+async def _send(request: ClientRequest, transport: asyncio.Transport, host: str) -> None:
+    """Sends what the client's manner lets it send."""
+    manner, body = request.planned.manner, request.body
+    fields = [
+        "POST /v1/completions HTTP/1.1",
+        f"host: {host}",
+        f"x-request-id: {request.label}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        *([f"idempotency-key: {request.planned.key}"] if request.planned.key else []),
+        *(["connection: close"] if manner is not Manner.SAYS_MORE else []),
+    ]
+    message = "\r\n".join([*fields, "", ""]).encode() + body
+    match manner:
+        case Manner.SENDS_HALF | Manner.LEAVES_IN_UPLOAD:
+            transport.write(message[: -len(body) // 2])
+            if manner is Manner.LEAVES_IN_UPLOAD:
+                await asyncio.sleep(SEND_PAUSE_S)
+        case Manner.SENDS_SLOWLY:
+            for start in range(0, len(message), 100):
+                transport.write(message[start : start + 100])
+                await asyncio.sleep(SEND_PAUSE_S)
+        case Manner.SAYS_MORE:
+            transport.write(message + message.replace(request.label.encode(), b"more", 1))
+        case _:
+            transport.write(message)
+    if manner is Manner.CLOSES_ITS_HALF:
+        transport.write_eof()

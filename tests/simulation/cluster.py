@@ -23,6 +23,7 @@ from pdserve.api.engine_client import ENGINE_COMMAND
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.server import NodeServer
 from pdserve.config import (
+    AdmissionConfig,
     CacheConfig,
     CpuConfig,
     DiscoveryConfig,
@@ -41,11 +42,12 @@ from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
 from pdserve.wire.discovery import Role
 from pdserve_proxy import server as proxy_server
 from tests.simulation.clients import MODEL, ClientRequest, ask
-from tests.simulation.engine_program import BLOCK_SIZE, EOS, MAX_MODEL_LEN, VOCAB, EngineProgram, Pace, RunningEngine
+from tests.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RunningEngine
 from tests.simulation.invariants import wrong_blocks
 from tests.simulation.links import Fabric, LinkTransport
 from tests.simulation.network import Network
 from tests.simulation.plan import Shape
+from tests.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
 from tests.simulation.stand_ins import simulated
 from tests.simulation.virtual_time import Events, SimLoop, SimProcess, SimThread, Stuck, present_process
 
@@ -54,8 +56,6 @@ PROXY = "10.0.0.1"
 CLIENTS = "10.0.1.1"
 HTTP_PORT = 8000
 CONTROL_PORT = 9000
-TIMEOUT_S = 20.0
-"""A request's deadline."""
 LATE_S = 5.0
 """A request has ended so long after its deadline at the latest."""
 CHECK_EVERY_TURNS = 32
@@ -98,14 +98,16 @@ class Node:
             model=ModelConfig(served_model_name=MODEL, max_model_len=MAX_MODEL_LEN),
             cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_mib=1),
             scheduler=SchedulerConfig(
-                max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.max_num_batched_tokens, max_waiting=32
+                max_num_seqs=shape.max_num_seqs,
+                max_num_batched_tokens=shape.max_num_batched_tokens,
+                max_waiting=shape.max_waiting,
             ),
             transfer=TransferConfig(host=self.host, disaggregation=shape.disaggregation),
             http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
             discovery=DiscoveryConfig(
                 proxies=(f"tcp://{PROXY}:{CONTROL_PORT}",), name=self.process.name, drain=shape.drain
             ),
-            request=RequestConfig(timeout_s=TIMEOUT_S),
+            request=RequestConfig(timeout_s=shape.timeout_s),
             cpu=CpuConfig(),
             log=LogConfig(),
         )
@@ -147,6 +149,8 @@ class Cluster:
         self.loop = SimLoop(self.events)
         self.loop.after_turn = self._after_turn
         self.network = Network(self.loop, self.random, delay_s=shape.delay_s)
+        self.network.window_bytes = 4 * shape.buffer_bytes
+        self.network.buffer_bytes = shape.buffer_bytes
         self.requests: list[ClientRequest] = []
         self.violations: list[str] = []
         self.skews: dict[str, float] = {}
@@ -181,11 +185,13 @@ class Cluster:
             node.start()
 
     async def _proxy_main(self) -> int:
+        shape = self.shape
         config = ProxyConfig(
             http=HttpConfig(host=PROXY, port=HTTP_PORT, drain_s=5.0),
             registry=RegistryConfig(control_host=PROXY, control_port=CONTROL_PORT),
             relay=RelayConfig(),
-            request=RequestConfig(timeout_s=TIMEOUT_S),
+            admission=AdmissionConfig(max_in_flight=shape.max_in_flight, max_queued=shape.max_queued),
+            request=RequestConfig(timeout_s=shape.timeout_s),
         )
         self._stopping = asyncio.Event()
         await proxy_server.run(config, SECRET, self._stopping)
@@ -201,21 +207,13 @@ class Cluster:
         request.on_text = self._check_answer
 
         async def run() -> None:
-            kind = "stream" if request.stream else "whole"
-            self.events.add(
-                f"request {request.number} begins: {len(request.prompt)} tokens, up to {request.max_tokens}, {kind}"
-            )
+            self.events.add(f"request {request.name} begins: {request.planned}")
             await ask(request, PROXY, HTTP_PORT)
-            ending = request.outcomes[-1].value if request.outcomes else "nothing"
-            self.events.add(
-                f"request {request.number} ends: {ending} {request.status} {len(request.text)} of "
-                f"{len(request.reference)} {request.error}"
-            )
+            self.events.add(f"request {request.name} ends: {request.told}")
             self._check_answer(request)
-            if request.ended_s - request.began_s > TIMEOUT_S + LATE_S:
-                self.violated(
-                    f"request {request.number} ended {request.ended_s - request.began_s:.1f} s after it began"
-                )
+            took_s = request.ended_s - request.began_s
+            if took_s > self.shape.timeout_s + LATE_S:
+                self.violated(f"request {request.name} ended {took_s:.1f} s after it began")
 
         made: list[asyncio.Task[None]] = []
         self.clients.context.run(lambda: made.append(self.loop.create_task(run())))
@@ -273,19 +271,16 @@ class Cluster:
     def close(self) -> None:
         """Ends everything that is left of the run."""
         SimThread.over = True
-        # A handler that is closed while it waits is an error to uvicorn.
-        logging.getLogger("uvicorn.error").addFilter(_nothing)
+        # A handler that is closed while it waits is an error to uvicorn and to others.
+        disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
         for process in self.loop.processes:
             process.on_end.clear()
             for thread in process.threads:
                 thread.kill()
         self.loop.drop_tasks()
         self.loop.close()
-        logging.getLogger("uvicorn.error").removeFilter(_nothing)
-
-
-def _nothing(_: logging.LogRecord) -> bool:
-    return False
+        logging.disable(disabled)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ evicted or overwritten wrongly breaks the chain of digests, and one that does no
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -33,11 +32,9 @@ from pdserve.wire.frame import Secrets
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from tests.simulation.messaging import SimContext
+from tests.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
 from tests.simulation.virtual_time import SimProcess, present_process, present_thread
 
-VOCAB = 48
-MAX_MODEL_LEN = 64
-EOS = 2
 BLOCK_SIZE = 4
 SLOT_WORDS = 2
 BLOCK_BYTES = BLOCK_SIZE * SLOT_WORDS * 8
@@ -59,34 +56,6 @@ class WrongCache(Exception):
     """The KV cache holds something else than the keys and values of a request's tokens."""
 
 
-def after(digest: int, token: int) -> int:
-    return hash((digest, token))
-
-
-def choose(digest: int) -> int:
-    """Returns the token after a prefix: the end in one of 64 cases, otherwise one of those that have a text."""
-    return EOS if hash((digest, 1)) % 64 == 0 else 3 + hash((digest, 2)) % (VOCAB - 3)
-
-
-def beginning(salt: str) -> int:
-    """Returns the digest before the first token."""
-    return zlib.crc32(salt.encode())
-
-
-def answer(prompt: Sequence[int], max_tokens: int, salt: str = "") -> list[int]:
-    """Returns the answer that a request must get, whatever happens to the cluster."""
-    digest = beginning(salt)
-    for token in prompt:
-        digest = after(digest, token)
-    tokens: list[int] = []
-    while len(tokens) < max_tokens:
-        tokens.append(choose(digest))
-        if tokens[-1] == EOS:
-            break
-        digest = after(digest, tokens[-1])
-    return tokens
-
-
 class SimRunner:
     """Computes steps, each of which takes its time."""
 
@@ -98,15 +67,22 @@ class SimRunner:
 
     def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
         present_thread().block(self._pace.step_s(sum(len(row.token_ids) for row in rows)))
-        chosen = [choose(digest) for row in rows if (digest := self._compute(row)) is not None and row.wants_logits]
-        logits = torch.zeros(len(chosen), VOCAB)
-        logits[torch.arange(len(chosen)), torch.tensor(chosen, dtype=torch.long)] = 10.0
-        return logits
+        last: list[int] = []
+        scored: list[int] = []
+        for row in rows:
+            digests = self._compute(row)
+            scored += [digests[place] for place in row.scored]
+            if row.wants_logits:
+                last.append(digests[-1])
+        if score is not None:
+            score(_logits(scored))
+        return _logits(last)
 
-    def _compute(self, row: StepRow) -> int:
+    def _compute(self, row: StepRow) -> list[int]:
+        """Computes a row's tokens. Returns the digest after each."""
         slots = self._slots
         salts = [request.cache_salt for request in self.live() if request.block_table is row.block_table]
-        digest = beginning(*salts)
+        digest, digests = beginning(*salts), []
         table = [block * BLOCK_SIZE * SLOT_WORDS for block in row.block_table]
         for position in range(row.start):
             place = table[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
@@ -117,7 +93,8 @@ class SimRunner:
             place = table[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
             digest = after(digest, token)
             slots[place], slots[place + 1] = token, digest
-        return digest
+            digests.append(digest)
+        return digests
 
     def clear(self, blocks: Sequence[int]) -> None:
         words = BLOCK_SIZE * SLOT_WORDS
@@ -131,6 +108,14 @@ class SimRunner:
         for destination, content in zip(destinations, read, strict=True):
             for i, word in enumerate(content):
                 self._slots[destination * words + i] = word
+
+
+def _logits(digests: Sequence[int]) -> torch.Tensor:
+    """Returns the model's logits after each of these prefixes."""
+    rows, logits = torch.arange(len(digests)), torch.zeros(len(digests), VOCAB)
+    for logit, tokens in zip(LOGITS, zip(*map(likeliest, digests), strict=True), strict=False):
+        logits[rows, torch.tensor(tokens, dtype=torch.long)] = logit
+    return logits
 
 
 @dataclass

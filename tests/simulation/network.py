@@ -24,6 +24,8 @@ Address: TypeAlias = tuple[str, int | str]
 LOCAL_DELAY_S = 20e-6
 WINDOW_BYTES = 256 * 1024
 """How many bytes of one direction the kernels of both sides take."""
+BUFFER_BYTES = 64 * 1024
+"""How many more bytes a program may write before it is told to wait."""
 
 
 class Reset:
@@ -34,6 +36,8 @@ class EndOfStream:
     """The last item of a direction that was closed in good order."""
 
 
+FIRST_SOCKET = 2_000_000
+"""The number of the first connection's socket."""
 RESET, EOF = Reset(), EndOfStream()
 
 
@@ -148,6 +152,10 @@ class Network:
         self.numbers: dict[SimProcess, set[int]] = {}
         self._kernels: dict[str, SimProcess] = {}
         self.on_block: dict[Callable[[], None], None] = {}
+        self.transports: list[SimTransport] = []
+        """All connections that there were, in the order of their sockets' numbers."""
+        self.window_bytes = WINDOW_BYTES
+        self.buffer_bytes = BUFFER_BYTES
         loop.connect, loop.serve = self._connect, self._serve
 
     def delay(self, source: str, target: str) -> float:
@@ -173,6 +181,10 @@ class Network:
         for flow in [flow for flow in self.waiting if (flow.source.host, flow.target.host) == (source, target)]:
             del self.waiting[flow]
             flow.again()
+
+    def unread_bytes(self, socket_number: int) -> int:
+        """Returns how many bytes the kernels have that a program has written to this socket."""
+        return self.transports[socket_number - FIRST_SOCKET].unread_bytes
 
     def listen(self, process: SimProcess, address: Address, accept: Callable[[End], None]) -> Callable[[], None]:
         """Takes connections for the process. Returns what ends that. Raises OSError if the address is in use."""
@@ -307,7 +319,7 @@ class SimSocket:
         return struct.pack("=B43xI", 1 if self._transport.end.open else 7, sent_ms)
 
     def fileno(self) -> int:
-        return -1
+        return self._transport.number
 
 
 class SimTransport(asyncio.Transport):
@@ -326,9 +338,12 @@ class SimTransport(asyncio.Transport):
         self._inbox: deque[Any] = deque()
         self._buffer: deque[bytes] = deque()
         self._buffered = 0
-        self._unread = 0
+        self.unread_bytes = 0
         """The bytes that the kernels have."""
-        self._high, self._low = 65_536, 16_384
+        self._network = end.network
+        self.number = FIRST_SOCKET + len(self._network.transports)
+        self._network.transports.append(self)
+        self._high, self._low = self._network.buffer_bytes, self._network.buffer_bytes // 4
         self._paused = False
         end.receive, end.lost = self._received, self._on_reset
 
@@ -359,14 +374,14 @@ class SimTransport(asyncio.Transport):
         return self._buffered
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = 65_536 if high is None else high
+        self._high = self._network.buffer_bytes if high is None else high
         self._low = self._high // 4 if low is None else low
 
     def _flush(self) -> None:
-        while self._buffer and self._unread < WINDOW_BYTES:
+        while self._buffer and self.unread_bytes < self._network.window_bytes:
             piece = self._buffer.popleft()
             self._buffered -= len(piece)
-            self._unread += len(piece)
+            self.unread_bytes += len(piece)
             self.sent_s = self.loop.time()
             self.end.send((piece, self))
         if self._buffer:
@@ -379,7 +394,7 @@ class SimTransport(asyncio.Transport):
 
     def taken(self, size: int) -> None:
         """The other side's process has read so many bytes."""
-        self._unread -= size
+        self.unread_bytes -= size
         if not self._lost:
             self._flush()
             if self._paused and self._buffered <= self._low:

@@ -9,7 +9,7 @@ from random import Random
 
 from pdserve.config import Disaggregation, DrainMode
 from pdserve.wire.discovery import Role
-from tests.simulation.engine_program import MAX_MODEL_LEN, VOCAB
+from tests.simulation.reference import MAX_MODEL_LEN, VOCAB
 
 SETTLED_S = 2.0
 """All nodes are registered by then."""
@@ -36,6 +36,45 @@ class Shape:
     delay_s: float = 0.0005
     disaggregation: Disaggregation = Disaggregation.ALWAYS
     drain: DrainMode = DrainMode.MIGRATE
+    timeout_s: float = 20.0
+    """A request's deadline."""
+    max_in_flight: int = 4096
+    """The answers that the proxy lets be under way at once."""
+    max_queued: int = 1024
+    """The requests that may wait at the proxy."""
+    max_waiting: int = 32
+    """The requests that may wait at a node."""
+    buffer_bytes: int = 64 * 1024
+    """What a program writes before it is told that the other side does not read. Short answers need a small one."""
+
+    @property
+    def turns_away(self) -> bool:
+        """Whether a burst of requests is more than the cluster takes."""
+        return self.max_in_flight < 64 or self.max_waiting < 32
+
+    @property
+    def in_a_hurry(self) -> bool:
+        """Whether requests may meet their deadline without a fault."""
+        return self.timeout_s < 20.0
+
+
+class Manner(enum.Enum):
+    """How a client sends its request and reads the answer."""
+
+    PLAIN = "plain"
+    READS_SLOWLY = "reads slowly"
+    SENDS_SLOWLY = "sends slowly"
+    SENDS_HALF = "sends half"
+    """The rest never comes."""
+    LEAVES_IN_UPLOAD = "leaves in the upload"
+    SAYS_MORE = "says more"
+    """It sends its next request without having read the answer to this one, which ends the connection."""
+    CLOSES_ITS_HALF = "closes its half"
+    """It says that it sends nothing more, and reads on."""
+
+    @property
+    def sends_all(self) -> bool:
+        return self not in (Manner.SENDS_HALF, Manner.LEAVES_IN_UPLOAD)
 
 
 @dataclass(frozen=True)
@@ -48,6 +87,27 @@ class PlannedRequest:
     stream: bool = True
     salt: str = ""
     leaves_after_s: float | None = None
+    choices: int = 1
+    """How many answers it asks for."""
+    seed: int | None = None
+    """The answers are drawn with this seed; None takes the likeliest tokens."""
+    stop_at: int | None = None
+    """The two characters of the first answer from this one on are the stop string."""
+    priority: int = 0
+    scored: bool = False
+    """Whether the log probabilities of the prompt's tokens are asked for."""
+    manner: Manner = Manner.PLAIN
+    key: str = ""
+    """The ``Idempotency-Key``."""
+    asks_again_s: float | None = None
+    """After this time the client sends the same request once more, with the same key."""
+    tries: int = 1
+    """How often the client asks if it is told to come back later."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether the client waits for its answer, and has asked for it."""
+        return self.leaves_after_s is None and self.manner.sends_all
 
 
 class FaultKind(enum.Enum):
@@ -107,7 +167,46 @@ def plan_of(seed: int) -> Plan:
     )
     requests = tuple(_request(random) for _ in range(random.randint(1, 10)))
     faults = tuple(_fault(random, len(shape.roles)) for _ in range(random.choice((0, 1, 1, 2, 3, 4))))
-    return Plan(shape, requests, faults)
+    # What clients do beyond this has chances of its own, so that it changes nothing else about a seed.
+    chance = Random(f"clients {seed}")
+    return Plan(_limited(chance, shape), tuple(_varied(chance, request) for request in requests), faults)
+
+
+def _limited(random: Random, shape: Shape) -> Shape:
+    """Returns the shape with limits that its requests may meet."""
+    kind = random.choice(("none", "none", "none", "proxy", "nodes", "deadline", "buffers"))
+    match kind:
+        case "proxy":
+            return replace(shape, max_in_flight=random.choice((1, 2, 4)), max_queued=random.choice((0, 1, 3)))
+        case "nodes":
+            return replace(shape, max_waiting=random.choice((1, 2)))
+        case "deadline":
+            return replace(shape, timeout_s=random.choice((0.2, 1.0, 3.0)))
+        case "buffers":
+            return replace(shape, buffer_bytes=random.choice((200, 1000)))
+    return shape
+
+
+def _varied(random: Random, request: PlannedRequest) -> PlannedRequest:
+    """Returns the request with more that a client may ask for, and another manner."""
+    if random.random() < 0.5:
+        return request
+    drawn = random.random() < 0.4
+    scored = not request.stream and random.random() < 0.3
+    keyed = random.random() < 0.15
+    return replace(
+        request,
+        choices=random.choice((1, 1, 1, 2, 3)),
+        seed=random.randrange(1_000) if drawn else None,
+        stop_at=random.randrange(0, 12) if random.random() < 0.2 else None,
+        priority=random.choice((0, 0, 0, -1, 1, 20)),
+        scored=scored,
+        max_tokens=0 if scored and random.random() < 0.3 else request.max_tokens,
+        manner=Manner.PLAIN if random.random() < 0.6 else random.choice(tuple(Manner)),
+        key=f"key {random.randrange(10**6)}" if keyed else "",
+        asks_again_s=random.uniform(0.0, 3.0) if keyed else None,
+        tries=random.choice((1, 1, 3)),
+    )
 
 
 def _request(random: Random) -> PlannedRequest:

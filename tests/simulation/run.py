@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tests.simulation.clients import ClientRequest, Outcome
+from tests.simulation.clients import COME_BACK, ClientRequest, Outcome
 from tests.simulation.cluster import Cluster, simulate
 from tests.simulation.faults import Faults
 from tests.simulation.plan import SETTLED_S, Plan, PlannedRequest
@@ -22,6 +22,8 @@ RECOVERED_S = 30.0
 """When all faults are over, a new request is answered after this time at the latest."""
 STOPPED_S = 60.0
 LIMIT_S = 400.0
+PROBE = PlannedRequest(0.0, (5, 6, 7, 8, 9), 3, stream=False)
+"""What the cluster has to answer when all faults are over."""
 LOGGERS = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
 
 
@@ -57,7 +59,7 @@ class Run:
         except TimeoutError:
             for request in cluster.requests:
                 if not request.outcomes:
-                    cluster.violated(f"request {request.number} has no outcome after {ANSWERED_S:.0f} s")
+                    cluster.violated(f"request {request.name} has no outcome after {ANSWERED_S:.0f} s")
         await faults
         await self._recovered()
         await asyncio.sleep(REST_S)
@@ -66,27 +68,29 @@ class Run:
 
     async def _client(self, number: int, planned: PlannedRequest) -> None:
         await asyncio.sleep(planned.at_s)
-        request = ClientRequest(
-            number,
-            planned.prompt,
-            planned.max_tokens,
-            planned.stream,
-            salt=planned.salt,
-            leaves_after_s=planned.leaves_after_s,
-        )
+        asked = [self._asked(ClientRequest(number, planned))]
+        if planned.asks_again_s is not None:
+            asked.append(self._asked(ClientRequest(number, planned, again=True), planned.asks_again_s))
+        await asyncio.gather(*asked)
+
+    async def _asked(self, request: ClientRequest, after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
         await self.cluster.ask(request)
-        if "deadline" in request.error:
+        shape, planned, whole = self.plan.shape, request.planned, request.outcomes == [Outcome.WHOLE]
+        if "deadline" in request.error and planned.manner.sends_all and not shape.in_a_hurry:
             # Every fault is over long before.
-            self.cluster.violated(f"request {number} waited until its deadline")
-        if not self.plan.faults and request.outcomes != [Outcome.WHOLE] and planned.leaves_after_s is None:
-            self.cluster.violated(f"request {number} was not answered, without any fault")
+            self.cluster.violated(f"request {request.name} waited until its deadline")
+        if self.plan.faults or not planned.stays or whole:
+            return
+        if not (shape.turns_away and request.status in COME_BACK) and not shape.in_a_hurry:
+            self.cluster.violated(f"request {request.name} was not answered, without any fault")
 
     async def _recovered(self) -> None:
         """Asks again and again for a short answer, until one comes whole."""
         cluster = self.cluster
         until = cluster.loop.time() + RECOVERED_S
         while cluster.loop.time() < until:
-            request = ClientRequest(len(cluster.requests), (5, 6, 7, 8, 9), 3, stream=False)
+            request = ClientRequest(len(cluster.requests), PROBE)
             await cluster.ask(request)
             if request.outcomes == [Outcome.WHOLE]:
                 return

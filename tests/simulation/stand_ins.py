@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import fcntl
 import functools
 import importlib
 import os
@@ -266,6 +267,7 @@ def simulated(
                 urandom=chance.randbytes,
             ),
         ),
+        (fcntl, Likeness(fcntl, ioctl=lambda fd, *_: network.unread_bytes(fd).to_bytes(4, sys.byteorder))),
         (threading, Likeness(threading, Thread=SimThread, Condition=SimCondition)),
         (concurrent.futures.Future, SimFuture),
         (tempfile, Likeness(tempfile, TemporaryDirectory=SimFolder)),
