@@ -383,7 +383,8 @@ class TransferConfig:
     )
     advertise: str = setting(
         "transfer-advertise",
-        "Other engines reach the control channel at this host name or address. If it is empty, they use the bound one.",
+        "Other engines reach the control channel at this host name or address. If it is empty, they use the bound one, "
+        "or this machine's name where the channel is bound to all addresses.",
         "",
     )
     heartbeat_ms: int = setting(
@@ -492,7 +493,10 @@ class HttpConfig:
         "port", "The server listens on this port. 0 takes a free one.", 0, minimum=0, maximum=65535, first=True
     )
     advertise: str = setting(
-        "advertise", "The proxy reaches this server at this URL. If it is empty, it is made from host and port.", ""
+        "advertise",
+        "The proxy reaches this server at this URL. If it is empty, it is made from host and port, with this machine's "
+        "name where the host means all addresses.",
+        "",
     )
     keep_alive_s: int = setting(
         "keep-alive-s",

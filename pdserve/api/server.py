@@ -26,6 +26,7 @@ from pdserve.api.message.formats import formats_of
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.metrics.request_metrics import MetricsScale
 from pdserve.api.outcome import shutting_down
+from pdserve.api.reach import out_of_reach
 from pdserve.api.registration import Registration
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
@@ -206,6 +207,8 @@ class NodeServer:
         discovery = self.config.discovery
         if not discovery.proxies:
             return None
+        for warning in out_of_reach(info, discovery.proxies):
+            log.warning("%s", warning)
 
         def load() -> NodeLoad:
             return msgspec.structs.replace(engine.stats.load, gaps=metrics.requests.gaps)

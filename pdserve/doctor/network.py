@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.settings import is_loopback
+from pdserve_kvtransfer.control.sockets import advertised_host
 
 _SIOCGIFADDR = 0x8915
 _IP_MTU = 14
@@ -61,7 +62,7 @@ def host_of(url: str) -> str:
 
 
 def read_listening(transfer: TransferConfig) -> ListenFacts:
-    advertise = transfer.advertise or transfer.host
+    advertise = advertised_host(transfer.host, transfer.advertise)
     error, in_use = _try_bind(transfer.host, transfer.port)
     own = (transfer.host, transfer.port, transfer.advertise)
     plain = TransferConfig()

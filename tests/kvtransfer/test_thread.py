@@ -90,6 +90,11 @@ def test_the_advertised_name_is_used() -> None:
         assert int(port) > 0
 
 
+def test_who_is_bound_to_all_addresses_tells_the_machines_name() -> None:
+    with engine(config=TransferConfig(host="0.0.0.0")) as prefill:
+        assert prefill.address.rpartition(":")[0] == f"tcp://{socket.gethostname()}"
+
+
 def test_orders_that_contradict_themselves_are_refused() -> None:
     with engine() as prefill, engine(num_blocks=8) as decode:
         rig = Pair(prefill, decode)

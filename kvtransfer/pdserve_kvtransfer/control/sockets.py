@@ -128,7 +128,7 @@ class ControlServer:
             ) from exc
         endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._port = int(endpoint.rpartition(":")[2])
-        self.address = f"tcp://{_bracketed(advertise or host)}:{self._port}"
+        self.address = f"tcp://{_bracketed(advertised_host(host, advertise))}:{self._port}"
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -248,6 +248,13 @@ def loopback_only(host: str) -> bool:
         return ipaddress.ip_address(_resolved(host)).is_loopback
     except (OSError, ValueError):
         return False
+
+
+def advertised_host(host: str, advertise: str) -> str:
+    """Returns where others reach a channel that is bound to ``host``: where that means all, by this machine's name."""
+    if advertise:
+        return advertise
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  # compared with, not bound to
 
 
 def _resolved(host: str) -> str:

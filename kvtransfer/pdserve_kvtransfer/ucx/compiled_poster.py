@@ -32,8 +32,15 @@ _Numbers = ctypes.c_uint64 * _ROOM
 _FAILURES = {
     1: "the other side has closed the link that a block was copied from",
     2: "the other side sent what no link sends",
+    -3: "an input or output error (UCX -3)",
+    -6: "the other side is unreachable (UCX -6)",
+    -20: "UCX waited too long (UCX -20)",
+    -23: "the other side rejected it (UCX -23)",
+    -24: "the connection does not stand (UCX -24)",
+    -25: "the other side's process has ended, or closed the connection (UCX -25)",
+    -80: "the other side does not answer any more (UCX -80)",
 }
-"""The compiled code's own failures by status. UCX's statuses are negative."""
+"""What statuses mean: the compiled code's own, and UCX's, which are negative."""
 
 
 class _Batch(ctypes.Structure):
@@ -216,7 +223,7 @@ class CompiledPoster:
     def _check(self) -> None:
         if self._board.status:
             status = self._board.status
-            raise PeerLost(_FAILURES.get(status, f"a message could not be moved: UCX says {status}"))
+            raise PeerLost(f"a message could not be moved: {_FAILURES.get(status, f'UCX says {status}')}")
 
     def sent(self) -> Sequence[MovedMessage]:
         return _taken(self._sent)
