@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from typing import Protocol
 
 from pdserve.wire.timeline import RequestLane
 
@@ -12,13 +12,22 @@ MAX_RECALLED = 64
 """The most lanes with one id that are looked up: ids are the clients', and may be all alike."""
 
 
+class LaneRecord(Protocol):
+    """Something of which a lane can be made."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def lane(self) -> RequestLane:
+        """Returns the lane."""
+
+
 class KeptLanes:
     """The newest lanes. Used by one thread."""
 
     def __init__(self, count: int) -> None:
         """Keeps ``count`` lanes."""
-        self._lanes: deque[tuple[str, Callable[[], RequestLane]]] = deque(maxlen=count)
-        """The request ids of the lanes, and what makes or returns them."""
+        self._lanes: deque[RequestLane | LaneRecord] = deque(maxlen=count)
         self.export: Callable[[RequestLane], None] | None = None
         """Gets each lane that belongs to a trace."""
 
@@ -31,27 +40,23 @@ class KeptLanes:
         return bool(self._lanes.maxlen) or self.export is not None
 
     def add(self, lane: RequestLane) -> None:
-        self._lanes.append((lane.request_id, partial(_same, lane)))
+        self._lanes.append(lane)
         if self.export is not None and lane.trace is not None:
             self.export(lane)
 
-    def add_unmade(self, request_id: str, make: Callable[[], RequestLane], *, traced: bool) -> None:
-        """Does what ``add`` does with the lane that ``make`` returns, which is made only if somebody wants it.
+    def add_record(self, record: LaneRecord, *, traced: bool) -> None:
+        """Does what ``add`` does with the lane of ``record``, which is made only if somebody wants it.
 
         ``traced`` says whether the lane belongs to a trace.
         """
         if traced and self.export is not None:
-            self.add(make())
+            self.add(record.lane())
         else:
-            self._lanes.append((request_id, make))
+            self._lanes.append(record)
 
     def recall(self, request_id: str) -> tuple[RequestLane, ...]:
         """Returns the lanes of the requests with this id, the newest ``MAX_RECALLED`` of them."""
-        makers = [make for kept_id, make in self._lanes if kept_id == request_id]
-        found = [make() for make in makers[-MAX_RECALLED:]]
+        kept = [one for one in self._lanes if one.request_id == request_id]
+        found = [one if isinstance(one, RequestLane) else one.lane() for one in kept[-MAX_RECALLED:]]
         found += self.live(request_id)
         return tuple(found[-MAX_RECALLED:])
-
-
-def _same(lane: RequestLane) -> RequestLane:
-    return lane

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 
@@ -31,6 +32,8 @@ READ_ROUTES = frozenset({TOKENIZER_INFO_PATH})
 """Clients ask these with GET and name the model in the query. A node gets that as the body of a POST."""
 
 CLIENT_BYTES = 16
+KNOWN_CLIENTS = 4096
+"""The number of clients whose names in tickets are remembered."""
 LARGE_BYTES = 256 * 1024
 """Larger bodies are read one at a time, and before each one all other requests get a turn of the event loop."""
 
@@ -124,7 +127,7 @@ class RelayedRoutes:
                 body = await turn.begin(self._keys.owner(*credentials), body, held)
             relayed.queued()
             await self._admission.admit(caller, body.answers, relayed.hold_place, body.priority)
-            client = _short(client_of(caller, request.address))
+            client = _short(caller, request.address)
             storing = None if turn is None else turn.storing
             relayable = NodeRequest(
                 request.path, body, request.header(b"accept"), client=client, storing=storing, keep=keep
@@ -144,8 +147,10 @@ class RelayedRoutes:
             return read_body(data)
 
 
-def _short(client: str) -> bytes:
+@functools.lru_cache(maxsize=KNOWN_CLIENTS)
+def _short(caller: str, address: str) -> bytes:
     """Returns what stands for a client in tickets, which should not name a client's key or address."""
+    client = client_of(caller, address)
     return hashlib.blake2b(client.encode(errors="replace"), digest_size=CLIENT_BYTES).digest()
 
 

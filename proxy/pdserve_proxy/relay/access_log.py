@@ -17,13 +17,14 @@ from prometheus_client.registry import Collector
 
 from pdserve.errors import RequestError
 from pdserve.metrics.histogram import BucketCounts, seconds_to
-from pdserve.wire.status import IncidentKind, SeenRequest
+from pdserve.wire.status import IncidentKind
 from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.journal import JournalBudget
 from pdserve_proxy.relay.node_counts import NodeCounts
+from pdserve_proxy.relay.relay_record import RelayRecord
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayOutcome, ResumeOutcome
-from pdserve_proxy.relay.seen_request import has_failed, seen
+from pdserve_proxy.relay.seen_request import has_failed
 from pdserve_proxy.routing.attempts import Attempts
 
 # The log keeps the name that operators have set levels for, whatever the module is called.
@@ -31,7 +32,7 @@ log = logging.getLogger("pdserve_proxy.requests")
 
 GAP_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 MAX_RECENT = 1024
-"""The number of ended requests that are remembered, some 400 bytes each."""
+"""The number of ended requests that are remembered, some 500 bytes each."""
 UNEXPECTED_ANSWER = "upstream_invalid"
 """The code of the error for a node's answer that is none."""
 OTHER_ROUTES = "other"
@@ -63,7 +64,7 @@ class RequestCounts(Collector):
         self.under_way: dict[RelayedRequest, None] = {}
         """The requests that have not ended, in the order in which they came."""
         self.incidents = Incidents()
-        self.recent: deque[SeenRequest] = deque(maxlen=MAX_RECENT)
+        self.recent: deque[RelayRecord] = deque(maxlen=MAX_RECENT)
         """The last requests that have ended, without those that were refused before they had a node."""
         self.retries = 0
         self.relayed_bytes = 0
@@ -109,20 +110,20 @@ class RequestCounts(Collector):
         if gap_s is not None:
             self._gaps[GapKind.MOVED].observe(gap_s)
 
-    def ended(self, relayed: RelayedRequest) -> None:
-        """Counts ``relayed``, which has ended, and writes its line in the access log."""
+    def ended(self, relayed: RelayedRequest, record: RelayRecord) -> None:
+        """Counts ``relayed``, which has ended and leaves ``record``, and writes its line in the access log."""
         assert relayed.outcome is not None
         self.under_way.pop(relayed, None)
         self.requests[relayed.path, relayed.status] += 1
         self.relayed_bytes += relayed.relayed_bytes
         self.outcomes[relayed.outcome] += 1
-        if relayed.first_byte_s is not None:
-            self._first_bytes.observe(relayed.first_byte_s)
+        if (first_byte_at_s := relayed.first_byte_at_s) is not None:
+            self._first_bytes.observe(first_byte_at_s - relayed.started_s)
         if relayed.answered_by is not None:
             self.nodes.answered(relayed.answered_by, relayed.node_first_byte_s)
         failed = has_failed(relayed.status, relayed.outcome)
         if relayed.route is not None or failed:
-            self.recent.append(seen(relayed))
+            self.recent.append(record)
         if failed:
             self._note_failure(relayed)
         if log.isEnabledFor(logging.INFO):  # the line's fields cost more than all the counting
@@ -210,6 +211,8 @@ class RequestCounts(Collector):
 
 def _write_line(relayed: RelayedRequest) -> None:
     assert relayed.outcome is not None
+    assert relayed.ended_s is not None
+    first_byte_s = relayed.first_byte_s
     log.info(
         "request_id=%s route=%s decode=%s prefill=%s status=%d first_byte_s=%s total_s=%.3f bytes=%d outcome=%s",
         relayed.request_id,
@@ -217,8 +220,8 @@ def _write_line(relayed: RelayedRequest) -> None:
         relayed.decode_name,
         relayed.prefill_name,
         relayed.status,
-        "-" if relayed.first_byte_s is None else f"{relayed.first_byte_s:.3f}",
-        relayed.total_s,
+        "-" if first_byte_s is None else f"{first_byte_s:.3f}",
+        relayed.ended_s - relayed.started_s,
         relayed.relayed_bytes,
         relayed.outcome.value,
     )

@@ -97,6 +97,7 @@ class Relay:
     ) -> None:
         self._trust = trust
         self._config = config
+        self._timeout_s = config.request.timeout_s
         self._registry = registry
         self._attempts = attempts
         self._tickets = tickets
@@ -139,17 +140,11 @@ class Relay:
         ``traceparent`` is the client's header of that name.
         """
         tracing = self._tracing
-        timeout_s, trace = self._config.request.timeout_s, tracing.begin(traceparent)
+        exports = tracing.exports
+        # Most often nobody has a use for a trace.
+        trace = tracing.begin(traceparent) if exports or traceparent is not None else None
         relayed = RelayedRequest(
-            task,
-            request_id,
-            path,
-            timeout_s,
-            self._ended,
-            trace,
-            noted=tracing.lanes.wanted,
-            exports=tracing.exports,
-            on_loss=self._node_lost,
+            task, request_id, path, self._timeout_s, self._ended, trace, exports=exports, on_loss=self._node_lost
         )
         self._deadlines.add(relayed)
         self._counts.began(relayed)
@@ -311,15 +306,16 @@ class Relay:
     def _ended(self, relayed: RelayedRequest) -> None:
         self._deadlines.discard(relayed)
         self._moves.ended(relayed)
-        self._counts.ended(relayed)
+        record = relayed.record()
+        self._counts.ended(relayed, record)
         # Those who have no key leave nothing behind, or they could push out what others have left.
-        if relayed.notes is not None and relayed.status != UNAUTHORIZED:
-            traced = relayed.notes.trace is not None
-            self._tracing.lanes.add_unmade(relayed.request_id, relayed.lane_maker(relayed.notes), traced=traced)
+        if relayed.status != UNAUTHORIZED:
+            self._tracing.lanes.add_record(record, traced=record.span is not None)
 
     def _live_lanes(self, request_id: str) -> list[RequestLane]:
-        found = (relayed.lane() for relayed in self._counts.under_way if relayed.request_id == request_id)
-        return [lane for lane in found if lane is not None]
+        if not self._tracing.lanes.wanted:
+            return []
+        return [relayed.record().lane() for relayed in self._counts.under_way if relayed.request_id == request_id]
 
 
 def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse | AttemptFailure:

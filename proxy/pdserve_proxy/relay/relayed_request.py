@@ -19,16 +19,17 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
+import msgspec
+
 from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
-from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import Pause
-from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.timeline import Moment, MomentKind
+from pdserve.wire.trace_context import TraceContext, new_span_id
+from pdserve_proxy.relay.relay_record import Detours, RelayRecord, RequestSpan, attempt_phase
 from pdserve_proxy.routing.attempts import Attempt
 from pdserve_proxy.routing.router import Route
 
@@ -135,8 +136,48 @@ class RelayedRequest:
     """One request, used as a context manager in the task that handles it.
 
     While there is no response, because none has come yet or its node was lost, a cut cancels that task;
-    ``takes_cancel_as_cut`` tells a cut from a client that has left.
+    ``takes_cancel_as_cut`` tells a cut from a client that has left. Times are seconds on the monotonic clock.
     """
+
+    # Without slots, an object with more than 30 attributes costs several times as much to make.
+    __slots__ = (
+        "_attempt",
+        "_attempt_began_s",
+        "_deadline_s",
+        "_detours",
+        "_grace_timer",
+        "_journal",
+        "_loop",
+        "_on_end",
+        "_on_loss",
+        "_pause_began_s",
+        "_release_place",
+        "_response",
+        "_span",
+        "_task",
+        "admitted_s",
+        "answered_by",
+        "attempts",
+        "cut_short",
+        "ended_s",
+        "error",
+        "first_byte_at_s",
+        "node_first_byte_s",
+        "outcome",
+        "path",
+        "pauses",
+        "phase",
+        "prompt_done_s",
+        "read_s",
+        "relayed_bytes",
+        "request_id",
+        "route",
+        "sent_s",
+        "started_s",
+        "status",
+        "tells_first_token",
+        "trace",
+    )
 
     def __init__(
         self,
@@ -147,22 +188,24 @@ class RelayedRequest:
         on_end: Callable[[RelayedRequest], None],
         trace: TraceContext | None = None,
         *,
-        noted: bool = False,
         exports: bool = False,
         on_loss: Callable[[NodeInfo], None] = _ignore,
     ) -> None:
         """The caller has to ``cut`` the request ``timeout_s`` from now.
 
-        If it is ``noted``, there is a ``lane`` of it. That hangs from ``trace``, if this process ``exports`` spans.
-        Otherwise the nodes' spans do. ``on_loss`` is called with each node that is lost after it has begun to answer.
+        Its span hangs from ``trace``, if this process ``exports`` spans. Otherwise the nodes' spans do. ``on_loss`` is
+        called with each node that is lost after it has begun to answer.
         """
         self._task = task
         self._loop = task.get_loop()
         self._on_end = on_end
         self._on_loss = on_loss
-        self.started_s = self._loop.time()
-        self._deadline_s = self.started_s + timeout_s
-        self.ended_s = self.started_s
+        self.started_s = now_s = time.monotonic()
+        self._deadline_s = now_s + timeout_s
+        self.read_s: float | None = None
+        """When the body was there."""
+        self.admitted_s: float | None = None
+        self.ended_s: float | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
         self._response: Closable | None = None
         self._journal: Freeable | None = None
@@ -176,9 +219,11 @@ class RelayedRequest:
         self.attempts = 0
         """The number of attempts that have begun."""
         self.sent_s: float | None = None
-        """When the first attempt began, on the event loop's clock."""
+        """When the first attempt began."""
+        self._attempt_began_s: float | None = None
+        """When the present attempt began; None before the first one, and after one that has failed or was left."""
         self.prompt_done_s: float | None = None
-        """When the node needed its prefill node no more, on the event loop's clock."""
+        """When the node needed its prefill node no more."""
         self.tells_first_token = False
         """Whether the node's first bytes come with its first token, and not with its whole answer."""
         self.pauses: tuple[Pause, ...] = ()
@@ -188,20 +233,18 @@ class RelayedRequest:
         self.outcome: RelayOutcome | None = None
         self.error: RequestError | None = None
         """What the client was told, if the proxy itself told it of a failure."""
-        self.first_byte_s: float | None = None
-        """Seconds from the start to the first byte for the client; None before that byte has come."""
-        self._attempt_began_s = self.started_s
+        self.first_byte_at_s: float | None = None
+        """When the first byte for the client came; None before that."""
         self.answered_by: NodeInfo | None = None
-        """The node from which the first byte came."""
+        """The node from which that byte came."""
         self.node_first_byte_s = 0.0
         """Seconds from the beginning of its attempt to that byte."""
         self.relayed_bytes = 0
+        self._detours: Detours | None = None
         self.trace = trace
-        self.notes: LaneNotes | None = None
-        if noted:
-            now = time.monotonic()
-            self.notes = LaneNotes(ProcessKind.PROXY, request_id, now, trace if exports else None)
-            self.notes.begin(PhaseKind.READ, now)
+        self._span: RequestSpan | None = None
+        if exports and trace is not None and trace.sampled:
+            self._span = RequestSpan(trace, new_span_id(), b"")
 
     def __enter__(self) -> Self:
         return self
@@ -225,49 +268,69 @@ class RelayedRequest:
     @property
     def remaining_s(self) -> float:
         """Seconds to the deadline; always above 0, since a node refuses a deadline of 0."""
-        return max(self._deadline_s - self._loop.time(), 0.001)
+        return max(self._deadline_s - time.monotonic(), 0.001)
 
     @property
-    def total_s(self) -> float:
-        return self.ended_s - self.started_s
+    def resuming(self) -> bool:
+        """Whether its client gets nothing, because its node was lost or left."""
+        return self._pause_began_s is not None
+
+    @property
+    def first_byte_s(self) -> float | None:
+        """Seconds from the start to the first byte for the client; None before that byte has come."""
+        return None if self.first_byte_at_s is None else self.first_byte_at_s - self.started_s
 
     @property
     def attempt_trace(self) -> TraceContext | None:
         """What hangs from the present attempt; None if nobody exports it."""
-        own = None if self.notes is None else self.notes.context_of(PhaseKind.ATTEMPT)
-        return self.trace if own is None else own
+        span = self._span
+        if span is None or self._attempt_began_s is None:
+            return self.trace
+        return span.parent.child(span.attempt_id)
+
+    def record(self) -> RelayRecord:
+        """Returns what is to be kept of the request as it is now."""
+        return RelayRecord(
+            self.request_id,
+            self.path,
+            self.started_s,
+            self.read_s,
+            self.admitted_s,
+            self.sent_s,
+            self._attempt_began_s,
+            self.first_byte_at_s,
+            self.prompt_done_s,
+            self.ended_s,
+            self.route,
+            self.attempts,
+            self.tells_first_token,
+            self.resuming,
+            self.pauses,
+            self.status,
+            self.outcome or "",
+            self._detours,
+            self._span,
+        )
 
     def queued(self) -> None:
         """Notes that the body is there, and the request waits for its place."""
-        if self.notes is not None:
-            now = time.monotonic()
-            self.notes.end(PhaseKind.READ, now)
-            self.notes.begin(PhaseKind.QUEUE, now)
+        self.read_s = time.monotonic()
 
     def attempt_failed(self, why: str) -> None:
-        if self.notes is not None:
-            self.notes.end(PhaseKind.ATTEMPT, time.monotonic(), why)
+        """Notes that the present attempt is over before the request is."""
+        began_s, self._attempt_began_s = self._attempt_began_s, None
+        if began_s is not None and self.route is not None:
+            span_id = b"" if self._span is None else self._span.attempt_id
+            self._unusual().add_attempt(attempt_phase(self.route, began_s, time.monotonic(), why, span_id))
 
     def note(self, kind: MomentKind, gap_s: float | None = None) -> None:
         """Notes what has just happened to the attempt that has begun last."""
-        if self.notes is not None:
-            self.notes.moment(kind, time.monotonic(), node=self.decode_name, gap_s=gap_s)
+        self._unusual().add_moment(Moment(kind=kind, at_s=time.monotonic(), node=self.decode_name, gap_s=gap_s))
 
-    def lane(self) -> RequestLane | None:
-        """Returns what happened so far; None if the request is not noted."""
-        return None if self.notes is None else self.lane_maker(self.notes)()
-
-    def lane_maker(self, notes: LaneNotes) -> Callable[[], RequestLane]:
-        """Returns what makes the lane of what happened so far, and holds nothing of the request but its ``notes``."""
-        return partial(
-            notes.lane,
-            time.monotonic(),
-            ended=self.phase is _ENDED,
-            model="" if self.route is None else self.route.decode.model,
-            route=self.path,
-            status=self.status,
-            outcome=self.outcome or "",
-        )
+    def _unusual(self) -> Detours:
+        if self._detours is None:
+            self._detours = Detours()
+        return self._detours
 
     def own_response(self, response: Closable) -> None:
         """Closes ``response`` at the end, or when the next one is passed."""
@@ -284,8 +347,7 @@ class RelayedRequest:
     def hold_place(self, release: Callable[[], None]) -> None:
         """Holds a place among the admitted requests until the end, which calls ``release``."""
         self._release_place = release
-        if self.notes is not None:
-            self.notes.end(PhaseKind.QUEUE, time.monotonic())
+        self.admitted_s = time.monotonic()
 
     def after_next_event(self, within_s: float, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once if there is a response: after its next event, or after ``within_s``."""
@@ -311,25 +373,29 @@ class RelayedRequest:
     def begin_attempt(self, route: Route, attempt: Attempt) -> None:
         """Ends the attempt before this one, if there is one, and begins ``attempt``."""
         self._end_attempt()
+        if self._attempt_began_s is not None:
+            self.attempt_failed("")
         self.route, self._attempt = route, attempt
         self.attempts += 1
-        self._attempt_began_s = self._loop.time()
+        self._attempt_began_s = now_s = time.monotonic()
         if self.sent_s is None:
-            self.sent_s = self._attempt_began_s
-        if self.notes is not None:
-            self.notes.begin(PhaseKind.ATTEMPT, time.monotonic(), node=self.decode_name, prefill=self.prefill_name)
+            self.sent_s = now_s
+        if self._span is not None:
+            self._span = msgspec.structs.replace(self._span, attempt_id=new_span_id())
         if self.phase is _OPENING:
-            self.first_byte_s = self.prompt_done_s = None
+            if self.first_byte_at_s is not None:
+                self._unusual().add_moment(Moment(kind=MomentKind.FIRST_BYTE, at_s=self.first_byte_at_s))
+            self.first_byte_at_s = self.prompt_done_s = None
             self.tells_first_token = False
 
     def got_byte(self) -> None:
         """Notes that bytes for the client came from the node, which needs its prefill node no more."""
-        if self.first_byte_s is None:
-            now_s = self._loop.time()
-            self.first_byte_s, self.node_first_byte_s = now_s - self.started_s, now_s - self._attempt_began_s
-            self.answered_by = None if self.route is None else self.route.decode
-            if self.notes is not None:
-                self.notes.moment(MomentKind.FIRST_BYTE, time.monotonic())
+        if self.first_byte_at_s is None:
+            self.first_byte_at_s = now_s = time.monotonic()
+            if self.route is not None:
+                self.answered_by = self.route.decode
+            if self._attempt_began_s is not None:
+                self.node_first_byte_s = now_s - self._attempt_began_s
         elif self.phase is not _RESUMING:
             return
         self.prompt_computed()
@@ -337,8 +403,8 @@ class RelayedRequest:
     def prompt_computed(self) -> None:
         """Notes that the node needs its prefill node no more."""
         if self.prompt_done_s is None:
-            self.prompt_done_s = self._loop.time()
-        if self.route is not None and self._attempt is not None:
+            self.prompt_done_s = self.first_byte_at_s or time.monotonic()
+        if self._attempt is not None and self.route is not None:
             self._attempt.end_at(*[info.boot_id for info in self.route.prefill])
 
     def node_lost(self) -> None:
@@ -349,7 +415,8 @@ class RelayedRequest:
     def begin_relaying(self, status: int) -> None:
         self.phase = _RELAYING
         self.status = status
-        self._end_pause()
+        if self._pause_began_s is not None:
+            self._end_pause()
 
     def open_again(self) -> None:
         """Waits for a response in one piece once more, of which the client has nothing yet."""
@@ -361,7 +428,7 @@ class RelayedRequest:
         """Closes the lost node's response, so that nothing it still says is relayed, and ends the attempt there."""
         self.phase = _RESUMING
         if self._pause_began_s is None:
-            self._pause_began_s = self._loop.time()
+            self._pause_began_s = time.monotonic()
         if self._response is not None:
             self._response.close()
             self._response = None
@@ -375,9 +442,7 @@ class RelayedRequest:
         self.phase = _ENDED
         self.outcome = outcome
         self.status = status or self.status
-        self.ended_s = self._loop.time()
-        if self.notes is not None:
-            self.notes.end(PhaseKind.ATTEMPT, time.monotonic(), outcome)
+        self.ended_s = time.monotonic()
         if self._response is not None:
             self._response.close()
             self._response = None
@@ -420,7 +485,7 @@ class RelayedRequest:
     def _end_pause(self) -> None:
         if self._pause_began_s is not None:
             if len(self.pauses) < MAX_PAUSES:
-                self.pauses += (Pause(self._pause_began_s, self._loop.time()),)
+                self.pauses += (Pause(self._pause_began_s, time.monotonic()),)
             self._pause_began_s = None
 
     def _end_attempt(self) -> None:

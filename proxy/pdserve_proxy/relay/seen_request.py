@@ -1,9 +1,10 @@
-"""Makes of a relayed request what those who watch the cluster see."""
+"""Makes of the record of a relayed request what those who watch the cluster see."""
 
 from __future__ import annotations
 
 from pdserve.wire.status import RequestStage, SeenRequest
-from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome, RelayPhase
+from pdserve_proxy.relay.relay_record import RelayRecord
+from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 
 LOWEST_FAILURE = 500
 """The lowest status of an answer that is a failure of the cluster's. What the client got wrong has a lower one."""
@@ -11,7 +12,6 @@ _FAILURES = frozenset({RelayOutcome.UPSTREAM_LOST, RelayOutcome.TIMED_OUT, Relay
 
 # These have names of their own because look-ups on the enums' classes would be most of what a request costs here.
 _ENDED, _OK = RequestStage.ENDED, RelayOutcome.OK
-_RESUMING = RelayPhase.RESUMING
 
 
 def has_failed(status: int, outcome: str) -> bool:
@@ -19,36 +19,36 @@ def has_failed(status: int, outcome: str) -> bool:
     return status >= LOWEST_FAILURE or (outcome is not _OK and outcome in _FAILURES)
 
 
-def stage_of(relayed: RelayedRequest) -> RequestStage:
-    if relayed.outcome is not None:
+def stage_of(request: RelayRecord | RelayedRequest) -> RequestStage:
+    if request.ended_s is not None:
         return _ENDED
-    if relayed.phase is _RESUMING:
+    if request.resuming:
         return RequestStage.RESUMING
-    if relayed.sent_s is None:
+    if request.sent_s is None:
         return RequestStage.QUEUED
-    return RequestStage.PROMPT if relayed.prompt_done_s is None else RequestStage.ANSWER
+    return RequestStage.PROMPT if request.prompt_done_s is None else RequestStage.ANSWER
 
 
-def seen(relayed: RelayedRequest) -> SeenRequest:
-    route, outcome = relayed.route, relayed.outcome
+def seen(record: RelayRecord) -> SeenRequest:
+    route = record.route
     decode = prefill = ""
     if route is not None:
         decode = route.decode.name
         if route.prefill:
             prefill = route.prefill[0].name
     return SeenRequest(
-        relayed.request_id,
-        relayed.path,
-        stage_of(relayed) if outcome is None else _ENDED,
-        relayed.started_s,
+        record.request_id,
+        record.path,
+        stage_of(record),
+        record.started_s,
         decode,
         prefill,
-        relayed.sent_s,
-        relayed.prompt_done_s,
-        relayed.tells_first_token,
-        relayed.pauses,
-        relayed.attempts,
-        None if outcome is None else relayed.ended_s,
-        "" if outcome is None else outcome,
-        relayed.status,
+        record.sent_s,
+        record.prompt_done_s,
+        record.tells_first_token,
+        record.pauses,
+        record.attempts,
+        record.ended_s,
+        record.outcome,
+        record.status,
     )

@@ -119,8 +119,8 @@ def relay_status(counts: RequestCounts) -> RelayStatus:
     stages = Counter(stage_of(relayed) for relayed in counts.under_way)
     return RelayStatus(
         stages=dict(stages),
-        under_way=tuple(map(seen, islice(counts.under_way, MAX_UNDER_WAY_SHOWN))),
-        ended=tuple(counts.recent),
+        under_way=tuple([seen(relayed.record()) for relayed in islice(counts.under_way, MAX_UNDER_WAY_SHOWN)]),
+        ended=tuple(map(seen, counts.recent)),
         outcomes=dict(counts.outcomes),
         incidents=counts.incidents.kept(),
     )
