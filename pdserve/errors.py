@@ -232,6 +232,16 @@ class KeyReused(RequestError):
     type = "invalid_request_error"
 
 
+class PrefillLost(RequestError):
+    """A node gives a request back to the proxy, because the prefill node ``param`` was lost with it.
+
+    No client sees it: the proxy has another node try, or says how many nodes were lost.
+    """
+
+    status = 424
+    type = "server_error"
+
+
 class TooManyRequests(RequestError):
     status = 429
     type = "rate_limit_error"

@@ -197,6 +197,8 @@ class FetchFailed:
     quarantined: tuple[int, ...]
     """The local blocks that may still be written to, until ``BlocksReleased`` names them."""
     kind: FailureKind = FailureKind.PEER_LOST
+    asked: bool = False
+    """Whether the other engine was asked and had not given its first token: it may have computed the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,8 @@ class RequestTerms:
     """The span that this node's hang from; None if nobody exports it."""
     keep: Keep | None = None
     """Has the answer be kept for a client that may ask again; None if it will not."""
+    gives_back: bool = False
+    """Whether the proxy gets the request back when a prefill node is lost with it."""
 
     @property
     def appended_bytes(self) -> int:
@@ -337,6 +339,7 @@ class CompletionRoute(Generic[R]):
             storing=ticket.storing,
             trace=ticket.trace,
             keep=None if ticket.resume is not None and ticket.resume.prepare else ticket.keep,
+            gives_back=ticket.gives_back,
         )
 
     def _start(
@@ -399,6 +402,8 @@ class CompletionRoute(Generic[R]):
             holders=terms.holders,
             fetch_only=fetch_only,
             movable=self._journaled(body, terms) and not fetch_only and (bool(body.stream) or body.has_whole_journal),
+            # The client of several prompts may have tokens of one when the prefill node of another is lost.
+            gives_back=terms.gives_back and len(prepared.submits) == 1 and not fetch_only,
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             own_targets=RequestTargets(body.target_ttft_ms, body.target_itl_ms),

@@ -181,6 +181,7 @@ class EngineClient:
         holders: tuple[PrefillTarget, ...] = (),
         fetch_only: bool = False,
         movable: bool = False,
+        gives_back: bool = False,
         cache_salt: str = "",
         priority: int = 0,
         own_targets: RequestTargets = NO_OWN_TARGETS,
@@ -193,7 +194,8 @@ class EngineClient:
 
         ``holders`` are asked for blocks of the prompts and of what was emitted. With ``fetch_only`` nothing is
         computed: each choice ends, with ``FinishReason.LENGTH``, when the prefix cache has what they have. Where the
-        prompts are ``movable``, the engine may ask the result to have them go on at a node with more room.
+        prompts are ``movable``, the engine may ask the result to have them go on at a node with more room. With
+        ``gives_back``, a choice whose prefill node is lost with it ends with ``FinishReason.PREFILL_LOST``.
         ``request_id`` is the client's label, for the log lines of other processes, and ``client`` stands for the client
         itself. The engine's spans hang from ``trace``. The result is woken for each ``interval`` tokens of a choice,
         and reads about ``turn_tokens`` of all at once.
@@ -228,6 +230,7 @@ class EngineClient:
                 holders=holders,
                 fetch_only=fetch_only,
                 movable=movable,
+                gives_back=gives_back,
                 children=tuple(children),
                 emitted=parent.emitted,
                 cache_salt=cache_salt,

@@ -6,7 +6,7 @@ import enum
 from typing import cast
 
 from pdserve.api.answers.openai_response import Finish
-from pdserve.errors import DeadlineExceeded, Internal, InvalidRequest, RequestError, Unavailable
+from pdserve.errors import DeadlineExceeded, Internal, InvalidRequest, PrefillLost, RequestError, Unavailable
 from pdserve.wire.engine import FinishReason, RequestOutput
 
 
@@ -38,6 +38,7 @@ _OUTCOMES = {
     FinishReason.LENGTH: ChoiceOutcome.LENGTH,
     FinishReason.DEADLINE: ChoiceOutcome.DEADLINE,
     FinishReason.REFUSED: ChoiceOutcome.ERROR,
+    FinishReason.PREFILL_LOST: ChoiceOutcome.ERROR,
     FinishReason.ERROR: ChoiceOutcome.ERROR,
 }
 
@@ -60,6 +61,8 @@ def failure_of(output: RequestOutput) -> RequestError | None:
         )
     if output.finish is FinishReason.REFUSED:
         return InvalidRequest(output.error or "the request's parameters leave no token", code="no_token_left")
+    if output.finish is FinishReason.PREFILL_LOST:
+        return PrefillLost(f"prefill node {output.error} was lost with this request", param=output.error)
     if output.finish is FinishReason.ERROR:
         return Internal(output.error or "the engine failed on this request", code="engine_error")
     return None

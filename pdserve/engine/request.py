@@ -110,6 +110,8 @@ class Request:
     """Whether the request ends when the prefix cache has what its holders have. It computes nothing."""
     movable: bool = False
     """Whether another node can go on with the answer while this one still has it."""
+    gives_back: bool = False
+    """Whether the request ends when a prefill node is lost with it: the proxy decides whether another node tries."""
     children: list[Request] = field(default_factory=list)
     """The requests that wait for this one's prompt."""
     parent: Request | None = None

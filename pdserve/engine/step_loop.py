@@ -177,6 +177,7 @@ class StepLoop:
             return_to=submit.prefill[0] if submit.prefill else None,
             fetch_only=submit.fetch_only,
             movable=submit.movable,
+            gives_back=submit.gives_back,
             trace=submit.trace,
         )
         children = [request.add_child(child.seed, child.local_id, child.emitted) for child in submit.children]

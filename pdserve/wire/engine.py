@@ -64,6 +64,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     priority: Priority = 0
     own_targets: RequestTargets = NO_OWN_TARGETS
     """How soon the client wants the tokens."""
+    gives_back: bool = False
+    """Whether the request ends with ``PREFILL_LOST`` when a prefill node is lost with it, instead of going on here."""
     group_id: int = 0
     """The same number for all prompts of one client request, which take turns as one; 0 if this is the only one."""
     request_id: RequestId = ""
@@ -114,6 +116,8 @@ class FinishReason(enum.Enum):
     DEADLINE = "deadline"
     REFUSED = "refused"
     """The request's parameters leave no token that the answer could go on with, or cannot be followed at all."""
+    PREFILL_LOST = "prefill_lost"
+    """A prefill node was lost with the request, which may be what it died of."""
     ERROR = "error"
 
     @property

@@ -115,3 +115,6 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The span of this attempt; None if nobody exports it."""
     keep: Annotated[Keep | None, since(6)] = None
     """Has the node keep the answer; None if its client will not ask again."""
+    gives_back: Annotated[bool, since(6)] = False
+    """Whether the node gives the request back when a prefill node is lost with it. Only the proxy knows how many nodes
+    were lost with one request, which may be what they died of."""

@@ -39,6 +39,8 @@ DIALECTS: Final = 6
 """The first version whose nodes have the routes of responses and of Anthropic's messages."""
 PROMPT_LOGPROBS: Final = 6
 """The first version in which a prefill engine sends the log probabilities of prompts."""
+GIVEN_BACK: Final = 6
+"""The first version in which a decode node gives a request back when a prefill node is lost with it."""
 NAMED_LOGPROBS: Final = 6
 """The first version whose prompts may name the tokens whose log probabilities are reported."""
 RELEASED_0_1: Final = 5

@@ -155,7 +155,9 @@ def test_the_deadline() -> None:
 
 def test_a_closed_link_leaves_no_quarantine() -> None:
     fetch = moving()
-    assert fetch.closed(FailureKind.PEER_LOST, "gone") == [FetchFailed(TRANSFER, "gone", 0, (), FailureKind.PEER_LOST)]
+    assert fetch.closed(FailureKind.PEER_LOST, "gone") == [
+        FetchFailed(TRANSFER, "gone", 0, (), FailureKind.PEER_LOST, asked=True)
+    ]
 
 
 def test_a_link_that_closes_meanwhile_does_not_change_why_it_ended() -> None:

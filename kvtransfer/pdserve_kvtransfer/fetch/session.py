@@ -338,7 +338,8 @@ class FetchSession:
             self.state = FetchState.ENDED
             return [BlocksReleased(tuple(self._still_written()))]
         if self._end is None:
-            self._end = FetchFailed(self.order.transfer_id, reason, 0, (), kind)
+            asked = self.state is FetchState.MOVING and self.all_sent is None
+            self._end = FetchFailed(self.order.transfer_id, reason, 0, (), kind, asked)
         self.state = FetchState.ENDED
         return self._report(())
 
@@ -364,8 +365,8 @@ class FetchSession:
             case FetchLanded(transfer_id, landed=count):
                 reason = f"a holder of {count} blocks sends others, too"
                 return [FetchFailed(transfer_id, reason, count, quarantined, FailureKind.CORRUPT)]
-            case FetchFailed(transfer_id, reason, kind=kind):
-                return [FetchFailed(transfer_id, reason, self._landings.leading_blocks, quarantined, kind)]
+            case FetchFailed(transfer_id, reason, kind=kind, asked=asked):
+                return [FetchFailed(transfer_id, reason, self._landings.leading_blocks, quarantined, kind, asked)]
             case _:
                 return [FetchCancelled(self.order.transfer_id, quarantined)]
 

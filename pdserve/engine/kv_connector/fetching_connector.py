@@ -15,7 +15,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
-from pdserve.wire.engine import PrefillSource
+from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
@@ -224,7 +224,16 @@ class FetchingConnector:
         if request.notes is not None:
             request.notes.end(PhaseKind.FETCH, now, kind.value, blocks=event.landed)
         self._record_failure(fetch, transfer, kind, now)
-        self._retry(scheduler, request, event.landed, event.quarantined)
+        if request.gives_back and event.asked and kind is FailureKind.PEER_LOST:
+            self._give_back(scheduler, request)
+        else:
+            self._retry(scheduler, request, event.landed, event.quarantined)
+
+    def _give_back(self, scheduler: Scheduler, request: Request) -> None:
+        """Ends a request with which its prefill node was lost. Its blocks are free but for those in quarantine."""
+        request.transfer = None
+        for member in (request, *request.children):
+            scheduler.finish(member, FinishReason.PREFILL_LOST, request.prefill_node)
 
     def _retry(self, scheduler: Scheduler, request: Request, landed_blocks: int, quarantined: tuple[int, ...]) -> None:
         request.transfer = None

@@ -329,7 +329,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and tells its client why."""
         if self._end(request, reason.value):
-            if request.parent is None and not request.fetch_only:
+            if request.parent is None and not request.fetch_only and reason is not FinishReason.PREFILL_LOST:
                 self.counters.prefills[request.prefill_source] += 1
             self._collector.ending(request, reason, error)
 

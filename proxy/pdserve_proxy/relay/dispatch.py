@@ -9,13 +9,14 @@ from functools import partial
 import msgspec
 
 from pdserve.config import ProxyConfig
+from pdserve.errors import PrefillLost
 from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.trace_context import TraceContext
-from pdserve.wire.version import CLIENT_TURNS, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
+from pdserve.wire.version import CLIENT_TURNS, GIVEN_BACK, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.node_counts import NodeCounts
 from pdserve_proxy.relay.relayed_request import RelayedRequest
@@ -25,7 +26,7 @@ from pdserve_proxy.routing.router import Route, RouteQuery, Router
 from pdserve_proxy.upstream.node_connection import NodeResponse
 from pdserve_proxy.upstream.node_pool import NodePool
 
-REFUSALS = (401, 503)
+REFUSALS = (401, PrefillLost.status, 503)
 """Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
 
 SPARE_SHARE = 8
@@ -143,6 +144,7 @@ class Dispatch:
             storing=request.storing,
             trace=relayed.attempt_trace if node.protocol >= TRACES else None,
             keep=keep if node.protocol >= KEPT_ANSWERS else None,
+            gives_back=node.protocol >= GIVEN_BACK and not prepare,
         )
         headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
@@ -177,6 +179,7 @@ class TicketSigner:
         storing: Storing | None = None,
         trace: TraceContext | None = None,
         keep: Keep | None = None,
+        gives_back: bool = False,
     ) -> str:
         """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
         ticket = Ticket(
@@ -192,6 +195,7 @@ class TicketSigner:
             client=client,
             trace=trace,
             keep=keep,
+            gives_back=gives_back,
         )
         return to_header(self._sealer.seal(ticket))
 

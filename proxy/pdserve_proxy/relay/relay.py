@@ -19,7 +19,7 @@ from typing import Self
 import msgspec
 
 from pdserve.config import ProxyConfig, Switch
-from pdserve.errors import BadUpstream, Gone, RequestError, Unavailable
+from pdserve.errors import BadUpstream, Gone, PrefillLost, RequestError, Unavailable
 from pdserve.http.tls import Trust
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import NodeInfo
@@ -39,7 +39,7 @@ from pdserve_proxy.relay.move import PlannedMoves
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
 from pdserve_proxy.relay.resume import STREAMED, ResumeFailed, Resumes, Resumption
-from pdserve_proxy.relay.suspects import Suspects
+from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects, given_back
 from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
@@ -51,8 +51,6 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 16
 """The attempts at one request. Where so many nodes in a row are busy, more attempts only add to their load."""
-MAX_LOSSES = 2
-"""The nodes that may be lost with one request: the request may be what kills them."""
 UNAUTHORIZED = 401
 COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 DIALECT_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens", "/v1/responses"})
@@ -78,6 +76,8 @@ class AttemptFailure:
     """The node's own answer, if it gave one."""
     counted: bool = False
     """Whether the failures of nodes behind it are counted already, or are none."""
+    prefill_lost: bool = False
+    """Whether not the node that was asked is lost, but the prefill node that it had the prompt computed by."""
     lacks_answer: bool = False
     """Whether the node only does not have the answer that a client asks for again."""
 
@@ -169,7 +169,7 @@ class Relay:
         query = RouteQuery(model, request.body.prompt_start, oldest, key)
         tried: frozenset[bytes] = frozenset()
         failure: AttemptFailure | None = None
-        losses = 0
+        losses: list[str] = []
         for number in range(MAX_ATTEMPTS):
             try:
                 route = self._dispatch.choose(query, tried)
@@ -184,16 +184,16 @@ class Relay:
             if not isinstance(result, AttemptFailure):
                 return result
             route = relayed.route or route  # another node may have gone on meanwhile
-            tried |= {route.decode.boot_id}
+            if not result.prefill_lost:
+                tried |= {route.decode.boot_id}
             self._note_failure(relayed, route, number, result)
             # A node that has a kept answer may be the one that could not be asked: then the client may try again.
             if failure is None or failure.lacks_answer or not result.lacks_answer:
                 failure = result
             if result.kind is AttemptFailureKind.LOST:
-                losses += 1
-                if losses == MAX_LOSSES:
-                    self._suspects.add(request.path, request.body.data, relayed.request_id, route.decode.name)
-                    break
+                losses.append(result.error.message)
+                if len(losses) == MAX_LOSSES:
+                    raise self._suspects.add(request.path, request.body.data, relayed.request_id, "; ".join(losses))
         assert failure is not None
         if failure.answer is None:
             raise failure.error
@@ -239,6 +239,8 @@ class Relay:
             answer = await read_whole(relayed, response)
             if answer.status == Gone.status and request.keep is not None:
                 return _not_kept(node.name, answer)
+            if answer.status == PrefillLost.status:
+                return _prefill_lost(node.name, answer)
             return _judge(node.name, answer, content_type)
         except NodeLost as exc:
             return _lost(node.name, exc)
@@ -339,6 +341,12 @@ def _not_kept(node: str, answer: WholeResponse) -> AttemptFailure:
     """Returns the failure of a node that does not have the answer which a client asks for again; another one may."""
     error = Gone(f"node {node} does not have this answer", code="answer_not_kept")
     return AttemptFailure(AttemptFailureKind.REFUSED, error, answer, counted=True, lacks_answer=True)
+
+
+def _prefill_lost(node: str, answer: WholeResponse) -> AttemptFailure:
+    """Returns the failure of a node that gives a request back: its prefill node is lost, and it is not."""
+    error = BadUpstream(f"{given_back(answer.body)}, says node {node}", code="upstream_lost")
+    return AttemptFailure(AttemptFailureKind.LOST, error, counted=True, prefill_lost=True)
 
 
 def _lost(node: str, exc: NodeLost | ResumeFailed) -> AttemptFailure:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pdserve.config import RelayConfig
-from pdserve.errors import Unavailable
+from pdserve.errors import PrefillLost, Unavailable
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.timeline import MomentKind
@@ -28,7 +28,7 @@ from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, writes
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
-from pdserve_proxy.relay.suspects import Suspects
+from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects, given_back
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 
@@ -56,7 +56,7 @@ class ResumeFailed(Exception):
     """The stream does not go on. The message says why."""
 
     def __init__(self, outcome: ResumeOutcome, why: str, lost: str = "") -> None:
-        """``lost`` is the name of the node that was lost with it too, if one was."""
+        """``lost`` says which nodes were lost with it, if that is why."""
         super().__init__(why)
         self.outcome = outcome
         self.lost = lost
@@ -94,6 +94,8 @@ class Declined:
     why: str
     lost: bool = False
     """Whether the node was lost with the stream, which may be what killed it."""
+    prefill_lost: bool = False
+    """Whether the node gives the stream back because a prefill node was lost with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +311,7 @@ class Resumes:
         asked_again_s: dict[bytes, float] = {}
         if cut is None or cut.reason is not MoveReason.ROOM:
             asked_again_s[stream.node.boot_id] = math.inf
-        refusals = 0
+        refusals, losses = 0, [f"node {stream.node.name} was lost with its answer"]
         if cut is not None:
             answer = await self._ask_prepared(stream, cut.to, begin)
             if isinstance(answer, bytes):
@@ -330,17 +332,27 @@ class Resumes:
                     answer = await self._ask(stream, route, begin)
                 except ResumeFailed as exc:
                     if exc.lost:
-                        request = stream.request
-                        self._suspects.add(request.path, request.body.data, stream.relayed.request_id, exc.lost)
+                        self._suspect(stream, *losses, exc.lost)
                     raise
             if isinstance(answer, bytes):
                 return answer
+            if answer.prefill_lost:
+                losses.append(answer.why)
+                if len(losses) > MAX_LOSSES:
+                    self._suspect(stream, *losses)
+                    raise ResumeFailed(ResumeOutcome.FAILED, answer.why)
+                stream.relayed.begin_resuming()
+                continue
             self._note_declined(stream, route.decode, answer, asked_again_s)
             refusals += 1
             if refusals % REFUSALS_IN_A_ROW == 0:
                 await asyncio.sleep(RETRY_AFTER_S)
             if self._loop.time() >= until_s:
                 raise ResumeFailed(ResumeOutcome.NO_NODE, f"{refusals} attempts were refused in {self._wait_s:g} s")
+
+    def _suspect(self, stream: LostStream, *losses: str) -> None:
+        request = stream.request
+        self._suspects.add(request.path, request.body.data, stream.relayed.request_id, "; ".join(losses))
 
     def _note_declined(
         self, stream: LostStream, node: NodeInfo, answer: Declined, asked_again_s: dict[bytes, float]
@@ -377,9 +389,11 @@ class Resumes:
         except NodeLost as exc:
             self.counts.nodes.failed(node, AttemptFailureKind.LOST)
             why = f"node {node.name} was lost with it too: {exc}"
-            raise ResumeFailed(ResumeOutcome.FAILED, why, node.name) from exc
+            raise ResumeFailed(ResumeOutcome.FAILED, why, why) from exc
         except Unavailable as exc:  # which says nothing about the node
             return Declined(exc.message)
+        if response.status == PrefillLost.status:
+            return Declined(given_back(response.take_whole()), prefill_lost=True)
         if response.status not in REFUSALS:
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} answered with status {response.status}")
         self.counts.nodes.failed(node, AttemptFailureKind.REFUSED)

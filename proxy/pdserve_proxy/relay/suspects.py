@@ -11,10 +11,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.errors import InvalidRequest
+import msgspec
+
+from pdserve.errors import BadUpstream, InvalidRequest
 
 log = logging.getLogger(__name__)
 
+MAX_LOSSES = 2
+"""The nodes that may be lost with one request: the request may be what kills them."""
+MAX_REASON_CHARS = 512
 MAX_SUSPECTS = 1024
 """The one that is oldest makes room for a new one."""
 
@@ -25,8 +30,8 @@ class Suspect:
 
     request_id: str
     until_s: float
-    node: str
-    """The node that was lost last."""
+    losses: str
+    """What is known of how the nodes were lost."""
 
 
 class Suspects:
@@ -38,20 +43,22 @@ class Suspects:
         self._clock = clock
         self._suspects: dict[bytes, Suspect] = {}
 
-    def add(self, path: str, body: bytes, request_id: str, node: str) -> None:
-        """Remembers a request with which two nodes were lost, the last time ``node``."""
+    def add(self, path: str, body: bytes, request_id: str, losses: str) -> BadUpstream:
+        """Remembers a request with which two nodes were lost, and returns what its client is told.
+
+        ``losses`` says how they were lost.
+        """
+        told = f"two nodes were lost with this request, {request_id}: {losses}"
+        refused = f"; its like is refused for {self._kept_s:g} s" if self._kept_s else ""
+        error = BadUpstream(told + refused, code="upstream_lost")
         if not self._kept_s:
-            return
+            return error
         while len(self._suspects) >= MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
-        suspect = Suspect(request_id, self._clock() + self._kept_s, node)
+        suspect = Suspect(request_id, self._clock() + self._kept_s, losses)
         self._suspects[_fingerprint(path, body)] = suspect
-        log.warning(
-            "request_id=%s: two nodes were lost with it, the last one is %s; its like is refused for %g s",
-            request_id,
-            node,
-            self._kept_s,
-        )
+        log.warning("request_id=%s: two nodes were lost with it: %s; its like is refused", request_id, losses)
+        return error
 
     def check(self, path: str, body: bytes) -> None:
         """Raises InvalidRequest for a request that is remembered. It costs nothing as long as there is none."""
@@ -67,9 +74,25 @@ class Suspects:
             return
         raise InvalidRequest(
             f"two nodes were lost with the request {suspect.request_id}, which was the same as this one; it is refused "
-            f"for another {left_s:.0f} s, because it may be what they died of",
+            f"for another {left_s:.0f} s, because it may be what they died of: {suspect.losses}",
             code="suspected_request",
         )
+
+
+class _ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _NodeError(msgspec.Struct, frozen=True):
+    error: _ErrorDetail
+
+
+def given_back(body: bytes | None) -> str:
+    """Returns what a node says that gives a request back."""
+    try:
+        return msgspec.json.decode(body or b"", type=_NodeError).error.message[:MAX_REASON_CHARS]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return "a prefill node was lost with this request"
 
 
 def _fingerprint(path: str, body: bytes) -> bytes:

@@ -300,6 +300,23 @@ def test_a_failed_fetch_goes_to_the_next_prefill_node_for_what_is_missing() -> N
     assert request.status is Status.WAITING_FOR_REMOTE_KVS
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_prompt_that_its_prefill_node_may_have_died_of_goes_back_to_the_proxy(asked: bool) -> None:
+    """If the node was gone before it was asked, the next one is tried."""
+    bench, request, order = fetching(targets=2)
+    request.gives_back = True
+    bench.report(FetchFailed(order.transfer_id, "lost", 1, (order.block_ids[1],), asked=asked))
+    bench.step()
+    assert request.ended is asked
+    assert len(bench.thread.fetched) == (1 if asked else 2)
+    if asked:
+        (output,) = bench.collector.take().outputs  # type: ignore[union-attr]
+        assert (output.finish, output.error) == (FinishReason.PREFILL_LOST, "p0")
+        assert bench.blocks.num_quarantined == 1
+        bench.report(BlocksReleased((order.block_ids[1],)))
+        assert bench.all_free
+
+
 def test_the_log_says_of_which_request_a_fetch_failed_and_why(caplog: pytest.LogCaptureFixture) -> None:
     bench, request, order = fetching(targets=2)
     request.request_id = "chat-1"
