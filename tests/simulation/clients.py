@@ -55,6 +55,10 @@ class ClientRequest:
     planned: PlannedRequest
     again: bool = False
     """Whether the client has asked for the same before."""
+    headers: tuple[str, ...] = ()
+    """What the client says beyond what its plan says."""
+    last_event: str = ""
+    """The id of the last event that came."""
     tries: int = 0
     status: int = 0
     retry_after_s: float = 0.0
@@ -187,6 +191,8 @@ class _Reader(asyncio.Protocol):
     def _take(self, event: bytes) -> None:
         request = self.request
         for line in event.split(b"\n"):
+            if line.startswith(b"id: "):
+                request.last_event = line.removeprefix(b"id: ").decode()
             if not line.startswith(b"data: "):
                 continue
             data = line.removeprefix(b"data: ")
@@ -244,7 +250,7 @@ async def ask(request: ClientRequest, host: str, port: int) -> None:
         async with asyncio.timeout(request.planned.leaves_after_s):
             while True:
                 request.tries += 1
-                outcomes = await _try(request, host, port)
+                outcomes = await try_once(request, host, port)
                 if request.status not in COME_BACK or request.tries >= request.planned.tries:
                     break
                 await asyncio.sleep(request.retry_after_s)
@@ -256,7 +262,7 @@ async def ask(request: ClientRequest, host: str, port: int) -> None:
         request.ended_s = loop.time()
 
 
-async def _try(request: ClientRequest, host: str, port: int) -> list[Outcome]:
+async def try_once(request: ClientRequest, host: str, port: int) -> list[Outcome]:
     """Sends the request once. Returns what the server has said of its end."""
     transport = None
     try:
@@ -284,6 +290,7 @@ async def _send(request: ClientRequest, transport: asyncio.Transport, host: str)
         "content-type: application/json",
         f"content-length: {len(body)}",
         *([f"idempotency-key: {request.planned.key}"] if request.planned.key else []),
+        *request.headers,
         *(["connection: close"] if manner is not Manner.SAYS_MORE else []),
     ]
     message = "\r\n".join([*fields, "", ""]).encode() + body

@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -38,9 +38,13 @@ from pdserve.config import (
     SchedulerConfig,
     TransferConfig,
 )
+from pdserve.http.tls import Trust
 from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
-from pdserve.wire.discovery import Role
+from pdserve.wire.command import NodeChange
+from pdserve.wire.discovery import Capacity, NodeInfo, Role
+from pdserve.wire.frame import Secrets
 from pdserve_proxy import server as proxy_server
+from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 from tests.simulation.clients import MODEL, ClientRequest, ask
 from tests.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RunningEngine
 from tests.simulation.invariants import wrong_blocks
@@ -48,18 +52,79 @@ from tests.simulation.links import Fabric, LinkTransport
 from tests.simulation.network import Network
 from tests.simulation.plan import Shape
 from tests.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
+from tests.simulation.returning_client import ask_until_whole
 from tests.simulation.stand_ins import simulated
-from tests.simulation.virtual_time import Events, SimLoop, SimProcess, SimThread, Stuck, present_process
+from tests.simulation.transfer_states import TransferState, watched_transfers
+from tests.simulation.virtual_time import (
+    Events,
+    SimLoop,
+    SimProcess,
+    SimThread,
+    Stuck,
+    WallClocks,
+    present_process,
+)
 
 SECRET = b"the secret of the simulated cluster"
 PROXY = "10.0.0.1"
+"""The first proxy's host."""
 CLIENTS = "10.0.1.1"
+OPERATOR = "10.0.1.2"
 HTTP_PORT = 8000
 CONTROL_PORT = 9000
+RETURNS_S = 35.0
+"""A client that comes back until its answer is whole gives up after this time."""
 LATE_S = 5.0
 """A request has ended so long after its deadline at the latest."""
 CHECK_EVERY_TURNS = 32
 """All blocks are counted after so many turns of the loop."""
+
+
+class Proxy:
+    """One proxy. It may be started again at its address."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.cluster = cluster
+        self.number = number
+        self.name = f"proxy{number}" if number else "proxy"
+        self.host = f"10.0.0.{1 + number}"
+        self.process: SimProcess
+        self._stopping: asyncio.Event
+        self._may_end = False
+
+    @property
+    def alive(self) -> bool:
+        return not self.process.ended
+
+    def start(self) -> None:
+        self._may_end = False
+        self.process = SimProcess(self.cluster.loop, self.name, self.host)
+        self.process.on_end[self._ended] = None
+        self.process.start(self._main)
+
+    def stop(self) -> None:
+        """Ends it in good order."""
+        self._may_end = True
+        self.cluster.loop.call_soon(self._stopping.set, context=self.process.context)
+
+    async def _main(self) -> int:
+        shape = self.cluster.shape
+        config = ProxyConfig(
+            http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
+            registry=RegistryConfig(control_host=self.host, control_port=CONTROL_PORT),
+            relay=RelayConfig(),
+            admission=AdmissionConfig(max_in_flight=shape.max_in_flight, max_queued=shape.max_queued),
+            request=RequestConfig(timeout_s=shape.timeout_s),
+        )
+        self._stopping = asyncio.Event()
+        await proxy_server.run(config, SECRET, self._stopping)
+        return 0
+
+    def _ended(self) -> None:
+        """Notes an end for which there is no reason."""
+        status = self.process.status
+        if not (status == -9 or (status == 0 and self._may_end)):
+            self.cluster.violated(f"the {self.name} ended by itself with {status}")
 
 
 class Node:
@@ -105,7 +170,9 @@ class Node:
             transfer=TransferConfig(host=self.host, disaggregation=shape.disaggregation),
             http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
             discovery=DiscoveryConfig(
-                proxies=(f"tcp://{PROXY}:{CONTROL_PORT}",), name=self.process.name, drain=shape.drain
+                proxies=tuple(f"tcp://{proxy.host}:{CONTROL_PORT}" for proxy in self.cluster.proxies),
+                name=self.process.name,
+                drain=shape.drain,
             ),
             request=RequestConfig(timeout_s=shape.timeout_s),
             cpu=CpuConfig(),
@@ -128,13 +195,25 @@ class Node:
         """Kills the API process, and with it the engine, as the kernel does."""
         self.process.end(-9)
 
+    @property
+    def engine_alive(self) -> bool:
+        return self.process.child is not None and not self.process.child.ended
+
+    def engine_dies(self) -> None:
+        """Notes that the engine is killed, for which the node has to end."""
+        self._engine_killed = True
+
+    def may_end(self) -> None:
+        """Notes that the node is told to end."""
+        self._told_to_end = True
+
     def kill_engine(self) -> None:
         assert self.process.child is not None, "no engine runs"
-        self._engine_killed = True
+        self.engine_dies()
         self.process.child.end(-9)
 
     def drain(self) -> None:
-        self._told_to_end = True
+        self.may_end()
         self.process.signal(signal.SIGTERM)
 
 
@@ -153,53 +232,24 @@ class Cluster:
         self.network.buffer_bytes = shape.buffer_bytes
         self.requests: list[ClientRequest] = []
         self.violations: list[str] = []
-        self.skews: dict[str, float] = {}
-        """By how many seconds each host's wall clock is wrong."""
+        self.clocks = WallClocks(self.loop)
+        self.on_transfer_state: dict[Callable[[SimProcess, TransferState], None], None] = {}
         self.fabric: Fabric
-        self.proxy: SimProcess
+        self.proxies = [Proxy(self, number) for number in range(shape.proxies)]
         self.nodes = [Node(self, number, role) for number, role in enumerate(shape.roles)]
         self.clients = SimProcess(self.loop, "clients", CLIENTS)
-        self._stopping: asyncio.Event
-        self._proxy_may_end = False
+        self.operator = SimProcess(self.loop, "operator", OPERATOR)
 
     @property
     def digest(self) -> str:
         """The hash of everything that has happened."""
         return self.events.digest
 
-    def start_proxy(self) -> None:
-        self._proxy_may_end = False
-        self.proxy = SimProcess(self.loop, "proxy", PROXY)
-        self.proxy.on_end[self._proxy_ended] = None
-        self.proxy.start(self._proxy_main)
-
-    def _proxy_ended(self) -> None:
-        """Notes an end for which there is no reason."""
-        status = self.proxy.status
-        if not (status == -9 or (status == 0 and self._proxy_may_end)):
-            self.violated(f"the proxy ended by itself with {status}")
-
     def start(self) -> None:
-        self.start_proxy()
+        for proxy in self.proxies:
+            proxy.start()
         for node in self.nodes:
             node.start()
-
-    async def _proxy_main(self) -> int:
-        shape = self.shape
-        config = ProxyConfig(
-            http=HttpConfig(host=PROXY, port=HTTP_PORT, drain_s=5.0),
-            registry=RegistryConfig(control_host=PROXY, control_port=CONTROL_PORT),
-            relay=RelayConfig(),
-            admission=AdmissionConfig(max_in_flight=shape.max_in_flight, max_queued=shape.max_queued),
-            request=RequestConfig(timeout_s=shape.timeout_s),
-        )
-        self._stopping = asyncio.Event()
-        await proxy_server.run(config, SECRET, self._stopping)
-        return 0
-
-    def stop_proxy(self) -> None:
-        self._proxy_may_end = True
-        self.loop.call_soon(self._stopping.set, context=self.proxy.context)
 
     def ask(self, request: ClientRequest) -> asyncio.Task[None]:
         """Lets a client send a request."""
@@ -208,16 +258,23 @@ class Cluster:
 
         async def run() -> None:
             self.events.add(f"request {request.name} begins: {request.planned}")
-            await ask(request, PROXY, HTTP_PORT)
+            await self._ask(request)
             self.events.add(f"request {request.name} ends: {request.told}")
             self._check_answer(request)
             took_s = request.ended_s - request.began_s
-            if took_s > self.shape.timeout_s + LATE_S:
+            if took_s > self.shape.timeout_s + LATE_S and not request.planned.returns:
                 self.violated(f"request {request.name} ended {took_s:.1f} s after it began")
 
         made: list[asyncio.Task[None]] = []
         self.clients.context.run(lambda: made.append(self.loop.create_task(run())))
         return made[0]
+
+    async def _ask(self, request: ClientRequest) -> None:
+        hosts = [proxy.host for proxy in self.proxies]
+        if request.planned.returns:
+            await ask_until_whole(request, hosts, HTTP_PORT, RETURNS_S)
+        else:
+            await ask(request, hosts[request.planned.proxy], HTTP_PORT)
 
     def check_blocks(self) -> None:
         """Checks the blocks of every live engine."""
@@ -242,15 +299,42 @@ class Cluster:
         self.violations.append(what)
 
     def engine_started(self, engine: RunningEngine) -> None:
-        for node in self.nodes:
-            if node.host == engine.process.host:
-                node.engine = engine
+        self.node_at(engine.process.host).engine = engine
+
+    def transfer_is(self, process: SimProcess, state: TransferState) -> None:
+        """Notes a state into which a transfer has just come."""
+        for watch in list(self.on_transfer_state):
+            watch(process, state)
 
     def engine_failed(self, process: SimProcess, exc: Exception) -> None:
         self.violated(f"{process.name} failed: {type(exc).__name__}: {exc}")
 
     def pace(self, process: SimProcess) -> Pace:
-        return next(node.pace for node in self.nodes if node.host == process.host)
+        return self.node_at(process.host).pace
+
+    def node_at(self, host: str) -> Node:
+        return next(node for node in self.nodes if node.host == host)
+
+    async def command(self, node: Node, command: NodeChange) -> None:
+        """Has the operator send a command to a node. Raises CommandRefused."""
+        await self.loop.create_task(self._command(node, command), context=self.operator.context.copy())
+
+    async def _command(self, node: Node, command: NodeChange) -> None:
+        if node.engine is None:
+            raise CommandRefused("it has not started yet")
+        info = NodeInfo(
+            name=node.name,
+            boot_id=node.engine.boot_id,
+            role=node.role,
+            url=f"http://{node.host}:{HTTP_PORT}",
+            control="",
+            model=MODEL,
+            fingerprint="",
+            capacity=Capacity(1, 1, 1, 1),
+        )
+        async with NodeCommander(Secrets(SECRET), Trust()) as commander:
+            result = await commander.send(command, info)
+        self.events.add(f"{node.name} has carried out {command}: {result}")
 
     def run(self, scenario: Coroutine[Any, Any, None], limit_s: float, until_s: float | None = None) -> None:
         """Runs a scenario to its end, which has to come within so much virtual time, or only until some time."""
@@ -297,18 +381,21 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
         cluster.pace, shape.num_blocks, MAX_MODEL_LEN, cluster.engine_started, cluster.engine_failed
     )
     try:
-        with simulated(
-            cluster.loop,
-            cluster.network,
-            Random(cluster.random.getrandbits(64)),
-            {tuple(ENGINE_COMMAND): program},
-            lambda: cluster.skews.get(present_process().host, 0.0),
-            pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
-            pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
-            pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, **__: partial(
-                LinkTransport, cluster.fabric
-            ),
-        ) as descriptors:
+        with (
+            simulated(
+                cluster.loop,
+                cluster.network,
+                Random(cluster.random.getrandbits(64)),
+                {tuple(ENGINE_COMMAND): program},
+                lambda: cluster.clocks.wrong_s(present_process().host),
+                pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
+                pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
+                pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, **__: partial(
+                    LinkTransport, cluster.fabric
+                ),
+            ) as descriptors,
+            watched_transfers(cluster.transfer_is),
+        ):
             cluster.fabric = Fabric(cluster.network, descriptors)
             try:
                 yield cluster

@@ -136,6 +136,7 @@ class RunningEngine:
     """What the simulation looks at."""
 
     process: SimProcess
+    boot_id: bytes
     blocks: BlockManager
     loop: StepLoop
     connector: KvConnector
@@ -203,7 +204,7 @@ class EngineProgram:
                 grammars=GrammarOpener(_no_vocabulary, wake_up.set),
             )
             runner.live = loop._scheduler.live
-            self.started(RunningEngine(process, blocks, loop, connector))
+            self.started(RunningEngine(process, config.boot_id, blocks, loop, connector))
             channel.send(
                 Ready(
                     control=control,

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from typing import TypeAlias
 
-from tests.simulation.cluster import PROXY, Cluster, Node
-from tests.simulation.plan import Fault, FaultKind
+from pdserve.errors import PdserveError
+from pdserve.wire.command import Drain, NodeChange, SetRole
+from pdserve.wire.discovery import Role
+from pdserve_kvtransfer.fetch.session import FetchState
+from pdserve_kvtransfer.push.session import PushState
+from tests.simulation.cluster import Cluster, Node, Proxy
+from tests.simulation.links import BlockFault
+from tests.simulation.network import Spoilt
+from tests.simulation.plan import AT_PROXY, Fault, FaultKind
+from tests.simulation.transfer_states import TransferState
 from tests.simulation.virtual_time import SimProcess
 
 DRAINED_S = 15.0
@@ -14,6 +23,20 @@ DRAINED_S = 15.0
 SKEW_S = -300.0
 SLOW_FACTOR = 10.0
 FAR_S = 0.3
+COMMAND_EVERY_S = 0.5
+COMMANDED_S = 20.0
+"""An operator tries a command again for so long."""
+_SPOILT = {FaultKind.TWICE: Spoilt.TWICE, FaultKind.SHORT: Spoilt.SHORT, FaultKind.ALTERED: Spoilt.ALTERED}
+_BLOCKS = {
+    FaultKind.CORRUPT: BlockFault.CORRUPT,
+    FaultKind.BLOCK_TWICE: BlockFault.TWICE,
+    FaultKind.BLOCK_SHORT: BlockFault.SHORT,
+    FaultKind.LINK_BREAKS: BlockFault.BREAK,
+}
+
+Server: TypeAlias = Node | Proxy
+Ending: TypeAlias = tuple[Server, SimProcess]
+"""A process that ends because of a fault, and what starts it again."""
 
 
 class Faults:
@@ -25,65 +48,152 @@ class Faults:
         """The present faults that change what things are like."""
 
     async def happen(self, fault: Fault) -> None:
-        """Lets one fault begin at its time, last, and end."""
+        """Lets one fault begin at its time, last, and end. What has ended because of it is then started again."""
         cluster = self.cluster
         await asyncio.sleep(fault.at_s)
-        node = cluster.nodes[fault.node]
-        cluster.events.add(f"FAULT {node.name} for {fault.lasts_s} s: {fault.kind.value}")
+        node, proxy = cluster.nodes[fault.node], cluster.proxies[fault.proxy]
+        where = proxy.name if fault.kind in AT_PROXY else node.name
+        cluster.events.add(f"FAULT {where} for {fault.lasts_s} s: {fault.kind.value}")
+        ending: list[Ending] = []
         with ExitStack() as undo:
-            gone = self._begin(fault, node, undo)
+            await self._begin(fault, node, proxy, undo, ending)
             await asyncio.sleep(fault.lasts_s)
-            cluster.events.add(f"the fault of {node.name} is over: {fault.kind.value}")
-        if gone is None:
-            return
-        if gone is cluster.proxy:
-            cluster.start_proxy()
-        else:
-            await self._started_again(node, gone)
+            cluster.events.add(f"the fault of {where} is over: {fault.kind.value}")
+        for server, process in ending:
+            await self._started_again(server, process)
 
-    def _begin(self, fault: Fault, node: Node, undo: ExitStack) -> SimProcess | None:
-        """Begins a fault. ``undo`` ends just what it did. Returns the process that ends because of it, if one does."""
-        cluster, process = self.cluster, node.process
-        others = [other.host for other in cluster.nodes if other is not node]
+    async def _begin(self, fault: Fault, node: Node, proxy: Proxy, undo: ExitStack, ending: list[Ending]) -> None:
+        """Begins a fault. ``undo`` ends just what it did. ``ending`` has what ends because of it."""
         match fault.kind:
             case FaultKind.KILL if node.alive:
                 node.kill()
-                return process
-            case FaultKind.KILL_ENGINE if process.child is not None and not process.child.ended:
+                ending.append((node, node.process))
+            case FaultKind.KILL_ENGINE if node.engine_alive:
                 node.kill_engine()
-                return process
+                ending.append((node, node.process))
             case FaultKind.DRAIN if node.alive:
                 node.drain()
-                return process
-            case FaultKind.KILL_PROXY if not cluster.proxy.ended:
-                cluster.proxy.end(-9)
-                return cluster.proxy
+                ending.append((node, node.process))
+            case FaultKind.COMMAND_DRAIN if node.alive:
+                process = node.process
+                if await self._command(node, Drain(), fault.lasts_s):
+                    ending.append((node, process))
+            case FaultKind.KILL_PROXY if proxy.alive:
+                proxy.process.end(-9)
+                ending.append((proxy, proxy.process))
             case FaultKind.STOP:
                 self._stop(node.processes(), undo)
             case FaultKind.STOP_ENGINE:
                 self._stop(node.processes()[1:], undo)
-            case FaultKind.CUT_PROXY:
-                self._cut([(node.host, PROXY), (PROXY, node.host)], undo)
-            case FaultKind.CUT_PEERS:
-                self._cut([pair for other in others for pair in ((node.host, other), (other, node.host))], undo)
-            case FaultKind.CUT_SENDING:
-                self._cut([(node.host, other) for other in (*others, PROXY)], undo)
-            case FaultKind.SLOW | FaultKind.SKEW | FaultKind.FAR | FaultKind.CORRUPT:
-                cluster.fabric.corrupt += fault.kind is FaultKind.CORRUPT
-                self._conditions.append(fault)
-                self._set_conditions()
-                undo.callback(self._end_condition, fault)
-        return None
+            case FaultKind.STOP_PROXY:
+                self._stop([proxy.process], undo)
+            case FaultKind.RESET:
+                self.cluster.network.reset(node.host)
+            case FaultKind.CRASH | FaultKind.CRASH_ENGINE | FaultKind.CRASH_PROXY:
+                self._crash(fault, node, proxy, undo, ending)
+            case FaultKind.CRASH_FETCH | FaultKind.CRASH_PUSH:
+                self._crash_in_transfer(fault, undo, ending)
+            case FaultKind.SET_ROLE if node.alive:
+                await self._change_role(fault, node)
+            case _:
+                self._cut(fault, node, proxy, undo)
+                self._change_clocks(fault, node, proxy, undo)
+                self._change_conditions(fault, undo)
 
     def _stop(self, processes: list[SimProcess], undo: ExitStack) -> None:
         for process in processes:
             process.stop()
             undo.callback(process.go_on)
 
-    def _cut(self, ways: list[tuple[str, str]], undo: ExitStack) -> None:
+    # ------------------------------------------------------------ crashes
+
+    def _crash(self, fault: Fault, node: Node, proxy: Proxy, undo: ExitStack, ending: list[Ending]) -> None:
+        """Has a process killed after some more steps, if it gets so far in the fault's time."""
+        server: Server = proxy if fault.kind is FaultKind.CRASH_PROXY else node
+        own = server.process
+        process = own.child if fault.kind is FaultKind.CRASH_ENGINE else own
+        if process is None or process.ended:
+            return
+
+        def on_crash() -> None:
+            if process is not own:
+                node.engine_dies()
+            ending.append((server, own))
+
+        process.crash_after, process.on_crash = fault.amount, on_crash
+        undo.callback(process.crash_no_more)
+
+    def _crash_in_transfer(self, fault: Fault, undo: ExitStack, ending: list[Ending]) -> None:
+        """Kills the first engine of which a transfer comes into a state."""
+        states: tuple[TransferState, ...] = tuple(FetchState if fault.kind is FaultKind.CRASH_FETCH else PushState)
+        state, cluster = states[fault.amount % len(states)], self.cluster
+
+        def watch(process: SimProcess, entered: TransferState) -> None:
+            if entered is not state or process.ended:
+                return
+            del cluster.on_transfer_state[watch]
+            node = cluster.node_at(process.host)
+            cluster.events.add(f"the engine of {node.name} is killed as its transfer is {state}")
+            node.engine_dies()
+            ending.append((node, node.process))
+            process.crash()
+
+        cluster.on_transfer_state[watch] = None
+        undo.callback(cluster.on_transfer_state.pop, watch, None)
+
+    # ------------------------------------------------------------ ways
+
+    def _cut(self, fault: Fault, node: Node, proxy: Proxy, undo: ExitStack) -> None:
+        """Blocks what the fault blocks, if that is anything."""
+        nodes = [other.host for other in self.cluster.nodes if other is not node]
+        proxies = [each.host for each in self.cluster.proxies]
+        match fault.kind:
+            case FaultKind.CUT_PROXY:
+                ways = [pair for host in proxies for pair in ((node.host, host), (host, node.host))]
+            case FaultKind.CUT_ONE_PROXY:
+                ways = [(node.host, proxy.host), (proxy.host, node.host)]
+            case FaultKind.CUT_PEERS:
+                ways = [pair for other in nodes for pair in ((node.host, other), (other, node.host))]
+            case FaultKind.CUT_SENDING:
+                ways = [(node.host, other) for other in (*nodes, *proxies)]
+            case FaultKind.CUT_RECEIVING:
+                ways = [(other, node.host) for other in (*nodes, *proxies)]
+            case FaultKind.CUT_ONE_WAY:
+                ways = [(node.host, nodes[fault.other % len(nodes)])]
+            case _:
+                ways = []
         for source, target in ways:
             self.cluster.network.block(source, target)
             undo.callback(self.cluster.network.open, source, target)
+
+    # ------------------------------------------------------------ clocks
+
+    def _change_clocks(self, fault: Fault, node: Node, proxy: Proxy, undo: ExitStack) -> None:
+        clocks = self.cluster.clocks
+        match fault.kind:
+            case FaultKind.DRIFT:
+                host, wrong_s = node.host, fault.amount * (-1.0 if fault.amount % 2 else 1.0)
+            case FaultKind.SKEW_PROXY:
+                host, wrong_s = proxy.host, fault.amount * (-1.0 if fault.amount % 2 else 1.0)
+            case FaultKind.SKEW:
+                host, wrong_s = node.host, SKEW_S
+            case FaultKind.CLOCK_STANDS:
+                undo.callback(clocks.go_on, node.host)
+                clocks.stand(node.host)
+                return
+            case _:
+                return
+        clocks.skew(host, wrong_s)
+        undo.callback(clocks.skew, host, -wrong_s)
+
+    # ------------------------------------------------------------ conditions
+
+    def _change_conditions(self, fault: Fault, undo: ExitStack) -> None:
+        self._conditions.append(fault)
+        if (block_fault := _BLOCKS.get(fault.kind)) is not None:
+            self.cluster.fabric.faults[block_fault] += 1 + fault.amount % 4 * (fault.kind is not FaultKind.CORRUPT)
+        self._set_conditions()
+        undo.callback(self._end_condition, fault)
 
     def _end_condition(self, fault: Fault) -> None:
         self._conditions.remove(fault)
@@ -96,12 +206,47 @@ class Faults:
         kinds = [fault.kind for fault in self._conditions]
         for number, node in enumerate(cluster.nodes):
             node.pace.factor = SLOW_FACTOR if (FaultKind.SLOW, number) in present else 1.0
-            cluster.skews[node.host] = SKEW_S if (FaultKind.SKEW, number) in present else 0.0
-        cluster.network.delay_s = FAR_S if FaultKind.FAR in kinds else cluster.shape.delay_s
-        cluster.fabric.corrupt = min(cluster.fabric.corrupt, kinds.count(FaultKind.CORRUPT))
+        network = cluster.network
+        network.delay_s = FAR_S if FaultKind.FAR in kinds else cluster.shape.delay_s
+        network.lagging = {cluster.nodes[n].host for kind, n in present if kind is FaultKind.LAG}
+        network.spoilers = {(cluster.nodes[n].host, _SPOILT[kind]) for kind, n in present if kind in _SPOILT}
+        for kind, block_fault in _BLOCKS.items():
+            if kind not in kinds:
+                cluster.fabric.faults[block_fault] = 0
 
-    async def _started_again(self, node: Node, process: SimProcess) -> None:
-        """Does what a node's supervisor does: starts it again once it has ended."""
+    # ------------------------------------------------------------ the operator
+
+    async def _change_role(self, fault: Fault, node: Node) -> None:
+        """Gives the node another role and, after the time, its first one again."""
+        process = node.process
+        role = tuple(Role)[fault.amount % len(Role)]
+        if not await self._command(node, SetRole(role), fault.lasts_s):
+            return
+        await asyncio.sleep(fault.lasts_s)
+        if node.process is process and not await self._command(node, SetRole(node.role), COMMANDED_S):
+            # It has ended, or drains, and will be started in its first role.
+            self.cluster.events.add(f"{node.name} does not take its role back")
+
+    async def _command(self, node: Node, command: NodeChange, within_s: float) -> bool:
+        """Sends the node a command until it takes it. Returns whether it has."""
+        loop, process = self.cluster.loop, node.process
+        until_s = loop.time() + within_s
+        while node.alive and node.process is process:
+            if isinstance(command, Drain):
+                node.may_end()
+            try:
+                await self.cluster.command(node, command)
+            except PdserveError as exc:
+                self.cluster.events.add(f"{node.name} does not take {command}: {exc}")
+            else:
+                return True
+            if loop.time() >= until_s:
+                return False
+            await asyncio.sleep(COMMAND_EVERY_S)
+        return False
+
+    async def _started_again(self, server: Server, process: SimProcess) -> None:
+        """Does what a supervisor does: starts it again once it has ended."""
         if not process.ended:
             ended = asyncio.Event()
             process.on_end[ended.set] = None
@@ -111,5 +256,5 @@ class Faults:
             except TimeoutError:
                 self.cluster.violated(f"{process.name} has to end and does not")
                 return
-        if node.process is process:
-            node.start()
+        if server.process is process:
+            server.start()

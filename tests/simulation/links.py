@@ -6,7 +6,8 @@ is noticed by its digest. A peer that dies may never be noticed.
 
 from __future__ import annotations
 
-from collections import deque
+import enum
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,10 +20,30 @@ from tests.simulation.network import Flow, Network
 from tests.simulation.virtual_time import present_process
 
 
+class BlockFault(enum.Enum):
+    """What may happen to one message of a link."""
+
+    CORRUPT = "corrupt"
+    """It lands with a wrong byte."""
+    TWICE = "twice"
+    """It arrives twice."""
+    SHORT = "short"
+    """A part of it arrives."""
+    BREAK = "break"
+    """It does not arrive, and both ends of the link break."""
+
+
 @dataclass(slots=True, eq=False)
 class _Message:
     sender: SimLink
     moved: MovedMessage
+    fault: BlockFault | None = None
+    repeated: bool = False
+    """Whether it is the second one of two, of which the sender knows nothing."""
+
+    @property
+    def length(self) -> int:
+        return self.moved.length // 2 if self.fault is BlockFault.SHORT else self.moved.length
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +53,14 @@ class Fabric:
     network: Network
     descriptors: Descriptors
     links: dict[bytes, SimLink] = field(default_factory=dict)
-    corrupt: int = 0
-    """How many of the next messages land with a wrong byte."""
+    faults: Counter[BlockFault] = field(default_factory=Counter)
+    """What happens to so many of the next messages."""
+
+    def next_fault(self) -> BlockFault | None:
+        fault = next((fault for fault in BlockFault if self.faults[fault] > 0), None)
+        if fault is not None:
+            self.faults[fault] -= 1
+        return fault
 
 
 class SimLink:
@@ -61,10 +88,28 @@ class SimLink:
 
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:
         peer = self._peers[to]
+        self.process.step()
+        if self.process.ended:
+            return
         for place, label in zip(places, labels, strict=True):
             if not 0 <= place <= len(self.memory) - length:
                 raise ValueError(f"{length} bytes at {place} are outside of the memory")
-            self._flow(peer).send(_Message(self, MovedMessage(label, place, length)))
+            self._send(peer, MovedMessage(label, place, length))
+
+    def _send(self, peer: SimLink, moved: MovedMessage) -> None:
+        flow, fault = self._flow(peer), self._fabric.next_fault()
+        if fault is BlockFault.BREAK:
+            self.fail()
+            peer.fail()
+            return
+        flow.send(_Message(self, moved, fault))
+        if fault is BlockFault.TWICE:
+            flow.send(_Message(self, moved, repeated=True))
+
+    def fail(self) -> None:
+        """Breaks the link at this end."""
+        self._failed = True
+        self._ring()
 
     def _flow(self, peer: SimLink) -> Flow:
         if peer not in self._flows:
@@ -84,7 +129,7 @@ class SimLink:
     def arrivals(self) -> Sequence[ArrivedMessage]:
         self._arrived = list(self._inbox)
         self._inbox.clear()
-        return [ArrivedMessage(message.moved.label, message.moved.length) for message in self._arrived]
+        return [ArrivedMessage(message.moved.label, message.length) for message in self._arrived]
 
     def receive(self, places: Sequence[int]) -> None:
         self._receives += zip(self._arrived, places, strict=True)
@@ -110,12 +155,13 @@ class SimLink:
             self._failed |= place != DISCARD
             return
         if place != DISCARD:
-            self.memory[place : place + moved.length] = sender.memory[moved.place : moved.place + moved.length]
-            if self._fabric.corrupt:
-                self._fabric.corrupt -= 1
+            length = message.length
+            self.memory[place : place + length] = sender.memory[moved.place : moved.place + length]
+            if message.fault is BlockFault.CORRUPT:
                 self.memory[place] ^= 1
-            self._landed.append(MovedMessage(moved.label, place, moved.length))
-        self._flow(sender).send(moved)
+            self._landed.append(MovedMessage(moved.label, place, length))
+        if not message.repeated:
+            self._flow(sender).send(moved)
 
     def sent(self) -> Sequence[MovedMessage]:
         sent, self._sent = self._sent, []

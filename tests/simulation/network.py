@@ -7,11 +7,12 @@ repeats what is lost. A process that ends resets its connections.
 from __future__ import annotations
 
 import asyncio
+import enum
 import errno
 import socket
 import struct
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeAlias
@@ -26,6 +27,28 @@ WINDOW_BYTES = 256 * 1024
 """How many bytes of one direction the kernels of both sides take."""
 BUFFER_BYTES = 64 * 1024
 """How many more bytes a program may write before it is told to wait."""
+
+
+LAG_S = 1.0
+SPOILT_SHARE = 0.3
+"""The part of a host's messages that are spoilt while the fault lasts."""
+
+
+class Spoilt(enum.Enum):
+    """What may happen to a message between hosts. TCP does none of it: proxies, tunnels and broken memory do."""
+
+    TWICE = "twice"
+    SHORT = "short"
+    ALTERED = "altered"
+
+    def of(self, parts: list[bytes], random: Random) -> tuple[list[bytes], ...]:
+        """Returns what arrives."""
+        if self is Spoilt.TWICE or not parts[-1]:
+            return parts, list(parts)
+        place = random.randrange(len(parts[-1]))
+        head, rest = parts[-1][:place], parts[-1][place:]
+        last = head if self is Spoilt.SHORT else head + bytes([rest[0] ^ 1]) + rest[1:]
+        return ([*parts[:-1], last],)
 
 
 class Reset:
@@ -54,7 +77,10 @@ class Flow:
 
     def send(self, item: object) -> None:
         network = self.network
-        self._last_s = max(self._last_s, network.loop.time() + network.delay(self.source.host, self.target.host))
+        delay_s = network.delay(self.source.host, self.target.host)
+        if network.lagging:
+            delay_s += network.lag(self)
+        self._last_s = max(self._last_s, network.loop.time() + delay_s)
         self._items.append((self._last_s, item))
         network.loop.call_at(self._last_s, self._deliver, context=self.target.context)
 
@@ -103,8 +129,11 @@ class End:
         self._flow = Flow(self.network, self.process, peer.process, peer._arrived)
 
     def send(self, item: object) -> None:
-        if self.open:
-            self._flow.send(item)
+        self.process.step()
+        if not self.open:
+            return
+        for piece in self.network.spoilt(self, item):
+            self._flow.send(piece)
 
     def reset(self) -> None:
         """Closes this end. The other one hears of it."""
@@ -112,10 +141,17 @@ class End:
             self._flow.send(RESET)
             self.forget()
 
+    def break_off(self) -> None:
+        """Closes this end as if the other one had."""
+        if self.open:
+            self.reset()
+            self.lost()
+
     def forget(self) -> None:
         """Closes this end without a word."""
         self.open = False
         self.process.on_end.pop(self.reset, None)
+        self.network.ends.pop(self, None)
         self.network.numbers[self.process].discard(self.number)
 
     def _arrived(self, item: object) -> None:
@@ -156,12 +192,42 @@ class Network:
         """All connections that there were, in the order of their sockets' numbers."""
         self.window_bytes = WINDOW_BYTES
         self.buffer_bytes = BUFFER_BYTES
+        self.lagging: set[str] = set()
+        """The hosts each of whose connections has a delay of its own."""
+        self._lags: dict[Flow, float] = {}
+        self.ends: dict[End, None] = {}
+        """The open ends of all connections."""
+        self.spoilers: set[tuple[str, Spoilt]] = set()
+        """What happens to messages of a host that go to others."""
         loop.connect, loop.serve = self._connect, self._serve
 
     def delay(self, source: str, target: str) -> float:
         if source == target:
             return LOCAL_DELAY_S
         return self.delay_s * (0.5 + self.random.expovariate(2.0))
+
+    def reset(self, host: str) -> None:
+        """Breaks all connections between this host and others."""
+        for end in [end for end in self.ends if end.process.host == host and end.peer.process.host != host]:
+            self.loop.call_soon(end.break_off, context=end.process.context)
+
+    def lag(self, flow: Flow) -> float:
+        """Returns by how much longer this connection takes than others."""
+        if not self.lagging & {flow.source.host, flow.target.host}:
+            return 0.0
+        if flow not in self._lags:
+            self._lags[flow] = self.random.uniform(0.0, LAG_S)
+        return self._lags[flow]
+
+    def spoilt(self, end: End, item: object) -> Sequence[object]:
+        """Returns what arrives in place of a message."""
+        host = end.process.host
+        if not self.spoilers or not isinstance(item, list) or end.peer.process.host == host:
+            return (item,)
+        for kind in Spoilt:
+            if (host, kind) in self.spoilers and self.random.random() < SPOILT_SHARE:
+                return kind.of(item, self.random)
+        return (item,)
 
     def is_blocked(self, source: str, target: str) -> bool:
         return (source, target) in self.blocked
@@ -188,6 +254,8 @@ class Network:
 
     def listen(self, process: SimProcess, address: Address, accept: Callable[[End], None]) -> Callable[[], None]:
         """Takes connections for the process. Returns what ends that. Raises OSError if the address is in use."""
+        if process.ended:
+            return lambda: None
         if address in self.listeners:
             raise OSError(errno.EADDRINUSE, f"{address} is in use")
         self.listeners[address] = Listener(process, accept)
@@ -207,6 +275,9 @@ class Network:
         refused: Callable[[], None],
     ) -> None:
         """Connects the process to an address. One of the two functions is called, unless a block lasts for ever."""
+        process.step()
+        if process.ended:
+            return
         kernel = self._kernel(str(address[0]))
 
         def answer() -> None:
@@ -235,7 +306,9 @@ class Network:
         # As a kernel does, this gives a number again as soon as it is free.
         number = next(n for n in range(10, 100_000) if n not in used)
         used.add(number)
-        return End(self, process, number)
+        end = End(self, process, number)
+        self.ends[end] = None
+        return end
 
     # ------------------------------------------------------------ asyncio's side
 

@@ -29,6 +29,7 @@ class Shape:
     """What a cluster is like."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    proxies: int = 1
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
@@ -103,6 +104,10 @@ class PlannedRequest:
     """After this time the client sends the same request once more, with the same key."""
     tries: int = 1
     """How often the client asks if it is told to come back later."""
+    proxy: int = 0
+    """The proxy that is asked, or is asked first."""
+    returns: bool = False
+    """Whether the client asks again, at one proxy after the other, until it has its answer."""
 
     @property
     def stays(self) -> bool:
@@ -124,6 +129,34 @@ class FaultKind(enum.Enum):
     SKEW = "the node's wall clock is wrong by minutes"
     FAR = "everything takes a long way"
     KILL_PROXY = "the proxy is killed"
+    STOP_PROXY = "the proxy is stopped"
+    SKEW_PROXY = "the proxy's wall clock is wrong"
+    CUT_ONE_PROXY = "nothing passes between the node and one proxy"
+    CUT_RECEIVING = "nothing that others send arrives at the node"
+    CUT_ONE_WAY = "nothing that the node sends arrives at one other node"
+    RESET = "all connections of the node break"
+    LAG = "each connection of the node has a delay of its own"
+    DRIFT = "the node's wall clock is wrong"
+    CLOCK_STANDS = "the node's wall clock stands still"
+    TWICE = "messages of the node arrive twice"
+    SHORT = "messages of the node arrive in part"
+    ALTERED = "messages of the node arrive with a wrong byte"
+    BLOCK_TWICE = "some KV blocks arrive twice"
+    BLOCK_SHORT = "some KV blocks arrive in part"
+    LINK_BREAKS = "the link of the next KV block breaks"
+    CRASH = "the node is killed in the middle of what it does"
+    CRASH_ENGINE = "the node's engine process is killed in the middle of what it does"
+    CRASH_PROXY = "the proxy is killed in the middle of what it does"
+    CRASH_FETCH = "the engine that fetches is killed in the middle of a transfer"
+    CRASH_PUSH = "the engine that sends is killed in the middle of a transfer"
+    SET_ROLE = "the operator gives the node another role"
+    COMMAND_DRAIN = "the operator drains the node"
+
+
+AT_PROXY = frozenset({FaultKind.KILL_PROXY, FaultKind.STOP_PROXY, FaultKind.SKEW_PROXY, FaultKind.CRASH_PROXY})
+"""What happens to a proxy. Everything else happens to a node."""
+FIRST = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.STOP_PROXY)]
+WIDER = tuple(FaultKind)[len(FIRST) :]
 
 
 @dataclass(frozen=True)
@@ -134,6 +167,11 @@ class Fault:
     kind: FaultKind
     node: int
     lasts_s: float
+    proxy: int = 0
+    other: int = 1
+    """The second node, of those that are not the first one."""
+    amount: int = 0
+    """Which one, or how much: the steps before a crash, the seconds of a clock, the number of blocks or of a role."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +207,8 @@ def plan_of(seed: int) -> Plan:
     faults = tuple(_fault(random, len(shape.roles)) for _ in range(random.choice((0, 1, 1, 2, 3, 4))))
     # What clients do beyond this has chances of its own, so that it changes nothing else about a seed.
     chance = Random(f"clients {seed}")
-    return Plan(_limited(chance, shape), tuple(_varied(chance, request) for request in requests), faults)
+    plan = Plan(_limited(chance, shape), tuple(_varied(chance, request) for request in requests), faults)
+    return _widened(plan, Random(f"cluster {seed}"))
 
 
 def _limited(random: Random, shape: Shape) -> Shape:
@@ -209,6 +248,33 @@ def _varied(random: Random, request: PlannedRequest) -> PlannedRequest:
     )
 
 
+def _widened(plan: Plan, random: Random) -> Plan:
+    """Returns the plan with more proxies, clients that come back, and more kinds of faults; a third of plans as is."""
+    if random.random() < 1 / 3:
+        return plan
+    proxies = random.choice((1, 2, 2, 3))
+    requests = tuple(
+        replace(request, proxy=random.randrange(proxies), returns=request.stays and comes_back)
+        for request in plan.requests
+        for comes_back in (random.random() < 0.4,)
+    )
+    faults = tuple(replace(fault, proxy=random.randrange(proxies)) for fault in plan.faults)
+    more = tuple(_wider_fault(random, len(plan.shape.roles), proxies) for _ in range(random.choice((0, 1, 1, 2, 2, 3))))
+    return Plan(replace(plan.shape, proxies=proxies), requests, faults + more)
+
+
+def _wider_fault(random: Random, nodes: int, proxies: int) -> Fault:
+    return Fault(
+        at_s=random.uniform(0.0, 2.5),
+        kind=random.choice(WIDER),
+        node=random.randrange(nodes),
+        lasts_s=random.choice((0.0, 0.1, 0.7, 2.0, 5.0)),
+        proxy=random.randrange(proxies),
+        other=random.randrange(nodes - 1),
+        amount=int(10 ** random.uniform(0.0, 2.5)),
+    )
+
+
 def _request(random: Random) -> PlannedRequest:
     stem = [random.choice((10, 20))] * random.choice((0, 4, 8, 15, 16, 24))
     prompt = [*stem, *(random.randrange(3, VOCAB) for _ in range(random.randint(0 if stem else 1, 12)))]
@@ -225,7 +291,7 @@ def _request(random: Random) -> PlannedRequest:
 def _fault(random: Random, nodes: int) -> Fault:
     return Fault(
         at_s=random.uniform(0.0, 2.5),
-        kind=random.choice(tuple(FaultKind)),
+        kind=random.choice(FIRST),
         node=random.randrange(nodes),
         lasts_s=random.choice((0.1, 0.7, 2.0, 5.0)),
     )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.simulation.clients import COME_BACK, ClientRequest, Outcome
 from tests.simulation.cluster import Cluster, simulate
@@ -80,6 +80,8 @@ class Run:
         if "deadline" in request.error and planned.manner.sends_all and not shape.in_a_hurry:
             # Every fault is over long before.
             self.cluster.violated(f"request {request.name} waited until its deadline")
+        if planned.returns and not whole and not shape.in_a_hurry:
+            self.cluster.violated(f"the client of request {request.name} came back again and again in vain")
         if self.plan.faults or not planned.stays or whole:
             return
         if not (shape.turns_away and request.status in COME_BACK) and not shape.in_a_hurry:
@@ -90,9 +92,11 @@ class Run:
         cluster = self.cluster
         until = cluster.loop.time() + RECOVERED_S
         while cluster.loop.time() < until:
-            request = ClientRequest(len(cluster.requests), PROBE)
-            await cluster.ask(request)
-            if request.outcomes == [Outcome.WHOLE]:
+            asked = [
+                ClientRequest(len(cluster.requests) + i, replace(PROBE, proxy=i)) for i in range(len(cluster.proxies))
+            ]
+            await asyncio.gather(*(cluster.ask(request) for request in asked))
+            if all(request.outcomes == [Outcome.WHOLE] for request in asked):
                 return
             await asyncio.sleep(0.5)
         cluster.violated(f"the cluster answers nothing {RECOVERED_S:.0f} s after the last fault")
@@ -123,9 +127,10 @@ class Run:
         for node in cluster.nodes:
             node.drain()
         await asyncio.sleep(STOPPED_S / 2)
-        cluster.stop_proxy()
+        for proxy in cluster.proxies:
+            proxy.stop()
         await asyncio.sleep(STOPPED_S / 2)
-        for process in (cluster.proxy, *(node.process for node in cluster.nodes)):
+        for process in [*(proxy.process for proxy in cluster.proxies), *(node.process for node in cluster.nodes)]:
             if not process.ended:
                 cluster.violated(f"{process.name} does not end")
             elif process.status != 0:

@@ -150,6 +150,8 @@ class SimChild:
                     self.process.end(status)
 
         self.process.start_thread(run, "engine")
+        if parent.ended:
+            kill()
 
     async def wait(self) -> int:
         await self._ended.wait()

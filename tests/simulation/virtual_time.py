@@ -175,6 +175,10 @@ class SimLoop(asyncio.BaseEventLoop):
         self.turns += 1
         if self.turns > MAX_TURNS:
             raise Stuck(f"the run is not over after {MAX_TURNS} turns")
+        if process is not None:
+            process.step()
+            if process.ended:
+                return
         handle._run()
         self.after_turn()
 
@@ -197,6 +201,29 @@ def _tasks_of_processes(loop: asyncio.AbstractEventLoop, coro: Any, **more: Any)
         process.tasks[task] = None
         task.add_done_callback(lambda done: process.tasks.pop(done, None))
     return task
+
+
+class WallClocks:
+    """By how much the wall clock of each host is wrong."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+        self._skews: dict[str, float] = {}
+        self._stood: dict[str, list[float]] = {}
+
+    def skew(self, host: str, by_s: float) -> None:
+        self._skews[host] = self._skews.get(host, 0.0) + by_s
+
+    def stand(self, host: str) -> None:
+        """Lets the clock stand still, until ``go_on`` has been called as often. Then it is right again."""
+        self._stood.setdefault(host, []).append(self._loop.time())
+
+    def go_on(self, host: str) -> None:
+        self._stood[host].pop()
+
+    def wrong_s(self, host: str) -> float:
+        stood = self._stood.get(host)
+        return self._skews.get(host, 0.0) + (stood[0] - self._loop.time() if stood else 0.0)
 
 
 class SimProcess:
@@ -223,6 +250,9 @@ class SimProcess:
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
         loop.processes.append(self)
+        self.crash_after = 0
+        """After so many more steps it is killed in the middle of what it does; never if 0."""
+        self.on_crash: Callable[[], None] = lambda: None
         self._held: deque[asyncio.Handle] = deque()
         self._stops = 0
 
@@ -272,6 +302,28 @@ class SimProcess:
         self.running = True
         held, self._held = self._held, deque()
         self.loop._due.extend(held)
+
+    def step(self) -> None:
+        """Counts a resumption of one of its tasks or threads, or something that leaves it: a crash may come here."""
+        if self.crash_after:
+            self.crash_after -= 1
+            if not self.crash_after and not self.ended:
+                self.crash()
+
+    def crash_no_more(self) -> None:
+        """Takes a crash back that has not come yet."""
+        self.crash_after = 0
+
+    def crash(self) -> None:
+        """Kills the process in the middle of what it does.
+
+        If it is one of its threads that runs, that never goes on. A callback goes on to its end, but nothing that it
+        does leaves the process.
+        """
+        self.on_crash()
+        self.end(-9)
+        if greenlet.getcurrent() is not self.loop.hub:
+            self.loop.hub.switch()
 
     def signal(self, number: int) -> None:
         handler = self.handlers.get(number)
