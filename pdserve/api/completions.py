@@ -26,7 +26,7 @@ from pdserve.api.dialects.own_names import MESSAGES_NAMES, RESPONSES_NAMES, in_o
 from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
 from pdserve.api.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation import TURN_TOKENS, Generation
-from pdserve.api.kept_answers import KeptAnswer
+from pdserve.api.kept_log import KeptAnswer
 from pdserve.api.outcome import failure_of
 from pdserve.api.request_log import NodeNotes, RequestRecord
 from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
@@ -226,6 +226,7 @@ class CompletionRoute(Generic[R]):
         body, answers = await self._read(request, terms), self._node.kept
         found = answers.find(keep, resumed=terms.resume is not None)
         if found is not None:
+            body.take()  # the answer is there: nothing is read of the request any more
             await found.follow(request, keep.after)
             return
         entries = b"" if terms.resume is None else body.last(terms.resume.journal_bytes)
@@ -233,14 +234,18 @@ class CompletionRoute(Generic[R]):
         async def produce(reply: Reply) -> None:
             prepared = await self._prepared(reply, body, terms, tokenizer)
             if isinstance(reply, KeptAnswer):
-                journaled = self._journaled(prepared.parsed.request, terms)
-                reply.describe(journaled=journaled, events=prepared.journal.events, entries=entries)
+                reply.describe(
+                    journaled=self._journaled(prepared.parsed.request, terms),
+                    events=prepared.journal.events,
+                    entries=entries,
+                    places=len(prepared.texts),
+                )
             with closing(self._start(prepared, request, terms, arrived)) as generation:
                 await self._answer(reply, generation, prepared, terms, tokenizer)
                 if isinstance(reply, KeptAnswer):
                     reply.spoilt = generation.failure is not None
 
-        kept = answers.open(keep, terms.answer, request.label, request.path, produce)
+        kept = answers.open(keep, terms.answer, request.label, request.path, terms.client or keep.owner, produce)
         if kept is None:
             await produce(request)
         else:

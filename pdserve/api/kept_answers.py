@@ -7,42 +7,33 @@
 
 Only requests that say so have such a log (``pdserve.wire.kept_answer``): any other ends with its client, at once.
 
-What strangers can cause is bounded: the number of answers, their memory, and the time and the number of those that are
-computed for nobody. An old answer that is over makes room for a new one, first among those of the owner who has most.
-An answer that has to leave this node is not computed on: the proxy that takes it elsewhere closes its connection, too.
+What strangers can cause is bounded: the number of answers, their memory, and the time and the places in the engine's
+batch of those that are computed for nobody. An old answer that is over makes room for a new one, first among those of
+the owner who has most. An answer that has to leave this node is not computed on: the proxy that takes it elsewhere
+closes its connection, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.errors import Gone, KeyReused, Unavailable
-from pdserve.http.request import HttpRequest, Reply
-from pdserve.wire.journal import cut_room_lines, room_line
-from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start
-from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep
-from pdserve.wire.whole_answer import JOURNALED_ANSWER
-
-log = logging.getLogger(__name__)
+from pdserve.api.kept_log import KeptAnswer, not_kept
+from pdserve.errors import KeyReused, Unavailable
+from pdserve.wire.ticket import AnswerIdentity, Keep
 
 SHARE = 8
 """One answer may take this part of the memory."""
-UNREAD_SHARE = 2
-"""One owner's part of the answers that are computed while nobody reads them."""
-OVERHEAD_BYTES = 2_048
-"""What counts for an answer beside its bytes."""
-SMALL_BYTES = 64 * 1024
-"""An answer may take so much, whatever the others take: no client can stop the answers of others by reading slowly."""
-
-_ROOM = b":room "
+UNREAD_SHARE = 4
+"""One client's part of the engine's places, for answers that are computed while nobody reads them. All clients together
+may have twice as much.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,279 +43,73 @@ class KeptLimits:
     answers: int
     memory_bytes: int
     keep_s: float
+    unread_places: int = 1
+    """The places of one client's answers that are computed while nobody reads them. An answer of one place may always
+    be.
+    """
 
 
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """One client that reads an answer."""
+class Attention(enum.Enum):
+    """Who has a use for an answer now."""
 
-    position: int = 0
-    """How many events, or pieces, it has."""
-    wishes: int = 0
-    """How many wishes for room it has heard of."""
+    READ = "read"
+    """Somebody reads it, or is about to."""
+    COMPUTED = "computed"
+    """Nobody reads it, and it is not over."""
+    IDLE = "idle"
+    """Nobody reads it, and it is over: it makes room for others."""
+    GONE = "gone"
 
 
-class KeptAnswer(Reply):
-    """The log of one answer: what its producer writes, as a ``Reply``, and what readers get of it."""
+class _Ledger:
+    """Counts the answers that nobody reads, so that nothing has to look at all of them."""
 
-    def __init__(self, keep: Keep, answer: AnswerIdentity, label: str, path: str, table: KeptAnswers) -> None:
-        self.keep = keep
-        self.label = label
-        self.path = path
-        self.answered = False
-        self.spoilt = False
-        """Whether nobody should get the answer again: it failed, or it broke off."""
-        self.leaves = False
-        """Whether its node wishes that another one goes on with it."""
-        self.over = False
-        self.size = OVERHEAD_BYTES
-        self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.readers: set[_Reader] = set()
-        self._answer = answer
-        self._table = table
-        self._loop = asyncio.get_running_loop()
-        self._tag = secrets.token_hex(2)
-        self._ids = event_id_start(keep.key, self._tag)
-        self._journaled = False
-        self._unkept = False
-        """Whether it is too long to be kept: what its readers have is dropped, and nobody can ask for it again."""
-        self._start = 0
-        self._first = 0
-        """How many events, or pieces, come before the first one in ``_pieces``."""
-        self._pieces: list[bytes] = []
-        self._before = bytearray()
-        """The journal's entries of the events before the first piece."""
-        self._status = 0
-        self._headers: Mapping[str, str] = {}
-        self._whole: bytes | None = None
-        self._streamed = False
-        self._failure: Exception | None = None
-        self._wish = b""
-        self._wishes = 0
-        self._news: set[asyncio.Future[None]] = set()
+    def __init__(self) -> None:
+        self._attention: dict[KeptAnswer, Attention] = {}
+        self._counted: dict[KeptAnswer, int] = {}
+        """What each answer counts for: its places while it is computed, and its size while it is idle."""
+        self.places: Counter[bytes] = Counter()
+        """The places of the answers that are computed and not read, by client."""
+        self.all_places = 0
+        self._idle: defaultdict[bytes, dict[KeptAnswer, None]] = defaultdict(dict)
+        """The idle answers, by owner, in the order in which they became so."""
+        self._idle_bytes: Counter[bytes] = Counter()
 
-    @property
-    def full(self) -> bool:
-        """Whether its producer should wait until readers have taken some of it."""
-        return self.size > self._table.share_bytes or (self._table.overdrawn and self.size > SMALL_BYTES)
-
-    @property
-    def begins_late(self) -> bool:
-        """Whether the log has no beginning, because another node has written it, or it was too long."""
-        return self._streamed and self._first > 0
-
-    # ------------------------------------------------------------------ the producer's side
-
-    def describe(self, *, journaled: bool, events: int, entries: bytes) -> None:
-        """Says, before the answer begins, whether it has a journal, and what another node has written of it."""
-        self._journaled = journaled
-        self._start = self._first = events
-        self._before += b"".join([b":%b\n" % line for line in entries.splitlines()])
-        self._grow(len(self._before))
-
-    async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
-        self.answered = True
-        self._status, self._headers = status, headers
-        self._streamed = headers.get("content-type") != JOURNALED_ANSWER
-        if not self._streamed:
-            self._first = 0
-        self._add(data)
-        self._end(more)
-
-    def write(self, data: bytes) -> bool:
-        self._add(data)
-        self.wake()
-        return not self.full
-
-    async def send(self, data: bytes, *, more: bool) -> None:
-        self._add(data)
-        self._end(more)
-        if more and self.full:
-            await self.drain()
-
-    async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        self.answered = True
-        self._status, self._headers, self._whole = status, headers, body
-        if self.size + len(body) > self._table.share_bytes:
-            self._table.discard(self)  # those who read it now get it; it would push out what others have
-        else:
-            self._grow(len(body))
-        self._end(False)
-
-    async def drain(self) -> None:
-        """Waits until readers have taken so much that the log has room again. Without readers it is given up.
-
-        An answer that takes too much although its readers have all of it is kept no longer, or it would never go on.
-        """
-        while self.full and not self._trim():
-            if not self.readers:
-                self._table.discard(self)
-                await asyncio.sleep(0)  # which is where this task is cancelled
-            elif not self._unkept and not self._has_unread:
-                self._stop_keeping()
-                continue
-            await self._wait()
-
-    def fail(self, failure: Exception) -> None:
-        """Ends the answer, which readers get as an error if it has not begun, and else as a connection that breaks."""
-        self._failure = failure
-        self.spoilt = True
-        self._end(False)
-
-    def _add(self, data: bytes) -> None:
-        if not self._streamed:
-            data, tokens = cut_room_lines(data)
-            self._want_room(room_line(tokens))
-            pieces = [data] if data else []
-        elif data.startswith(_ROOM):
-            self._want_room(data)
+    def move(self, answer: KeptAnswer, to: Attention) -> None:
+        was, count = self._attention.pop(answer, None), self._counted.pop(answer, 0)
+        if was is Attention.COMPUTED:
+            self._compute(answer, -count)
+        elif was is Attention.IDLE:
+            self._idle[answer.keep.owner].pop(answer)
+            self._rest(answer.keep.owner, -count)
+        if to is Attention.GONE:
             return
-        else:
-            pieces = [self._numbered(event, number) for number, event in enumerate(data.split(b"\n\n")[:-1], 1)]
-        self._pieces += pieces
-        self._grow(sum(map(len, pieces)))
+        self._attention[answer] = to
+        if to is Attention.COMPUTED:
+            self._counted[answer] = answer.places
+            self._compute(answer, answer.places)
+        elif to is Attention.IDLE:
+            self._counted[answer] = answer.size
+            self._idle[answer.keep.owner][answer] = None
+            self._rest(answer.keep.owner, answer.size)
 
-    def _numbered(self, event: bytes, number: int) -> bytes:
-        number += self._first + len(self._pieces)
-        if not event.startswith(b":"):
-            # In a journaled stream, an event without an entry is the error with which it ends.
-            return event + b"\n\n" if self._journaled else b"id: %b%d\n%b\n\n" % (self._ids, number, event)
-        entry, _, shown = event.partition(b"\n")
-        return b"%b\nid: %b%d\n%b\n\n" % (entry, self._ids, number, shown)
+    def oldest_of_largest_owner(self) -> KeptAnswer | None:
+        """Returns the oldest idle answer of the owner whose idle answers take most; None if none is idle."""
+        if not self._idle_bytes:
+            return None
+        owner = max(self._idle_bytes, key=self._idle_bytes.__getitem__)
+        return next(iter(self._idle[owner]))
 
-    def _want_room(self, wish: bytes) -> None:
-        if wish:
-            self.leaves, self._wish = True, wish
-            self._wishes += 1
+    def _compute(self, answer: KeptAnswer, places: int) -> None:
+        self.all_places += places
+        self.places[answer.client] += places
+        if not self.places[answer.client]:
+            del self.places[answer.client]
 
-    def _grow(self, size: int) -> None:
-        self.size += size
-        self._table.grew(self, size)
-
-    def _trim(self) -> bool:
-        """Drops the oldest events that all readers have, while they take too much. Returns whether there is room."""
-        if not (self._streamed or self._unkept) or not self.readers:
-            return False
-        least = SMALL_BYTES // 2 if self._table.overdrawn else self._table.share_bytes // 2
-        read = min(reader.position for reader in self.readers) - self._first
-        count = dropped = 0
-        while count < read and self.size - dropped > least:
-            dropped += len(self._pieces[count])
-            count += 1
-        entries = b"" if self._unkept else self._entries(count)
-        self._before += entries
-        del self._pieces[:count]
-        self._first += count
-        self._grow(len(entries) - dropped)
-        return not self.full
-
-    @property
-    def _has_unread(self) -> bool:
-        """Whether a reader does not have all of it."""
-        return min(reader.position for reader in self.readers) < self._first + len(self._pieces)
-
-    def _stop_keeping(self) -> None:
-        self._unkept = True
-        self._table.discard(self)
-        self._grow(-len(self._before))
-        self._before.clear()
-
-    def _end(self, more: bool) -> None:
-        self.over = not more
-        self.wake()
-
-    # ------------------------------------------------------------------ the readers' side
-
-    async def follow(self, request: HttpRequest, after: EventPlace | None, *, first: bool = False) -> None:
-        """Sends the answer to a client, from ``after`` or from its beginning, until it is over.
-
-        The ``first`` client is the one for which it is computed. Raises what the answer fails with, and Gone.
-        """
-        if not first:
-            log.info("request_id=%s gets the answer of request_id=%s", request.label, self.label)
-        reader = _Reader()
-        self.readers.add(reader)
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-        try:
-            await self._follow(request, reader, after, first=first)
-        finally:
-            self.readers.discard(reader)
-            self.wake()
-            if not self.readers:
-                self._table.unread(self)
-
-    async def _follow(self, request: HttpRequest, reader: _Reader, after: EventPlace | None, *, first: bool) -> None:
-        while not self.answered and not self.over:
-            await self._wait()
-        if not self.answered:
-            assert self._failure is not None
-            raise self._failure
-        if self._whole is not None:
-            await request.respond(self._status, self._headers, self._whole)
-            return
-        reader.position = self._first if first else self._position(after)
-        head, headers = b"", dict(self._headers)
-        if not first:
-            head = bytes(self._before) + (self._entries(reader.position - self._first) if self._streamed else b"")
-            headers[KEPT_HEADER] = Replay(self._answer, len(head) if self._streamed else 0).header()
-        await request.begin(self._status, headers, head + self._next(reader), more=True)
-        while True:
-            data = self._next(reader)
-            if data:
-                if not request.write(data):
-                    await request.drain()
-            elif self.over:
-                break
-            else:
-                await self._wait()
-        if self._failure is not None:
-            raise self._failure
-        await request.send(b"", more=False)
-
-    def _position(self, after: EventPlace | None) -> int:
-        """Returns how many events a client has that asks for those behind ``after``. Raises Gone and Unavailable."""
-        if not self._streamed:
-            return 0
-        if after is None:
-            if self._first:
-                raise Unavailable("this node has the end of the answer only", code="answer_not_kept", retry_after_s=1)
-            return 0
-        known = self._first <= after.events <= self._first + len(self._pieces)
-        # What a log begins behind is in the logs before it, under their tags.
-        if not known or (after.tag != self._tag and after.events != self._start):
-            raise not_kept()
-        return after.events
-
-    def _next(self, reader: _Reader) -> bytes:
-        """Returns what ``reader`` does not have yet, and counts it as read."""
-        pieces = self._pieces[reader.position - self._first :] if self._pieces else []
-        reader.position += len(pieces)
-        if pieces and self.full:
-            self.wake()  # the producer may wait for room
-        wish = self._wish if reader.wishes != self._wishes and not self.over else b""
-        reader.wishes = self._wishes
-        return b"".join(pieces) + wish
-
-    def _entries(self, count: int) -> bytes:
-        """Returns the journal's entries of the first ``count`` pieces."""
-        return b"".join([piece.partition(b"\n")[0] + b"\n" for piece in self._pieces[:count] if piece.startswith(b":")])
-
-    def wake(self) -> None:
-        """Has the producer and the readers look again."""
-        for waiter in self._news:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def _wait(self) -> None:
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        self._news.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._news.discard(waiter)
+    def _rest(self, owner: bytes, size: int) -> None:
+        self._idle_bytes[owner] += size
+        if not self._idle[owner]:
+            del self._idle[owner], self._idle_bytes[owner]
 
 
 class KeptAnswers:
@@ -337,9 +122,10 @@ class KeptAnswers:
         self.replayed = 0
         """How many times a client has asked again and got the answer."""
         self._answers: dict[bytes, KeptAnswer] = {}
-        """The answers by their keys, in the order in which they began."""
+        """The answers by their keys."""
         self._logs: set[KeptAnswer] = set()
         """Those, and the ones that are read although they are not kept any more."""
+        self._ledger = _Ledger()
         self._draining = False
 
     def __len__(self) -> int:
@@ -388,14 +174,19 @@ class KeptAnswers:
         answer: AnswerIdentity,
         label: str,
         path: str,
+        client: bytes,
         produce: Callable[[KeptAnswer], Awaitable[None]],
     ) -> KeptAnswer | None:
-        """Begins an answer that ``produce`` writes, in a task of its own; None if no more can be kept."""
+        """Begins an answer that ``produce`` writes, in a task of its own; None if no more can be kept.
+
+        ``client`` stands for the one for whom it is computed.
+        """
         if len(self._answers) >= self._limits.answers and not self._evict():
             return None
-        kept = KeptAnswer(keep, answer, label, path, self)
+        kept = KeptAnswer(keep, answer, label, path, client, self)
         self._answers[keep.key] = kept
         self._logs.add(kept)
+        self._ledger.move(kept, Attention.READ)
         self.grew(kept, kept.size)
         kept.task = asyncio.get_running_loop().create_task(self._produce(kept, produce))
         return kept
@@ -408,19 +199,28 @@ class KeptAnswers:
         while self.overdrawn and self._evict():
             pass
 
-    def unread(self, answer: KeptAnswer) -> None:
-        """Notes that nobody reads ``answer`` now."""
+    def read(self, answer: KeptAnswer) -> None:
+        """Notes that somebody reads ``answer``."""
+        if answer.timer is not None:
+            answer.timer.cancel()
+            answer.timer = None
+        if answer in self._logs:
+            self._ledger.move(answer, Attention.READ)
+
+    def left(self, answer: KeptAnswer) -> None:
+        """Notes that nobody reads ``answer`` now. It is kept for a while, and computed on if that is not too much."""
         if self._answers.get(answer.keep.key) is not answer:
             self._release(answer)
-            return
-        owner = answer.keep.owner
-        running = sum(
-            not other.over and not other.readers and other.keep.owner == owner for other in self._answers.values()
-        )
-        if not answer.over and (self._draining or answer.leaves or running > self._limits.answers // UNREAD_SHARE):
+        elif answer.over:
+            self._keep_for_a_while(answer, Attention.IDLE)
+        elif self._draining or answer.leaves:
             self.discard(answer)
         else:
-            self._keep_for_a_while(answer)
+            self._keep_for_a_while(answer, Attention.COMPUTED)
+            each, ledger = self._limits.unread_places, self._ledger
+            of_client = ledger.places[answer.client]
+            if of_client > max(each, 1) or ledger.all_places > max(2 * each, 1):
+                self.discard(answer)
 
     def discard(self, answer: KeptAnswer) -> None:
         """Keeps ``answer`` no longer. It goes on only while somebody reads it."""
@@ -449,23 +249,20 @@ class KeptAnswers:
             if answer.spoilt or not answer.over:
                 self.discard(answer)
             elif not answer.readers:
-                self._keep_for_a_while(answer)
+                self.left(answer)
 
-    def _keep_for_a_while(self, answer: KeptAnswer) -> None:
+    def _keep_for_a_while(self, answer: KeptAnswer, attention: Attention) -> None:
         if answer.timer is not None:
             answer.timer.cancel()
         answer.timer = asyncio.get_running_loop().call_later(self._limits.keep_s, self.discard, answer)
+        self._ledger.move(answer, attention)
 
     def _evict(self) -> bool:
         """Drops the oldest answer that is over and unread, of the owner who has most of those, if there is one."""
-        idle = [answer for answer in self._answers.values() if answer.over and not answer.readers]
-        if not idle:
+        oldest = self._ledger.oldest_of_largest_owner()
+        if oldest is None:
             return False
-        sizes: Counter[bytes] = Counter()
-        for answer in idle:
-            sizes[answer.keep.owner] += answer.size
-        most = sizes.most_common(1)[0][0]
-        self.discard(next(answer for answer in idle if answer.keep.owner == most))
+        self.discard(oldest)
         return True
 
     def _release(self, answer: KeptAnswer) -> None:
@@ -474,6 +271,7 @@ class KeptAnswers:
             return
         overdrawn = self.overdrawn
         self._logs.discard(answer)
+        self._ledger.move(answer, Attention.GONE)
         self.taken_bytes -= answer.size
         if overdrawn and not self.overdrawn:
             for other in self._logs:
@@ -497,11 +295,3 @@ class KeptAnswersMetrics(Collector):
         )
         yield GaugeMetricFamily("pdserve_kept_answers_bytes", "memory that kept answers take", kept.taken_bytes)
         yield CounterMetricFamily("pdserve_kept_answers_replayed", "requests that got a kept answer", kept.replayed)
-
-
-def not_kept() -> Gone:
-    """Returns the error for a client whose events cannot be found."""
-    return Gone(
-        "the events behind this Last-Event-ID are not kept any more: send the request without it",
-        code="answer_not_kept",
-    )

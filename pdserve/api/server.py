@@ -21,7 +21,7 @@ import uvloop
 from pdserve.api.app import create_app
 from pdserve.api.commands import CommandGate, NodeCommands, is_confined
 from pdserve.api.engine_client import ENGINE_COMMAND, EngineClient
-from pdserve.api.kept_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
+from pdserve.api.kept_answers import UNREAD_SHARE, KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.message.formats import formats_of
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.metrics.request_metrics import MetricsScale
@@ -135,8 +135,8 @@ class NodeServer:
     ) -> None:
         url = self.config.http.advertise.rstrip("/") or url_of(listener, wildcard=socket.gethostname())
         info = self._info(ready, boot_id, url)
-        limits = KeptLimits(self.config.kept.answers, self.config.kept.memory_mib * 2**20, self.config.kept.keep_s)
-        kept = KeptAnswers(limits)
+        keeping, places = self.config.kept, self.config.scheduler.max_num_seqs // UNREAD_SHARE
+        kept = KeptAnswers(KeptLimits(keeping.answers, keeping.memory_mib * 2**20, keeping.keep_s, places))
         name_node(info.name)
         spans = SpanCounts("pdserve")
         grammars = GrammarCheck(self.model_dir, self.config.grammar, cache_dir=self.cache_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 from contextlib import suppress
@@ -11,10 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from pdserve.api.kept_answers import OVERHEAD_BYTES, SHARE, SMALL_BYTES, KeptAnswer, KeptAnswers, KeptLimits
+from pdserve.api.completions import RequestBody
+from pdserve.api.kept_answers import SHARE, KeptAnswers, KeptLimits
+from pdserve.api.kept_log import MAX_READERS, OVERHEAD_BYTES, SMALL_BYTES, KeptAnswer
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.errors import Gone, Unavailable
-from pdserve.http.request import HttpRequest
+from pdserve.errors import Gone, TooManyRequests, Unavailable
+from pdserve.http.request import PIECE_BYTES, HttpRequest
 from pdserve.wire.journal import cut, digest
 from pdserve.wire.kept_answer import KEPT_HEADER, read_event_id, read_replay
 from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep, Resume
@@ -25,6 +28,7 @@ from tests.api.test_resumed_answers import CHAT, MESSAGES, PLAIN, TEXT, events_o
 from tests.proxy.cluster import eventually
 
 LIMITS = KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0)
+CLIENT = b"client"
 KEEP = Keep(b"k" * 16, b"o" * 16, b"b" * 16)
 ID = re.compile(rb"(?m)^id: (.*)\n")
 
@@ -184,9 +188,12 @@ class Client:
     got: bytearray = field(default_factory=bytearray)
     reads: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
+    largest: int = 0
+    """The size of the largest piece that was written at once."""
 
     def write(self, data: bytes) -> bool:
         self.got += data
+        self.largest = max(self.largest, len(data))
         return self.reads.is_set()
 
     async def begin(self, status: int, headers: dict[str, str], data: bytes, *, more: bool) -> None:
@@ -217,16 +224,16 @@ def begin(table: KeptAnswers, number: int, owner: bytes = b"o" * 16, event: byte
         await answer.begin(200, {}, b"data: %b\n\n" % event, more=False)
 
     wanted = Keep(number.to_bytes(16, "big"), owner, b"b" * 16)
-    return table.open(wanted, AnswerIdentity(bytes(16), 1), "r", TEXT, produce)
+    return table.open(wanted, AnswerIdentity(bytes(16), 1), "r", TEXT, CLIENT, produce)
 
 
-def forever(table: KeptAnswers, number: int) -> KeptAnswer:
+def forever(table: KeptAnswers, number: int, client: bytes = CLIENT) -> KeptAnswer:
     """Begins an answer that never says anything."""
 
     async def produce(answer: KeptAnswer) -> None:
         await asyncio.Event().wait()
 
-    answer = table.open(Keep(bytes([number]) * 16, b"o" * 16, b"b" * 16), ANSWER, "r", TEXT, produce)
+    answer = table.open(Keep(bytes([number]) * 16, b"o" * 16, b"b" * 16), ANSWER, "r", TEXT, client, produce)
     assert answer is not None
     return answer
 
@@ -270,16 +277,158 @@ async def test_answers_that_are_under_way_are_not_pushed_out() -> None:
     table.drain()
 
 
-async def test_half_of_the_answers_at_most_are_computed_for_a_client_that_left() -> None:
-    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
-    clients = [follow(forever(table, number), Client()) for number in range(8)]
+async def leave_all(answers: list[KeptAnswer]) -> None:
+    """Has a client read each of ``answers``, and leave."""
+    clients = [follow(answer, Client()) for answer in answers]
     await asyncio.sleep(0)
     for client in clients:
         client.cancel()
     await asyncio.wait(clients)
+
+
+async def test_few_places_are_taken_by_answers_that_nobody_reads_for_one_client_and_for_all() -> None:
+    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=4))
+    await leave_all([forever(table, number) for number in range(8)])
     assert len(table) == 4
+    await leave_all([forever(table, 10 + number, b"other") for number in range(3)])
+    assert len(table) == 7, "another client has places of its own"
+    await leave_all([forever(table, 20 + number, b"third") for number in range(3)])
+    assert len(table) == 8, "and all together have twice as many as one"
     table.drain()
     assert (len(table), table.taken_bytes) == (0, 0)
+
+
+async def test_an_answer_counts_as_many_places_as_it_takes_also_if_its_client_leaves_before_they_are_known() -> None:
+    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=4))
+    left = asyncio.Event()
+
+    async def produce(answer: KeptAnswer) -> None:
+        await left.wait()
+        answer.describe(journaled=True, events=0, entries=b"", places=5)
+        await asyncio.Event().wait()
+
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, produce)
+    assert answer is not None
+    await leave_all([answer])
+    assert len(table) == 1
+    left.set()
+    await eventually(lambda: not len(table), "that it is given up")
+    await leave_all([forever(table, number) for number in range(4)])
+    assert len(table) == 4, "its places are free again"
+    table.drain()
+
+
+async def test_a_client_that_comes_back_takes_its_answer_out_of_what_nobody_reads() -> None:
+    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=1))
+    answer = forever(table, 1)
+    await leave_all([answer])
+    reader = follow(answer, Client(), first=False)
+    await asyncio.sleep(0)
+    await leave_all([forever(table, 2)])
+    assert len(table) == 2
+    reader.cancel()
+    await asyncio.wait([reader])
+    assert len(table) == 1, "this one is the second that nobody reads"
+    table.drain()
+
+
+async def test_a_reader_gets_small_pieces_and_no_more_before_it_has_taken_them() -> None:
+    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**26, keep_s=60.0))
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, producing(5000, []))
+    await computed(answer)
+    assert answer is not None
+    assert answer.size > 20 * PIECE_BYTES
+    client = Client()
+    reader = follow(answer, client, first=False)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert 0 < len(client.got) <= 3 * PIECE_BYTES
+    client.reads.set()
+    await asyncio.wait_for(reader, WAIT_S)
+    assert client.got.count(b"data: ") == 5001
+    assert client.largest <= PIECE_BYTES + 1_100
+    table.drain()
+
+
+async def test_the_journal_of_what_a_client_has_goes_out_in_small_pieces_and_its_copies_count() -> None:
+    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**24, keep_s=60.0))
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, journaling(5000))
+    await computed(answer)
+    assert answer is not None
+    taken = table.taken_bytes
+    first = Client()
+    first.reads.set()
+    await asyncio.wait_for(follow(answer, first), WAIT_S)
+    last = place(events_of(bytes(first.got))[4999])
+    slow = Client()
+    reader = follow(answer, slow, last, first=False)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert table.taken_bytes > taken + 10 * PIECE_BYTES
+    assert len(slow.got) <= 2 * PIECE_BYTES
+    slow.reads.set()
+    await asyncio.wait_for(reader, WAIT_S)
+    assert slow.got.count(b":0 7 ") == 5000
+    assert slow.largest <= PIECE_BYTES
+    assert table.taken_bytes == taken
+    table.drain()
+
+
+async def test_so_many_connections_may_read_one_answer_and_others_are_told_so() -> None:
+    table = KeptAnswers(LIMITS)
+    answer = forever(table, 1)
+    readers = [follow(answer, Client(), first=not number) for number in range(MAX_READERS)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests, match="read this answer already"):
+        await answer.follow(cast("HttpRequest", Client()), None)
+    readers.pop().cancel()
+    await asyncio.sleep(0)
+    readers.append(follow(answer, Client(), first=False))
+    await asyncio.sleep(0)
+    assert len(answer.readers) == MAX_READERS
+    for reader in readers:
+        reader.cancel()
+    await asyncio.wait(readers)
+    table.drain()
+
+
+async def test_an_answer_given_up_in_its_last_step_is_forgotten() -> None:
+    table = KeptAnswers(LIMITS)
+
+    async def produce(answer: KeptAnswer) -> None:
+        table.discard(answer)
+        await answer.begin(200, {}, b"data: x\n\n", more=False)
+
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, produce)
+    assert answer is not None
+    assert answer.task is not None
+    await asyncio.wait([answer.task], timeout=WAIT_S)
+    for number in range(3 * LIMITS.answers):
+        await computed(begin(table, number))
+    assert len(table) == LIMITS.answers, "what is gone is not what makes room"
+    table.drain()
+    assert table.taken_bytes == 0
+
+
+async def test_a_client_that_asks_again_holds_no_body_while_it_reads(tokenizer: Tokenizer) -> None:
+    body = {**PLAIN, "max_tokens": 200}
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
+        first = asyncio.create_task(ask(node, body, KEEP))
+        await eventually(lambda: bool(node.engine.opened), "the request at the engine")
+        again = asyncio.create_task(ask(node, body, KEEP))
+        await eventually(lambda: node.kept.replayed == 1, "the second reader")
+        held = [one for one in gc.get_objects() if type(one) is RequestBody and one.last(2**20)]
+        assert not held
+        await asyncio.gather(first, again)
+
+
+async def test_events_behind_an_id_need_no_body(tokenizer: Tokenizer) -> None:
+    async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
+        events = events_of((await ask(node, PLAIN, KEEP)).body)
+        again = await node.ask(TEXT, b"", node.ticket(answer=ANSWER, keep=keep(place(events[-2]))))
+        assert replayed(again)[1] == events[-1]
+        unknown = await node.ask(TEXT, b"", node.ticket(answer=ANSWER, keep=keep(EventPlace("0000", 1), key=b"x" * 16)))
+        assert (unknown.status, unknown.error["code"]) == (410, "answer_not_kept")
 
 
 async def test_an_answer_is_given_up_when_nobody_asks_for_it_in_time() -> None:
@@ -306,7 +455,7 @@ async def test_an_answer_that_leaves_its_node_ends_with_its_connection(drains: b
             answer.write(b":room 912\n\n")
         await asyncio.Event().wait()
 
-    answer = table.open(KEEP, ANSWER, "r", TEXT, produce)
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, produce)
     assert answer is not None
     client = Client()
     client.reads.set()
@@ -336,7 +485,7 @@ def producing(events: int, written: list[int]) -> Any:
 async def test_a_slow_reader_holds_its_own_answer_up_and_takes_bounded_memory() -> None:
     table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
     written: list[int] = []
-    answer = table.open(KEEP, ANSWER, "r", TEXT, producing(1000, written))
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, producing(1000, written))
     assert answer is not None
     slow = Client()
     reader = follow(answer, slow)
@@ -366,7 +515,7 @@ async def test_slow_readers_of_one_client_do_not_stop_the_answers_of_others() ->
     slow = []
     for number in range(16):
         keys = Keep(bytes([number]) * 16, b"s" * 16, b"b" * 16)
-        made = table.open(keys, ANSWER, "r", TEXT, producing(1000, []))
+        made = table.open(keys, ANSWER, "r", TEXT, CLIENT, producing(1000, []))
         assert made is not None
         slow.append(follow(made, Client()))
     for _ in range(500):
@@ -375,7 +524,7 @@ async def test_slow_readers_of_one_client_do_not_stop_the_answers_of_others() ->
     assert table.taken_bytes <= 2**20 + 17 * (SMALL_BYTES + OVERHEAD_BYTES)
     client = Client()
     client.reads.set()
-    other = table.open(KEEP, ANSWER, "r", TEXT, producing(500, []))
+    other = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, producing(500, []))
     assert other is not None
     await asyncio.wait_for(follow(other, client), WAIT_S)
     assert client.ended
@@ -407,7 +556,7 @@ def journaling(events: int, *, whole: bool = False) -> Any:
 @pytest.mark.parametrize("whole", [False, True])
 async def test_an_answer_that_is_too_long_to_be_kept_comes_to_its_end_and_is_not_kept(whole: bool) -> None:
     table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
-    answer = table.open(KEEP, ANSWER, "r", TEXT, journaling(2000, whole=whole))
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, journaling(2000, whole=whole))
     assert answer is not None
     client = Client()
     client.reads.set()
@@ -422,7 +571,9 @@ async def test_a_long_answer_goes_on_when_others_take_no_memory_any_more() -> No
     table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
     slow = []
     for number in range(16):
-        made = table.open(Keep(bytes([number]) * 16, b"s" * 16, b"b" * 16), ANSWER, "r", TEXT, producing(1000, []))
+        made = table.open(
+            Keep(bytes([number]) * 16, b"s" * 16, b"b" * 16), ANSWER, "r", TEXT, CLIENT, producing(1000, [])
+        )
         assert made is not None
         slow.append(follow(made, Client()))
     for _ in range(500):
@@ -430,7 +581,7 @@ async def test_a_long_answer_goes_on_when_others_take_no_memory_any_more() -> No
     assert table.overdrawn
     client = Client()
     client.reads.set()
-    other = table.open(KEEP, ANSWER, "r", TEXT, journaling(1000))
+    other = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, journaling(1000))
     assert other is not None
     await asyncio.wait_for(follow(other, client), WAIT_S)
     assert client.ended
@@ -453,7 +604,7 @@ async def test_one_large_answer_leaves_those_of_others_alone() -> None:
         await asyncio.sleep(0)
         await answer.respond(200, {}, bytes(2**20))
 
-    large = table.open(KEEP, ANSWER, "r", TEXT, produce)
+    large = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, produce)
     assert large is not None
     client = Client()
     await asyncio.wait_for(follow(large, client), WAIT_S)
@@ -481,7 +632,7 @@ async def test_journaled_answers_in_one_piece_are_replayed_with_the_journal_of_t
         await answer.begin(200, {"content-type": JOURNALED_ANSWER}, b":0 3\n:room 5\n", more=True)
         await answer.send(b'{"status":200,"headers":{}}\n{}', more=False)
 
-    answer = table.open(KEEP, ANSWER, "r", TEXT, produce)
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, produce)
     assert answer is not None
     first, again = Client(), Client()
     first.reads.set()

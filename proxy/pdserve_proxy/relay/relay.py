@@ -165,7 +165,16 @@ class Relay:
         model = requested_model(self._registry.snapshot(), request.body.model)
         oldest, key = DIALECTS if request.path in DIALECT_ROUTES else 0, b""
         if request.keep is not None:
-            oldest, key = max(oldest, KEPT_ANSWERS), request.keep.key
+            if self._keeps_answers(model):
+                oldest, key = max(oldest, KEPT_ANSWERS), request.keep.key
+            elif request.keep.after is None:
+                request = msgspec.structs.replace(request, keep=None)
+            else:
+                raise Gone(
+                    f"no node that serves {model!r} is new enough to keep answers: send the request without "
+                    "'Last-Event-ID'",
+                    code="answer_not_kept",
+                )
         query = RouteQuery(model, request.body.prompt_start, oldest, key)
         tried: frozenset[bytes] = frozenset()
         failure: AttemptFailure | None = None
@@ -198,6 +207,11 @@ class Relay:
         if failure.answer is None:
             raise failure.error
         return failure.answer
+
+    def _keeps_answers(self, model: str) -> bool:
+        """Returns whether a node keeps answers, if there is any at all that serves ``model`` now."""
+        pairs = self._registry.snapshot().pairings.get(model, ())
+        return not pairs or any(pair.decode.protocol >= KEPT_ANSWERS for pair in pairs)
 
     def _note_failure(self, relayed: RelayedRequest, route: Route, number: int, failure: AttemptFailure) -> None:
         level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
