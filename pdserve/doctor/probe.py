@@ -95,7 +95,10 @@ def _way(facts: ProbeFacts, measured: Measured, limits: LimitFacts, check: str) 
 
 def _why_no_memory(facts: ProbeFacts, limits: LimitFacts) -> str:
     if not facts.same_ipc_namespace:
-        return "they are in different IPC namespaces: run both containers with --ipc=host, or hostIPC: true"
+        return (
+            "they are in different IPC namespaces: run both containers with --ipc=host --network=host (hostIPC and "
+            "hostNetwork: true), or leave it so; with --ipc=host alone they need --ucx-tls tcp"
+        )
     if facts.tls:
         return f"shared memory is not among the transports {facts.tls}: add sm to --ucx-tls and UCX_TLS, or clear them"
     if limits.shm_total <= _SMALL_SHM_BYTES:

@@ -12,6 +12,7 @@ from functools import partial
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.deploy_containers.by_hand import follow_page
 from tests.deploy_containers.clients import Client, Load, load
 from tests.deploy_containers.monitoring import Prometheus, dashboard_expressions
 from tests.deploy_containers.reachability import Attempt, Party, PortUse, listening_ports, may_reach, surprises
@@ -340,6 +341,16 @@ async def stop(run: Run, found: Findings) -> None:
     found.figure("all pods are gone after", time.monotonic() - begun, "s")
 
 
+async def by_hand(run: Run, found: Findings) -> None:
+    """The commands of docs/operations.md bring up a cluster by hand, kill a process of each role, and drain a node.
+
+    No answer is lost, and each command shows what the page says.
+    """
+    manifests = run.cluster.manifests
+    image = manifests.workloads[0].spec.template.container.image
+    await follow_page(run.cluster.podman, image, run.cluster.folder / "by-hand", found)
+
+
 SCENARIOS: Sequence[Scenario] = (
     Scenario("start", start),
     Scenario("remote prefill", remote_prefill),
@@ -350,6 +361,7 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("dashboard", dashboard),
     Scenario("alerts", alerts),
     Scenario("stop", stop),
+    Scenario("by hand", by_hand),
 )
 ALWAYS = ("start", "remote prefill", "stop")
 """What the others need: pods, unbroken answers to compare with, and an end."""
