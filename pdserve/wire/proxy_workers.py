@@ -6,7 +6,8 @@ ended since it last sent them in answer to one, and else with ``WorkerPong``. A 
 sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come back, and answers
 ``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and ``StatusTold``. So it
 is for a request's timeline: ``AskLanes``, ``CollectLanes``, ``LanesPart`` and ``LanesTold``. When the supervisor has
-read its files again, it sends ``Renewed``.
+read its files again, it sends ``Renewed``. A worker with one of whose requests two nodes were lost sends ``Suspected``,
+which the supervisor passes on to the others, and to each that greets it later.
 
 With ``--store``, the supervisor has the responses that clients may ask for again. A worker sends ``BeginResponse``
 before it relays a request, and ``FinishResponse`` or ``AbandonResponse`` after it; for a client it sends
@@ -168,6 +169,26 @@ class LanesTold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """What all workers remember of the requests with the id."""
 
 
+class SuspectedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request with which two nodes were lost."""
+
+    fingerprint: bytes
+    """Stands for its path and its body."""
+    size: int
+    """The size of its body."""
+    request_id: RequestId
+    client: bytes
+    """Stands for its client, who alone is told of its id."""
+    losses: str
+    """What is known of how the nodes were lost."""
+    until_s: float
+    """Until then it is refused, on the monotonic clock, which all processes of a host share."""
+
+
+class Suspected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="suspected"):
+    requests: tuple[SuspectedRequest, ...]
+
+
 NO_QUESTION = 0
 """The number of ``Counts`` that a worker sends by itself."""
 
@@ -249,6 +270,7 @@ ToWorker: TypeAlias = (
     | WorkerPing
     | Renewed
     | StoreReply
+    | Suspected
 )
 ToSupervisor: TypeAlias = (
     WorkerHello
@@ -265,5 +287,6 @@ ToSupervisor: TypeAlias = (
     | AbandonResponse
     | ReadResponse
     | DeleteResponse
+    | Suspected
 )
 StoreQuestion: TypeAlias = BeginResponse | FinishResponse | ReadResponse | DeleteResponse

@@ -23,6 +23,7 @@ from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.responses.storage import OwnStorage
 from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.roles.controller import RoleController
@@ -135,7 +136,8 @@ async def run(
             return tracing.lanes.recall(request_id)
 
         storage = None if store is None else OwnStorage(store)
-        state = ProcessState(registry, attempts, metrics, scrape, report, tracing, lanes, storage)
+        suspects = Suspects(config.relay.suspect_s)
+        state = ProcessState(registry, attempts, metrics, scrape, report, tracing, lanes, suspects, storage)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(discovery.run())]
             if config.roles.roles is RoleChoice.AUTO:

@@ -20,6 +20,7 @@ from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.dispatch import TicketSigner
 from pdserve_proxy.relay.relay import Relay
+from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionLimits
 from pdserve_proxy.requests.held_bodies import BodyLimits, HeldBodies
 from pdserve_proxy.responses.storage import ResponseStorage
@@ -58,6 +59,7 @@ class ProcessState:
     tracing: Tracing
     lanes: OwnLanes
     """Returns the lanes that all processes of the proxy have."""
+    suspects: Suspects
     storage: ResponseStorage | None = None
     """The responses that are kept; None if none are."""
 
@@ -80,7 +82,14 @@ async def serve_clients(
     async with (
         state.tracing.exporting({"pdserve.process": "proxy"}, metrics.spans),
         Relay(
-            config, state.registry, state.attempts, tickets, metrics.counts, credentials.trust, state.tracing
+            config,
+            state.registry,
+            state.attempts,
+            tickets,
+            metrics.counts,
+            credentials.trust,
+            state.tracing,
+            state.suspects,
         ) as relay,
         NodeCommander(credentials.secrets, credentials.trust) as commander,
     ):

@@ -16,6 +16,7 @@ from pdserve.wire.proxy_workers import Credentials
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
+from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.workers import worker_channel
 from pdserve_proxy.workers.worker import SupervisorChannel
@@ -111,6 +112,7 @@ async def test_what_a_worker_counted_outlives_it_though_nobody_asked(
                 *(address, name, RegistryMirror(Attempts()), of_worker),
                 LiveCredentials(Credentials(SECRET, ())),
                 KeptLanes(0),
+                Suspects(60.0),
             )
             for name, of_worker in zip(names, metrics, strict=True)
         ]

@@ -44,6 +44,9 @@ NODE = discovery.NodeInfo(
     capacity=discovery.Capacity(max_running=4, num_blocks=100, block_size=16, max_model_len=2048),
     compute=discovery.ComputeCores("5f0e", (0, 1, 5), 2),
 )
+SUSPECTED = proxy_workers.Suspected(
+    (proxy_workers.SuspectedRequest(bytes(16), 9, "r", b"client", "two nodes were lost", 9.5),)
+)
 STATUS = RelayStatus(
     stages={RequestStage.ANSWER: 1},
     under_way=(SeenRequest("r", "/v1/completions", RequestStage.ANSWER, 9.5, pauses=(Pause(9.6, 9.7),)),),
@@ -329,6 +332,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.CollectLanes(7, "r"),
             proxy_workers.LanesTold(7, (LANE,)),
             proxy_workers.WorkerPing(),
+            SUSPECTED,
             proxy_workers.StoreReply(7, True, b"[]", b"start", True),
             proxy_workers.Renewed(
                 proxy_workers.Credentials(b"s", (proxy_workers.ApiKey("a", "k", True),), Certificate(b"c", b"k"), b"ca")
@@ -341,6 +345,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.WorkerHello("0.2.0"),
             proxy_workers.WorkerReady(),
             proxy_workers.WorkerPong(),
+            SUSPECTED,
             proxy_workers.Scrape(7),
             proxy_workers.AskStatus(7),
             proxy_workers.StatusPart(7, STATUS),

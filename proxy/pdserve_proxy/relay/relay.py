@@ -94,6 +94,7 @@ class Relay:
         counts: RequestCounts,
         trust: Trust,
         tracing: Tracing | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         self._trust = trust
         self._config = config
@@ -104,6 +105,7 @@ class Relay:
         self._counts = counts
         budget = config.relay.journal_mib * 2**20
         self._journals = counts.journals = JournalBudget(budget, budget // LARGEST_SHARE)
+        self._suspects = suspects or Suspects(config.relay.suspect_s)
         self._tracing = tracing or Tracing()
         self._tracing.lanes.live = self._live_lanes
 
@@ -115,7 +117,6 @@ class Relay:
         self._counts.watch(self._registry, self._attempts)
         nodes = self._counts.nodes
         self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool, nodes)
-        self._suspects = Suspects(relay.suspect_s, asyncio.get_running_loop().time)
         self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts, self._suspects)
         self._moves = PlannedMoves(relay, self._registry, self._dispatch, self._resumes, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
@@ -160,7 +161,7 @@ class Relay:
 
         Raises RequestError if no node gives a response.
         """
-        self._suspects.check(request.path, request.body.data)
+        self._suspects.check(request.path, request.body.data, request.client)
         request = self._with_identity(request)
         model = requested_model(self._registry.snapshot(), request.body.model)
         oldest, key = DIALECTS if request.path in DIALECT_ROUTES else 0, b""
@@ -202,7 +203,8 @@ class Relay:
             if result.kind is AttemptFailureKind.LOST:
                 losses.append(result.error.message)
                 if len(losses) == MAX_LOSSES:
-                    raise self._suspects.add(request.path, request.body.data, relayed.request_id, "; ".join(losses))
+                    body, told = request.body.data, "; ".join(losses)
+                    raise self._suspects.add(request.path, body, relayed.request_id, told, request.client)
         assert failure is not None
         if failure.answer is None:
             raise failure.error

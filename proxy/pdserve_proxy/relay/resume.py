@@ -352,7 +352,8 @@ class Resumes:
 
     def _suspect(self, stream: LostStream, *losses: str) -> None:
         request = stream.request
-        self._suspects.add(request.path, request.body.data, stream.relayed.request_id, "; ".join(losses))
+        body, told = request.body.data, "; ".join(losses)
+        self._suspects.add(request.path, body, stream.relayed.request_id, told, request.client)
 
     def _note_declined(
         self, stream: LostStream, node: NodeInfo, answer: Declined, asked_again_s: dict[bytes, float]

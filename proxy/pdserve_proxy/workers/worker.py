@@ -47,6 +47,7 @@ from pdserve.wire.proxy_workers import (
     StatusTold,
     StoreQuestion,
     StoreReply,
+    Suspected,
     ToSupervisor,
     ToWorker,
     WorkerHello,
@@ -58,6 +59,7 @@ from pdserve.wire.timeline import RequestLane
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
+from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import ProcessState, serve_clients, store_limits
 from pdserve_proxy.status.report import relay_status
@@ -100,8 +102,11 @@ class SupervisorChannel:
         metrics: ProxyMetrics,
         credentials: LiveCredentials,
         kept: KeptLanes,
+        suspects: Suspects,
     ) -> None:
         self._kept = kept
+        self._suspects = suspects
+        suspects.share = lambda found: self.post(Suspected((found,)))
         self._mirror = mirror
         self._credentials = credentials
         self._metrics = metrics
@@ -162,6 +167,8 @@ class SupervisorChannel:
                     told = self._lanes.get(number)
                     if told is not None and not told.done():
                         told.set_result(lanes)
+                case Suspected(requests=requests):
+                    self._suspects.take(requests)
                 case StoreReply() as reply:
                     waiting = self._questions.get(reply.number)
                     if waiting is not None and not waiting.done():
@@ -184,7 +191,7 @@ class SupervisorChannel:
     async def send(self, message: ToSupervisor) -> None:
         await self._socket.send(_encoder.encode(message))
 
-    def post(self, message: AbandonResponse) -> None:
+    def post(self, message: AbandonResponse | Suspected) -> None:
         """Sends a message soon, from where nothing can wait."""
         task = asyncio.create_task(self.send(message))
         self._posts.add(task)
@@ -241,10 +248,12 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
     number, _, _ = launch.name.decode().partition(".")
     metrics, attempts = ProxyMetrics(f"worker-{number}", launch.config.request.timeout_s), Attempts()
     mirror, credentials = RegistryMirror(attempts), LiveCredentials(launch.credentials)
-    tracing = Tracing(launch.config.trace)
+    tracing, suspects = Tracing(launch.config.trace), Suspects(launch.config.relay.suspect_s)
     with (
         socket.socket(fileno=launch.listener) as listener,
-        SupervisorChannel(launch.address, launch.name, mirror, metrics, credentials, tracing.lanes) as channel,
+        SupervisorChannel(
+            launch.address, launch.name, mirror, metrics, credentials, tracing.lanes, suspects
+        ) as channel,
     ):
         async with asyncio.TaskGroup() as tasks:
             serving_channel = tasks.create_task(channel.run())
@@ -253,7 +262,7 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
             limits = store_limits(launch.config.store)
             storage = None if limits is None else SupervisorStorage(limits, channel.ask, channel.post)
             state = ProcessState(
-                mirror, attempts, metrics, channel.scrape, channel.report, tracing, channel.lanes, storage
+                mirror, attempts, metrics, channel.scrape, channel.report, tracing, channel.lanes, suspects, storage
             )
             announcing: list[asyncio.Task[None]] = []
 

@@ -41,6 +41,7 @@ from pdserve.wire.proxy_workers import (
     Scraped,
     StatusPart,
     StatusTold,
+    Suspected,
     ToSupervisor,
     ToWorker,
     WorkerHello,
@@ -53,6 +54,7 @@ from pdserve.wire.timeline import RequestLane
 from pdserve_proxy.metrics import ProxyMetrics, lasting_families, nodes_of, of_nodes, render_families, sum_families
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay.node_counts import OTHER_NODES
+from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.status.report import Reporter, relay_status
 from pdserve_proxy.workers.stored_responses import abandon, answer
@@ -121,6 +123,8 @@ class WorkerChannel:
         self._metrics = metrics
         self._changed = changed
         self._reporter = Reporter(registry.heartbeat_s)
+        self._suspects = Suspects(0.0)
+        """What the workers have found, for those that start later."""
         self._workers: dict[bytes, tuple[Family, ...]] = {}
         """The metrics that each worker sent last, by its name."""
         self._retired: tuple[Family, ...] = ()
@@ -207,6 +211,7 @@ class WorkerChannel:
                     if self._renewed is not None:
                         await self._send(name, self._renewed)
                     await self._send(name, self._nodes())
+                    await self._send(name, Suspected(self._suspects.kept()))
                 case WorkerReady():
                     health.ready.set()
                 case WorkerPong():
@@ -219,6 +224,10 @@ class WorkerChannel:
                     if (collection := self._collections.get(number)) is not None and name in collection.missing:
                         collection.statuses.append(status)
                         collection.answered(name)
+                case Suspected(requests=requests) as suspected:
+                    self._suspects.take(requests)
+                    for other in self._workers.keys() - {name}:
+                        await self._send(other, suspected)
                 case AskStatus(number=number):
                     self._begin(self._tell_status(name, number))
                 case LanesPart(number=number, lanes=lanes):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from pdserve.config import RelayConfig
 from pdserve.errors import InvalidRequest, PrefillLost
+from pdserve.tracing.kept_lanes import KeptLanes
+from pdserve.wire.proxy_workers import Credentials
+from pdserve_proxy.credentials import LiveCredentials
+from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.relay.suspects import MAX_SUSPECTS, Suspects
-from tests.proxy.cluster import cluster, error_of, proxy_config
+from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.workers.worker import SupervisorChannel
+from pdserve_proxy.workers.worker_channel import WorkerChannel
+from tests.proxy.cluster import SECRET, cancelled, cluster, error_of, eventually, proxy_config
 from tests.proxy.fake_node import Behaviour, Exchange
 from tests.proxy.relay.journaling_nodes import complete, die_at_once, dies_at, nodes, ticket_in
 
@@ -38,6 +49,60 @@ def test_the_list_is_bounded_and_can_be_off() -> None:
     off = Suspects(0.0, lambda: 0.0)
     off.add("/v1/completions", b"", "id", "node")
     off.check("/v1/completions", b"")
+
+
+def test_only_its_own_client_hears_the_id_of_a_request() -> None:
+    suspects = Suspects(60.0, lambda: 0.0)
+    suspects.add("/v1/completions", b"{}", "secret-id", "node a of secret-id; node b", b"alice")
+    with pytest.raises(InvalidRequest, match="secret-id"):
+        suspects.check("/v1/completions", b"{}", b"alice")
+    with pytest.raises(InvalidRequest, match="a request that was the same as this one") as caught:
+        suspects.check("/v1/completions", b"{}", b"bob")
+    assert "secret-id" not in caught.value.message
+    assert caught.value.code == "suspected_request"
+
+
+def test_bodies_of_other_sizes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    suspects, looked = Suspects(60.0, lambda: 0.0), []
+    suspects.add("/v1/completions", b"{}", "r", "")
+    monkeypatch.setattr("pdserve_proxy.relay.suspects._fingerprint", lambda path, body: looked.append(body))
+    suspects.check("/v1/completions", b"{ }")
+    suspects.check("/v1/completions", b"[]")
+    assert looked == [b"[]"]
+
+
+async def test_what_one_worker_finds_others_refuse_too_also_those_that_start_later(tmp_path: Path) -> None:
+    names, address = [b"0.1", b"1.1", b"2.1"], f"ipc://{tmp_path}/channel"
+    finder, other, late = known = [Suspects(60.0) for _ in names]
+    with (
+        WorkerChannel(address, Registry(1.0, 3), asyncio.Event(), ProxyMetrics("supervisor")) as hub,
+        ExitStack() as stack,
+    ):
+        running = [asyncio.create_task(hub.run())]
+
+        def start(number: int) -> None:
+            hub.expect(names[number])
+            mirror, metrics = RegistryMirror(Attempts()), ProxyMetrics(f"worker-{number}")
+            credentials = LiveCredentials(Credentials(SECRET, ()))
+            channel = stack.enter_context(
+                SupervisorChannel(address, names[number], mirror, metrics, credentials, KeptLanes(0), known[number])
+            )
+            running.append(asyncio.create_task(channel.run()))
+
+        try:
+            start(0)
+            start(1)
+            await eventually(lambda: len(hub._workers) == 2, "both workers")
+            finder.add("/v1/completions", b"{}", "r", "node a; node b", b"alice")
+            await eventually(lambda: bool(other.kept()), "the news")
+            start(2)
+            await eventually(lambda: bool(late.kept()), "what was found before")
+            for suspects in known:
+                with pytest.raises(InvalidRequest, match="the request r, which was the same"):
+                    suspects.check("/v1/completions", b"{}", b"alice")
+        finally:
+            for task in running:
+                await cancelled(task)
 
 
 @pytest.mark.parametrize("behaviours", [[die_at_once, die_at_once], [dies_at(2), die_at_once]])
