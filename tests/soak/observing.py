@@ -1,0 +1,139 @@
+"""What the cluster's processes hold: descriptors, threads, memory, KV blocks, requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from tests.soak.cluster import Server, SoakCluster
+
+_QUICK = aiohttp.ClientTimeout(total=3.0)
+_SHARED = Path("/dev/shm")
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What a process holds of the machine."""
+
+    pid: int
+    files: int
+    sockets: int
+    threads: int
+    rss_mib: float
+    pss_mib: float
+    """Resident memory, of which pages that others have too count in part."""
+    own_mib: float
+    """Resident memory that is in no file: what the process has allocated."""
+
+
+class Inside(msgspec.Struct, frozen=True):
+    """What a server says of itself."""
+
+    requests: float = 0
+    """Requests that have not ended."""
+    blocks_used: float = 0
+    """The share of KV blocks in use."""
+    blocks_quarantined: float = 0
+    kept_answers: float = 0
+    journal_bytes: float = 0
+
+    @property
+    def idle(self) -> bool:
+        return self == Inside()
+
+
+class Look(msgspec.Struct, frozen=True):
+    """All of the cluster at one time."""
+
+    at_s: float
+    asked: int
+    """The requests that had ended by then."""
+    held: dict[str, Held]
+    inside: dict[str, Inside]
+    shared_files: int
+    """Files in ``/dev/shm``, whoever made them."""
+    left_files: int
+    """Files and folders in the cluster's own folder for temporary ones."""
+
+
+_SUMMED: Mapping[str, str] = {
+    "pdserve_num_requests_running": "requests",
+    "pdserve_num_requests_waiting": "requests",
+    "pdserve_num_requests_waiting_for_remote_kvs": "requests",
+    "pdserve_proxy_requests_in_flight": "requests",
+    "pdserve_kv_cache_usage_perc": "blocks_used",
+    "pdserve_quarantined_blocks": "blocks_quarantined",
+    "pdserve_kept_answers": "kept_answers",
+    "pdserve_proxy_journal_bytes": "journal_bytes",
+}
+
+
+def read_inside(metrics: str) -> Inside:
+    """Returns what a server's ``/metrics`` say. Only their few lines are parsed: this runs beside what it measures."""
+    sums = dict.fromkeys(Inside.__struct_fields__, 0.0)
+    for line in metrics.splitlines():
+        if line.startswith("pdserve_"):
+            name, _, value = line.rpartition(" ")
+            field = _SUMMED.get(name.partition("{")[0])
+            if field is not None:
+                sums[field] += float(value)
+    return Inside(**sums)
+
+
+async def look(cluster: SoakCluster, session: aiohttp.ClientSession, at_s: float, asked: int) -> Look:
+    """Looks at all processes. One that is gone, or does not answer, is left out."""
+    inside = await asyncio.gather(*(_ask(session, server, cluster) for server in cluster.servers.values()))
+    held = {
+        name: found
+        for server in cluster.servers.values()
+        for name, pid in server.members().items()
+        if (found := hold_of(pid)) is not None
+    }
+    said = {name: found for name, found in zip(cluster.servers, inside, strict=True) if found is not None}
+    return Look(at_s, asked, held, said, len(os.listdir(_SHARED)), len(os.listdir(cluster.folder / "tmp")))
+
+
+async def _ask(session: aiohttp.ClientSession, server: Server, cluster: SoakCluster) -> Inside | None:
+    url = server.url
+    if not url:
+        return None
+    try:
+        async with session.get(f"{url}/metrics", timeout=_QUICK) as response:
+            return read_inside(await response.text())
+    except (OSError, TimeoutError, aiohttp.ClientError):
+        return None
+
+
+def hold_of(pid: int) -> Held | None:
+    """Returns what the process holds; None if it is gone."""
+    folder = Path("/proc", str(pid))
+    try:
+        links = [_target(entry) for entry in (folder / "fd").iterdir()]
+        status = _sizes(folder / "status")
+        return Held(
+            pid=pid,
+            files=len(links),
+            sockets=sum(link.startswith("socket:") for link in links),
+            threads=status["Threads"],
+            rss_mib=status["VmRSS"] / 1024,
+            pss_mib=_sizes(folder / "smaps_rollup")["Pss"] / 1024,
+            own_mib=status["RssAnon"] / 1024,
+        )
+    except (OSError, KeyError):
+        return None
+
+
+def _target(link: Path) -> str:
+    with suppress(OSError):
+        return os.readlink(link)
+    return ""
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    pairs = (line.partition(":") for line in path.read_text().splitlines())
+    return {name: int(words[0]) for name, _, value in pairs if (words := value.split()) and words[0].isdecimal()}

@@ -1,0 +1,235 @@
+"""Runs a soak: the reference answers, the load, the faults, and the rests at which nothing may be left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from pdserve.config import CpuKernels
+from pdserve.process import ServerProcess, pdserve_command
+from pdserve.settings import cache_folder
+from tests.demo_folder import demo_folder
+from tests.processes import clean_environ
+from tests.soak.answers import Answer, Events, add_event, read_whole
+from tests.soak.catalogue import MODEL, Ask, catalogue, nonsense
+from tests.soak.clients import Client, Door, Outcome, Tally
+from tests.soak.cluster import KEEP_ANSWERS_S, MAX_BODY, START_S, STOP_S, TENANTS, SoakCluster
+from tests.soak.faults import FaultSchedule, Strike
+from tests.soak.observing import Look, look
+
+VOCABULARY = 49_152
+LAYERS = 12
+FLAGS = (
+    *("--dtype", "fp32", "--max-model-len", "1024", "--disaggregation", "always"),
+    # A hundred blocks: a few long requests fill them, so that others wait, are preempted or move away.
+    *("--kv-cache-mib", "3", "--max-num-seqs", "16"),
+)
+LOOK_S = 5.0
+IDLE_S = 60.0
+"""At a rest everything has to be idle within this time, and ``KEEP_ANSWERS_S`` more."""
+
+
+class SoakError(Exception):
+    """The soak could not be run."""
+
+
+@dataclass(frozen=True)
+class SoakPlan:
+    """What is run."""
+
+    minutes: float = 60.0
+    seed: int = 1
+    clients: int = 10
+    fault_pause_s: float = 8.0
+    """The mean time between faults; they are as irregular as radioactive decay."""
+    rest_every_s: float = 300.0
+    each: int = 4
+    """Requests of each kind in the catalogue."""
+
+
+@dataclass
+class Rest:
+    """A time without load and without faults, at which all has to be free."""
+
+    look: Look
+    idle_after_s: float
+    busy: str = ""
+    """What was not idle in time."""
+
+
+@dataclass
+class Soak:
+    """All that a run has shown."""
+
+    plan: SoakPlan
+    asks: int = 0
+    tally: Tally = field(default_factory=Tally)
+    strikes: list[Strike] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
+    rests: list[Rest] = field(default_factory=list)
+    surprises: list[str] = field(default_factory=list)
+    left_at_end: list[str] = field(default_factory=list)
+    """What was still there when every process had been told to end."""
+    seconds: float = 0.0
+    began: float = 0.0
+
+
+def save_model(folder: Path) -> Path:
+    """Saves the model of soaks: random, with the demo model's tokenizer, and steps of a few milliseconds."""
+    # The imports are here because they load torch.
+    from pdserve.engine.runner_loading import cpu_kernels
+    from tests.tiny_models import save_tiny_chat_model
+
+    cache = cache_folder(os.environ)
+    cpu_kernels(CpuKernels.AUTO, cache)
+    shape = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}
+    return save_tiny_chat_model(demo_folder(cache), folder / "model", **shape)
+
+
+async def run_soak(plan: SoakPlan, folder: Path) -> Soak:
+    """Runs a soak in ``folder``. Raises SoakError, or TimeoutError, if the cluster cannot be started."""
+    soak = Soak(plan)
+    model = await asyncio.to_thread(save_model, folder)
+    asks = catalogue(plan.seed, VOCABULARY, plan.each)
+    soak.asks = len(asks)
+    references = await reference_answers(model, asks, folder)
+    _say(f"{len(references)} reference answers")
+    cluster = SoakCluster(folder, model, FLAGS)
+    async with aiohttp.ClientSession() as session:
+        try:
+            await cluster.start(session)
+            await _run(soak, cluster, session, asks, references)
+        finally:
+            await cluster.stop()
+            soak.surprises = [words for server in cluster.servers.values() for words in server.surprises]
+            soak.left_at_end = [f"{path.name} in the temporary folder" for path in (folder / "tmp").iterdir()]
+    return soak
+
+
+async def reference_answers(model: Path, asks: Sequence[Ask], folder: Path) -> dict[str, Answer]:
+    """Returns what one undisturbed node answers to each request, alone. Raises SoakError if it does not."""
+    core = str(min(os.sched_getaffinity(0)))
+    flags = ("--model", str(model), "--served-model-name", MODEL, "--port", "0", "--cores", core, *FLAGS)
+    log = (folder / "reference.log").open("w")
+    server = ServerProcess(
+        "reference",
+        pdserve_command("mixed", *flags),
+        clean_environ(OMP_WAIT_POLICY="PASSIVE"),
+        lambda _, line: print(line, file=log),
+    )
+    answers = dict[str, Answer]()
+    try:
+        async with asyncio.timeout(START_S):
+            url = (await server.listening()).url
+        async with aiohttp.ClientSession() as session:
+            for ask in asks:
+                async with session.post(url + ask.path, json=ask.body) as response:
+                    body = await response.read()
+                    if response.status != 200:
+                        raise SoakError(f"{ask.name}: {response.status} {body[:300]!r}")
+                answers[ask.name] = _read(ask, body)
+    finally:
+        await server.stop(STOP_S)
+        log.close()
+    return answers
+
+
+def _read(ask: Ask, body: bytes) -> Answer:
+    if not ask.streamed:
+        return read_whole(ask.path, body)
+    answer = Answer()
+    for event in Events().feed(body):
+        add_event(answer, event)
+    return answer
+
+
+async def _run(
+    soak: Soak,
+    cluster: SoakCluster,
+    session: aiohttp.ClientSession,
+    asks: Sequence[Ask],
+    references: dict[str, Answer],
+) -> None:
+    plan = soak.plan
+    soak.began = began = time.monotonic()
+    end = began + 60 * plan.minutes
+    faults = FaultSchedule(cluster, plan.seed, plan.fault_pause_s, began)
+    soak.strikes = faults.strikes
+    doors = [Door(proxy.name, cluster.url(proxy)) for proxy in cluster.proxies]
+    bad = nonsense(MAX_BODY)
+    clients = [
+        Client(
+            number,
+            plan.seed,
+            doors,
+            cluster.keys.tenants[TENANTS[number % len(TENANTS)]],
+            asks,
+            bad,
+            references,
+            faults,
+            soak.tally,
+            began,
+        )
+        for number in range(plan.clients)
+    ]
+    looking = asyncio.create_task(_keep_looking(soak, cluster, session))
+    try:
+        # The first rest is early: by then everything has been used once, and what is held then is compared with later.
+        rest_at = min(end, began + min(60.0, plan.rest_every_s / 2))
+        while True:
+            await asyncio.gather(
+                *(client.run(lambda rest_at=rest_at: time.monotonic() >= rest_at) for client in clients),  # type: ignore[misc]
+                faults.run(session, lambda rest_at=rest_at: time.monotonic() >= rest_at),  # type: ignore[misc]
+            )
+            soak.rests.append(await _rest(soak, cluster, session))
+            _say(_progress(soak))
+            if rest_at >= end:
+                break
+            rest_at = min(end, time.monotonic() + plan.rest_every_s)
+    finally:
+        looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
+        soak.seconds = time.monotonic() - began
+
+
+async def _keep_looking(soak: Soak, cluster: SoakCluster, session: aiohttp.ClientSession) -> None:
+    while True:
+        soak.looks.append(await look(cluster, session, time.monotonic() - soak.began, soak.tally.requests))
+        await asyncio.sleep(LOOK_S)
+
+
+async def _rest(soak: Soak, cluster: SoakCluster, session: aiohttp.ClientSession) -> Rest:
+    """Waits until everything is idle, and looks at it."""
+    began = time.monotonic()
+    while True:
+        now = time.monotonic()
+        found = await look(cluster, session, now - soak.began, soak.tally.requests)
+        busy = [f"{name}: {inside}" for name, inside in found.inside.items() if not inside.idle]
+        busy += [f"{name} does not answer" for name in cluster.servers.keys() - found.inside.keys()]
+        if not busy:
+            return Rest(found, now - began)
+        if now - began > IDLE_S + KEEP_ANSWERS_S:
+            return Rest(found, now - began, "; ".join(busy))
+        await asyncio.sleep(0.5)
+
+
+def _progress(soak: Soak) -> str:
+    outcomes = soak.tally.outcomes
+    rest = soak.rests[-1]
+    return (
+        f"{(time.monotonic() - soak.began) / 60:.1f} min: {outcomes.total()} requests, {len(soak.strikes)} faults, "
+        f"{outcomes[Outcome.WRONG]} wrong, {outcomes[Outcome.LOST]} lost; idle after {rest.idle_after_s:.1f} s"
+        + (f"; BUSY: {rest.busy}" if rest.busy else "")
+    )
+
+
+def _say(words: str) -> None:
+    print(words, flush=True)
