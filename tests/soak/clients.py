@@ -139,7 +139,7 @@ class Faults(Protocol):
         """Returns whether a fault has hit this server since then."""
 
     def hits_on_nodes(self, since: float) -> int:
-        """Returns how many faults have hit nodes that answer since then."""
+        """Returns how many faults have hit nodes since then."""
 
 
 @dataclass(frozen=True)

@@ -112,10 +112,7 @@ class FaultSchedule:
         return any(strike.server == server and _after(strike, since) for strike in self.strikes)
 
     def hits_on_nodes(self, since: float) -> int:
-        return sum(
-            (strike.part is Part.DECODE or strike.fault is Fault.ROLE) and _after(strike, since)
-            for strike in self.strikes
-        )
+        return sum(strike.part is not Part.PROXY and _after(strike, since) for strike in self.strikes)
 
     async def run(self, session: aiohttp.ClientSession, resting: Callable[[], bool]) -> None:
         """Makes faults until ``resting``, and returns when the cluster is whole again."""
