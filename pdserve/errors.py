@@ -31,6 +31,7 @@
         ├── KeyReused               422
         ├── TooManyRequests         429, with Retry-After
         ├── Internal                500
+        │   └── EngineGone          500, which a proxy takes for the node's loss
         ├── BadUpstream             502
         ├── Unavailable             503, with Retry-After
         └── DeadlineExceeded        504, not to be retried
@@ -250,6 +251,10 @@ class TooManyRequests(RequestError):
 class Internal(RequestError):
     status = 500
     type = "server_error"
+
+
+class EngineGone(Internal):
+    """The engine of the node that was to answer has died or failed. A proxy takes the node for lost."""
 
 
 class BadUpstream(RequestError):

@@ -19,7 +19,7 @@ import zmq
 from pdserve.api.generation import TURN_TOKENS, BatchNotify, Generation
 from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
-from pdserve.errors import EngineError, Internal, InvalidRequest, RequestError, Unavailable
+from pdserve.errors import EngineError, EngineGone, InvalidRequest, RequestError, Unavailable
 from pdserve.process import ChildProcess, python_program
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
@@ -346,7 +346,7 @@ class EngineClient:
             return
         self._state = EngineState.LOST
         self._lost.set_result(error)
-        self.fail_open(Internal("the engine of this node failed", code="engine_error"))
+        self.fail_open(EngineGone("the engine of this node failed", code="engine_error"))
 
     async def _watch(self, process: ChildProcess) -> None:
         await process.wait()

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from pdserve.errors import DeadlineExceeded, Internal, RequestError, Unauthorized, UnsupportedMediaType
+from pdserve.errors import DeadlineExceeded, EngineGone, Internal, RequestError, Unauthorized, UnsupportedMediaType
 
 
 class OpenAiErrorDetail(msgspec.Struct, frozen=True):
@@ -94,6 +94,10 @@ def error_body(error: RequestError, form: ErrorForm = ErrorForm.OPENAI, label: s
     return _encoder.encode(AnthropicError(AnthropicErrorDetail(kind, error.message), label))
 
 
+ENGINE_GONE_HEADER = "x-pdserve-engine-gone"
+"""With it, a node says that its failure is no matter of the request: it has lost its engine, and ends."""
+
+
 def error_headers(error: RequestError) -> dict[str, str]:
     """Returns headers that tell the client to come back later, or not at all, or what its request lacks."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
@@ -103,6 +107,8 @@ def error_headers(error: RequestError) -> dict[str, str]:
         headers |= {"accept-post": "application/json", "accept-encoding": "identity"}
     elif isinstance(error, DeadlineExceeded):  # OpenAI's clients would send it twice more, for as long each time
         headers["x-should-retry"] = "false"
+    elif isinstance(error, EngineGone):
+        headers[ENGINE_GONE_HEADER] = "1"
     return headers
 
 

@@ -29,7 +29,7 @@ from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.serving_node import ServingNode, TicketGate
 from pdserve.config import GrammarConfig, StreamConfig
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
-from pdserve.errors import Internal
+from pdserve.errors import EngineGone
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.http.routes import DirectRoutes
@@ -136,7 +136,7 @@ class SteppedEngine:
         step = 0
         while running:
             if step == self.lost_after:
-                generation.fail(Internal("the engine of this node failed", code="engine_error"))
+                generation.fail(EngineGone("the engine of this node failed", code="engine_error"))
                 return
             step += 1
             if step == self.room_at:
@@ -251,7 +251,6 @@ class Reply:
     status: int
     body: bytes
     headers: dict[str, str] = field(default_factory=dict)
-    """Those of a response that came in several pieces."""
 
     @property
     def error(self) -> dict[str, Any]:
@@ -319,7 +318,8 @@ class SteppedNode:
             assert body[-1] is False, "the response is whole"
             return Reply(begun[0], transport.written, headers)
         head, _, content = transport.written.partition(b"\r\n\r\n")
-        return Reply(int(head.split()[1]), content)
+        fields = (line.partition(": ") for line in head.decode().split("\r\n")[1:])
+        return Reply(int(head.split()[1]), content, {name: value for name, _, value in fields})
 
 
 @asynccontextmanager

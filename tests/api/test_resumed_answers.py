@@ -24,6 +24,7 @@ from pdserve.api.engine_client import EngineState
 from pdserve.api.generation import Generation
 from pdserve.api.requests.preparing import INLINE_BYTES
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
+from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.journal import cut, cut_room_blocks, digest
 from pdserve.wire.prepared import Prepared, decode_prepared
@@ -383,6 +384,7 @@ async def test_a_node_that_fails_before_it_has_said_anything_has_its_own_status(
     async with stepped_node(tokenizer, words(tokenizer)[:1], lost_after=1) as node:
         reply = await node.resume(TEXT, body, b"0 %d\n" % words(tokenizer)[0])
     assert (reply.status, reply.error["code"]) == (500, "engine_error")
+    assert ENGINE_GONE_HEADER in reply.headers, "the proxy has another node answer"
 
 
 UNFIT = {

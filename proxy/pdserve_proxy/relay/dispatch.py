@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import PrefillLost
+from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
@@ -23,7 +24,7 @@ from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
 from pdserve_proxy.routing.attempts import Attempt, Attempts
 from pdserve_proxy.routing.router import Route, RouteQuery, Router
-from pdserve_proxy.upstream.node_connection import NodeResponse
+from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 from pdserve_proxy.upstream.node_pool import NodePool
 
 REFUSALS = (401, PrefillLost.status, 503)
@@ -122,7 +123,7 @@ class Dispatch:
         With the ``entries`` of a journal the node is asked to go on behind them. It then asks ``holders``, in this
         order, for what it lacks of the KV cache. To ``prepare`` is to do that alone, while the last attempt goes on.
 
-        Raises what ``NodePool.post`` does.
+        Raises what ``NodePool.post`` does, also NodeLost for a node that has lost its engine.
         """
         node = route.decode
         body = request.body.data
@@ -155,7 +156,11 @@ class Dispatch:
             headers["accept"] = request.accept
         # An answer in one piece comes when all of it is computed: until then only the deadline bounds the silence.
         silence_s = self._idle_timeout_s if request.body.stream else None
-        return await self._pool.post(node.url, request.path, headers, body, silence_s=silence_s)
+        response = await self._pool.post(node.url, request.path, headers, body, silence_s=silence_s)
+        if ENGINE_GONE_HEADER in response.headers:
+            response.close()
+            raise NodeLost("its engine is lost")
+        return response
 
 
 def writes_journals(node: NodeInfo) -> bool:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Opener, Purpose
 from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, cut, digest, entry
@@ -98,6 +99,11 @@ def refuses(status: int) -> Behaviour:
         await exchange.answer(status, b'{"error": {"message": "no"}}')
 
     return refuse
+
+
+async def lose_engine(exchange: Exchange) -> None:
+    """Answers as a node whose engine has died under the request."""
+    await exchange.answer(500, b'{"error": {"message": "the engine failed"}}', **{ENGINE_GONE_HEADER: "1"})
 
 
 @dataclass

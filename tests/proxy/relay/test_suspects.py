@@ -22,7 +22,7 @@ from pdserve_proxy.workers.worker import SupervisorChannel
 from pdserve_proxy.workers.worker_channel import WorkerChannel
 from tests.proxy.cluster import SECRET, cancelled, cluster, error_of, eventually, proxy_config
 from tests.proxy.fake_node import Behaviour, Exchange
-from tests.proxy.relay.journaling_nodes import complete, die_at_once, dies_at, nodes, ticket_in
+from tests.proxy.relay.journaling_nodes import SHOWN, complete, die_at_once, dies_at, lose_engine, nodes, ticket_in
 
 
 def test_only_the_same_request_is_refused_and_only_for_a_while() -> None:
@@ -105,7 +105,10 @@ async def test_what_one_worker_finds_others_refuse_too_also_those_that_start_lat
                 await cancelled(task)
 
 
-@pytest.mark.parametrize("behaviours", [[die_at_once, die_at_once], [dies_at(2), die_at_once]])
+@pytest.mark.parametrize(
+    "behaviours",
+    [[die_at_once, die_at_once], [dies_at(2), die_at_once], [lose_engine, lose_engine], [dies_at(2), lose_engine]],
+)
 async def test_a_request_that_kills_nodes_takes_two_along_and_no_third(behaviours: list[Behaviour]) -> None:
     async with cluster() as running, nodes(running, *behaviours, *[complete] * 8, count=4) as found:
         async with running.chat(stream=True) as response:
@@ -118,6 +121,13 @@ async def test_a_request_that_kills_nodes_takes_two_along_and_no_third(behaviour
         assert len(found.asked) == 2
         async with running.chat(stream=True, seed=7) as response:
             assert b"[DONE]" in await response.read()
+
+
+async def test_a_node_that_loses_its_engine_before_it_answers_is_replaced_as_one_that_dies() -> None:
+    async with cluster() as running, nodes(running, lose_engine, complete) as found:
+        async with running.chat(stream=True) as response:
+            assert (response.status, await response.read()) == (200, SHOWN)
+        assert [ticket.attempt for ticket in found.tickets] == [0, 1]
 
 
 async def test_a_request_that_lost_one_node_may_come_again() -> None:
