@@ -6,10 +6,11 @@
 # make test-manifests  render the manifests and the chart, and check them by schema and with promtool
 # make test-deploy  build the image, run the manifests in containers, break them, and judge (as root, with podman)
 # make compat  other projects' clients, tools and tests against a cluster; downloads them
+# make soak    an hour of load and faults on a real cluster, with a verdict; ARGS="--minutes 5" for less
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint check test test-all deploy-tools test-manifests test-deploy compat gpu demo clean
+.PHONY: install lint check test test-all deploy-tools test-manifests test-deploy compat soak gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -69,6 +70,9 @@ test-deploy: deploy-tools
 
 compat: $(STAMP)
 	$(BIN)/python -m tests.compat $(ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 gpu: $(STAMP)
 	PYTHON=$(BIN)/python tests/gpu/run_all.sh

@@ -84,9 +84,12 @@ class Soak:
 def save_model(folder: Path) -> Path:
     """Saves the model of soaks: random, with the demo model's tokenizer, and steps of a few milliseconds."""
     # The imports are here because they load torch.
+    from transformers.utils.logging import disable_progress_bar
+
     from pdserve.engine.runner_loading import cpu_kernels
     from tests.tiny_models import save_tiny_chat_model
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     cache = cache_folder(os.environ)
     cpu_kernels(CpuKernels.AUTO, cache)
     shape = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}

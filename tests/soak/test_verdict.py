@@ -1,0 +1,143 @@
+"""The verdict on a soak: what it takes for wrong, lost, leaked and left, and that it takes nothing else for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.soak.clients import Finding, Manner, Outcome, Tally
+from tests.soak.cluster import Part
+from tests.soak.faults import Fault, Strike
+from tests.soak.observing import Held, Inside, Look, read_inside
+from tests.soak.plot import write_plot
+from tests.soak.report import MAX_GROWTH_MIB, MAX_NEW_FILES, MAX_NEW_THREADS, read, to_report, verdict, write
+from tests.soak.run import Rest, Soak, SoakPlan
+
+RESTS = 8
+HELD = Held(pid=7, files=40, sockets=9, threads=5, rss_mib=200.0, pss_mib=150.0, own_mib=100.0)
+
+
+def look(at: int, held: Held = HELD) -> Look:
+    """Returns a look at a cluster of which two processes are seen, one of which is another one each time."""
+    others = msgspec.structs.replace(HELD, pid=100 + at, own_mib=100.0 + 10 * at)
+    inside = {"proxy-0": Inside(), "decode-1": Inside(requests=at % 2, blocks_used=0.1)}
+    return Look(60.0 * at, 1000 * at, {"proxy-0": held, "decode-1 engine": others}, inside, 3, 0)
+
+
+def good() -> Soak:
+    soak = Soak(SoakPlan(), asks=84, seconds=600.0, began=1000.0)
+    soak.tally.outcomes.update({Outcome.RIGHT: 90, Outcome.LEFT: 8, Outcome.REFUSED: 2})
+    soak.strikes.append(Strike(1010.0, Fault.KILL, "decode-1", Part.DECODE, over=1010.0, whole=1015.0))
+    soak.looks = [look(at) for at in range(RESTS)]
+    soak.rests = [Rest(look(at), 1.0) for at in range(RESTS)]
+    return soak
+
+
+def lose_one(soak: Soak) -> None:
+    soak.tally.outcomes[Outcome.LOST] += 1
+    soak.tally.findings.append(Finding(1.0, "stream-1", Manner.PATIENT, Outcome.LOST, "status 500: no", "a"))
+
+
+def give_a_wrong_one(soak: Soak) -> None:
+    soak.tally.outcomes[Outcome.WRONG] += 1
+
+
+def answer_nothing(soak: Soak) -> None:
+    soak.tally = Tally()
+
+
+def never_recover(soak: Soak) -> None:
+    soak.strikes[0].failure = "it was not back 120 s later"
+
+
+def die_by_itself(soak: Soak) -> None:
+    soak.surprises.append("decode-0 was killed by SIGSEGV")
+
+
+def stay_busy(soak: Soak) -> None:
+    soak.rests[-1].busy = "decode-0: a block is in use"
+
+
+def leak_files(soak: Soak) -> None:
+    for at, rest in enumerate(soak.rests):
+        rest.look = look(at, msgspec.structs.replace(HELD, files=HELD.files + at * MAX_NEW_FILES))
+
+
+def leak_threads(soak: Soak) -> None:
+    for at, rest in enumerate(soak.rests):
+        rest.look = look(at, msgspec.structs.replace(HELD, threads=HELD.threads + at * MAX_NEW_THREADS))
+
+
+def leak_memory(soak: Soak) -> None:
+    for at, rest in enumerate(soak.rests):
+        rest.look = look(at, msgspec.structs.replace(HELD, own_mib=HELD.own_mib + 1.1 * at * MAX_GROWTH_MIB))
+
+
+def leave_shared_memory(soak: Soak) -> None:
+    soak.rests[-1].look = msgspec.structs.replace(soak.rests[-1].look, shared_files=4)
+
+
+def leave_a_folder(soak: Soak) -> None:
+    soak.left_at_end.append("pdserve-x in the temporary folder")
+
+
+def test_a_run_without_defects_passes() -> None:
+    assert [line.text for line in verdict(good()) if not line.ok] == []
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        lose_one,
+        give_a_wrong_one,
+        answer_nothing,
+        never_recover,
+        die_by_itself,
+        stay_busy,
+        leak_files,
+        leak_threads,
+        leak_memory,
+        leave_shared_memory,
+        leave_a_folder,
+    ],
+)
+def test_each_defect_fails_one_line_of_the_verdict(defect: Callable[[Soak], None]) -> None:
+    soak = good()
+    defect(soak)
+    assert [line.ok for line in verdict(soak)].count(False) == 1
+    assert not to_report(soak).ok
+
+
+def test_what_a_process_needs_at_first_is_no_leak() -> None:
+    soak = good()
+    for at, rest in enumerate(soak.rests):
+        rest.look = look(at, msgspec.structs.replace(HELD, files=HELD.files + 100 * (at > 0)))
+    assert all(line.ok for line in verdict(soak))
+
+
+def test_a_report_can_be_kept_and_drawn(tmp_path: Path) -> None:
+    report = to_report(good())
+    write(report, tmp_path / "soak.json")
+    assert read(tmp_path / "soak.json") == report
+    write_plot(report, tmp_path / "soak.svg")
+    drawn = (tmp_path / "soak.svg").read_text()
+    assert "open descriptors" in drawn
+    assert "decode-1 engine" in drawn
+
+
+def test_a_server_says_what_is_under_way() -> None:
+    metrics = """# HELP pdserve_num_requests_running Requests
+pdserve_num_requests_running 2.0
+pdserve_num_requests_waiting 1.0
+pdserve_kv_cache_usage_perc 0.25
+pdserve_quarantined_blocks 3.0
+pdserve_kept_answers 4.0
+vllm:num_requests_running{engine="0"} 2.0
+"""
+    found = read_inside(metrics)
+    assert found == Inside(requests=3, blocks_used=0.25, blocks_quarantined=3, kept_answers=4)
+    assert not found.idle
+    assert read_inside("pdserve_num_requests_running 0.0\n").idle
