@@ -1,13 +1,13 @@
 """A proxy's supervisor ↔ its workers, over a ZMQ ROUTER in a folder only the user can enter, without signatures.
 
-A worker sends ``WorkerHello``, and gets ``Nodes`` then and at every change. When it takes connections, it sends
-``WorkerReady``. A worker answers each ``WorkerPing``, unless its event loop hangs: with ``Counts`` if requests have
-ended since it last sent them in answer to one, and else with ``WorkerPong``. A worker that is asked for ``/metrics``
-sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come back, and answers
-``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and ``StatusTold``. So it
-is for a request's timeline: ``AskLanes``, ``CollectLanes``, ``LanesPart`` and ``LanesTold``. When the supervisor has
-read its files again, it sends ``Renewed``. A worker with one of whose requests two nodes were lost sends ``Suspected``,
-which the supervisor passes on to the others, and to each that greets it later.
+A worker sends ``WorkerHello``, and gets ``Nodes`` then and ``NodesChanged`` at every change. When it takes connections,
+it sends ``WorkerReady``. A worker answers each ``WorkerPing``, unless its event loop hangs: with ``Counts`` if requests
+have ended since it last sent them in answer to one, and else with ``WorkerPong``. A worker that is asked for
+``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come back,
+and answers ``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and
+``StatusTold``. So it is for a request's timeline: ``AskLanes``, ``CollectLanes``, ``LanesPart`` and ``LanesTold``. When
+the supervisor has read its files again, it sends ``Renewed``. A worker with one of whose requests two nodes were lost
+sends ``Suspected``, which the supervisor passes on to the others, and to each that greets it later.
 
 With ``--store``, the supervisor has the responses that clients may ask for again. A worker sends ``BeginResponse``
 before it relays a request, and ``FinishResponse`` or ``AbandonResponse`` after it; for a client it sends
@@ -77,6 +77,18 @@ class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The fingerprints that have had a prefill node."""
     lost: tuple[BootId, ...]
     """The last nodes that were dropped for their silence. Other nodes that are gone deregistered or were replaced."""
+
+
+class NodesChanged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="nodes_changed"):
+    """What has changed since the last message with nodes."""
+
+    nodes: tuple[KnownNode, ...]
+    """The nodes that have come, changed or been heard."""
+    prefilled: tuple[str, ...]
+    """The fingerprints that have had a prefill node, all of them."""
+    lost: tuple[BootId, ...]
+    """Those of ``gone`` that were dropped for their silence."""
+    gone: tuple[BootId, ...]
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -261,6 +273,7 @@ class StoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 ToWorker: TypeAlias = (
     Nodes
+    | NodesChanged
     | Collect
     | Scraped
     | CollectStatus

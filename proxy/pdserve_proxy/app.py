@@ -139,7 +139,7 @@ class InformationRoutes:
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
-        served = list(self._registry.snapshot().pairings)
+        served = list(self._registry.serving().pairings)
         if not served:
             raise Unavailable("no model can be served now", code="no_route", retry_after_s=RETRY_AFTER_S)
         return _json({"status": "ready", "models": served})

@@ -76,7 +76,7 @@ async def serve_clients(
     tickets = TicketSigner(credentials.secrets, new_id())
     metrics, drain_s = state.metrics, config.http.drain_s
     bodies = HeldBodies(_body_limits(config))
-    admission = AdmissionController(_limits(config.admission), lambda: state.registry.snapshot().live_proxies)
+    admission = AdmissionController(_limits(config.admission), lambda: state.registry.live_proxies)
     metrics.queued.set_function(lambda: admission.waiting)
     access = StatusAccess(config.status.page, config.http, credentials.keys, credentials.admins)
     async with (

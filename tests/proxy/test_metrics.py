@@ -103,7 +103,7 @@ async def test_what_a_worker_counted_outlives_it_though_nobody_asked(
     for of_worker in metrics:
         of_worker.counts.watch(registry, Attempts())
     names = [b"0.1", b"1.1"]
-    with WorkerChannel(address, registry, asyncio.Event(), ProxyMetrics("supervisor")) as hub:
+    with WorkerChannel(address, registry, ProxyMetrics("supervisor")) as hub:
         for name in names:
             hub.expect(name).ready.set()
         serving = asyncio.create_task(hub.run())

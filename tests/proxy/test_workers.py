@@ -24,7 +24,7 @@ import zmq.asyncio
 from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Deregister, NodeHeartbeat, NodeLoad, Register, Role
-from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, WorkerHello
+from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, NodesChanged, WorkerHello
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.registry.snapshot import Reachability
@@ -318,9 +318,9 @@ def test_a_mirror_forgets_that_a_node_was_unreachable_at_its_next_heartbeat_only
     registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=1), proxies=(b"a" * 16, b"b" * 16)), 2.2)
     copy()
     assert mirror.snapshot().live_proxies == 2
-    assert attempts.loads(mirror.snapshot())(info) == 1
+    assert attempts.load(info.boot_id) == 1
     attempt.end_everywhere()
-    assert attempts.loads(mirror.snapshot())(info) == 0
+    assert attempts.load(info.boot_id) == 0
     registry.expire(100.0)
     mirror.take(Nodes((), (), registry.lost))
     assert not mirror.snapshot().nodes
@@ -352,15 +352,104 @@ def test_a_mirror_tells_which_of_the_nodes_that_are_gone_fell_silent() -> None:
     assert told == ["lost"]
 
 
+class ChannelWorker:
+    """A worker's end of the channel, which answers nothing."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, name: bytes = b"0.1") -> None:
+        self.mirror = RegistryMirror(Attempts())
+        self.all_nodes = self.changes = 0
+        """How many messages brought all nodes, and how many what had changed."""
+        self.sent = 0
+        """How many nodes the messages with changes held."""
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.IDENTITY, name)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    async def greet(self) -> None:
+        await self._socket.send(msgspec.msgpack.encode(WorkerHello(importlib.metadata.version("pdserve"))))
+
+    async def take(self) -> None:
+        message = msgspec.msgpack.decode(await self._socket.recv(), type=Nodes | NodesChanged)
+        if isinstance(message, Nodes):
+            self.all_nodes += 1
+            self.mirror.take(message)
+        else:
+            self.changes += 1
+            self.sent += len(message.nodes)
+            self.mirror.take_changes(message)
+
+    def names(self) -> list[str]:
+        return [node.info.name for node in self.mirror.snapshot().nodes]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def test_a_worker_gets_what_has_changed_and_not_all_nodes_each_time(tmp_path: Path) -> None:
+    address, registry = f"ipc://{tmp_path}/channel", Registry(1.0, missed_heartbeats=3)
+    infos = [node_info(f"n{number}", Role.MIXED) for number in range(50)]
+    for info in infos:
+        registry.handle(Register(info), 0.0)
+    told: list[str] = []
+    with WorkerChannel(address, registry, ProxyMetrics()) as hub, zmq.asyncio.Context() as context:
+        hub.expect(b"0.1")
+        serving = asyncio.create_task(hub.run())
+        worker = ChannelWorker(context, address)
+        worker.mirror.on_loss(lambda info: told.append(info.name))
+        await worker.greet()
+        async with asyncio.timeout(10.0):
+            while worker.names() != [info.name for info in infos]:
+                await worker.take()
+            before = worker.sent
+            registry.handle(NodeHeartbeat(infos[3].boot_id, NodeLoad(running=7)), 1.0)
+            while worker.mirror.load(infos[3].boot_id) != NodeLoad(running=7):
+                await worker.take()
+            assert worker.sent - before <= 2
+            registry.handle(Deregister(infos[4].boot_id), 2.0)
+            registry.handle(NodeHeartbeat(infos[5].boot_id, NodeLoad(), draining=True), 3.0)
+            registry.expire(3.5)
+            while len(worker.names()) > 2:
+                await worker.take()
+        assert worker.names() == ["n3", "n5"]
+        assert worker.mirror.draining == {infos[5].boot_id}
+        assert sorted(told) == sorted({info.name for info in infos} - {"n3", "n4", "n5"})
+        assert worker.all_nodes == 1
+        worker.close()
+        await cancelled(serving)
+
+
+async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_channel, "PUBLISH_PAUSE_S", 0.001)
+    monkeypatch.setattr(worker_channel, "MAX_QUEUED", 1)
+    address, registry = f"ipc://{tmp_path}/channel", Registry(1.0, missed_heartbeats=3)
+    info, late = node_info("n", Role.MIXED), node_info("late", Role.MIXED)
+    registry.handle(Register(info), 0.0)
+    with WorkerChannel(address, registry, ProxyMetrics()) as hub, zmq.asyncio.Context() as context:
+        hub.expect(b"0.1")
+        serving = asyncio.create_task(hub.run())
+        worker = ChannelWorker(context, address)
+        await worker.greet()
+        async with asyncio.timeout(20.0):
+            await worker.take()
+            while not hub._behind:  # it does not read, and its queues have an end
+                registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=1)), 1.0)
+                await asyncio.sleep(0)
+            registry.handle(Register(late), 2.0)
+            while worker.names() != ["n", "late"] or hub._behind:
+                await worker.take()
+        assert worker.all_nodes > 1
+        worker.close()
+        await cancelled(serving)
+
+
 @pytest.mark.parametrize("version", [importlib.metadata.version("pdserve"), "9.9.9"])
 async def test_a_worker_of_another_version_is_named(
     version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = f"ipc://{tmp_path}/channel"
-    changed = asyncio.Event()
     registry = Registry(1.0, missed_heartbeats=3)
-    registry.on_change(changed.set)
-    with WorkerChannel(address, registry, changed, ProxyMetrics()) as serving_hub, zmq.asyncio.Context() as context:
+    with WorkerChannel(address, registry, ProxyMetrics()) as serving_hub, zmq.asyncio.Context() as context:
         serving_hub.expect(b"0.1")
         serving = asyncio.create_task(serving_hub.run())
         with context.socket(zmq.DEALER) as worker:

@@ -325,6 +325,9 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.Nodes(
                 (proxy_workers.KnownNode(NODE, discovery.NodeLoad(1, 2, 3), 9.5, True),), ("f",), (BOOT,)
             ),
+            proxy_workers.NodesChanged(
+                (proxy_workers.KnownNode(NODE, discovery.NodeLoad(1, 2, 3), 9.5, True),), ("f",), (BOOT,), (BOOT,)
+            ),
             proxy_workers.Collect(7),
             proxy_workers.Scraped(7, b"text"),
             proxy_workers.CollectStatus(7),

@@ -182,9 +182,9 @@ class DiscoveryServer:
                 for node in self._registry.expire(now):
                     log.warning("node %s (%s) dropped: no heartbeat", node.info.name, node.info.url)
                     self._incidents.add(IncidentKind.NODE_LOST, "no heartbeat came any more", node=node.info.name)
-            if now >= self._next_count_s:  # heartbeats are many, and a snapshot looks at every node
+            if now >= self._next_count_s:  # not at every heartbeat: while nodes find a new proxy, their counts differ
                 self._next_count_s = now + self._registry.heartbeat_s
-                self._log_proxies(self._registry.snapshot().live_proxies)
+                self._log_proxies(self._registry.live_proxies)
 
     async def _wait(self) -> float:
         """Waits until a frame has come or a lease may have run out, and returns the time.

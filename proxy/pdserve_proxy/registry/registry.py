@@ -12,22 +12,27 @@ answers what it has; one whose URL another process has taken over answers, or it
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 from urllib.parse import urlsplit
 
 import msgspec
 
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
-from pdserve.wire.proxy_workers import KnownNode, Nodes
+from pdserve.wire.proxy_workers import KnownNode, Nodes, NodesChanged
 from pdserve.wire.version import SPOKEN, Spoken
 from pdserve_proxy.registry.snapshot import (
     Reachability,
     RegisteredNode,
     RegistryView,
     RegistryWatcher,
+    Serving,
     Snapshot,
+    take_serving,
     take_snapshot,
     takes_prompts,
 )
@@ -45,33 +50,60 @@ _URL = re.compile(
 
 
 class _NodeTable(RegistryView):
-    """What the registry and its mirror have in common: the nodes, by boot id, and who is told when they change."""
+    """What the registry and its mirror have in common: the nodes, by boot id, and who is told when they change.
+
+    What a heartbeat costs does not grow with the nodes: it changes one entry, and drops the snapshot.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, RegisteredNode] = {}
         self._draining: frozenset[bytes] = frozenset()
         self._prefilled: dict[str, None] = {}
         """The fingerprints that have had a prefill node, in the order in which they came."""
+        self._proxies: Counter[int] = Counter()
+        """How many nodes know of so many proxies."""
         self._snapshot: Snapshot | None = None
+        self._serving: Serving | None = None
         self._on_loss: Callable[[NodeInfo], None] | None = None
         self._on_change: list[Callable[[], object]] = []
+        self._on_node: list[Callable[[bytes], object]] = []
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
-            self._snapshot = take_snapshot(self._nodes.values(), self.prefilled)
+            self._snapshot = take_snapshot(self._nodes.values(), self.serving(), self.live_proxies)
         return self._snapshot
+
+    def serving(self) -> Serving:
+        if self._serving is None:
+            self._serving = take_serving(self._nodes.values(), self._prefilled)
+        return self._serving
+
+    def load(self, boot_id: bytes) -> NodeLoad | None:
+        node = self._nodes.get(boot_id)
+        return None if node is None else node.load
+
+    @property
+    def live_proxies(self) -> int:
+        # A node that cannot reach a proxy knows too few of them, and none knows too many for longer than a lease.
+        return max(self._proxies, default=1)
+
+    def known(self, boot_id: bytes) -> RegisteredNode | None:
+        """Returns a registered node with what is known of it now."""
+        return self._nodes.get(boot_id)
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)
         if node is not None:
-            self._nodes[boot_id] = dataclasses.replace(node, state=Reachability.UNREACHABLE)
-            self._changed()
+            self._put(dataclasses.replace(node, state=Reachability.UNREACHABLE))
 
     def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
         self._on_loss = callback
 
     def on_change(self, callback: Callable[[], object]) -> None:
         self._on_change.append(callback)
+
+    def on_node(self, callback: Callable[[bytes], object]) -> None:
+        self._on_node.append(callback)
 
     @property
     def draining(self) -> frozenset[bytes]:
@@ -82,14 +114,71 @@ class _NodeTable(RegistryView):
         """Fingerprints that have had a prefill node."""
         return frozenset(self._prefilled)
 
-    def _changed(self) -> None:
+    def _put(self, node: RegisteredNode) -> None:
+        """Adds a node, or takes over what is known of it now."""
+        boot_id = node.info.boot_id
+        before = self._nodes.get(boot_id)
+        self._nodes[boot_id] = node
+        self._proxies[node.proxies] += 1
+        if before is not None:
+            self._forget_proxies(before.proxies)
+        drains = boot_id in self._draining
+        if node.state is Reachability.DRAINING and not drains:
+            self._draining |= {boot_id}
+        elif drains and node.state is Reachability.SERVING:
+            self._draining -= {boot_id}
+        if before is not None and _is_routed_alike(before, node):
+            self._heard(boot_id)
+        else:
+            self._changed(boot_id)
+
+    def _remove(self, boot_id: bytes) -> RegisteredNode | None:
+        node = self._nodes.pop(boot_id, None)
+        if node is not None:
+            self._forget_proxies(node.proxies)
+            self._draining -= {boot_id}
+            self._changed(boot_id)
+        return node
+
+    def _forget_proxies(self, proxies: int) -> None:
+        self._proxies[proxies] -= 1
+        if not self._proxies[proxies]:
+            del self._proxies[proxies]
+
+    def _note_prefilled(self, fingerprint: str) -> None:
+        if fingerprint in self._prefilled:
+            return
+        self._prefilled[fingerprint] = None
+        self._serving = None
+        if len(self._prefilled) > MAX_PREFILLED:
+            del self._prefilled[next(iter(self._prefilled))]
+
+    def _heard(self, boot_id: bytes) -> None:
+        """Tells that a node is what it was, and may be as busy as it was not."""
         self._snapshot = None
+        for heard in self._on_node:
+            heard(boot_id)
+        if boot_id in self._draining:
+            self._tell_change()
+
+    def _changed(self, boot_id: bytes) -> None:
+        """Tells that a node has come or gone, or is another than before."""
+        self._snapshot = self._serving = None
+        for heard in self._on_node:
+            heard(boot_id)
+        self._tell_change()
+
+    def _tell_change(self) -> None:
         for callback in self._on_change:
             callback()
 
     def _tell_loss(self, info: NodeInfo) -> None:
         if self._on_loss is not None:
             self._on_loss(info)
+
+
+def _is_routed_alike(before: RegisteredNode, now: RegisteredNode) -> bool:
+    return before.state is now.state and (before.info is now.info or before.info == now.info)
 
 
 class Registry(_NodeTable):
@@ -112,8 +201,11 @@ class Registry(_NodeTable):
         self._lease_s = heartbeat_s * missed_heartbeats
         self._at: dict[str, bytes] = {}
         """The boot id of the node at each URL, which has one owner."""
-        self._heard_s: dict[bytes, float] = {}
-        """When each node's last message came, on a clock that stands still while this process does not listen."""
+        self._on_machine: dict[str, dict[bytes, None]] = {}
+        """The boot ids of the nodes whose engines compute on each machine."""
+        self._heard_s: OrderedDict[bytes, float] = OrderedDict()
+        """When each node's last message came, on a clock that stands still while this process does not listen; the one
+        that has been silent for longest is the first."""
         self._unheard_s = 0.0
         """Seconds in which this process did not listen: the clock of ``_heard_s`` is behind by them."""
         self._lost: dict[bytes, None] = {}
@@ -140,7 +232,8 @@ class Registry(_NodeTable):
         The caller handles all messages that have come before it calls this.
         """
         silent_since = now - self._unheard_s - self._lease_s
-        lost = tuple(self._nodes[boot_id] for boot_id, heard_s in self._heard_s.items() if heard_s <= silent_since)
+        silent = takewhile(lambda heard: heard[1] <= silent_since, self._heard_s.items())
+        lost = tuple([self._nodes[boot_id] for boot_id, _ in silent])
         for node in lost:
             self._lose(node.info)
         return lost
@@ -154,7 +247,7 @@ class Registry(_NodeTable):
 
     def next_expiry(self) -> float | None:
         """Returns when ``expire`` has to be called if no message comes until then; None without nodes."""
-        heard_s = min(self._heard_s.values(), default=None)
+        heard_s = next(iter(self._heard_s.values()), None)
         return None if heard_s is None else heard_s + self._unheard_s + self._lease_s
 
     def node(self, boot_id: bytes) -> NodeInfo | None:
@@ -164,8 +257,11 @@ class Registry(_NodeTable):
 
     def neighbours(self, machine: str) -> list[NodeInfo]:
         """Returns the registered nodes whose engines compute on this machine."""
-        infos = (node.info for node in self._nodes.values())
-        return [info for info in infos if info.compute is not None and info.compute.machine == machine]
+        return [self._nodes[boot_id].info for boot_id in self._on_machine.get(machine, ())]
+
+    def is_lost(self, boot_id: bytes) -> bool:
+        """Returns whether a node is among ``lost``."""
+        return boot_id in self._lost
 
     @property
     def lost(self) -> tuple[bytes, ...]:
@@ -186,6 +282,7 @@ class Registry(_NodeTable):
         if known is None and len(self._nodes) >= self._max_nodes:
             return False
         self._at[info.url] = info.boot_id
+        self._join_machine(info)
         self._note_role(info)
         self._lost.pop(info.boot_id, None)
         # A node that drains says so in its next heartbeat, and not here.
@@ -208,14 +305,12 @@ class Registry(_NodeTable):
         proxies = len({*heartbeat.proxies, self._own_id} - {b""}) or 1
         self._renew_lease(RegisteredNode(info, heartbeat.load, state, now, proxies))
         if self._watcher is not None:
-            self._watcher.heard_from(heartbeat.boot_id)
+            self._watcher.heard_from(heartbeat.boot_id, heartbeat.load)
         return True
 
     def _note_role(self, info: NodeInfo) -> None:
         if takes_prompts(info):
-            self._prefilled[info.fingerprint] = None
-            if len(self._prefilled) > MAX_PREFILLED:
-                del self._prefilled[next(iter(self._prefilled))]
+            self._note_prefilled(info.fingerprint)
 
     def _lose(self, info: NodeInfo) -> None:
         self._lost[info.boot_id] = None
@@ -225,26 +320,34 @@ class Registry(_NodeTable):
         self._tell_loss(info)
 
     def _renew_lease(self, node: RegisteredNode) -> None:
-        self._heard_s[node.info.boot_id] = node.seen_s - self._unheard_s
+        boot_id = node.info.boot_id
+        # In this order even if the caller's clock does not quite keep to it.
+        latest_s = self._heard_s[next(reversed(self._heard_s))] if self._heard_s else -math.inf
+        self._heard_s[boot_id] = max(node.seen_s - self._unheard_s, latest_s)
+        self._heard_s.move_to_end(boot_id)
         self._put(node)
 
-    def _put(self, node: RegisteredNode) -> None:
-        boot_id = node.info.boot_id
-        self._nodes[boot_id] = node
-        if node.state is Reachability.DRAINING:
-            self._draining |= {boot_id}
-        elif boot_id in self._draining and node.state is Reachability.SERVING:
-            self._draining -= {boot_id}
-        self._changed()
-
     def _drop(self, boot_id: bytes) -> None:
-        node = self._nodes.pop(boot_id, None)
-        if node is not None:
-            del self._heard_s[boot_id], self._at[node.info.url]
-            self._draining -= {boot_id}
-            self._changed()
-            if self._watcher is not None:
-                self._watcher.forget(boot_id)
+        node = self._nodes.get(boot_id)
+        if node is None:
+            return
+        del self._heard_s[boot_id], self._at[node.info.url]
+        self._leave_machine(node.info)
+        self._remove(boot_id)
+        if self._watcher is not None:
+            self._watcher.forget(boot_id)
+
+    def _join_machine(self, info: NodeInfo) -> None:
+        if info.compute is not None:
+            self._on_machine.setdefault(info.compute.machine, {})[info.boot_id] = None
+
+    def _leave_machine(self, info: NodeInfo) -> None:
+        if info.compute is None:
+            return
+        there = self._on_machine[info.compute.machine]
+        del there[info.boot_id]
+        if not there:
+            del self._on_machine[info.compute.machine]
 
 
 def _check(info: NodeInfo) -> None:
@@ -290,23 +393,34 @@ class RegistryMirror(_NodeTable):
 
         A node that this worker found unreachable stays so until the node's next heartbeat.
         """
-        before = self._nodes
-        self._nodes = {entry.info.boot_id: _renewed(before.get(entry.info.boot_id), entry) for entry in message.nodes}
-        self._prefilled = dict.fromkeys(message.prefilled)
-        self._draining = frozenset(entry.info.boot_id for entry in message.nodes if entry.draining)
-        self._changed()
-        for boot_id, known in before.items():
-            node = self._nodes.get(boot_id)
-            if node is None:
+        gone = self._nodes.keys() - {entry.info.boot_id for entry in message.nodes}
+        self._take(message, tuple(gone))
+
+    def take_changes(self, message: NodesChanged) -> None:
+        """Takes over what has changed in the registry since its last message."""
+        self._take(message, message.gone)
+
+    def _take(self, message: Nodes | NodesChanged, gone: Iterable[bytes]) -> None:
+        for fingerprint in message.prefilled:
+            self._note_prefilled(fingerprint)
+        lost = frozenset(message.lost)
+        for boot_id in gone:
+            node = self._remove(boot_id)
+            if node is not None:
                 self._watcher.forget(boot_id)
-                if boot_id in message.lost:
-                    self._tell_loss(known.info)
-            elif node.seen_s != known.seen_s:
-                self._watcher.heard_from(boot_id)
+                if boot_id in lost:
+                    self._tell_loss(node.info)
+        for entry in message.nodes:
+            self._renew(entry)
 
-
-def _renewed(known: RegisteredNode | None, entry: KnownNode) -> RegisteredNode:
-    if known is not None and known.seen_s == entry.seen_s:
-        return known
-    state = Reachability.DRAINING if entry.draining else Reachability.SERVING
-    return RegisteredNode(entry.info, entry.load, state, entry.seen_s, entry.proxies)
+    def _renew(self, entry: KnownNode) -> None:
+        boot_id = entry.info.boot_id
+        known = self._nodes.get(boot_id)
+        if known is not None and known.seen_s == entry.seen_s:
+            return
+        # Each message brings an object of its own; the one that is known spares a comparison at each heartbeat.
+        info = known.info if known is not None and known.info == entry.info else entry.info
+        state = Reachability.DRAINING if entry.draining else Reachability.SERVING
+        self._put(RegisteredNode(info, entry.load, state, entry.seen_s, entry.proxies))
+        if known is not None or entry.load != NodeLoad():  # the registration itself brings no load
+            self._watcher.heard_from(boot_id, entry.load)

@@ -1,9 +1,14 @@
-"""The nodes at one moment: immutable, so that their number does not change while a request's nodes are chosen."""
+"""The nodes at one moment, immutable.
+
+``Serving`` is what requests are routed by. It is made anew when a node comes or goes, or changes its role or state, and
+not at every heartbeat: heartbeats grow with the nodes, and so would the cost of each request. ``Snapshot`` has all that
+is known of every node, for those who look at the whole cluster now and then.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -49,6 +54,18 @@ class Pairing:
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """The nodes that requests can go to, in order of registration."""
+
+    models: Mapping[str, None]
+    """Every model of a registered node, whether or not it can be served now."""
+    pairings: Mapping[str, tuple[Pairing, ...]]
+    """The pairings of each model that can be served now."""
+    decode_nodes: Mapping[str, frozenset[bytes]]
+    """The boot ids of the nodes of these pairings."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The registry's content at one moment, in order of registration."""
 
@@ -67,7 +84,17 @@ class RegistryView(Protocol):
     """The registry itself, or its copy in another process, as those who route requests see it."""
 
     def snapshot(self) -> Snapshot:
-        """Returns the nodes as of now."""
+        """Returns all that is known of every node now. It looks at every node that there is: not for each request."""
+
+    def serving(self) -> Serving:
+        """Returns the nodes that requests can go to now: the same object as long as nothing has changed in it."""
+
+    def load(self, boot_id: bytes) -> NodeLoad | None:
+        """Returns the load in a node's last heartbeat; None if the node is not registered."""
+
+    @property
+    def live_proxies(self) -> int:
+        """How many proxies the cluster has now, as far as its nodes know."""
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         """Leaves a node that refused a connection out of routes until its next heartbeat."""
@@ -79,7 +106,10 @@ class RegistryView(Protocol):
         """
 
     def on_change(self, callback: Callable[[], object]) -> None:
-        """From now on calls ``callback`` too, whenever the next snapshot may be another than the last."""
+        """From now on calls ``callback`` too, whenever ``serving`` has changed or a node that drains was heard."""
+
+    def on_node(self, callback: Callable[[bytes], object]) -> None:
+        """From now on calls ``callback`` too with the boot id of each node that comes, goes, changes or is heard."""
 
     @property
     def draining(self) -> frozenset[bytes]:
@@ -89,34 +119,37 @@ class RegistryView(Protocol):
 class RegistryWatcher(Protocol):
     """An object that a registry calls when something happens to a node."""
 
-    def heard_from(self, boot_id: bytes) -> None:
-        """Notes that the node's load was renewed."""
+    def heard_from(self, boot_id: bytes, load: NodeLoad) -> None:
+        """Notes a node's load, which has come in a heartbeat."""
 
     def forget(self, boot_id: bytes) -> None:
         """Notes that the node is gone."""
 
 
-def take_snapshot(nodes: Iterable[RegisteredNode], prefilled: frozenset[str] = frozenset()) -> Snapshot:
-    """Returns a snapshot of ``nodes``.
+def take_snapshot(nodes: Iterable[RegisteredNode], serving: Serving | None = None, live_proxies: int = 1) -> Snapshot:
+    """Returns a snapshot of ``nodes``. ``serving`` is what ``take_serving`` returns for the same nodes."""
+    everyone = tuple(nodes)
+    serving = serving or take_serving(everyone)
+    loads = MappingProxyType({node.info.boot_id: node.load for node in everyone})
+    return Snapshot(everyone, tuple(serving.models), serving.pairings, loads, live_proxies)
+
+
+def take_serving(nodes: Iterable[RegisteredNode], prefilled: Container[str] = frozenset()) -> Serving:
+    """Returns those of ``nodes`` that requests can go to.
 
     ``prefilled`` are the fingerprints that have had a node that prefills: their decode nodes serve without it, too. A
     decode node can compute a prompt by itself. While a cluster comes up it is not asked to, but when the last node that
     prefills is lost, slower answers are better than none.
     """
-    everyone = tuple(nodes)
-    serving: dict[str, list[NodeInfo]] = {node.info.model: [] for node in everyone}
-    for node in everyone:
+    serving: dict[str, list[NodeInfo]] = {}
+    for node in nodes:
+        of_model = serving.setdefault(node.info.model, [])
         if node.state is Reachability.SERVING:
-            serving[node.info.model].append(node.info)
-    pairings = {model: _pair(infos, prefilled) for model, infos in serving.items()}
-    return Snapshot(
-        everyone,
-        tuple(serving),
-        MappingProxyType({model: pairs for model, pairs in pairings.items() if pairs}),
-        MappingProxyType({node.info.boot_id: node.load for node in everyone}),
-        # A node that cannot reach a proxy knows too few of them, and none knows too many for longer than a lease.
-        max((node.proxies for node in everyone), default=1),
-    )
+            of_model.append(node.info)
+    paired = {model: _pair(infos, prefilled) for model, infos in serving.items()}
+    pairings = {model: pairs for model, pairs in paired.items() if pairs}
+    decode_nodes = {model: frozenset(pair.decode.boot_id for pair in pairs) for model, pairs in pairings.items()}
+    return Serving(MappingProxyType(dict.fromkeys(serving)), MappingProxyType(pairings), MappingProxyType(decode_nodes))
 
 
 def takes_prompts(info: NodeInfo) -> bool:
@@ -124,7 +157,7 @@ def takes_prompts(info: NodeInfo) -> bool:
     return info.role.prefills and bool(info.control)
 
 
-def _pair(infos: list[NodeInfo], prefilled: frozenset[str]) -> tuple[Pairing, ...]:
+def _pair(infos: list[NodeInfo], prefilled: Container[str]) -> tuple[Pairing, ...]:
     by_fingerprint: dict[str, list[NodeInfo]] = {}
     for info in infos:
         if takes_prompts(info):

@@ -12,7 +12,7 @@ from pdserve.config import ProxyConfig
 from pdserve.errors import PrefillLost
 from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.http.request import JSON, REQUEST_ID_HEADER
-from pdserve.wire.discovery import NodeInfo, Role
+from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
@@ -67,15 +67,14 @@ class Dispatch:
         self._attempts = attempts
         self._coming_tokens: Counter[bytes] = Counter()
         """The tokens that go to a node for want of room elsewhere, by its boot id. Its load does not show them yet."""
-        self._router = Router(config.routing.policy)
+        self._router = Router(config.routing.policy, attempts)
         self._tickets = tickets
         self._pool = pool
         self._nodes = nodes
 
     def choose(self, query: RouteQuery, excluded: frozenset[bytes]) -> Route:
         """Returns a route by what is known of the nodes now. Raises Unavailable if there is none."""
-        snapshot = self._registry.snapshot()
-        return self._router.choose(snapshot, query, self._attempts.loads(snapshot), excluded)
+        return self._router.choose(self._registry.serving(), query, excluded)
 
     def begin(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
         """Begins an attempt, which counts as load of its nodes until the next one, or until the request's end."""
@@ -87,7 +86,7 @@ class Dispatch:
 
     def has_room(self, body: GenerationBody, node: NodeInfo) -> bool:
         """Returns whether a request would begin at once at ``node``, which is registered."""
-        load, most = self._attempts.loads(self._registry.snapshot())(node), node.capacity.max_running
+        load, most = self._attempts.load(node.boot_id), node.capacity.max_running
         return load + min(body.answers, most) <= most
 
     def has_blocks(self, tokens: int, node: NodeInfo) -> bool:
@@ -95,7 +94,7 @@ class Dispatch:
 
         Where requests wait, it could not: they come first.
         """
-        load, capacity = self._registry.snapshot().loads[node.boot_id], node.capacity
+        load, capacity = self._registry.load(node.boot_id) or NodeLoad(), node.capacity
         wanted = -(-(tokens + self._coming_tokens[node.boot_id]) // max(capacity.block_size, 1))
         return not load.waiting and load.free_blocks - wanted >= capacity.num_blocks // SPARE_SHARE
 

@@ -163,7 +163,7 @@ class Relay:
         """
         self._suspects.check(request.path, request.body.data, request.client)
         request = self._with_identity(request)
-        model = requested_model(self._registry.snapshot(), request.body.model)
+        model = requested_model(self._registry.serving(), request.body.model)
         oldest, key = DIALECTS if request.path in DIALECT_ROUTES else 0, b""
         if request.keep is not None:
             if self._keeps_answers(model):

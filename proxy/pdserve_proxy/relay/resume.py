@@ -17,19 +17,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import msgspec
+
 from pdserve.config import RelayConfig
 from pdserve.errors import PrefillLost, Unavailable
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.timeline import MomentKind
+from pdserve.wire.version import RESUMED_ANSWERS
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
-from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest, writes_journals
+from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
 from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects, given_back
-from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery
+from pdserve_proxy.routing.router import RETRY_AFTER_S, Kind, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 
 log = logging.getLogger(__name__)
@@ -299,6 +302,7 @@ class Resumes:
         self._changed = asyncio.Event()
         """Set when the registry has changed since a stream last looked for a node."""
         registry.on_change(self._changed.set)
+        registry.on_node(lambda boot_id: self._changed.set())
 
     async def resume(self, stream: LostStream, begin: Begin, cut: PlannedCut | None = None) -> bytes:
         """Returns the first events of the node that goes on with ``stream``. Raises ResumeFailed.
@@ -418,42 +422,36 @@ class Resumes:
 
     def choose(self, stream: LostStream, asked_again_s: Mapping[bytes, float]) -> Route | None:
         """Returns a route to a node that may be asked now, if there is one: if possible one with the same kernels."""
-        now_s = self._loop.time()
-        excluded = self._unfit(stream).union(boot_id for boot_id, at_s in asked_again_s.items() if at_s > now_s)
-        for others in (self._of_other_kernels(stream), frozenset[bytes]()):
+        now_s, node = self._loop.time(), stream.node
+        excluded = self._full(stream).union(boot_id for boot_id, at_s in asked_again_s.items() if at_s > now_s)
+        # Nodes of other kernels may round differently.
+        for kernels in (node.kernels, None):
+            query = msgspec.structs.replace(
+                stream.query,
+                oldest_protocol=max(stream.query.oldest_protocol, RESUMED_ANSWERS),
+                kind=Kind(node.fingerprint, node.capacity.max_model_len, kernels),
+            )
             with suppress(Unavailable):
-                return self._dispatch.choose(stream.query, excluded | others)
+                return self._dispatch.choose(query, excluded)
         return None
 
     def takes_work(self, query: RouteQuery, node: NodeInfo) -> bool:
         """Returns whether ``node`` is one of those that requests go to now."""
-        pairs = self._registry.snapshot().pairings.get(query.model, ())
-        return any(pair.decode.boot_id == node.boot_id for pair in pairs)
+        return node.boot_id in self._registry.serving().decode_nodes.get(query.model, ())
 
     def known(self, holders: Sequence[NodeInfo], asking: NodeInfo) -> list[NodeInfo]:
         """Returns the holders that are registered and can be fetched from, without the node that is to ask them."""
-        known = self._registry.snapshot().loads
-        return [node for node in holders if node.control and node.boot_id in known and node.boot_id != asking.boot_id]
+        registered = (node for node in holders if self._registry.load(node.boot_id) is not None)
+        return [node for node in registered if node.control and node.boot_id != asking.boot_id]
 
-    def _of_other_kernels(self, stream: LostStream) -> frozenset[bytes]:
-        """Returns the decode nodes that may round differently than the node that the answer comes from."""
-        pairs = self._registry.snapshot().pairings.get(stream.query.model, ())
-        return frozenset(pair.decode.boot_id for pair in pairs if pair.decode.kernels != stream.node.kernels)
-
-    def _unfit(self, stream: LostStream) -> frozenset[bytes]:
-        """Returns the decode nodes that cannot go on exactly where the lost node was, or have no room.
-
-        Nodes of other context lengths would cut a prompt elsewhere, or end the answer elsewhere.
-        """
-        nodes = [pair.decode for pair in self._registry.snapshot().pairings.get(stream.query.model, ())]
-        unfit = {node.boot_id for node in nodes if not _goes_on_like(stream.node, node)}
+    def _full(self, stream: LostStream) -> frozenset[bytes]:
+        """Returns the decode nodes that have no room, if the stream needs some: only a planned move does."""
+        if not (stream.needs_room or stream.room_tokens):
+            return frozenset()
+        nodes = [pair.decode for pair in self._registry.serving().pairings.get(stream.query.model, ())]
+        full: set[bytes] = set()
         if stream.needs_room:
-            unfit |= {node.boot_id for node in nodes if not self._dispatch.has_room(stream.request.body, node)}
+            full |= {node.boot_id for node in nodes if not self._dispatch.has_room(stream.request.body, node)}
         if stream.room_tokens:
-            unfit |= {node.boot_id for node in nodes if not self._dispatch.has_blocks(stream.room_tokens, node)}
-        return frozenset(unfit)
-
-
-def _goes_on_like(lost: NodeInfo, node: NodeInfo) -> bool:
-    same_length = node.capacity.max_model_len == lost.capacity.max_model_len
-    return node.fingerprint == lost.fingerprint and same_length and writes_journals(node)
+            full |= {node.boot_id for node in nodes if not self._dispatch.has_blocks(stream.room_tokens, node)}
+        return frozenset(full)

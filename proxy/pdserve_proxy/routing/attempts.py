@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.wire.discovery import NodeInfo
-from pdserve_proxy.registry.snapshot import Snapshot
-from pdserve_proxy.routing.policies import RequestsAt
+from pdserve.wire.discovery import NodeInfo, NodeLoad
 
 
 @dataclass(slots=True)
@@ -34,39 +32,51 @@ class Attempts:
 
     def __init__(self) -> None:
         self._under_way: dict[bytes, int] = {}
+        self._said: dict[bytes, int] = {}
+        """The requests at each node by its last heartbeat."""
         self._reported: dict[bytes, int] = {}
         """The part of what is under way that the node's last heartbeat counted."""
+        self._on_load: list[Callable[[bytes], object]] = []
+
+    def on_load(self, callback: Callable[[bytes], object]) -> None:
+        """From now on calls ``callback`` too with the boot id of each node whose load may have changed."""
+        self._on_load.append(callback)
 
     def begin(self, *nodes: tuple[NodeInfo, int]) -> Attempt:
         """Begins an attempt at ``nodes``, each with the number of requests that it is for the node's engine."""
         counts = {node.boot_id: count for node, count in nodes}
         for boot_id, count in counts.items():
             self._under_way[boot_id] = self._under_way.get(boot_id, 0) + count
+            self._tell(boot_id)
         return Attempt(self._end, counts)
 
-    def heard_from(self, boot_id: bytes) -> None:
-        """Notes that a heartbeat came, whose load counts the attempts that are under way now."""
+    def heard_from(self, boot_id: bytes, load: NodeLoad) -> None:
+        """Notes the load in a heartbeat, which counts the attempts that are under way now."""
+        self._said[boot_id] = load.running + load.waiting
         self._reported[boot_id] = self._under_way.get(boot_id, 0)
+        self._tell(boot_id)
 
     def forget(self, boot_id: bytes) -> None:
         """Forgets the heartbeat of a node that the registry has dropped."""
+        self._said.pop(boot_id, None)
         self._reported.pop(boot_id, None)
+        self._tell(boot_id)
 
     def under_way(self, boot_id: bytes) -> int:
         """Returns the number of requests at a node, as ``begin`` counts them."""
         return self._under_way.get(boot_id, 0)
 
-    def loads(self, snapshot: Snapshot) -> RequestsAt:
-        """Returns a function that counts the requests at a node of ``snapshot`` as its engine does: one an answer."""
-
-        def load(node: NodeInfo) -> int:
-            said = snapshot.loads[node.boot_id]
-            since = self._under_way.get(node.boot_id, 0) - self._reported.get(node.boot_id, 0)
-            return max(0, said.running + said.waiting + since)
-
-        return load
+    def load(self, boot_id: bytes) -> int:
+        """Returns the number of requests at a node as its engine counts them: one an answer."""
+        since = self._under_way.get(boot_id, 0) - self._reported.get(boot_id, 0)
+        return max(0, self._said.get(boot_id, 0) + since)
 
     def _end(self, boot_id: bytes, count: int) -> None:
         self._under_way[boot_id] -= count
         if not self._under_way[boot_id]:
             del self._under_way[boot_id]
+        self._tell(boot_id)
+
+    def _tell(self, boot_id: bytes) -> None:
+        for callback in self._on_load:
+            callback(boot_id)

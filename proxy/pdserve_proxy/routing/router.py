@@ -1,22 +1,59 @@
-"""Chooses the nodes that serve a request out of one snapshot: a decode node, and the prefill nodes that fit it."""
+"""Chooses the nodes that serve a request: a decode node, and the prefill nodes that fit it.
+
+What a choice costs hardly grows with the nodes: groups of nodes among which requests choose are kept, with their loads,
+until a node comes or goes.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from pdserve.config import RoutingPolicy
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import NodeInfo
-from pdserve_proxy.registry.snapshot import Snapshot
-from pdserve_proxy.routing.policies import Policy, RequestsAt, make_policy, preferred
+from pdserve_proxy.registry.snapshot import Pairing, Serving
+from pdserve_proxy.routing.candidates import Candidates
+from pdserve_proxy.routing.policies import Policy, make_policy
 
 RETRY_AFTER_S = 1
 MAX_POLICIES = 256
 """The number of models, or of fingerprints, for which a policy is kept; the oldest is forgotten first."""
 
+MAX_GROUPS = 1024
+"""The number of groups of nodes that are kept; all are forgotten when there are more."""
+
 Key = TypeVar("Key")
+
+
+class Loads(Protocol):
+    """The number of requests at each node, as far as this proxy can know it."""
+
+    def load(self, boot_id: bytes) -> int: ...
+
+    def on_load(self, callback: Callable[[bytes], object]) -> None:
+        """From now on calls ``callback`` with the boot id of each node whose load may have changed."""
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What a decode node has to be to go on with another one's answer exactly where that was.
+
+    Nodes of other context lengths would cut a prompt elsewhere, or end the answer elsewhere.
+    """
+
+    fingerprint: str
+    max_model_len: int
+    kernels: str | None
+    """What the node computes with; None if that does not matter."""
+
+    def has(self, node: NodeInfo) -> bool:
+        return (
+            node.fingerprint == self.fingerprint
+            and node.capacity.max_model_len == self.max_model_len
+            and self.kernels in (None, node.kernels)
+        )
 
 
 class RouteQuery(msgspec.Struct, frozen=True):
@@ -29,6 +66,8 @@ class RouteQuery(msgspec.Struct, frozen=True):
     """The first version of the protocol between hosts whose nodes take such a request."""
     key: bytes = b""
     """Names a decode node that every proxy finds, for a client that may ask again; empty if it will not."""
+    kind: Kind | None = None
+    """What the decode node has to be; None if each one will do."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -39,54 +78,112 @@ class Route(msgspec.Struct, frozen=True):
     """The chosen prefill node, then an alternative if there is one; empty if ``decode`` prefills by itself."""
 
 
+class _DecodeGroup(msgspec.Struct, frozen=True):
+    """The decode nodes that all could serve the same requests."""
+
+    candidates: Candidates
+    pairings: dict[bytes, Pairing]
+    """Their pairings, by their boot ids."""
+
+
+class _GroupKey(msgspec.Struct, frozen=True):
+    """What the nodes of a decode group have in common."""
+
+    model: str
+    oldest_protocol: int
+    kind: Kind | None
+
+
 class Router:
     """Applies one routing policy to decode nodes, and independently of that to the prefill nodes that fit them.
 
     Every model has a policy object for its decode nodes, and every fingerprint has one for its prefill nodes.
     """
 
-    def __init__(self, policy: RoutingPolicy) -> None:
+    def __init__(self, policy: RoutingPolicy, loads: Loads) -> None:
         self._routing_policy = policy
+        self._loads = loads
         self._decode_policies: dict[str, Policy] = {}
         """The policy of each model's decode nodes."""
         self._prefill_policies: dict[tuple[str, str], Policy] = {}
         """The policy of the prefill nodes of each model and fingerprint."""
+        self._serving: Serving | None = None
+        """The nodes from which the groups are made."""
+        self._decode_groups: dict[_GroupKey, _DecodeGroup | None] = {}
+        """None where there is no such node."""
+        self._prefill_groups: dict[tuple[str, str], Candidates] = {}
+        self._groups_of: dict[bytes, list[Candidates]] = {}
+        """The groups that each node is in, by its boot id."""
+        loads.on_load(self._load_changed)
 
-    def choose(
-        self, snapshot: Snapshot, query: RouteQuery, load: RequestsAt, exclude: frozenset[bytes] = frozenset()
-    ) -> Route:
-        """Returns a route that avoids the decode nodes in ``exclude``. ``load`` returns the requests at a node.
+    def choose(self, serving: Serving, query: RouteQuery, exclude: frozenset[bytes] = frozenset()) -> Route:
+        """Returns a route that avoids the decode nodes in ``exclude``.
 
         Raises Unavailable if no pair of nodes can serve the model now, or none that is new enough for the request.
         """
-        pairs = snapshot.pairings.get(query.model, ())
-        if query.oldest_protocol and any(pair.decode.protocol < query.oldest_protocol for pair in pairs):
-            pairs = tuple(pair for pair in pairs if pair.decode.protocol >= query.oldest_protocol)
-            if not pairs:
-                raise Unavailable(
-                    f"no node that serves {query.model!r} is new enough for this route: it needs protocol "
-                    f"{query.oldest_protocol}",
-                    code="no_route",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-        if exclude:
-            pairs = tuple(pair for pair in pairs if pair.decode.boot_id not in exclude)
-        if not pairs:
+        if serving is not self._serving or len(self._decode_groups) + len(self._prefill_groups) >= MAX_GROUPS:
+            self._serving = serving
+            self._decode_groups.clear()
+            self._prefill_groups.clear()
+            self._groups_of.clear()
+        group = self._decode_group(serving, query)
+        if group is None and query.model in serving.pairings and query.kind is None:
+            raise Unavailable(
+                f"no node that serves {query.model!r} is new enough for this route: it needs protocol "
+                f"{query.oldest_protocol}",
+                code="no_route",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        decode = None if group is None else self._decode_node(group.candidates, query, exclude)
+        if group is None or decode is None:
             raise Unavailable(
                 f"no decode node with a matching prefill node serves {query.model!r} now",
                 code="no_route",
                 retry_after_s=RETRY_AFTER_S,
             )
-        nodes = [pair.decode for pair in pairs]
+        return Route(decode, self._prefill_nodes(group.pairings[decode.boot_id], query))
+
+    def _decode_node(self, candidates: Candidates, query: RouteQuery, exclude: frozenset[bytes]) -> NodeInfo | None:
         if query.key:
-            decode = preferred(nodes, query.key)
-        else:
-            decode = self._policy_for(self._decode_policies, query.model).select(nodes, query.prompt_start, load)[0]
-        fitting = pairs[nodes.index(decode)].prefill
-        if not fitting:
-            return Route(decode, ())
-        policy = self._policy_for(self._prefill_policies, (query.model, decode.fingerprint))
-        return Route(decode, policy.select(fitting, query.prompt_start, load))
+            return candidates.owner(query.key, exclude)
+        policy = self._policy_for(self._decode_policies, query.model)
+        chosen = policy.select(candidates, query.prompt_start, exclude)
+        return chosen[0] if chosen else None
+
+    def _prefill_nodes(self, pairing: Pairing, query: RouteQuery) -> tuple[NodeInfo, ...]:
+        if not pairing.fitting:
+            return ()
+        key = (query.model, pairing.decode.fingerprint)
+        group = self._prefill_groups.get(key)
+        if group is None:
+            group = self._prefill_groups[key] = self._group(pairing.fitting)
+        itself = frozenset((pairing.decode.boot_id,))
+        return self._policy_for(self._prefill_policies, key).select(group, query.prompt_start, itself)
+
+    def _decode_group(self, serving: Serving, query: RouteQuery) -> _DecodeGroup | None:
+        key = _GroupKey(query.model, query.oldest_protocol, query.kind)
+        if key in self._decode_groups:
+            return self._decode_groups[key]
+        pairings = {
+            pair.decode.boot_id: pair
+            for pair in serving.pairings.get(query.model, ())
+            if pair.decode.protocol >= query.oldest_protocol and (query.kind is None or query.kind.has(pair.decode))
+        }
+        group = None
+        if pairings:
+            group = _DecodeGroup(self._group([pair.decode for pair in pairings.values()]), pairings)
+        self._decode_groups[key] = group
+        return group
+
+    def _group(self, nodes: Sequence[NodeInfo]) -> Candidates:
+        group = Candidates(nodes, self._loads.load)
+        for node in nodes:
+            self._groups_of.setdefault(node.boot_id, []).append(group)
+        return group
+
+    def _load_changed(self, boot_id: bytes) -> None:
+        for group in self._groups_of.get(boot_id, ()):
+            group.changed(boot_id)
 
     def _policy_for(self, policies: dict[Key, Policy], key: Key) -> Policy:
         policy = policies.get(key)
@@ -97,18 +194,18 @@ class Router:
         return policy
 
 
-def requested_model(snapshot: Snapshot, asked: str | None) -> str:
+def requested_model(serving: Serving, asked: str | None) -> str:
     """Returns the model that a request means; a request may leave it out where the cluster has only one.
 
     Raises Unavailable with no node registered, NotFound for an unknown model, InvalidRequest for none among several.
     """
-    if not snapshot.models:
+    if not serving.models:
         raise Unavailable("no node is registered", code="no_nodes", retry_after_s=RETRY_AFTER_S)
     if asked is None:
-        if len(snapshot.models) > 1:
+        if len(serving.models) > 1:
             raise InvalidRequest("'model' is missing, and this cluster serves more than one", param="model")
-        return snapshot.models[0]
-    if asked not in snapshot.models:
+        return next(iter(serving.models))
+    if asked not in serving.models:
         raise model_not_found(asked)
     return asked
 

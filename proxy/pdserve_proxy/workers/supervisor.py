@@ -68,15 +68,13 @@ async def supervise(
     with ExitStack() as owned:
         folder = owned.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-proxy-"))
         address = f"ipc://{folder}/workers"
-        changed = asyncio.Event()
         boot_id = new_id()
         registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, own_id=boot_id)
-        registry.on_change(changed.set)
         limits = store_limits(config.store)
         store = None if limits is None else ResponseStore(limits)
         if store is not None:
             metrics.watch_store(store)
-        channel = owned.enter_context(WorkerChannel(address, registry, changed, metrics, store))
+        channel = owned.enter_context(WorkerChannel(address, registry, metrics, store))
         listeners = bind_shared(config.http, config.workers.count)
         for listener in listeners:
             owned.enter_context(listener)

@@ -40,6 +40,7 @@ from pdserve.wire.proxy_workers import (
     LanesPart,
     LanesTold,
     Nodes,
+    NodesChanged,
     Renewed,
     Scrape,
     Scraped,
@@ -145,6 +146,8 @@ class SupervisorChannel:
                 case Nodes() as nodes:
                     self._mirror.take(nodes)
                     self.has_nodes.set()
+                case NodesChanged() as changes:
+                    self._mirror.take_changes(changes)
                 case WorkerPing():
                     await self.send(self._news())
                 case Renewed(credentials=credentials):

@@ -35,6 +35,7 @@ from pdserve.wire.proxy_workers import (
     LanesPart,
     LanesTold,
     Nodes,
+    NodesChanged,
     ReadResponse,
     Renewed,
     Scrape,
@@ -53,6 +54,7 @@ from pdserve.wire.status import RelayStatus
 from pdserve.wire.timeline import RequestLane
 from pdserve_proxy.metrics import ProxyMetrics, lasting_families, nodes_of, of_nodes, render_families, sum_families
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.registry.snapshot import RegisteredNode
 from pdserve_proxy.relay.node_counts import OTHER_NODES
 from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.responses.store import ResponseStore
@@ -113,15 +115,19 @@ class WorkerChannel:
         self,
         address: str,
         registry: Registry,
-        changed: asyncio.Event,
         metrics: ProxyMetrics,
         store: ResponseStore | None = None,
     ) -> None:
-        """``changed`` is set at every change of ``registry``. ``store`` has the responses that are kept."""
+        """``store`` has the responses that are kept."""
         self._store = store
         self._registry = registry
         self._metrics = metrics
-        self._changed = changed
+        self._touched: dict[bytes, None] = {}
+        """The boot ids of the nodes that have come, gone, changed or been heard since the workers were told last."""
+        self._changed = asyncio.Event()
+        self._behind: set[bytes] = set()
+        """The workers that a message with changes did not reach: they get all nodes next."""
+        registry.on_node(self._touch)
         self._reporter = Reporter(registry.heartbeat_s)
         self._suspects = Suspects(0.0)
         """What the workers have found, for those that start later."""
@@ -133,11 +139,12 @@ class WorkerChannel:
         self._collections: dict[int, _Collection] = {}
         self._renewed: Renewed | None = None
         self._number = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._context = zmq.asyncio.Context()
         self._version = importlib.metadata.version("pdserve")
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # so that a message for which there is no room is not lost unseen
         self._socket.set(zmq.SNDHWM, MAX_QUEUED)
         self._socket.set(zmq.RCVHWM, MAX_QUEUED)
         self._socket.bind(address)
@@ -160,6 +167,7 @@ class WorkerChannel:
     def retire(self, name: bytes) -> None:
         """Forgets the worker ``name``, which is gone, and keeps what it counted."""
         self._health.pop(name, None)
+        self._behind.discard(name)
         if self._store is not None:
             self._store.abandon_all(name)
         named = self._named_nodes()
@@ -185,10 +193,22 @@ class WorkerChannel:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            nodes = self._nodes()
+            changes = self._changes()
             for name in tuple(self._workers):
-                await self._send(name, nodes)
+                await self._tell_nodes(name, changes)
             await asyncio.sleep(PUBLISH_PAUSE_S)
+
+    def _touch(self, boot_id: bytes) -> None:
+        self._touched[boot_id] = None
+        self._changed.set()
+
+    async def _tell_nodes(self, name: bytes, changes: NodesChanged) -> None:
+        reached = await self._send(name, self._nodes() if name in self._behind else changes)
+        if reached:
+            self._behind.discard(name)
+        else:
+            self._behind.add(name)
+            self._changed.set()  # so that it gets them soon, whether or not anything changes
 
     async def _receive(self) -> None:
         while True:
@@ -210,7 +230,9 @@ class WorkerChannel:
                     self._workers[name] = ()
                     if self._renewed is not None:
                         await self._send(name, self._renewed)
-                    await self._send(name, self._nodes())
+                    if not await self._send(name, self._nodes()):
+                        self._behind.add(name)
+                        self._changed.set()
                     await self._send(name, Suspected(self._suspects.kept()))
                 case WorkerReady():
                     health.ready.set()
@@ -245,7 +267,7 @@ class WorkerChannel:
                     if self._store is not None:
                         abandon(self._store, name, gone)
 
-    def _begin(self, work: Coroutine[object, object, None]) -> None:
+    def _begin(self, work: Coroutine[object, object, object]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -301,15 +323,30 @@ class WorkerChannel:
         return frozenset(registered).union([OTHER_NODES], *map(nodes_of, self._workers.values()))
 
     def _nodes(self) -> Nodes:
-        draining = self._registry.draining
-        entries = [
-            KnownNode(node.info, node.load, node.seen_s, node.info.boot_id in draining, node.proxies)
-            for node in self._registry.snapshot().nodes
-        ]
+        entries = [self._entry(node) for node in self._registry.snapshot().nodes]
         return Nodes(tuple(entries), tuple(self._registry.prefilled), self._registry.lost)
 
-    async def _send(self, name: bytes, message: ToWorker) -> None:
+    def _changes(self) -> NodesChanged:
+        """Returns what has changed since the last call. It looks at the nodes that were heard, and not at all."""
+        touched, self._touched = self._touched, {}
+        found = {boot_id: self._registry.known(boot_id) for boot_id in touched}
+        gone = tuple([boot_id for boot_id, node in found.items() if node is None])
+        return NodesChanged(
+            tuple([self._entry(node) for node in found.values() if node is not None]),
+            tuple(self._registry.prefilled),
+            tuple([boot_id for boot_id in gone if self._registry.is_lost(boot_id)]),
+            gone,
+        )
+
+    def _entry(self, node: RegisteredNode) -> KnownNode:
+        draining = node.info.boot_id in self._registry.draining
+        return KnownNode(node.info, node.load, node.seen_s, draining, node.proxies)
+
+    async def _send(self, name: bytes, message: ToWorker) -> bool:
+        """Returns whether there was room for the message."""
         try:
             await self._socket.send_multipart([name, _encoder.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as exc:
             log.debug("a message to worker %s was not sent: %s", name.decode(), exc)
+            return False
+        return True

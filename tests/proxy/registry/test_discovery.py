@@ -57,7 +57,7 @@ class Ear:
     def live(self) -> int:
         return self.registry.snapshot().live_proxies
 
-    def heard_from(self, boot_id: bytes) -> None:
+    def heard_from(self, boot_id: bytes, load: NodeLoad) -> None:
         pass
 
     def forget(self, boot_id: bytes) -> None:

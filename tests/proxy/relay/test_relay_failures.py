@@ -11,7 +11,7 @@ import pytest
 from pdserve.http import request as http_request
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
-from pdserve.wire.discovery import Register, Role
+from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay import relay, whole_answer
@@ -295,7 +295,10 @@ async def test_after_a_retry_the_load_is_where_the_request_is(failing: Behaviour
         for info in (*decode, prefill):
             registry.handle(Register(info), 0.0)
         tickets, counts = TicketSigner(SECRET, new_id()), RequestCounts()
-        load = attempts.loads(registry.snapshot())
+
+        def load(info: NodeInfo) -> int:
+            return attempts.load(info.boot_id)
+
         task = asyncio.current_task()
         assert task is not None
         async with Relay(config, registry, attempts, tickets, counts, Trust()) as made:

@@ -14,7 +14,7 @@ import pytest
 from pdserve.config import ProxyConfig, Switch
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
-from pdserve.wire.discovery import Register, Role
+from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import cut
 from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1
@@ -564,7 +564,10 @@ async def test_the_load_is_where_the_stream_is() -> None:
         prefill = node_info("p", Role.PREFILL)
         for info in (*decode, prefill):
             registry.handle(Register(info), 0.0)
-        load = attempts.loads(registry.snapshot())
+
+        def load(info: NodeInfo) -> int:
+            return attempts.load(info.boot_id)
+
         tickets, counts = TicketSigner(SECRET, new_id()), RequestCounts()
         task = asyncio.current_task()
         assert task is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.wire.discovery import NodeHeartbeat, NodeLoad, Register, Role
+from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.routing.attempts import Attempt, Attempts
 from tests.proxy.cluster import node_info
@@ -35,7 +35,7 @@ def test_with_heartbeats_that_tell_the_truth_the_load_is_exact(events: list[tupl
                 heard = True
                 load = NodeLoad(running=sum(count for _, count in under_way), waiting=others)
                 registry.handle(NodeHeartbeat(NODE.boot_id, load), 0.0)
-        known = attempts.loads(registry.snapshot())(NODE)
+        known = attempts.load(NODE.boot_id)
         assert known == sum(count for _, count in under_way) + (others if heard else 0)
 
 
@@ -45,7 +45,10 @@ def test_what_landed_once_does_not_land_again() -> None:
     prefill = node_info("p", Role.PREFILL)
     for info in (NODE, prefill):
         registry.handle(Register(info), 0.0)
-    load = attempts.loads(registry.snapshot())
+
+    def load(node: NodeInfo) -> int:
+        return attempts.load(node.boot_id)
+
     attempt, other = attempts.begin((NODE, 5), (prefill, 2)), attempts.begin((NODE, 1), (prefill, 1))
     attempt.end_at(prefill.boot_id)
     attempt.end_at(prefill.boot_id)
@@ -67,3 +70,4 @@ def test_a_node_that_is_gone_leaves_nothing_behind() -> None:
     attempt.end_everywhere()
     assert not attempts._under_way
     assert not attempts._reported
+    assert not attempts._said

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import RoutingPolicy
 from pdserve.wire.discovery import NodeInfo, Role
+from pdserve_proxy.routing.candidates import Candidates
 from pdserve_proxy.routing.policies import (
     LOAD_FACTOR,
     STEP_BYTES,
@@ -21,13 +22,30 @@ from pdserve_proxy.routing.policies import (
     TwoChoices,
     hash_chain,
     make_policy,
-    rank,
 )
 from tests.proxy.cluster import node_info
 
 
 def nodes_of(count: int) -> list[NodeInfo]:
     return [node_info(f"n{i}", Role.MIXED, boot_id=bytes([i]) * 16) for i in range(count)]
+
+
+class Loaded:
+    """Candidates whose loads a test decides."""
+
+    def __init__(self, nodes: Sequence[NodeInfo]) -> None:
+        self.here: Counter[bytes] = Counter()
+        self.candidates = Candidates(nodes, self.here.__getitem__)
+
+    def put(self, boot_id: bytes, load: int) -> None:
+        self.here[boot_id] = load
+        self.candidates.changed(boot_id)
+
+    def add(self, node: NodeInfo) -> None:
+        self.put(node.boot_id, self.here[node.boot_id] + 1)
+
+    def take(self, boot_id: bytes) -> None:
+        self.put(boot_id, self.here[boot_id] - 1)
 
 
 def excess(policy: Policy, nodes: Sequence[NodeInfo], *, refresh: int, seed: int) -> int:
@@ -38,10 +56,7 @@ def excess(policy: Policy, nodes: Sequence[NodeInfo], *, refresh: int, seed: int
     """
     chance = random.Random(seed)
     real: Counter[bytes] = Counter()
-    seen: Counter[bytes] = Counter()
-
-    def load(info: NodeInfo) -> int:
-        return seen[info.boot_id]
+    seen = Loaded(nodes)
 
     ends: list[tuple[int, bytes]] = []
     peak = even = 0
@@ -49,9 +64,9 @@ def excess(policy: Policy, nodes: Sequence[NodeInfo], *, refresh: int, seed: int
         while ends and ends[0][0] <= tick:
             real[heapq.heappop(ends)[1]] -= 1
         if tick % refresh == 0:
-            seen.clear()
-            seen.update(real)
-        node = policy.select(nodes, b"", load)[0]
+            for info in nodes:
+                seen.put(info.boot_id, real[info.boot_id])
+        node = policy.select(seen.candidates, b"")[0]
         real[node.boot_id] += 1
         peak = max(peak, real[node.boot_id])
         even = max(even, math.ceil(real.total() / len(nodes)))
@@ -81,12 +96,10 @@ def test_a_larger_node_takes_a_larger_part() -> None:
     small, large = nodes_of(2)
     large = node_info("large", Role.MIXED, boot_id=large.boot_id, max_running=12)
     for policy in (RoutingPolicy.LEAST_LOADED, RoutingPolicy.TWO_CHOICES, RoutingPolicy.PREFIX_AFFINITY):
-        here: Counter[bytes] = Counter()
-        tried = make_policy(policy)
+        loaded, tried = Loaded([small, large]), make_policy(policy)
         for turn in range(64):
-            chosen = tried.select([small, large], b"%d" % turn, lambda info: here[info.boot_id])[0]  # noqa: B023
-            here[chosen.boot_id] += 1
-        assert here[large.boot_id] >= 2 * here[small.boot_id], policy
+            loaded.add(tried.select(loaded.candidates, b"%d" % turn)[0])
+        assert loaded.here[large.boot_id] >= 2 * loaded.here[small.boot_id], policy
 
 
 def conversations(count: int, turns: int, system: bytes) -> list[list[bytes]]:
@@ -109,16 +122,16 @@ def repeat_rate(policy: Policy, nodes: Sequence[NodeInfo], system: bytes) -> tup
     All conversations are under way at once, one request each.
     """
     place: dict[int, bytes] = {}
-    here: Counter[bytes] = Counter()
+    loaded = Loaded(nodes)
     hits = follow_ups = peak = 0
     talks = conversations(64, 4, system)
     for turn in range(4):
         for which, talk in enumerate(talks):
             if which in place:
-                here[place[which]] -= 1
-            node = policy.select(nodes, talk[turn], lambda info: here[info.boot_id])[0]
-            here[node.boot_id] += 1
-            peak = max(peak, here[node.boot_id])
+                loaded.take(place[which])
+            node = policy.select(loaded.candidates, talk[turn])[0]
+            loaded.add(node)
+            peak = max(peak, loaded.here[node.boot_id])
             if which in place:
                 follow_ups += 1
                 hits += place[which] == node.boot_id
@@ -140,30 +153,10 @@ def test_prefix_affinity_repeats_its_nodes_and_still_bounds_their_load(system: b
 
 def test_one_prompt_for_all_does_not_drown_its_node() -> None:
     nodes = nodes_of(5)
-    here: Counter[bytes] = Counter()
-    policy = make_policy(RoutingPolicy.PREFIX_AFFINITY)
+    loaded, policy = Loaded(nodes), make_policy(RoutingPolicy.PREFIX_AFFINITY)
     for _ in range(100):
-        here[policy.select(nodes, b"the same", lambda info: here[info.boot_id])[0].boot_id] += 1
-    assert max(here.values()) <= LOAD_FACTOR * 100 / 5 + 1
-    assert max(here.values()) > 100 / 5
-
-
-@given(st.integers(2, 12), st.integers(0, 11))
-def test_a_node_that_leaves_moves_only_what_was_its_own(count: int, which: int) -> None:
-    nodes = nodes_of(count)
-    gone = nodes[which % count]
-    left = [node for node in nodes if node is not gone]
-    for key in range(50):
-        before = rank(nodes, b"%d" % key)
-        after = rank(left, b"%d" % key)
-        assert after == [node for node in before if node is not gone]
-
-
-def test_a_node_that_joins_takes_about_its_share() -> None:
-    nodes = nodes_of(10)
-    keys = [b"%d" % key for key in range(2000)]
-    moved = sum(rank(nodes, key)[0] is not rank(nodes[:9], key)[0] for key in keys)
-    assert 0.06 <= moved / len(keys) <= 0.14
+        loaded.add(policy.select(loaded.candidates, b"the same")[0])
+    assert 100 / 5 < max(loaded.here.values()) <= LOAD_FACTOR * 100 / 5 + 1
 
 
 @given(st.binary(max_size=6 * STEP_BYTES), st.binary(max_size=STEP_BYTES), st.binary(max_size=STEP_BYTES))
@@ -180,10 +173,32 @@ def test_proxies_that_know_the_same_nodes_agree_on_a_prefix_whatever_they_saw_be
     nodes = nodes_of(6)
     others = [nodes[index] for index in order]
     one, two = make_policy(RoutingPolicy.PREFIX_AFFINITY), make_policy(RoutingPolicy.PREFIX_AFFINITY)
-    busy = {node.boot_id: len(earlier) % (index + 1) for index, node in enumerate(nodes)}
+    seen_by_one, seen_by_two = Loaded(nodes), Loaded(others)
     for prompt in earlier:
-        two.select(others, prompt, lambda _: 0)
+        two.select(seen_by_two.candidates, prompt)
+    for index, node in enumerate(nodes):
+        for seen in (seen_by_one, seen_by_two):
+            seen.put(node.boot_id, len(earlier) % (index + 1))
     for prompt in (*earlier, b"", b"new"):
-        assert one.select(nodes, prompt, lambda info: busy[info.boot_id]) == two.select(
-            others, prompt, lambda info: busy[info.boot_id]
-        )
+        assert one.select(seen_by_one.candidates, prompt) == two.select(seen_by_two.candidates, prompt)
+
+
+@given(
+    st.sampled_from(RoutingPolicy),
+    st.lists(st.integers(0, 20), min_size=1, max_size=8),
+    st.sets(st.integers(0, 7)),
+    st.binary(max_size=3 * STEP_BYTES),
+)
+def test_every_policy_chooses_two_nodes_that_are_not_left_out_wherever_there_are_two(
+    policy_name: RoutingPolicy, loads: list[int], left_out: set[int], prompt: bytes
+) -> None:
+    nodes, policy = nodes_of(len(loads)), make_policy(policy_name)
+    loaded = Loaded(nodes)
+    for node, load in zip(nodes, loads, strict=True):
+        loaded.put(node.boot_id, load)
+    exclude = frozenset(bytes([number]) * 16 for number in left_out)
+    left = [node for node in nodes if node.boot_id not in exclude]
+    for _ in range(3):
+        chosen = policy.select(loaded.candidates, prompt, exclude)
+        assert len(chosen) == len(set(map(id, chosen))) == min(2, len(left))
+        assert all(node in left for node in chosen)

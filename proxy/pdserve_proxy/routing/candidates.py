@@ -1,0 +1,97 @@
+"""The nodes among which a policy chooses, kept in the orders in which policies look at them.
+
+What a choice costs must not grow with the nodes, or hardly: a proxy chooses for each request. So the order by load is
+kept up to date node by node, as attempts begin and end and heartbeats come, and is made only for a policy that asks for
+it. All nodes are looked at again only when one comes or goes: then there are new ``Candidates``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Container, Iterator, Sequence
+
+from pdserve.wire.discovery import NodeInfo
+from pdserve_proxy.routing.hash_ring import HashRing
+
+
+class Candidates:
+    """Nodes that all could serve a request, at least one, each with the number of requests there."""
+
+    def __init__(self, nodes: Sequence[NodeInfo], load: Callable[[bytes], int]) -> None:
+        """``load`` returns the number of requests at a node, by its boot id, as far as this proxy can know it."""
+        self.nodes = tuple(nodes)
+        self._load = load
+        self._places = {node.boot_id: place for place, node in enumerate(self.nodes)}
+        self._loads = [load(node.boot_id) for node in self.nodes]
+        self.total_load = sum(self._loads)
+        self.total_size = sum(map(size_of, self.nodes))
+        self._turn = 0
+        self._turns = [0] * len(self.nodes)
+        """The turn in which each node was served last."""
+        self._order: list[tuple[float, int, int]] | None = None
+        """The nodes by their share, then by their turn; None as long as nobody has asked for it."""
+        self._ring: HashRing | None = None
+
+    def changed(self, boot_id: bytes) -> None:
+        """Takes over the load of one node, which may have changed."""
+        place = self._places.get(boot_id)
+        if place is None:
+            return
+        load = self._load(boot_id)
+        if load != self._loads[place]:
+            self._move(place, load, self._turns[place])
+
+    def load(self, node: NodeInfo) -> int:
+        return self._loads[self._places[node.boot_id]]
+
+    def share(self, node: NodeInfo) -> float:
+        """Returns the requests at a node as a share of its batch, so that nodes of different sizes compare."""
+        return self.load(node) / size_of(node)
+
+    def by_share(self) -> Iterator[NodeInfo]:
+        """Yields the nodes with the smallest share first, of equal ones those that were ``served`` longest ago."""
+        if self._order is None:
+            self._order = sorted(map(self._rank, range(len(self.nodes))))
+        for _, _, place in self._order:
+            yield self.nodes[place]
+
+    def served(self, node: NodeInfo) -> None:
+        """Notes that it was the turn of ``node``."""
+        self._turn += 1
+        place = self._places[node.boot_id]
+        self._move(place, self._loads[place], self._turn)
+
+    def owner(self, key: bytes, others_than: Container[bytes] = frozenset()) -> NodeInfo | None:
+        """Returns the node whose ``key`` is, if those with these boot ids are left out; None if no node is left.
+
+        All proxies that know the same nodes find the same one, and a node that comes or goes moves its own keys only.
+        """
+        place = self._hash_ring.owner(key, others_than)
+        return None if place is None else self.nodes[place]
+
+    def after(self, key: bytes) -> Iterator[NodeInfo]:
+        """Yields all nodes in an order that ``key`` names, the same at all proxies that know the same nodes."""
+        for place in self._hash_ring.after(key):
+            yield self.nodes[place]
+
+    @property
+    def _hash_ring(self) -> HashRing:
+        if self._ring is None:
+            self._ring = HashRing([node.boot_id for node in self.nodes])
+        return self._ring
+
+    def _move(self, place: int, load: int, turn: int) -> None:
+        before = self._rank(place)
+        self.total_load += load - self._loads[place]
+        self._loads[place], self._turns[place] = load, turn
+        if self._order is not None:
+            del self._order[bisect_left(self._order, before)]
+            insort(self._order, self._rank(place))
+
+    def _rank(self, place: int) -> tuple[float, int, int]:
+        return self._loads[place] / size_of(self.nodes[place]), self._turns[place], place
+
+
+def size_of(node: NodeInfo) -> int:
+    """Returns how many requests a node runs at a time."""
+    return max(node.capacity.max_running, 1)
