@@ -212,7 +212,7 @@ class Relay:
 
     def _keeps_answers(self, model: str) -> bool:
         """Returns whether a node keeps answers, if there is any at all that serves ``model`` now."""
-        pairs = self._registry.snapshot().pairings.get(model, ())
+        pairs = self._registry.serving().pairings.get(model, ())
         return not pairs or any(pair.decode.protocol >= KEPT_ANSWERS for pair in pairs)
 
     def _note_failure(self, relayed: RelayedRequest, route: Route, number: int, failure: AttemptFailure) -> None:
