@@ -24,7 +24,7 @@ import zmq.asyncio
 from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Deregister, NodeHeartbeat, NodeLoad, Register, Role
-from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, NodesChanged, WorkerHello
+from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, NodesChanged, ToWorker, WorkerHello
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.registry.snapshot import Reachability
@@ -352,13 +352,16 @@ def test_a_mirror_tells_which_of_the_nodes_that_are_gone_fell_silent() -> None:
     assert told == ["lost"]
 
 
+decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+
 class ChannelWorker:
     """A worker's end of the channel, which answers nothing."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, name: bytes = b"0.1") -> None:
         self.mirror = RegistryMirror(Attempts())
-        self.all_nodes = self.changes = 0
-        """How many messages brought all nodes, and how many what had changed."""
+        self.all_nodes = 0
+        """How many messages brought all nodes."""
         self.sent = 0
         """How many nodes the messages with changes held."""
         self._socket = context.socket(zmq.DEALER)
@@ -370,14 +373,13 @@ class ChannelWorker:
         await self._socket.send(msgspec.msgpack.encode(WorkerHello(importlib.metadata.version("pdserve"))))
 
     async def take(self) -> None:
-        message = msgspec.msgpack.decode(await self._socket.recv(), type=Nodes | NodesChanged)
-        if isinstance(message, Nodes):
-            self.all_nodes += 1
-            self.mirror.take(message)
-        else:
-            self.changes += 1
-            self.sent += len(message.nodes)
-            self.mirror.take_changes(message)
+        match decoder.decode(await self._socket.recv()):
+            case Nodes() as nodes:
+                self.all_nodes += 1
+                self.mirror.take(nodes)
+            case NodesChanged() as changes:
+                self.sent += len(changes.nodes)
+                self.mirror.take_changes(changes)
 
     def names(self) -> list[str]:
         return [node.info.name for node in self.mirror.snapshot().nodes]

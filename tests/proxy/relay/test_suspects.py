@@ -75,7 +75,7 @@ async def test_what_one_worker_finds_others_refuse_too_also_those_that_start_lat
     names, address = [b"0.1", b"1.1", b"2.1"], f"ipc://{tmp_path}/channel"
     finder, other, late = known = [Suspects(60.0) for _ in names]
     with (
-        WorkerChannel(address, Registry(1.0, 3), asyncio.Event(), ProxyMetrics("supervisor")) as hub,
+        WorkerChannel(address, Registry(1.0, 3), ProxyMetrics("supervisor")) as hub,
         ExitStack() as stack,
     ):
         running = [asyncio.create_task(hub.run())]
