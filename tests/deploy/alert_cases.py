@@ -13,6 +13,7 @@ AT_DECODE = 'namespace="pdserve", pod="pdserve-decode-0", component="decode"'
 PROXY = {"namespace": "pdserve", "pod": "pdserve-proxy-0"}
 DECODE = {"namespace": "pdserve", "pod": "pdserve-decode-0"}
 NAMESPACE = {"namespace": "pdserve"}
+ELSEWHERES_PROXY = 'up{namespace="other", pod="pdserve-proxy-0", component="proxy"}'
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,25 @@ def buckets(name: str, labels: str, below_5_s: str, below_10_s: str) -> dict[str
     return {f'{name}_bucket{{{labels}, le="{bound}"}}': values for bound, values in bounds.items()}
 
 
-def links(transports: str, *, tcp: str) -> dict[str, str]:
+def proxies(*, one: str, live: str) -> dict[str, str]:
+    """Two proxies, of which Prometheus always reads the other one. That one says how many live."""
+    other = f"pdserve_proxy_live_proxies{{{AT_OTHER_PROXY}}}"
+    return {f"up{{{AT_PROXY}}}": one, f"up{{{AT_OTHER_PROXY}}}": "1x40", other: live}
+
+
+def links(transports: str, *, tcp: str, ucx: str = "1.21.0 package") -> dict[str, str]:
     return {
         f'pdserve_kv_links{{{AT_DECODE}, transport="tcp"}}': tcp,
         f'pdserve_kv_links{{{AT_DECODE}, transport="rdma"}}': "2x20",
-        f'pdserve_build_info{{{AT_DECODE}, transports="{transports}"}}': "1x20",
+        f'pdserve_build_info{{{AT_DECODE}, transports="{transports}", ucx="{ucx}"}}': "1x20",
+    }
+
+
+def broken(outcome: str) -> dict[str, str]:
+    """A tenth of the streams end so, behind their status 200."""
+    return {
+        f'pdserve_proxy_requests_total{{{AT_PROXY}, status="200"}}': "0+60x30",
+        f'pdserve_proxy_outcomes_total{{{AT_PROXY}, outcome="{outcome}"}}': "0+6x30",
     }
 
 
@@ -97,7 +112,12 @@ KV_USE = f"pdserve_kv_cache_usage_perc{{{AT_DECODE}}}"
 FIRST_TOKENS = "pdserve_time_to_first_token_seconds"
 
 CASES = [
-    AlertCase("PdserveNoProxy", 8, {f"up{{{AT_PROXY}}}": "1x4 0x20"}, {}),
+    AlertCase("PdserveNoProxy", 8, {f"up{{{AT_PROXY}}}": "1x4 0x20"}, NAMESPACE),
+    AlertCase("PdserveNoProxy", 8, {f"up{{{AT_DECODE}}}": "1x20", ELSEWHERES_PROXY: "1x20"}, NAMESPACE),
+    AlertCase("PdserveNoProxy", 8, {'up{job="other"}': "1x20"}, {"component": "proxy"}),
+    AlertCase(
+        "PdserveNoProxy", 8, {f"up{{{AT_DECODE}}}": "0x20", f"up{{{AT_PROXY}}}": "1x20", ELSEWHERES_PROXY: "1x20"}
+    ),
     AlertCase("PdserveNoProxy", 8, {f"up{{{AT_PROXY}}}": "0x20", f"up{{{AT_OTHER_PROXY}}}": "1x20"}),
     AlertCase(
         "PdserveNoDecodeNode",
@@ -129,6 +149,10 @@ CASES = [
     ),
     AlertCase("PdserveNotScraped", 8, {f"up{{{AT_DECODE}}}": "1x4 0x20"}, {**DECODE, "component": "decode"}),
     AlertCase("PdserveNotScraped", 8, {f"up{{{AT_DECODE}}}": "1x6 0x20", 'up{job="other"}': "0x20"}),
+    AlertCase("PdserveNotScraped", 8, proxies(one="1x4 0x40", live="2x5 1x40"), {**PROXY, "component": "proxy"}),
+    AlertCase("PdserveNotScraped", 16, proxies(one="1x4 0x40", live="2x40")),
+    AlertCase("PdserveNotScraped", 25, proxies(one="1x4 0x40", live="2x40"), {**PROXY, "component": "proxy"}),
+    AlertCase("PdserveNotScraped", 8, {f"up{{{AT_PROXY}}}": "1x4 0x40"}, {**PROXY, "component": "proxy"}),
     AlertCase(
         "PdserveNodeRestarts",
         12,
@@ -171,6 +195,8 @@ CASES = [
     AlertCase("PdserveTcpFallback", 8, links("rc,tcp,self", tcp="0x20")),
     AlertCase("PdserveTcpFallback", 8, links("tcp,self,cuda_copy", tcp="3x20")),
     AlertCase("PdserveTcpFallback", 8, links("", tcp="3x20")),
+    AlertCase("PdserveTcpFallback", 8, links("", tcp="3x20", ucx="1.21.0 system verbs"), DECODE, value="3"),
+    AlertCase("PdserveTcpFallback", 8, links("tcp,self", tcp="3x20", ucx="1.21.0 system verbs")),
     AlertCase("PdserveKvNearlyFull", 12, {KV_USE: "0.5x4 0.97x20"}, DECODE, value="97%"),
     AlertCase("PdserveKvNearlyFull", 12, {KV_USE: "0.97x8 0.5x2 0.97x20"}),
     AlertCase(
@@ -243,6 +269,9 @@ CASES = [
         NAMESPACE,
         value="10%",
     ),
+    AlertCase("PdserveRequestsFail", 20, broken("upstream_lost"), NAMESPACE, value="10%"),
+    AlertCase("PdserveRequestsFail", 20, broken("timed_out"), NAMESPACE, value="10%"),
+    AlertCase("PdserveRequestsFail", 20, broken("client_gone")),
     AlertCase(
         "PdserveRequestsFail",
         20,

@@ -29,6 +29,7 @@ LATE_LABELS = {
     ("pdserve_proxy_requests_total", "status"),
     ("pdserve_kv_transfer_failures_total", "reason"),
     ("pdserve_build_info", "transports"),
+    ("pdserve_build_info", "ucx"),
     ("process_start_time_seconds", "process"),  # one of them starts with the first grammar
 }
 """Labels whose values are not known before something happens. No alert is about their first event."""
