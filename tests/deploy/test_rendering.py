@@ -114,6 +114,71 @@ def test_values_reach_the_objects_that_they_are_about(tmp_path: Path) -> None:
     assert "NetworkPolicy" not in {kind for kind, _ in without}
 
 
+def set_values(*values: str) -> list[str]:
+    return [part for value in values for part in ("--set-string" if "PDSERVE_" in value else "--set", value)]
+
+
+@pytest.mark.parametrize(
+    ("values", "proxy_s", "prefill_s", "decode_s"),
+    [
+        ([], 625, 90, 90),
+        (["settings.PDSERVE_DRAIN_S=300"], 625, 315, 315),
+        (["decode.settings.PDSERVE_DRAIN_S=120.5", "settings.PDSERVE_DRAIN_S=10"], 625, 90, 136),
+        (["proxy.settings.PDSERVE_DRAIN_S=1800"], 1820, 90, 90),
+        (["proxy.settings.PDSERVE_DRAIN_S=5"], 625, 90, 90),
+    ],
+    ids=str,
+)
+def test_pods_get_the_time_that_their_drain_needs(
+    values: list[str], proxy_s: int, prefill_s: int, decode_s: int
+) -> None:
+    objects = by_name(helm_template(*set_values(*values)))
+    found = [
+        objects[which.kind, f"pdserve-{which.value}"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        for which in (Workload.PROXY, Workload.PREFILL, Workload.DECODE)
+    ]
+    assert found == [proxy_s, prefill_s, decode_s]
+
+
+@pytest.mark.parametrize(
+    ("values", "ranges"),
+    [
+        (["settings.PDSERVE_UCX_TCP_PORTS=50000-50099"], [(50000, 50099)]),
+        (
+            ["prefill.settings.PDSERVE_UCX_TCP_PORTS=50000-50099", "settings.PDSERVE_UCX_TCP_PORTS=51000-51001"],
+            [(51000, 51001), (50000, 50099)],
+        ),
+    ],
+    ids=str,
+)
+def test_the_network_policy_opens_the_ports_that_ucx_takes(values: list[str], ranges: list[tuple[int, int]]) -> None:
+    spec = by_name(helm_template(*set_values(*values)))["NetworkPolicy", "pdserve-nodes"]["spec"]
+    wanted = [{"protocol": "TCP", "port": 8200}]
+    wanted += [{"protocol": "TCP", "port": first, "endPort": last} for first, last in ranges]
+    assert spec["ingress"][1]["ports"] == spec["egress"][1]["ports"] == wanted
+    assert spec["ingress"][0]["ports"] == [{"protocol": "TCP", "port": 8001}]
+    assert spec["egress"][0]["ports"] == [{"protocol": "TCP", "port": 8100}]
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (["settings.PDSERVE_UCX_TCP_PORTS="], "a range such as 42000-42999 is needed"),
+        (["decode.settings.PDSERVE_UCX_TCP_PORTS=42000"], "of decode nodes"),
+        (["proxy.settings.PDSERVE_DRAIN_S=long"], "PDSERVE_DRAIN_S of the proxy"),
+        (["autoscaling.enabled=true", "autoscaling.minReplicas=9"], "more than maxReplicas, 8"),
+    ],
+    ids=str,
+)
+def test_helm_refuses_values_that_contradict_each_other(values: list[str], why: str) -> None:
+    with pytest.raises(ToolFailed, match=why):
+        helm_template(*set_values(*values))
+
+
+def test_without_network_policies_ucx_may_take_any_port() -> None:
+    helm_template(*set_values("settings.PDSERVE_UCX_TCP_PORTS=", "networkPolicy.enabled=false"))
+
+
 def test_scaling_asks_about_the_releases_own_namespace() -> None:
     found = helm_template("--set", "autoscaling.enabled=true", namespace="chat")
     queries = [
@@ -132,6 +197,18 @@ def test_monitoring_gets_the_labels_that_an_operator_looks_for() -> None:
     for kind in ("PodMonitor", "PrometheusRule"):
         (one,) = [each for each in found if each["kind"] == kind]
         assert one["metadata"]["labels"] == {"app.kubernetes.io/name": "pdserve", "release": "prometheus"}
+
+
+def test_alerts_lead_to_where_the_page_is_kept() -> None:
+    kept = "https://wiki.example/pdserve/operations"
+    found = helm_template("--set", "monitoring.enabled=true", "--set", f"monitoring.runbook={kept}")
+    (rules,) = [each for each in found if each["kind"] == "PrometheusRule"]
+    for group in rules["spec"]["groups"]:
+        for rule in group["rules"]:
+            assert rule["annotations"].get("runbook_url") == f"{kept}#{rule['alert'].lower()}"
+            assert "runbook" not in rule["annotations"]
+    with pytest.raises(ToolFailed, match="runbook"):
+        helm_template("--set", "monitoring.enabled=true", "--set", "monitoring.runbook=docs/mine.md")
 
 
 def test_components_add_what_they_say(tmp_path: Path) -> None:
@@ -157,16 +234,29 @@ def test_components_add_what_they_say(tmp_path: Path) -> None:
         assert ("replicas" in objects[which.kind, f"pdserve-{which.value}"]["spec"]) is (which is Workload.PROXY)
 
 
-def test_the_pages_own_overlay_is_one() -> None:
+def overlay_of_the_page(folder: str) -> dict[tuple[str, str], Manifest]:
+    """Returns what the page's overlay in ``folder`` gives."""
     page = (DEPLOY.parent / "docs" / "operations.md").read_text()
-    (overlay,) = re.findall(r"```yaml\n# mine/kustomization.yaml.*?\n(.*?)```", page, re.DOTALL)
-    with tempfile.TemporaryDirectory(dir=DEPLOY.parent) as folder:
-        (Path(folder) / "kustomization.yaml").write_text(overlay)
-        objects = by_name(parse(run_tool(DeployTool.KUBECTL, "kustomize", folder)))
+    (overlay,) = re.findall(rf"```yaml\n# {folder}/kustomization.yaml.*?\n(.*?)```", page, re.DOTALL)
+    with tempfile.TemporaryDirectory(dir=DEPLOY.parent) as beside:
+        (Path(beside) / "kustomization.yaml").write_text(overlay)
+        return by_name(parse(run_tool(DeployTool.KUBECTL, "kustomize", beside)))
+
+
+def test_the_pages_own_overlay_is_one() -> None:
+    objects = overlay_of_the_page("mine")
     decode = objects["StatefulSet", "pdserve-decode"]["spec"]
     assert decode["replicas"] == 4
     assert decode["template"]["spec"]["containers"][0]["image"] == "registry.example/pdserve:0.1.0"
     assert objects["ConfigMap", "pdserve-settings"]["data"]["PDSERVE_SERVED_MODEL_NAME"] == "chat"
+
+
+def test_the_pages_monitoring_has_the_label_and_is_otherwise_the_same() -> None:
+    objects, plain = overlay_of_the_page("watch"), by_name(rendered(Rendering.MONITORING))
+    assert objects.keys() == plain.keys()
+    for name, found in objects.items():
+        assert found["metadata"]["labels"].pop("release") == "kube-prometheus-stack"
+        assert found == plain[name]
 
 
 @pytest.mark.parametrize("version", KUBERNETES)

@@ -19,6 +19,57 @@
 {{ toYaml .object }}
 {{- end -}}
 
+{{/* Prints the setting .name of the role .role: its own, or that of all, or the one of ../base. */}}
+{{- define "pdserve.setting" -}}
+{{- $value := index ((.root.Files.Get "base/settings.yaml" | fromYaml).data) .name | default "" -}}
+{{- if hasKey .root.Values.settings .name }}{{ $value = index .root.Values.settings .name }}{{ end -}}
+{{- range .container.env }}{{ if eq .name $.name }}{{ $value = .value }}{{ end }}{{ end -}}
+{{- $value -}}
+{{- end -}}
+
+{{/* Gives the pod time for its drain: preStop, PDSERVE_DRAIN_S and 15 s, unless it has that already. Prints nothing. */}}
+{{- define "pdserve.grace" -}}
+{{- $drain := include "pdserve.setting" (dict "root" .root "container" .container "name" "PDSERVE_DRAIN_S") -}}
+{{- if not (regexMatch "^[0-9]+([.][0-9]+)?$" $drain) -}}
+{{- fail (printf "PDSERVE_DRAIN_S of the %s is %q: a number of seconds is needed" .role $drain) -}}
+{{- end -}}
+{{- $before := 0 -}}
+{{- with .container.lifecycle }}{{ $before = int (index .preStop.exec.command 1) }}{{ end -}}
+{{- $needed := add $before (ceil (float64 $drain)) 15 -}}
+{{- $_ := set .pod "terminationGracePeriodSeconds" (max (int .pod.terminationGracePeriodSeconds) $needed) -}}
+{{- end -}}
+
+{{/* Prints, as a list in YAML, the ports that UCX takes on the nodes, of either role. */}}
+{{- define "pdserve.ucxPorts" -}}
+{{- $ports := list -}}
+{{- range (include "pdserve.read" (dict "root" . "folder" "base") | fromYaml).objects -}}
+{{- if eq .kind "StatefulSet" -}}
+{{- $role := index .metadata.labels "app.kubernetes.io/component" -}}
+{{- $own := (index $.Values $role).settings -}}
+{{- $env := list -}}
+{{- range $name, $value := $own }}{{ $env = append $env (dict "name" $name "value" $value) }}{{ end -}}
+{{- $range := include "pdserve.setting" (dict "root" $ "container" (dict "env" $env) "name" "PDSERVE_UCX_TCP_PORTS") -}}
+{{- if not (regexMatch "^[0-9]+-[0-9]+$" $range) -}}
+{{- fail (printf "PDSERVE_UCX_TCP_PORTS of %s nodes is %q: a range such as 42000-42999 is needed, which the network policy opens; or set networkPolicy.enabled=false" $role $range) -}}
+{{- end -}}
+{{- $parts := splitList "-" $range -}}
+{{- $ports = append $ports (dict "protocol" "TCP" "port" (int (first $parts)) "endPort" (int (last $parts))) -}}
+{{- end -}}
+{{- end -}}
+{{- uniq $ports | toYaml -}}
+{{- end -}}
+
+{{/* Lets UCX's ports through the network policy .policy between nodes, in place. Prints nothing. */}}
+{{- define "pdserve.openUcxPorts" -}}
+{{- $ucx := include "pdserve.ucxPorts" .root | fromYamlArray -}}
+{{- range concat .policy.spec.ingress .policy.spec.egress -}}
+{{- $ports := list -}}
+{{- $opens := false -}}
+{{- range .ports }}{{ if hasKey . "endPort" }}{{ $opens = true }}{{ else }}{{ $ports = append $ports . }}{{ end }}{{ end -}}
+{{- if $opens }}{{ $_ := set . "ports" (concat $ports $ucx) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Applies the values to the Deployment or StatefulSet .object, in place. Prints nothing. */}}
 {{- define "pdserve.workload" -}}
 {{- $values := .root.Values -}}
@@ -47,6 +98,7 @@
 {{- range $pod.volumes -}}
 {{- if .secret }}{{ $_ := set .secret "secretName" $values.secret.existingSecret }}{{ end -}}
 {{- end -}}
+{{- include "pdserve.grace" (dict "root" .root "role" $role "pod" $pod "container" $container) -}}
 {{- if eq $role "proxy" }}{{ include "pdserve.proxy" (dict "values" $values "pod" $pod "container" $container) }}
 {{- else }}{{ include "pdserve.node" (dict "values" $values "pod" $pod "container" $container) }}{{ end -}}
 {{- end -}}
