@@ -28,6 +28,7 @@ _PACKET_IGNORE_OUTGOING = 23
 _BUFFER_BYTES = 16 * 2**20
 _LARGEST_FRAME = 2**16 + 64
 _FRAMES_AT_ONCE = 64
+_FULL_FRAME = 1_400
 
 
 @dataclass(slots=True)
@@ -44,6 +45,8 @@ class Path:
     """The number of frames that were lost since the start."""
     cut_at: float = math.inf
     """The value of ``passed`` at which the path is cut."""
+    corrupt: bool = False
+    """Whether a byte of the next full frame is changed. Its checksum is not looked at: a network card would set it."""
     was_cut: threading.Event = field(default_factory=threading.Event)
     """This event is set when ``passed`` has reached ``cut_at``."""
 
@@ -53,7 +56,7 @@ class Path:
         self.cut_at = self.passed + size
 
     def mend(self) -> None:
-        self.cut_at, self.cut, self.loss, self.delay_s = math.inf, False, 0.0, 0.0
+        self.cut_at, self.cut, self.loss, self.delay_s, self.corrupt = math.inf, False, 0.0, 0.0, False
 
     def passes(self, size: int, dice: random.Random) -> bool:
         """Decides whether a frame of this size passes, and counts it."""
@@ -154,6 +157,10 @@ class Wire:
         path = self.path(source.host, target.host)
         if not path.passes(len(frame), self._dice):
             return
+        if path.corrupt and len(frame) > _FULL_FRAME:
+            path.corrupt = False
+            middle = len(frame) // 2
+            frame = frame[:middle] + bytes([frame[middle] ^ 0x10]) + frame[middle + 1 :]
         if path.delay_s:
             heapq.heappush(self._delayed, (time.monotonic() + path.delay_s, next(self._numbers), target, frame))
         else:

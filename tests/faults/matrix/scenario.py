@@ -1,0 +1,371 @@
+"""Plays one cell of the table: brings a request to its phase, injects the fault, and checks the promise."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.eventually import eventually
+from tests.faults.matrix.client import Client
+from tests.faults.matrix.engine_program import HOLD, POISON, POISONED_POSITION
+from tests.faults.matrix.stage import KV_CACHE_MIB, MAX_IN_FLIGHT, Server, Stage, children_of
+from tests.faults.matrix.table import Cell, Fault, Phase, Promise, Victim
+from tests.tiny_models import VOCAB_SIZE, Reference
+
+PROMPT_TOKENS = 900
+SOME_TOKENS = 5
+SILENCE_S = 1.5
+"""A client that may ask another proxy gives the first one up after so many seconds of silence."""
+SLOW_S = 0.04
+BLOCK_BYTES = 16 * 4 * 2 * 2 * 32 * 4
+"""The bytes of a block of the model: tokens, layers, KV heads, keys and values, head size, fp32."""
+SOME_BYTES = PROMPT_TOKENS // 16 * BLOCK_BYTES // 3
+BLOCKS = -(-PROMPT_TOKENS // 16)
+"""The blocks of a prompt."""
+NODE_BLOCKS = KV_CACHE_MIB * 2**20 // BLOCK_BYTES
+HOGS = MAX_IN_FLIGHT
+MAX_LOST = 2
+
+
+def _prompt(length: int = PROMPT_TOKENS, **at: int) -> tuple[int, ...]:
+    """Returns a prompt of ordinary tokens, with ``HOLD`` and ``POISON`` where ``at`` says."""
+    tokens = random.Random(7).choices(range(7, VOCAB_SIZE), k=length)
+    for name, place in at.items():
+        tokens[place] = {"hold": HOLD, "poison": POISON}[name]
+    return tuple(tokens)
+
+
+PLAIN = _prompt()
+HELD_AT_ONCE = _prompt(hold=3)
+"""Its engine is held before any block is computed."""
+HELD_IN_THE_END = _prompt(hold=-3)
+"""Its engine is held when most blocks are on their way."""
+SHORT = _prompt(12, hold=3)
+"""The decode node computes it itself, and is held."""
+POISONED = _prompt(poison=3)
+POISONED_IN_THE_END = _prompt(poison=-3)
+POISONED_WHILE_HELD = _prompt(hold=3, poison=200)
+POISONED_ANSWER = _prompt(POISONED_POSITION - 20)
+"""Its engine ends some tokens behind the prompt."""
+
+
+class Answers:
+    """The right answers, by transformers."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def to(self, prompt: Sequence[int]) -> list[int]:
+        key = tuple(prompt)
+        if key not in self._known:
+            self._known[key] = self._reference.answer(list(key))
+        return self._known[key]
+
+
+@dataclass
+class Scene:
+    """A request in its phase, and who has it."""
+
+    client: Client
+    victim: Server
+    prefill: Server | None = None
+    decode: Server | None = None
+
+
+class Scenario:
+    """One cell on one stage."""
+
+    def __init__(self, stage: Stage, cell: Cell, answers: Answers) -> None:
+        self._stage = stage
+        self._cell = cell
+        self._answers = answers
+        self._hogs: list[Client] = []
+        self._undo = ExitStack()
+
+    def play(self) -> float:
+        """Returns how long the client has waited for what the fault held up. The cluster is whole again then."""
+        if self._cell.promise is Promise.REFUSED:
+            return self._play_poison()
+        with self._undo:
+            scene = self._scene()
+            self._drain(scene)
+            since_s = time.monotonic()
+            self._inject(scene)
+            self._stage.open_gate()
+            scene.client.wait()
+            self._check_whole(scene.client)
+        for hog in self._hogs:
+            hog.wait()
+            self._check_whole(hog)
+        self._stage.mend()
+        return scene.client.longest_pause_s(since_s)
+
+    def _check_whole(self, client: Client) -> None:
+        assert client.refusal is None or client.over, client.refusal
+        assert client.over, f"the answer has no end; {len(client.tokens)} tokens, {client.tries} tries"
+        assert client.tokens == self._answers.to(client.prompt)
+        if len(client.urls) == 1:
+            assert client.tries == 1
+
+    # ------------------------------------------------------------ a request in its phase
+
+    def _client(self, prompt: Sequence[int]) -> Client:
+        """Sends a request. Only where a proxy fails may the client ask again."""
+        urls = [proxy.url for proxy in self._stage.proxies]
+        if self._cell.promise is Promise.ASKS_AGAIN:
+            return Client(urls, prompt, SILENCE_S)
+        return Client(urls[:1], prompt)
+
+    def _hog(self, prompt: Sequence[int], proxy: int = 0) -> None:
+        urls = [server.url for server in self._stage.proxies]
+        asks_again = self._cell.promise is Promise.ASKS_AGAIN
+        self._hogs.append(Client(urls, prompt, SILENCE_S) if asks_again else Client([urls[proxy]], prompt))
+
+    def _under_way(self, server: Server) -> float:
+        return self._stage.proxies[0].metric("proxy_node_requests_in_flight", node=server.name)
+
+    def _of_role(self, role: str) -> dict[str, float]:
+        return {server.name: self._under_way(server) for server in self._stage.of_role(role)}
+
+    def _scene(self) -> Scene:
+        match self._cell.phase:
+            case Phase.QUEUED:
+                return self._queued()
+            case Phase.PREFILL:
+                return self._held(HELD_AT_ONCE)
+            case Phase.TRANSFER:
+                return self._held(HELD_IN_THE_END, SOME_BYTES)
+            case Phase.DECODE:
+                return self._decoding()
+            case Phase.DRAIN if self._role() == "prefill":
+                return self._held(HELD_AT_ONCE)
+            case Phase.DRAIN:
+                return self._decoding()
+
+    def _role(self) -> str:
+        """Returns the role of the victim's node."""
+        match self._cell.victim:
+            case Victim.PROXY:
+                return "proxy"
+            case Victim.PREFILL:
+                return "prefill"
+            case Victim.RANK if self._cell.phase not in (Phase.DECODE, Phase.DRAIN):
+                return "prefill"
+            case _:
+                return "decode"
+
+    def _queued(self) -> Scene:
+        role, proxy = self._role(), self._stage.proxies[0]
+        self._stage.close_gate()
+        if role == "proxy":
+            for _ in range(MAX_IN_FLIGHT):
+                self._hog(SHORT)
+            eventually(lambda: sum(self._of_role("decode").values()) == MAX_IN_FLIGHT, "the proxy is full")
+            client = self._client(PLAIN)
+            eventually(lambda: proxy.metric("proxy_requests_queued") == 1, "the request waits at the proxy")
+            return Scene(client, proxy)
+        every = self._stage.of_role(role)
+        while len(self._stage.held(role)) < len(every):
+            self._hog(HELD_AT_ONCE if role == "prefill" else SHORT)
+            sent = len(self._hogs)
+            eventually(lambda: sum(self._of_role("decode").values()) == sent, "it is at its node")  # noqa: B023
+            eventually(lambda: len(self._stage.held(role)) >= min(sent, len(every)), "its node is held")  # noqa: B023
+        before = self._of_role(role)
+        client = self._client(PLAIN)
+
+        def where() -> Server | None:
+            now = self._of_role(role)
+            return next((server for server in every if now[server.name] > before[server.name]), None)
+
+        return Scene(client, eventually(where, "the request waits at a node"))
+
+    def _held(self, prompt: Sequence[int], sent: int = 0) -> Scene:
+        self._stage.close_gate()
+        wire = self._stage.network.wire
+        pairs = [(a.name, b.name) for a in self._stage.of_role("prefill") for b in self._stage.of_role("decode")]
+        before = {pair: wire.path(*pair).passed for pair in pairs}
+        client = self._client(prompt)
+        prefill = eventually(lambda: next(iter(self._stage.held("prefill")), None), "a prefill node computes it")
+        decode = self._decoder()
+        pair = (prefill.name, decode.name)
+        eventually(lambda: wire.path(*pair).passed - before[pair] >= sent, "its blocks are on their way")
+        return self._scene_of(client, prefill, decode)
+
+    def _decoding(self) -> Scene:
+        client = self._client(PLAIN)
+        eventually(lambda: len(client.tokens) >= SOME_TOKENS, "tokens come")
+        return self._scene_of(client, self._stage.of_role("prefill")[0], self._decoder())
+
+    def _decoder(self) -> Server:
+        def found() -> Server | None:
+            return next((node for node in self._stage.of_role("decode") if self._under_way(node)), None)
+
+        return eventually(found, "a decode node has it")
+
+    def _scene_of(self, client: Client, prefill: Server, decode: Server) -> Scene:
+        victims = {"proxy": self._stage.proxies[0], "prefill": prefill, "decode": decode}
+        return Scene(client, victims[self._role()], prefill, decode)
+
+    def _drain(self, scene: Scene) -> None:
+        if self._cell.phase is Phase.DRAIN:
+            scene.victim.draining = True
+            scene.victim.process.popen.terminate()
+
+    # ------------------------------------------------------------ faults
+
+    def _inject(self, scene: Scene) -> None:
+        victim, wire = scene.victim, self._stage.network.wire
+        match self._cell.fault:
+            case Fault.SIGKILL:
+                self._kill(victim, self._rank(victim) if self._of_rank else victim.process.pid)
+            case Fault.OOM_KILL:
+                # The kernel would choose the same: what has most memory.
+                self._kill(victim, max(victim.pids, key=_oom_score))
+            case Fault.SIGSTOP:
+                self._stop(victim)
+            case Fault.CUT:
+                self._undo.callback(wire.mend)
+                for path in wire.around(victim.name):
+                    path.cut = True
+            case Fault.SLOW:
+                self._undo.callback(wire.mend)
+                for path in wire.around(victim.name):
+                    path.delay_s = SLOW_S
+            case Fault.CORRUPT:
+                assert scene.prefill is not None
+                assert scene.decode is not None
+                path = wire.path(scene.prefill.name, scene.decode.name)
+                path.corrupt = True
+                self._undo.callback(_was_corrupted, scene.decode, _corrupt(scene.decode))
+            case Fault.OUT_OF_KV:
+                for _ in range(HOGS):
+                    self._hog(PLAIN, proxy=1)
+                eventually(lambda: self._blocks_wanted(victim) > NODE_BLOCKS, "more is there than the node has blocks")
+            case Fault.DISK_FULL:
+                self._fill_disk(victim)
+            case Fault.POISON:
+                raise AssertionError("the request itself is the fault")
+
+    def _blocks_wanted(self, node: Server) -> float:
+        under_way = [proxy.metric("proxy_node_requests_in_flight", node=node.name) for proxy in self._stage.proxies]
+        return BLOCKS * sum(under_way)
+
+    @property
+    def _of_rank(self) -> bool:
+        return self._cell.victim is Victim.RANK
+
+    @staticmethod
+    def _rank(victim: Server) -> int:
+        """Returns the process id of the last rank of a node."""
+        return max(children_of(victim.engine))
+
+    def _kill(self, victim: Server, pid: int) -> None:
+        with suppress(ProcessLookupError):  # a node that drains may be gone
+            os.kill(pid, signal.SIGKILL)
+        self._undo.callback(eventually, lambda: victim.process.ended, f"{victim.name} has ended")
+
+    def _stop(self, victim: Server) -> None:
+        pids = [self._rank(victim)] if self._of_rank else victim.pids
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+            self._undo.callback(_go_on, pid)
+        if self._of_rank:
+            self._undo.callback(eventually, lambda: victim.process.ended, f"{victim.name} has ended")
+
+    def _fill_disk(self, victim: Server) -> None:
+        """Lets no file of the victim grow, as a disk without space would not."""
+        for pid in victim.pids:
+            with suppress(ProcessLookupError):
+                before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+                self._undo.callback(_restore_file_size, pid, before)
+        written = victim.process.log.stat().st_size
+        self._undo.callback(_has_not_grown, victim.process.log, written)
+
+    # ------------------------------------------------------------ a request that ends engines
+
+    def _play_poison(self) -> float:
+        stage, cell = self._stage, self._cell
+        engines = stage.engines()
+        self._stage.close_gate()
+        prompt: Sequence[int] = POISONED_ANSWER
+        if self._role() == "prefill":
+            by_phase = {Phase.TRANSFER: POISONED_IN_THE_END, Phase.DRAIN: POISONED_WHILE_HELD}
+            prompt = by_phase.get(cell.phase, POISONED)
+        since_s = time.monotonic()
+        client = Client([stage.proxies[0].url], prompt)
+        if cell.phase is Phase.DRAIN:
+            if self._role() == "prefill":
+                victim = eventually(lambda: next(iter(stage.held("prefill")), None), "a prefill node computes it")
+            else:
+                eventually(lambda: client.tokens, "tokens come")
+                victim = self._decoder()
+            victim.draining = True
+            victim.process.popen.terminate()
+        stage.open_gate()
+        client.wait()
+        took_s = time.monotonic() - since_s
+        refusal = client.refusal
+        assert refusal is not None, "it is no answer"
+        again = Client([stage.proxies[0].url], prompt)
+        again.wait()
+        assert again.refusal is not None
+        assert (again.refusal.status, again.refusal.code) == (400, "suspected_request")
+        assert refusal.request_id in again.refusal.message
+        drained = {node.name for node in stage.nodes if node.draining}
+        lost = [name for name in stage.lost_since(engines) if name not in drained]
+        assert 1 <= len(lost) <= MAX_LOST, f"lost: {lost}"
+        for name in lost:
+            server = stage.servers[name]
+            eventually(partial(_has_ended, server), f"{name} has ended")
+        stage.mend()
+        ordinary = Client([stage.proxies[0].url], PLAIN)
+        ordinary.wait()
+        self._check_whole(ordinary)
+        return took_s
+
+
+def play(stage: Stage, cell: Cell, answers: Answers) -> float:
+    """Plays a cell, and returns how long its client has waited for what the fault held up."""
+    return Scenario(stage, cell, answers).play()
+
+
+def _has_ended(server: Server) -> bool:
+    return server.process.ended
+
+
+def _oom_score(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/oom_score").read_text())
+    return 0
+
+
+def _go_on(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _corrupt(node: Server) -> float:
+    return node.metric("kv_transfer_failures_total", reason="corrupt")
+
+
+def _was_corrupted(node: Server, before: float) -> None:
+    eventually(lambda: _corrupt(node) > before, "the decode node has noticed the wrong block")
+
+
+def _restore_file_size(pid: int, before: tuple[int, int]) -> None:
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def _has_not_grown(log: Path, size: int) -> None:
+    assert log.stat().st_size == size, "the disk was not full"
