@@ -6,6 +6,7 @@ import asyncio
 import re
 import shlex
 import subprocess
+from itertools import product
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -34,8 +35,10 @@ from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.registry import Registry
 from tests.bench.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
-from tests.docs import goodput_page, openapi_document, results_plot, stream_tables
+from tests.docs import goodput_page, openapi_document, reliability_page, results_plot, stream_tables
 from tests.docs.configuration_table import PAGE, render
+from tests.faults.matrix.figures import read_figures
+from tests.faults.matrix.table import CELLS, TESTED, Fault, Phase, Victim
 
 ROOT = Path(__file__).parents[2]
 REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
@@ -125,6 +128,16 @@ def test_the_tables_of_streaming_are_those_of_the_committed_figures() -> None:
     text = stream_tables.PAGE.read_text()
     report = read_report(stream_tables.FIGURES)
     assert stream_tables.page_with(text, report) == text, "python -m tests.docs.stream_tables writes them anew"
+
+
+def test_the_page_of_faults_has_every_cell_and_the_committed_figures() -> None:
+    text, figures = reliability_page.PAGE.read_text(), read_figures(reliability_page.FIGURES)
+    assert figures.seconds.keys() <= {cell.name for cell in TESTED}
+    again = "python -m tests.docs.reliability_page writes it anew"
+    assert reliability_page.page_with(text, figures) == text, again
+    assert {(cell.fault, cell.victim, cell.phase) for cell in CELLS} == set(product(Fault, Victim, Phase))
+    assert all((cell.promise is None) is bool(cell.why_not) for cell in CELLS)
+    assert sum(not cell.nightly for cell in TESTED) == int(re.findall(r"(\d+) of the tests run in", text)[0])
 
 
 @pytest.mark.skipif(not goodput_page.FIGURES.exists(), reason="no figures of pdserve bench goodput are committed yet")

@@ -284,10 +284,12 @@ class Scenario:
 
     def _fill_disk(self, victim: Server) -> None:
         """Lets no file of the victim grow, as a disk without space would not."""
-        for pid in victim.pids:
+        for pid in [self._rank(victim)] if self._of_rank else victim.pids:
             with suppress(ProcessLookupError):
                 before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
                 self._undo.callback(_restore_file_size, pid, before)
+        if self._of_rank:  # the other one goes on writing its log
+            return
         written = victim.process.log.stat().st_size
         self._undo.callback(_has_not_grown, victim.process.log, written)
 

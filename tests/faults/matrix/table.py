@@ -72,7 +72,7 @@ _REASONS: dict[tuple[Fault, Victim | None, Phase | None], str] = {
     (Fault.CORRUPT, None, Phase.QUEUED): _NO_BLOCKS_MOVE,
     (Fault.CORRUPT, None, Phase.PREFILL): _NO_BLOCKS_MOVE,
     (Fault.CORRUPT, None, Phase.DECODE): _NO_BLOCKS_MOVE,
-    (Fault.CORRUPT, None, Phase.DRAIN): _NO_BLOCKS_MOVE,
+    (Fault.CORRUPT, None, Phase.DRAIN): "blocks of an answer that moves are checked as in a transfer: see there",
     (Fault.CORRUPT, Victim.DECODE, Phase.TRANSFER): "the decode node receives: see the prefill node, which sends",
     (Fault.OUT_OF_KV, Victim.PROXY, None): "a proxy has no KV blocks",
     (Fault.OUT_OF_KV, Victim.RANK, None): "every rank has the same blocks: see its node",
