@@ -480,6 +480,12 @@ class GoodputBenchConfig:
         minimum=0,
         maximum=86_400_000,
     )
+    tell: Switch = setting(
+        "tell",
+        "Requests name the targets by which their answers are good, so each load runs twice: once with the tight ITL "
+        "target, once with the loose one. Off: all systems go by their own.",
+        Switch.OFF,
+    )
     lend_cores: Switch = setting(
         "lend-cores",
         "The nodes of a system lend each other their cores, as under pdserve up. Off: each computes on its own alone.",

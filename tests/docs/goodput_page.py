@@ -17,13 +17,12 @@ from pdserve.bench.goodput.figures import (
     SYSTEM,
     TTFT_RATIO,
     UNLOADED,
-    Tightness,
     against,
     goodput_name,
     verdicts,
 )
 from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT, write_plot
-from pdserve.bench.goodput.workload import Loop
+from pdserve.bench.goodput.workload import TOLD, Loop, Tightness
 from pdserve.bench.report import Report, Row, number, read_report
 from pdserve.bench_config import BenchGoodputConfig
 from pdserve.settings.setting import settings_of, to_text
@@ -105,7 +104,7 @@ def _systems(report: Report, loop: Loop) -> str:
     return _table(
         head,
         (
-            [str(row.at["shape"]), str(row.at[_LOADS[loop]]), str(row.at[SYSTEM]), *_cells(row, names)]
+            [str(row.at["shape"]), _load(row, loop), str(row.at[SYSTEM]), *_cells(row, names)]
             for row in report.rows_of(loop.value)
         ),
     )
@@ -115,7 +114,7 @@ def _ratios(report: Report) -> str:
     rows = []
     for loop, load in _LOADS.items():
         for row in report.rows_of(against(loop)):
-            rows.append([str(row.at["shape"]), f"{load} {row.at[load]}", *_cells(row, _RATIOS)])
+            rows.append([str(row.at["shape"]), f"{load} {_load(row, loop)}", *_cells(row, _RATIOS)])
     for row in report.rows_of(AGAINST_BEST):
         rows.append([str(row.at["shape"]), "highest of all loads", *_cells(row, _RATIOS)])
     return _table(["auto against the better of mixed and always", "load", *_RATIOS], rows) if rows else ""
@@ -126,8 +125,13 @@ def _peers(report: Report) -> str:
     rows = []
     for loop, load in _LOADS.items():
         for row in report.rows_of(f"{AGAINST_PEER}, {loop.value}"):
-            rows.append([str(row.at["shape"]), f"{load} {row.at[load]}", str(row.at["peer"]), *_cells(row, names)])
+            rows.append([str(row.at["shape"]), f"{load} {_load(row, loop)}", str(row.at["peer"]), *_cells(row, names)])
     return _table(["auto against other servers", "load", "peer", *names], rows) if rows else ""
+
+
+def _load(row: Row, loop: Loop) -> str:
+    load, told = row.at[_LOADS[loop]], row.at.get(TOLD)
+    return str(load) if told is None else f"{load}, told {told}"
 
 
 def _cells(row: Row, names: Iterable[str]) -> list[str]:

@@ -11,13 +11,13 @@ import os
 import sys
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.cluster import running_cluster
-from pdserve.bench.goodput.figures import GoodputRun, ShapeOutcome, Tightness, Unloaded, rows, verdicts
-from pdserve.bench.goodput.workload import LoadPoint, Loop, jobs_until, poisson_arrivals, shape_jobs
-from pdserve.bench.load import Target, first_model, run_arrivals, run_jobs
+from pdserve.bench.goodput.figures import GoodputRun, ShapeOutcome, Unloaded, rows, verdicts
+from pdserve.bench.goodput.workload import LoadPoint, Loop, Tightness, jobs_until, poisson_arrivals, shape_jobs
+from pdserve.bench.load import Job, Target, first_model, run_arrivals, run_jobs
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.process_usage import cpu_s
 from pdserve.bench.report import Report
@@ -139,19 +139,28 @@ class GoodputBench:
             Tightness.TIGHT: settings.tight_itl_ms / 1e3 or _ITL_TIMES[Tightness.TIGHT] * unloaded.itl_s,
             Tightness.LOOSE: settings.loose_itl_ms / 1e3 or _ITL_TIMES[Tightness.LOOSE] * unloaded.itl_s,
         }
-        points = [LoadPoint(shape, Loop.CLOSED, clients) for clients in settings.concurrency]
-        for percent in settings.rate_percents:
-            points.append(LoadPoint(shape, Loop.OPEN, percent, percent / 100 * unloaded.requests_per_s))
+        targets = {tightness: AnswerTargets(ttft_s, itl_s) for tightness, itl_s in itls_s.items()}
+        points = [
+            point
+            for told in (tuple(Tightness) if settings.tell is Switch.ON else (None,))
+            for point in self._points(shape, unloaded.requests_per_s, told)
+        ]
         runs: dict[LoadPoint, dict[str, list[GoodputRun]]] = {
             point: {system.name: [] for system in systems} for point in points
         }
         for number in range(settings.repeats):
             for turn, point in enumerate(points, number):
                 for system in in_order(systems, turn):
-                    run = await self._run(system, point, number, [other for other in systems if other is not system])
+                    others = [other for other in systems if other is not system]
+                    run = await self._run(system, point, number, others, targets)
                     runs[point][system.name].append(run)
-        targets = {tightness: AnswerTargets(ttft_s, itl_s) for tightness, itl_s in itls_s.items()}
         return ShapeOutcome(shape, unloaded, targets, runs)
+
+    def _points(self, shape: str, most_per_s: float, told: Tightness | None) -> Iterable[LoadPoint]:
+        for clients in self.settings.concurrency:
+            yield LoadPoint(shape, Loop.CLOSED, clients, told=told)
+        for percent in self.settings.rate_percents:
+            yield LoadPoint(shape, Loop.OPEN, percent, percent / 100 * most_per_s, told)
 
     async def _unloaded(self, system: MeasuredSystem, shape: str) -> Unloaded:
         workload, clients = self.config.workload, max(self.settings.concurrency)
@@ -173,16 +182,28 @@ class GoodputBench:
         return found
 
     async def _run(
-        self, system: MeasuredSystem, point: LoadPoint, number: int, others: Sequence[MeasuredSystem]
+        self,
+        system: MeasuredSystem,
+        point: LoadPoint,
+        number: int,
+        others: Sequence[MeasuredSystem],
+        targets: Mapping[Tightness, AnswerTargets],
     ) -> GoodputRun:
         workload, seconds = self.config.workload, self.settings.seconds
         seed = f"{point.loop.value}:{point.amount}:{number}"
+        # Two loads that differ in what is told have different prompts, too: none may be in a prefix cache.
+        seed += f":{point.told.value}" if point.told else ""
+        # Other servers have no such fields.
+        told = targets[point.told] if point.told and system.pids else None
         used = _cpu_s(others)
         if point.loop is Loop.CLOSED:
-            jobs = jobs_until(point.shape, workload, seconds, seed)
+            jobs = (telling(job, told) for job in jobs_until(point.shape, workload, seconds, seed))
             streams = await self._limited(system, run_jobs(system.target, jobs, point.amount))
         else:
-            arrivals = poisson_arrivals(point.shape, workload, point.rate, seconds, seed)
+            arrivals = [
+                replace(arrival, job=telling(arrival.job, told))
+                for arrival in poisson_arrivals(point.shape, workload, point.rate, seconds, seed)
+            ]
             streams = await self._limited(system, run_arrivals(system.target, arrivals))
         whole_s = max(stream.ended for stream in streams) - min(stream.started for stream in streams)
         self.idle_cpu_s += _cpu_s(others) - used
@@ -208,6 +229,14 @@ class GoodputBench:
         if result.failed:
             raise BenchError(f"{system.name} failed without much load: {'; '.join(result.errors)}")
         return result
+
+
+def telling(job: Job, told: AnswerTargets | None) -> Job:
+    """Returns a request that names its targets, if any are told."""
+    if told is None:
+        return job
+    named = {"target_ttft_ms": round(told.ttft_s * 1e3, 3), "target_itl_ms": round(told.itl_s * 1e3, 3)}
+    return replace(job, sampling={**job.sampling, **named})
 
 
 def in_order(systems: Sequence[MeasuredSystem], turn: int) -> list[MeasuredSystem]:

@@ -7,14 +7,13 @@ asks it of the 99th percentile of the answer's gaps, which shows stalls that a m
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.bench.answer_targets import AnswerTargets
-from pdserve.bench.goodput.workload import LoadPoint, Loop
+from pdserve.bench.goodput.workload import LoadPoint, Loop, Tightness
 from pdserve.bench.report import Better, Figure, Row, Unit, measured
 from pdserve.bench.streamed_answer import LoadResult, Stream, summarise
 from pdserve.bench_config import GoodputSystem
@@ -23,13 +22,6 @@ AUTO, MIXED, ALWAYS = (system.value for system in (GoodputSystem.AUTO, GoodputSy
 SYSTEM = "system"
 UNLOADED = "without other load"
 RATE = "rate"
-
-
-class Tightness(enum.Enum):
-    """How far from a step without other load the ITL target is."""
-
-    TIGHT = "tight"
-    LOOSE = "loose"
 
 
 def goodput_name(tightness: Tightness, at_p99: bool = False) -> str:
@@ -76,10 +68,11 @@ class ShapeOutcome:
     targets: Mapping[Tightness, AnswerTargets]
     runs: Mapping[LoadPoint, Mapping[str, Sequence[GoodputRun]]]
 
-    def goodputs(self, runs: Sequence[GoodputRun]) -> dict[str, float]:
+    def goodputs(self, point: LoadPoint, runs: Sequence[GoodputRun]) -> dict[str, float]:
         """Returns the good answers a second by the name of their figure, over all ``runs`` together."""
         met: dict[str, Callable[[Stream], bool]] = {}
-        for tightness, targets in self.targets.items():
+        for tightness in point.measured_by:
+            targets = self.targets[tightness]
             met[goodput_name(tightness)] = targets.met_in_mean
             met[goodput_name(tightness, at_p99=True)] = targets.met_at_p99
         streams = [stream for run in runs for stream in run.streams]
@@ -118,7 +111,7 @@ def _system_rows(outcome: ShapeOutcome, point: LoadPoint) -> list[Row]:
             Figure(RATE, point.rate, Unit.REQUESTS_PER_S),
             *(
                 Figure(name, value, Unit.REQUESTS_PER_S, Better.HIGHER)
-                for name, value in outcome.goodputs(runs).items()
+                for name, value in outcome.goodputs(point, runs).items()
             ),
             Figure("output", result.output_tokens_per_s, Unit.TOKENS_PER_S, Better.HIGHER),
             Figure("TTFT p50", result.ttft_s.p50 * 1e3, Unit.MS, Better.LOWER),
@@ -137,7 +130,7 @@ def _ratio_rows(outcome: ShapeOutcome, point: LoadPoint) -> list[Row]:
     ours = by_system.get(AUTO)
     if ours is None:
         return []
-    goodputs = {system: outcome.goodputs(runs) for system, runs in by_system.items()}
+    goodputs = {system: outcome.goodputs(point, runs) for system, runs in by_system.items()}
     figures = [*_against_better(goodputs)]
     if MIXED in by_system:
         figures += _paired(ours, by_system[MIXED], MIXED)
@@ -146,7 +139,7 @@ def _ratio_rows(outcome: ShapeOutcome, point: LoadPoint) -> list[Row]:
     found = [Row(against(point.loop), point.at, measured(*figures))]
     for peer, runs in by_system.items():
         if peer not in (AUTO, MIXED, ALWAYS):
-            figures = [_goodput_ratio(name, goodputs[AUTO], [goodputs[peer]]) for name in GOODPUTS]
+            figures = [_goodput_ratio(name, goodputs[AUTO], [goodputs[peer]]) for name in goodputs[AUTO]]
             figures += _paired(ours, runs, "peer")
             found.append(Row(f"{AGAINST_PEER}, {point.loop.value}", {**point.at, "peer": peer}, measured(*figures)))
     return found
@@ -155,10 +148,10 @@ def _ratio_rows(outcome: ShapeOutcome, point: LoadPoint) -> list[Row]:
 def _best_rows(outcome: ShapeOutcome) -> list[Row]:
     """Returns the ratios of the highest goodput that each system has at any load."""
     best: dict[str, dict[str, float]] = {}
-    for by_system in outcome.runs.values():
+    for point, by_system in outcome.runs.items():
         for system, runs in by_system.items():
             own = best.setdefault(system, dict.fromkeys(GOODPUTS, 0.0))
-            for name, value in outcome.goodputs(runs).items():
+            for name, value in outcome.goodputs(point, runs).items():
                 own[name] = max(own[name], value)
     figures = measured(*_against_better(best)) if AUTO in best else ()
     return [Row(AGAINST_BEST, {"shape": outcome.shape}, figures)] if figures else []
@@ -166,7 +159,7 @@ def _best_rows(outcome: ShapeOutcome) -> list[Row]:
 
 def _against_better(goodputs: Mapping[str, Mapping[str, float]]) -> list[Figure]:
     others = [goodputs[system] for system in (MIXED, ALWAYS) if system in goodputs]
-    return [_goodput_ratio(name, goodputs[AUTO], others) for name in GOODPUTS] if others else []
+    return [_goodput_ratio(name, goodputs[AUTO], others) for name in goodputs[AUTO]] if others else []
 
 
 def _goodput_ratio(name: str, ours: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> Figure:

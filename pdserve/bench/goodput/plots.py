@@ -14,8 +14,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pdserve.bench.goodput.figures import ALWAYS, AUTO, MIXED, RATE, SYSTEM, Tightness, goodput_name
-from pdserve.bench.goodput.workload import Loop
+from pdserve.bench.goodput.figures import ALWAYS, AUTO, MIXED, RATE, SYSTEM, goodput_name
+from pdserve.bench.goodput.workload import TOLD, Loop, Tightness
 from pdserve.bench.report import Report, Row
 from pdserve.errors import BenchError
 
@@ -40,24 +40,36 @@ Lines = Mapping[str, Sequence[PlotPoint]]
 
 
 def goodput_lines(report: Report, shape: str, tightness: Tightness) -> Lines:
-    """Returns goodput over the rate of the requests, both a second."""
+    """Returns goodput over the rate of the requests, both a second. Only what was told no other target counts."""
     name = goodput_name(tightness)
     return {
-        system: [PlotPoint(row.figure(RATE).value, row.figure(name).value, "") for row in rows]
+        system: [
+            PlotPoint(row.figure(RATE).value, row.figure(name).value, "")
+            for row in rows
+            if row.at.get(TOLD, tightness.value) == tightness.value
+        ]
         for system, rows in _rows_by_system(report, Loop.OPEN, shape).items()
     }
 
 
 def latency_lines(report: Report, shape: str) -> Lines:
-    """Returns ITL p99 over TTFT p50, both in ms. A load without an answer has no point."""
+    """Returns ITL p99 over TTFT p50, both in ms. A load without an answer has no point.
+
+    The points of each target that requests name are after each other.
+    """
     return {
         system: [
-            PlotPoint(row.figure("TTFT p50").value, row.figure("ITL p99").value, str(row.at["clients"]))
+            PlotPoint(row.figure("TTFT p50").value, row.figure("ITL p99").value, _load(row))
             for row in rows
             if {"TTFT p50", "ITL p99"} <= {figure.name for figure in row.figures}
         ]
         for system, rows in _rows_by_system(report, Loop.CLOSED, shape).items()
     }
+
+
+def _load(row: Row) -> str:
+    told = row.at.get(TOLD)
+    return str(row.at["clients"]) if told is None else f"{row.at['clients']} {told}"
 
 
 def shapes_of(report: Report, loop: Loop) -> list[str]:

@@ -23,6 +23,16 @@ class Loop(enum.Enum):
     """Requests come at a rate, whatever the server does."""
 
 
+class Tightness(enum.Enum):
+    """How far from a step without other load the ITL target is."""
+
+    TIGHT = "tight"
+    LOOSE = "loose"
+
+
+TOLD = "told"
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
     """One load on requests of one shape."""
@@ -33,11 +43,20 @@ class LoadPoint:
     """The number of clients, or the rate in percent of the first system's."""
     rate: float = float("nan")
     """The requests a second of an open loop."""
+    told: Tightness | None = None
+    """The targets that the requests name; None if the systems do not know by what they are measured."""
 
     @property
     def at(self) -> dict[str, int | str]:
         """The conditions of the point's rows."""
-        return {"shape": self.shape, "clients" if self.loop is Loop.CLOSED else "rate %": self.amount}
+        load: dict[str, int | str] = {"clients" if self.loop is Loop.CLOSED else "rate %": self.amount}
+        told: dict[str, int | str] = {} if self.told is None else {TOLD: self.told.value}
+        return {"shape": self.shape, **load, **told}
+
+    @property
+    def measured_by(self) -> tuple[Tightness, ...]:
+        """The targets that say which of the point's answers are good."""
+        return tuple(Tightness) if self.told is None else (self.told,)
 
 
 def shape_jobs(shape: str, workload: WorkloadConfig, count: int, seed: str) -> list[Job]:

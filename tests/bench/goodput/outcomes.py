@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pdserve.bench.answer_targets import AnswerTargets
-from pdserve.bench.goodput.figures import GoodputRun, ShapeOutcome, Tightness, Unloaded, rows
-from pdserve.bench.goodput.workload import LoadPoint, Loop
+from pdserve.bench.goodput.figures import GoodputRun, ShapeOutcome, Unloaded, rows
+from pdserve.bench.goodput.workload import LoadPoint, Loop, Tightness
 from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import Stream
 from tests.bench.reports import report

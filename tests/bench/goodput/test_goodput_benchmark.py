@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.goodput.benchmark import GoodputBench, MeasuredSystem, in_order
+from pdserve.bench.answer_targets import AnswerTargets
+from pdserve.bench.goodput.benchmark import GoodputBench, MeasuredSystem, in_order, telling
 from pdserve.bench.goodput.workload import LoadPoint, Loop
-from pdserve.bench.load import Target
+from pdserve.bench.load import Job, Target
 from pdserve.bench.report import read_report
 from pdserve.bench_config import BenchGoodputConfig
 from pdserve.errors import BenchError
@@ -33,6 +34,13 @@ def test_no_system_always_follows_the_same_one(count: int, orders: int) -> None:
     turns = [[system.name for system in in_order(systems, turn)] for turn in range(orders)]
     assert len({tuple(names) for names in turns}) == orders
     assert {frozenset(names) for names in turns} == {frozenset(map(str, range(count)))}
+
+
+def test_a_request_names_the_targets_that_it_is_told() -> None:
+    job = Job([3, 4], 5, {"temperature": 0.5})
+    told = telling(job, AnswerTargets(0.25, 0.0125)).sampling
+    assert told == {"temperature": 0.5, "target_ttft_ms": 250.0, "target_itl_ms": 12.5}
+    assert telling(job, None) is job
 
 
 async def test_servers_that_are_up_get_the_same_requests() -> None:
@@ -75,7 +83,7 @@ def test_every_system_answers_every_load(tiny_model: Path, tmp_path: Path) -> No
     shape = ("--shapes", "mix", "--max-prompt-tokens", "48", "--min-output-tokens", "2", "--max-output-tokens", "4")
     # On one core no thread of an engine waits for another, which takes long beside other tests.
     node = ("--model", str(tiny_model), "--kv-cache-mib", "64", "--cores", str(min(os.sched_getaffinity(0))))
-    load = ("--systems", "mixed,auto", "--prompt-vocab", "400", *shape, *LOADS)
+    load = ("--systems", "mixed,auto", "--tell", "on", "--prompt-vocab", "400", *shape, *LOADS)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pdserve", "bench", "goodput", *load, *node, "--json", "figures.json"],
         cwd=tmp_path,
@@ -88,8 +96,9 @@ def test_every_system_answers_every_load(tiny_model: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     report = read_report(tmp_path / "figures.json")
     loads = [*report.rows_of("closed loop"), *report.rows_of("open loop")]
-    assert len(loads) == 3 * 2
+    assert len(loads) == 3 * 2 * 2
+    assert {row.at["told"] for row in loads} == {"tight", "loose"}
     assert {row.at["system"] for row in loads} == {"mixed", "auto"}
     assert all(row.figure("failed").value == 0 and row.figure("requests").value >= 2 for row in loads), done.stderr
     assert any("wanted at most 2" in note for note in report.notes)
-    assert done.stderr.count("round 2, ") == 3 * 2
+    assert done.stderr.count("round 2, ") == 3 * 2 * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve.bench.compare import changes
@@ -15,8 +17,8 @@ from pdserve.bench.goodput.figures import (
     rows,
     verdicts,
 )
-from pdserve.bench.goodput.figures import Tightness as T
 from pdserve.bench.goodput.workload import Loop
+from pdserve.bench.goodput.workload import Tightness as T
 from pdserve.bench.report import Row
 from pdserve.bench.streamed_answer import Stream
 from tests.bench.goodput.outcomes import CLOSED, OPEN, SHAPE, goodput_report, goodput_run, outcome, three_systems
@@ -70,6 +72,16 @@ def test_auto_is_compared_with_the_better_other(point: object) -> None:
     assert row["output : mixed"] == pytest.approx((0.7 / 0.58 + 0.7 / 0.8) / 2)
     assert row["TTFT p50 : mixed"] == pytest.approx(1.1)
     assert row["ITL p99 : p50"] == pytest.approx(0.05 / 0.02, rel=0.05)
+
+
+def test_what_was_told_a_target_is_measured_by_that_alone() -> None:
+    tight, loose = (replace(CLOSED, told=told) for told in T)
+    found = rows([outcome({tight: three_systems().runs[CLOSED], loose: three_systems().runs[CLOSED]})])
+    row = only(found, "closed loop", told="tight", system="mixed")
+    assert {name for name in row if name.startswith("goodput")} == {"goodput tight", "goodput tight p99"}
+    assert only(found, against(Loop.CLOSED), told="loose")["goodput loose"] == 1
+    assert only(found, AGAINST_BEST)["goodput tight"] == 3
+    assert "clients 4, told tight" in verdicts(found)[0]
 
 
 def test_the_best_load_of_each_system_counts_for_the_highest_goodput() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.goodput.figures import Tightness
 from pdserve.bench.goodput.plots import (
     GOODPUT_PLOT,
     LATENCY_PLOT,
@@ -15,7 +14,7 @@ from pdserve.bench.goodput.plots import (
     shapes_of,
     write_plot,
 )
-from pdserve.bench.goodput.workload import Loop
+from pdserve.bench.goodput.workload import Loop, Tightness
 from pdserve.errors import BenchError
 from tests.bench.goodput.outcomes import SHAPE, goodput_report
 
