@@ -17,6 +17,8 @@ BAR_CHARS = 10
 PLAIN_INCIDENTS = 10
 """The number of incidents where the height does not say how many there is room for."""
 PLAIN_REQUESTS = 16
+LEAST_INCIDENTS = 3
+"""There is room for so many, however many nodes there are."""
 MIN_WIDTH = 20
 _BOLD, _QUIET, _RED, _YELLOW, _END = "1", "2", "31", "33", "0"
 _GRAVE = frozenset({IncidentKind.REQUEST_FAILED, IncidentKind.ATTEMPT_FAILED, IncidentKind.NODE_LOST})
@@ -35,7 +37,9 @@ def render(report: StatusReport, screen: Screen, url: str, note: str = "") -> li
     """Returns the lines of a screen, at least one. ``note`` says what is wrong with the report itself."""
     lines = [_head(report, url), *([(_RED, plain(note))] if note else []), (_QUIET, "")]
     lines += [*_rates(report), (_QUIET, ""), *_latencies(report), (_QUIET, "")]
-    lines += _nodes(report)
+    happened = min(len(report.incidents), LEAST_INCIDENTS)
+    spared = 2 + happened if happened else 0
+    lines += _nodes(report, None if screen.height is None else screen.height - len(lines) - spared)
     room = None if screen.height is None else max(0, screen.height - len(lines))
     lines += _requests(report, PLAIN_REQUESTS if room is None else room // 2 - 2)
     room = None if screen.height is None else max(0, screen.height - len(lines))
@@ -79,13 +83,18 @@ def _three(found: Percentiles) -> tuple[str, str, str]:
     return duration(found.p50), duration(found.p95), duration(found.p99)
 
 
-def _nodes(report: StatusReport) -> list[_Line]:
+def _nodes(report: StatusReport, room: int | None) -> list[_Line]:
+    """Returns ``room`` lines at most, or one node's if there is room for less."""
     if not report.nodes:
         return [(_YELLOW, "no node is registered")]
+    nodes, left_out = report.nodes, report.nodes_left_out
+    if room is not None and 1 + len(nodes) + bool(left_out) > room:
+        nodes = nodes[: max(1, room - 2)]
+        left_out += len(report.nodes) - len(nodes)
     head = ("NODE", "ROLE", "STATE", "RUNNING", "WAITING", "KV CACHE", "TOK/S", "PROMPT/S", "STEP", "LINKS", "VERSION")
-    lines = _table([head, *map(_node, report.nodes)], "lllrrlrrrll")
-    if report.nodes_left_out:
-        lines.append((_QUIET, f"{report.nodes_left_out} more"))
+    lines = _table([head, *map(_node, nodes)], "lllrrlrrrll")
+    if left_out:
+        lines.append((_QUIET, f"{left_out} more"))
     return lines
 
 

@@ -39,7 +39,7 @@ def joined_timeline(
         others = [lane for lane in lanes if lane.process is not ProcessKind.PROXY and _belongs(lane, proxy)]
         chosen = [proxy, *sorted(others, key=lambda lane: lane.start_s)]
     else:
-        chosen = sorted(lanes, key=lambda lane: lane.start_s)
+        chosen = _newest_request(sorted(lanes, key=lambda lane: lane.start_s))
     begin_s = chosen[0].start_s
     ends = [now_s if lane.end_s is None else lane.end_s for lane in (chosen[:1] if proxies else chosen)]
     return Timeline(
@@ -50,6 +50,24 @@ def joined_timeline(
         lanes=tuple(_without_spans(_moved(lane, -begin_s)) for lane in chosen),
         silent=tuple(silent),
     )
+
+
+def _newest_request(lanes: list[RequestLane]) -> list[RequestLane]:
+    """Returns the lanes of the newest of the requests that ``lanes`` are of, by their beginnings. No proxy tells it.
+
+    Of one request, each attempt has a higher number than the one before, and other lanes begin behind its first one.
+    """
+    first: RequestLane | None = None
+    attempt = -1
+    for lane in lanes:
+        if lane.process is ProcessKind.API:
+            if lane.attempt <= attempt or first is None:
+                first = lane
+            attempt = lane.attempt
+    if first is None:
+        return lanes
+    from_s = first.start_s - first.clock_error_s - SLACK_S
+    return [lane for lane in lanes if lane is first or lane.start_s >= from_s - lane.clock_error_s]
 
 
 def _belongs(lane: RequestLane, proxy: RequestLane) -> bool:

@@ -11,12 +11,13 @@ from typing import TypeAlias
 import msgspec
 from quart import Quart, Response, request
 
-from pdserve.config import ProxyConfig, Switch
+from pdserve.config import HttpConfig, ProxyConfig, Switch
 from pdserve.errors import NotFound, Unavailable
 from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.request import request_label
 from pdserve.http.routes import DirectRoutes, quart_app
+from pdserve.settings import is_loopback
 from pdserve.wire.ids import MAX_REQUEST_ID_CHARS
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.credentials import LiveCredentials
@@ -31,6 +32,7 @@ from pdserve_proxy.responses.routes import StoredResponseRoutes
 from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.turn import RESPONSES_PATH
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
+from pdserve_proxy.status.access import check_loopback_name
 from pdserve_proxy.status.routes import StatusRoutes
 from pdserve_proxy.timelines import Timelines
 
@@ -88,11 +90,12 @@ class InformationRoutes:
         registry: RegistryView,
         scrape: RenderMetrics,
         credentials: LiveCredentials,
-        max_body_bytes: int,
+        http: HttpConfig,
         timelines: Timelines,
     ) -> None:
         self._timelines = timelines
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = http.max_body_bytes
+        self._on_loopback = is_loopback(http.host)
         self._registry = registry
         self._scrape = scrape
         self._keys = credentials.keys
@@ -125,6 +128,11 @@ class InformationRoutes:
             raise model_not_found(name)
         return _json(card)
 
+    def _check_host(self, what: str) -> None:
+        """Raises Forbidden for a page whose name leads to loopback: browsers take this server for the page's own."""
+        if self._on_loopback:
+            check_loopback_name(request.headers.get("host", ""), what)
+
     def _check_key(self) -> None:
         self._keys.caller(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
@@ -145,17 +153,21 @@ class InformationRoutes:
         return _json({"status": "ready", "models": served})
 
     async def instances(self) -> Response:
+        self._check_host("what is known of the nodes")
         now = time.monotonic()
         return _json([_instance(node, now) for node in self._registry.snapshot().nodes])
 
     async def timeline(self, request_id: str) -> Response:
         if not self._admins.holds(request.headers.get("authorization")):
             self._check_key()
+            if not self._keys:
+                self._check_host("a timeline")
         if len(request_id) > MAX_REQUEST_ID_CHARS or request_label(request_id) != request_id:
             raise NotFound("a request id has 1 to 128 visible ASCII characters", code="no_timeline")
         return _json(await self._timelines.find(request_id))
 
     async def metrics(self) -> Response:
+        self._check_host("what is counted")
         return Response(await self._scrape(), content_type=CONTENT_TYPE)
 
     async def version(self) -> Response:
@@ -212,7 +224,7 @@ def build_app(
     routes = (*sorted(RELAYED_ROUTES | READ_ROUTES), "/v1/models")
     metrics.counts.expect((*RELAYED_ROUTES, *READ_ROUTES))
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
-    InformationRoutes(registry, scrape, credentials, config.http.max_body_bytes, timelines).add_routes(app)
+    InformationRoutes(registry, scrape, credentials, config.http, timelines).add_routes(app)
     add_documentation(app, "proxy")
     if status is not None:
         status.add_routes(app)

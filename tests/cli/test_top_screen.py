@@ -56,6 +56,18 @@ def request(name: str = "r1") -> SeenRequest:
     return SeenRequest(name, "/v1/completions", RequestStage.ANSWER, 92.5, "decode-0", "prefill-0")
 
 
+@pytest.mark.parametrize("number", [5, 12, 13, 100])
+def test_what_happened_has_room_beside_any_number_of_nodes(number: int) -> None:
+    incidents = tuple(Incident(IncidentKind.NODE_LOST, 90.0 + n, f"gone {n}") for n in range(5))
+    nodes = tuple(node(f"n{n}") for n in range(number))
+    lines = render(report(nodes, (request(),), incidents), Screen(80, 24, False), URL)
+    assert len(lines) <= 24
+    assert [n for n in range(5) if any(f"gone {n}" in line for line in lines)][-3:] == [2, 3, 4]
+    shown = sum(line.startswith("n") and "decode" in line for line in lines)
+    assert shown == number or f"{number - shown} more" in lines
+    assert shown >= min(number, 6)
+
+
 def test_everything_is_there() -> None:
     incidents = (
         Incident(IncidentKind.NODE_JOINED, 50.0, "a decode node of m", "decode-0"),

@@ -92,6 +92,19 @@ def test_a_request_under_way_lasts_until_now() -> None:
     assert (timeline.duration_s, timeline.finished) == (10.0, False)
 
 
+def test_without_a_proxy_only_the_newest_of_several_requests_with_one_id_is_told() -> None:
+    def api(start_s: float, attempt: int) -> RequestLane:
+        return RequestLane(request_id="r", process=ProcessKind.API, start_s=start_s, end_s=start_s + 1, attempt=attempt)
+
+    older = (api(10.0, 0), lane(ProcessKind.ENGINE, 10.1, 11.0), api(12.0, 1), lane(ProcessKind.ENGINE, 12.1, 13.0))
+    newer = (api(20.0, 0), lane(ProcessKind.PREFILL_ENGINE, 20.1, 20.5), api(22.0, 2))
+    found = joined(*newer, *older)
+    assert [one.start_s for one in found.lanes] == pytest.approx([0.0, 0.1, 2.0])
+    assert len(joined(*older).lanes) == 4, "attempts of one request stay together"
+    assert len(joined(*older, *newer[1:]).lanes) == 6, "nobody tells where the newer one began"
+    assert len(joined(*newer[1:2], lane(ProcessKind.ENGINE, 30.0, 31.0)).lanes) == 2
+
+
 def test_without_a_proxy_the_first_lane_begins_it() -> None:
     timeline = joined(lane(ProcessKind.ENGINE, 91.0, 96.0), lane(ProcessKind.API, 90.0, 95.0))
     assert [shown.process for shown in timeline.lanes] == [ProcessKind.API, ProcessKind.ENGINE]

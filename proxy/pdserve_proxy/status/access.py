@@ -52,7 +52,7 @@ class StatusAccess:
         elif self._page is StatusPage.AUTO and not self._on_loopback:
             raise Unauthorized("an admin's key is needed to see the status", code="missing_admin_key")
         elif self._on_loopback:
-            _check_host(headers)
+            check_loopback_name(headers.get("host", ""), "the status")
         return False
 
     def check_admin(self, headers: Headers) -> str:
@@ -81,14 +81,14 @@ def _host_of(origin: str) -> str | None:
         return None
 
 
-def _check_host(headers: Headers) -> None:
-    """Raises Forbidden if the request was sent to a name that is not loopback's own."""
+def check_loopback_name(given: str, what: str) -> None:
+    """Raises Forbidden if a request for ``what`` was sent to ``given``, which is not a name of loopback's own."""
     try:
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        host = urlsplit(f"//{given}").hostname or ""
     except ValueError:
         host = ""
     if not is_loopback(host):
         raise Forbidden(
-            "without a key, the status is shown under the names of loopback only: http://127.0.0.1 or http://localhost",
+            f"without a key, {what} is shown under the names of loopback only: http://127.0.0.1 or http://localhost",
             code="other_host",
         )

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 
 import msgspec
@@ -30,6 +31,11 @@ RATE_S = 10.0
 """Rates are over so many seconds."""
 SHORTEST_S = 0.02
 """As far back as a process remembers its ended requests, at least, however many there are."""
+DEAR_S = 0.02
+"""A report that takes less of the processor is made for each who looks."""
+SHOWN_TIMES = 10
+"""A report is shown for so many times as long as it took to make."""
+LONGEST_SHOWN_S = 1.0
 WINDOW_S = 60.0
 """Percentiles are over so many seconds."""
 
@@ -139,7 +145,7 @@ class Reporter:
     def report(self, snapshot: Snapshot, parts: Sequence[RelayStatus], workers: int = 1) -> StatusReport:
         """Returns the report on the nodes of ``snapshot`` and the requests of all processes."""
         now = self._clock()
-        self._throughput.note(snapshot.nodes[:MAX_NODES_SHOWN])
+        self._throughput.note(snapshot.nodes)
         under_way = sorted((one for part in parts for one in part.under_way), key=lambda one: one.arrived_s)
         ended = sorted((one for part in parts for one in part.ended), key=lambda one: one.ended_s or 0.0)
         stages = sum((Counter(part.stages) for part in parts), Counter[RequestStage]())
@@ -218,6 +224,53 @@ class Reporter:
             itl=self._throughput.gaps(),
             e2e=percentiles([_ended_s(one) - one.arrived_s for one in answered]),
         )
+
+
+class SharedReport:
+    """Makes one report for all who look at about the same time.
+
+    Whoever looks while one is made waits for that. One that took much computing is shown for ten times as long, so
+    that no number of viewers takes much more than a tenth of the process's time from its requests.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[bytes]],
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._make = make
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._last = b""
+        self._until_s = -math.inf
+        self._making: asyncio.Task[bytes] | None = None
+
+    async def __call__(self) -> bytes:
+        """Returns the report as JSON. Raises what its making raises."""
+        if self._making is None:
+            if self._clock() < self._until_s:
+                return self._last
+            self._making = asyncio.create_task(self._made())
+            self._making.add_done_callback(_note_end)
+        return await asyncio.shield(self._making)
+
+    async def _made(self) -> bytes:
+        began_s = self._cpu_clock()
+        try:
+            self._last = await self._make()
+        finally:
+            self._making = None
+        took_s = self._cpu_clock() - began_s
+        if took_s >= DEAR_S:
+            self._until_s = self._clock() + min(took_s * SHOWN_TIMES, LONGEST_SHOWN_S)
+        return self._last
+
+
+def _note_end(making: asyncio.Task[bytes]) -> None:
+    """Sees a failure that nobody waits for any more, which asyncio would complain of."""
+    if not making.cancelled():
+        making.exception()
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:

@@ -16,6 +16,7 @@ from pdserve.wire.status import IncidentKind
 from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.status.access import StatusAccess
+from pdserve_proxy.status.report import SharedReport
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class StatusRoutes:
         incidents: Incidents,
     ) -> None:
         self._access = access
-        self._report = report
+        self._report = SharedReport(report)
         self._registry = registry
         self._commander = commander
         self._incidents = incidents

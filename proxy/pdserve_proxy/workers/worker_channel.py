@@ -58,7 +58,7 @@ from pdserve_proxy.registry.snapshot import RegisteredNode
 from pdserve_proxy.relay.node_counts import OTHER_NODES
 from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.responses.store import ResponseStore
-from pdserve_proxy.status.report import Reporter, relay_status
+from pdserve_proxy.status.report import Reporter, SharedReport, relay_status
 from pdserve_proxy.workers.stored_responses import abandon, answer
 
 log = logging.getLogger(__name__)
@@ -129,6 +129,7 @@ class WorkerChannel:
         """The workers that a message with changes did not reach: they get all nodes next."""
         registry.on_node(self._touch)
         self._reporter = Reporter(registry.heartbeat_s)
+        self._report = SharedReport(self._make_report)
         self._suspects = Suspects(0.0)
         """What the workers have found, for those that start later."""
         self._workers: dict[bytes, tuple[Family, ...]] = {}
@@ -285,10 +286,13 @@ class WorkerChannel:
                 await self._send(name, WorkerPing())
 
     async def _tell_status(self, asker: bytes, number: int) -> None:
+        await self._send(asker, StatusTold(number, await self._report()))
+
+    async def _make_report(self) -> bytes:
         statuses = (await self._collect(CollectStatus)).statuses
         own = relay_status(self._metrics.counts)
         report = self._reporter.report(self._registry.snapshot(), [own, *statuses], workers=len(statuses))
-        await self._send(asker, StatusTold(number, msgspec.json.encode(report)))
+        return msgspec.json.encode(report)
 
     async def _tell_lanes(self, asker: bytes, number: int, request_id: str) -> None:
         lanes = (await self._collect(partial(CollectLanes, request_id=request_id))).lanes

@@ -13,11 +13,13 @@ import pytest
 
 from pdserve.api.commands import CommandGate
 from pdserve.config import AdmissionConfig, ProxyConfig, StatusConfig, StatusPage, WorkersConfig
+from pdserve.errors import Unavailable
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, Drain, SetRole
-from pdserve.wire.discovery import NodeInfo, Role
+from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.status import IncidentKind, RequestStage
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
-from pdserve_proxy.status.report import StatusAnswer, StatusReport
+from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.status.report import MAX_NODES_SHOWN, Reporter, SharedReport, StatusAnswer, StatusReport
 from tests.proxy.cluster import SECRET, Cluster, cluster, error_of, eventually, node_info, proxy_config
 from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, stream_events
 
@@ -45,6 +47,84 @@ async def answer_of(running: Cluster, headers: dict[str, str] | None = None) -> 
 
 async def report_of(running: Cluster) -> StatusReport:
     return (await answer_of(running)).report
+
+
+@pytest.mark.parametrize("path", ["/instances", "/metrics", "/requests/r/timeline"])
+async def test_a_page_whose_name_leads_to_loopback_sees_nothing(path: str) -> None:
+    """Browsers take such a page for one of the proxy's own (DNS rebinding)."""
+    async with cluster() as running:
+        port = running.http._base_url.port if running.http._base_url is not None else None
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+            async with running.http.get(path, headers={"host": host}) as response:
+                assert response.status == 403, host
+                assert error_of(await response.read())["code"] == "other_host"
+        for host in (f"127.0.0.1:{port}", "localhost", "[::1]:8000"):
+            async with running.http.get(path, headers={"host": host}) as response:
+                assert response.status == (404 if "timeline" in path else 200), host
+
+
+class Making:
+    """Makes reports, each of which takes as long as the test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.made = 0
+        self.go_on = asyncio.Event()
+
+    async def __call__(self) -> bytes:
+        self.made += 1
+        number = self.made
+        await self.go_on.wait()
+        return b"%d" % number
+
+
+async def test_those_who_look_at_one_time_share_a_report_that_took_long() -> None:
+    making = Making()
+    report = SharedReport(making, lambda: making.now_s, lambda: making.now_s)
+    looks = [asyncio.create_task(report()) for _ in range(50)]
+    await eventually(lambda: making.made == 1, "the first look")
+    looks[0].cancel()  # whoever leaves takes it from nobody
+    making.now_s = 0.05
+    making.go_on.set()
+    assert await asyncio.gather(*looks[1:]) == [b"1"] * 49
+    making.now_s = 0.54
+    assert await report() == b"1", "for ten times as long as it took"
+    making.now_s = 0.56
+    assert await report() == b"2"
+    assert await report() == b"3", "one that took no time is not shown again"
+
+
+async def test_a_report_that_fails_fails_all_who_wait_and_the_next_one_is_made_anew() -> None:
+    fails = True
+
+    async def make() -> bytes:
+        await asyncio.sleep(0)
+        if fails:
+            raise Unavailable("no")
+        return b"made"
+
+    report = SharedReport(make)
+    found = await asyncio.gather(report(), report(), return_exceptions=True)
+    assert [type(one) for one in found] == [Unavailable] * 2
+    fails = False
+    assert await report() == b"made"
+
+
+def test_the_tokens_of_all_nodes_count_however_few_are_shown() -> None:
+    now = 100.0
+    registry = Registry(1.0, 3)
+    nodes = [node_info(f"n{number}", Role.MIXED) for number in range(MAX_NODES_SHOWN + 10)]
+    for node in nodes:
+        registry.handle(Register(node), now)
+    reporter = Reporter(1.0, lambda: now)
+    for tokens in (0, 50):
+        now += 5.0
+        for node in nodes:
+            load = NodeLoad(running=1, generated_tokens=tokens)
+            registry.handle(NodeHeartbeat(node.boot_id, load), now)
+        found = reporter.report(registry.snapshot(), [])
+    assert found.rates.generated_tokens_per_s == pytest.approx(10.0 * len(nodes))
+    assert found.nodes_left_out == 10
 
 
 async def test_a_stream_is_seen_from_its_arrival_to_its_end() -> None:
