@@ -5,7 +5,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from pdserve.config import CacheConfig, CpuConfig, ModelConfig, ReportConfig, Switch, TransferConfig, setting
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    ModelConfig,
+    ReportConfig,
+    SchedulerConfig,
+    Switch,
+    TransferConfig,
+    setting,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +423,88 @@ class BenchTurnsConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingConfig:
+    """What nodes of this machine take for steps, transfers and requests, for predictions."""
+
+    out: str = setting("out", "The profile goes to this file.", "profile.json", metavar="FILE", first=True)
+    nodes: int = setting(
+        "nodes",
+        "The profile holds for 1 node on this machine; with 2, also for two that divide its cores.",
+        2,
+        minimum=1,
+        maximum=2,
+        first=True,
+    )
+    lend_cores: Switch = setting(
+        "lend-cores", "A node that has nothing to compute lends its cores to the other one.", Switch.ON
+    )
+    vocab_size: int = setting(
+        "prompt-vocab",
+        "Prompts are made of token ids below this number. The model's vocabulary must not be smaller.",
+        32_000,
+        minimum=4,
+    )
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "The nodes get this many seconds to start.", 300.0, minimum=1, maximum=86_400
+    )
+    limit_s: float = setting(
+        "run-timeout-s", "All measurements together may take this many seconds.", 900.0, minimum=1, maximum=86_400
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProfileConfig:
+    """The settings of ``pdserve plan profile``."""
+
+    profile: ProfilingConfig = field(default_factory=ProfilingConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBenchConfig:
+    """How far predictions are from what a mixed node, and a prefill and a decode node, then do."""
+
+    profile: str = setting(
+        "profile", "Predictions go by this profile. If it is empty, one is measured first.", "", metavar="FILE"
+    )
+    keep_profile: str = setting("keep-profile", "The profile that was measured goes to this file.", "", metavar="FILE")
+    prompts: str = setting("prompt-lengths", "Prompts have so many tokens, as in pdserve plan.", "64-512")
+    outputs: str = setting("output-lengths", "Answers have so many tokens.", "16-128")
+    rate_percents: tuple[int, ...] = setting(
+        "rate-percents",
+        "Requests come at these rates, in percent of the most that the mixed node is predicted to answer.",
+        (30, 50, 70, 90),
+    )
+    seconds: float = setting(
+        "seconds", "The requests of a run come within this many seconds.", 30.0, minimum=1, maximum=3600
+    )
+    seed: int = setting("seed", "The requests follow from this seed.", 0, minimum=0)
+    vocab_size: int = setting("prompt-vocab", "Prompts are made of token ids below this number.", 32_000, minimum=4)
+    plot: str = setting("plot", "The plot goes to this file, as SVG.", "", metavar="FILE")
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "The nodes get this many seconds to start.", 300.0, minimum=1, maximum=86_400
+    )
+    run_timeout_s: float = setting(
+        "run-timeout-s", "One run may take this many seconds.", 900.0, minimum=1, maximum=86_400
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlanConfig:
+    """The settings of ``pdserve bench plan``."""
+
+    plan: PlanBenchConfig = field(default_factory=PlanBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
 
 

@@ -1444,3 +1444,90 @@ class RequestTraceConfig:
 
     asked: AskedRequestConfig = field(default_factory=AskedRequestConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionConfig:
+    """The load that is expected, and the clusters that are looked at."""
+
+    profile: str = setting(
+        "profile",
+        "This file says what nodes take on your machines; pdserve plan profile measures it.",
+        "profile.json",
+        metavar="FILE",
+        first=True,
+    )
+    rate: float = setting(
+        "rate",
+        "So many requests come in a second, independently of each other.",
+        0.0,
+        minimum=0,
+        maximum=1e6,
+        first=True,
+    )
+    prompts: str = setting(
+        "prompt-lengths",
+        "Prompts have so many tokens: 256, 16-512 (logarithms spread evenly), or several with weights: "
+        "64:3,1024-4096:1.",
+        "256",
+        first=True,
+    )
+    outputs: str = setting("output-lengths", "Answers have so many tokens, in the same form.", "64", first=True)
+    trace: str = setting(
+        "trace",
+        'The requests come as in this file, one a line: {"at_s": 0.25, "prompt_tokens": 256, "output_tokens": 64}.',
+        "",
+        metavar="FILE",
+        first=True,
+    )
+    running: str = setting(
+        "from",
+        "The rate and the lengths are those of the running cluster behind the proxy at this URL.",
+        "",
+        metavar="URL",
+        first=True,
+    )
+    look_s: float = setting(
+        "look-s", "The running cluster's rate is counted for so many seconds.", 30.0, minimum=1, maximum=3600
+    )
+    percentile: float = setting(
+        "percentile",
+        "This percentile of TTFT and ITL is to keep the targets.",
+        90.0,
+        minimum=1,
+        maximum=99.9,
+        first=True,
+    )
+    prefill: int = setting(
+        "prefill",
+        "The prediction is for a cluster of so many prefill nodes and those below. With none at all, the smallest "
+        "cluster is looked for.",
+        0,
+        minimum=0,
+        maximum=1024,
+        first=True,
+    )
+    decode: int = setting("decode", "It has this many decode nodes.", 0, minimum=0, maximum=1024, first=True)
+    mixed: int = setting("mixed", "It has this many mixed nodes.", 0, minimum=0, maximum=1024, first=True)
+    most_nodes: int = setting("max-nodes", "No larger cluster is looked at.", 64, minimum=1, maximum=1024, first=True)
+    nodes_per_machine: int = setting(
+        "nodes-per-machine", "So many nodes divide the cores of one machine.", 1, minimum=1, maximum=64, first=True
+    )
+    disaggregation: Disaggregation = setting(
+        "disaggregation", "Decode nodes give these prompts to prefill nodes.", Disaggregation.AUTO
+    )
+    requests: int = setting(
+        "plan-requests", "The prediction draws this many requests.", 2000, minimum=10, maximum=1_000_000
+    )
+    seed: int = setting("seed", "The requests follow from this seed.", 0, minimum=0)
+    plot: str = setting("plot", "The plot goes to this file, as SVG.", "", metavar="FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """The settings of ``pdserve plan``. The targets are what is wanted, and what the nodes are given."""
+
+    plan: PredictionConfig = field(default_factory=PredictionConfig)
+    targets: TargetsConfig = field(default_factory=TargetsConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)

@@ -28,6 +28,7 @@ class Unit(enum.Enum):
     REQUESTS_PER_S = "req/s"
     MIB = "MiB"
     KIB = "KiB"
+    PERCENT = "%"
     COUNT = ""
     RATIO = "×"
     """The ratio of two figures of the same run: the only unit that means the same on another machine."""

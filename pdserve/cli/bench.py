@@ -17,6 +17,7 @@ from pdserve.bench_config import (
     BenchFailoverConfig,
     BenchGoodputConfig,
     BenchLoadConfig,
+    BenchPlanConfig,
     BenchProxyConfig,
     BenchRolesConfig,
     BenchStreamConfig,
@@ -74,7 +75,7 @@ def _measure(name: str, benchmark: Benchmark, argv: Sequence[str], environ: Mapp
     plot_file = benchmark.plot_file(config)
     check_folder("--json", config.report.json)
     check_folder("--plot", plot_file)
-    write_plot = _plotter(benchmark.plot_module) if plot_file else None
+    write_plot = plotter(benchmark.plot_module) if plot_file else None
     report = benchmark.measure(config, {**environ, "PDSERVE_CONFIG": file} if file else environ)
     from pdserve.bench.report import render, to_json
 
@@ -84,7 +85,7 @@ def _measure(name: str, benchmark: Benchmark, argv: Sequence[str], environ: Mapp
     return 0
 
 
-def _plotter(module: str) -> Callable[[Report, Path], None]:
+def plotter(module: str) -> Callable[[Report, Path], None]:
     """Returns ``write_plot`` of ``module``. It is called before the measurement, which takes minutes."""
     try:
         write_plot: Callable[[Report, Path], None] = importlib.import_module(module).write_plot
@@ -168,6 +169,13 @@ def _goodput(config: BenchGoodputConfig, environ: Mapping[str, str]) -> Report:
     return benchmark.run(config, environ)
 
 
+def _plan(config: BenchPlanConfig, environ: Mapping[str, str]) -> Report:
+    from pdserve.bench.plan import benchmark
+    from pdserve.models.checkpoint.demo import resolve_model
+
+    return benchmark.run(config, resolve_model(config.model.path), environ)
+
+
 def _turns(config: BenchTurnsConfig, environ: Mapping[str, str]) -> Report:
     from pdserve.bench import turns
 
@@ -243,6 +251,15 @@ BENCHMARKS = {
         _goodput,
         lambda config: config.goodput.plot,
         "pdserve.bench.goodput.plots",
+    ),
+    "plan": Benchmark(
+        "what pdserve plan predicts, beside what then happens",
+        "Measures a profile, predicts what a mixed node, and a prefill and a decode node on the same cores, make of "
+        "the same requests at several rates, runs them, and shows both side by side.",
+        BenchPlanConfig,
+        _plan,
+        lambda config: config.plan.plot,
+        "pdserve.bench.plan.forecast_plot",
     ),
     "turns": Benchmark(
         "conversations, with and without KV return",

@@ -9,13 +9,14 @@ from typing import Any
 
 import shtab
 
-from pdserve.bench_config import BenchCompareConfig
+from pdserve.bench_config import BenchCompareConfig, PlanProfileConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.config import (
     DoctorConfig,
     DrainConfig,
     LiveConfig,
     NodeConfig,
+    PlanConfig,
     ProxyConfig,
     RequestTraceConfig,
     RoleConfig,
@@ -38,6 +39,7 @@ CONFIGS: Mapping[str, type[Any]] = {
     "top": TopConfig,
     "live": LiveConfig,
     "trace": RequestTraceConfig,
+    "plan": PlanConfig,
 }
 """The settings of each subcommand that has some, except the benchmarks'."""
 
@@ -94,6 +96,8 @@ def whole_parser() -> argparse.ArgumentParser:
         if name == "role":
             subcommand.add_argument("to_node", metavar="NODE")
             subcommand.add_argument("to_role", metavar="ROLE", choices=[role.value for role in Role])
+        if name == "plan":
+            _add_settings(subcommand.add_subparsers().add_parser("profile"), PlanProfileConfig)
         if name == "bench":
             benchmarks = subcommand.add_subparsers()
             for what, benchmark in BENCHMARKS.items():

@@ -105,7 +105,9 @@ def read_profile(path: Path) -> Profile:
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as exc:
-        raise PlanError(f"cannot read the profile {path}: {exc.strerror}") from exc
+        raise PlanError(
+            f"cannot read the profile {path}: {exc.strerror}; `pdserve plan profile --out {path}` measures one"
+        ) from exc
     except msgspec.MsgspecError as exc:
         raise PlanError(f"{path} is not a profile: {exc}; `pdserve plan profile --out {path}` makes one") from exc
     if profile.version != VERSION:

@@ -13,17 +13,20 @@ from pdserve.bench_config import (
     BenchFailoverConfig,
     BenchGoodputConfig,
     BenchLoadConfig,
+    BenchPlanConfig,
     BenchProxyConfig,
     BenchRolesConfig,
     BenchStreamConfig,
     BenchTransferConfig,
     BenchTurnsConfig,
+    PlanProfileConfig,
 )
 from pdserve.config import (
     DoctorConfig,
     DrainConfig,
     LiveConfig,
     NodeConfig,
+    PlanConfig,
     ProxyConfig,
     RequestTraceConfig,
     RoleConfig,
@@ -54,7 +57,10 @@ ROOTS: tuple[type, ...] = (
     BenchRolesConfig,
     BenchTurnsConfig,
     BenchGoodputConfig,
+    BenchPlanConfig,
     BenchCompareConfig,
+    PlanConfig,
+    PlanProfileConfig,
 )
 """The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""
 

@@ -6,15 +6,17 @@ import re
 
 import pytest
 
-from pdserve.bench_config import BenchCompareConfig
+from pdserve.bench_config import BenchCompareConfig, PlanProfileConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.cli.completion import CONFIGS
 from pdserve.cli.main import SUBCOMMANDS, main
+from pdserve.cli.plan import PROFILE
 from pdserve.settings import ROOTS
 from pdserve.settings.setting import settings_of
 
 ROOT_OF: dict[str, type] = {
     **CONFIGS,
+    f"plan {PROFILE}": PlanProfileConfig,
     f"bench {COMPARE}": BenchCompareConfig,
     **{f"bench {name}": benchmark.config for name, benchmark in BENCHMARKS.items()},
 }
@@ -86,5 +88,5 @@ def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_subcommand_is_known_to_the_loader() -> None:
     benchmarks = {f"bench {name}" for name in (*BENCHMARKS, COMPARE)}
-    assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench", "completion"} | benchmarks
+    assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench", "completion"} | benchmarks | {"plan profile"}
     assert set(ROOT_OF.values()) == set(ROOTS)

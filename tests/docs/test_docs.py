@@ -35,7 +35,7 @@ from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.registry import Registry
 from tests.bench.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
-from tests.docs import goodput_page, openapi_document, reliability_page, results_plot, stream_tables
+from tests.docs import goodput_page, openapi_document, planning_page, reliability_page, results_plot, stream_tables
 from tests.docs.configuration_table import PAGE, render
 from tests.faults.matrix.figures import read_figures
 from tests.faults.matrix.table import CELLS, TESTED, Fault, Phase, Victim
@@ -90,7 +90,8 @@ def test_its_example_file_is_taken(tmp_path: Path) -> None:
 )
 def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) -> None:
     assert words[1] in SUBCOMMANDS
-    name, flags = (f"bench {words[2]}", words[3:]) if words[1] == "bench" else (words[1], words[2:])
+    two_words = words[1] == "bench" or words[1:3] == ["plan", "profile"]
+    name, flags = (" ".join(words[1:3]), words[3:]) if two_words else (words[1], words[2:])
     with_flags = {"bench compare": compare_flags, "role": role_flags, "drain": drain_flags}.get(name, list)
     load(ROOT_OF[name], with_flags(flags), {}, prog=f"pdserve {name}")
 
@@ -166,6 +167,13 @@ def test_goodput_is_shown_with_verdicts_and_pictures() -> None:
     for page in (goodput_page.PAGE, goodput_page.README):
         text = goodput_page.written(page.read_text(), shown)
         assert goodput_page.written(text, shown) == text
+
+
+@pytest.mark.skipif(not planning_page.FIGURES.exists(), reason="no figures of pdserve bench plan are committed yet")
+def test_predictions_are_shown_as_in_the_committed_figures() -> None:
+    shown = planning_page.figures(read_report(planning_page.FIGURES))
+    page = planning_page.PAGE.read_text()
+    assert planning_page.written(page, shown) == page, "python -m tests.docs.planning_page writes it anew"
 
 
 def test_the_plot_shows_every_row_of_the_results() -> None:

@@ -10,17 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pdserve.bench.goodput.figures import ALWAYS, AUTO, MIXED, RATE, SYSTEM, goodput_name
 from pdserve.bench.goodput.workload import TOLD, Loop, Tightness
+from pdserve.bench.plot_style import INK, page_style
 from pdserve.bench.report import Report, Row
 from pdserve.errors import BenchError
 
 GOODPUT_PLOT, LATENCY_PLOT = "goodput.svg", "goodput-latency.svg"
-_INK = "#7d8590"
 _COLOURS = {AUTO: "#2f81f7", MIXED: "#d1603d", ALWAYS: "#2da44e"}
 _OTHER_COLOURS = ("#a371f7", "#c69026", "#db61a2", "#39a0a8")
 
@@ -90,25 +89,7 @@ def write_plot(report: Report, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
     except OSError as exc:
         raise BenchError(f"cannot write {folder}: {exc.strerror}") from exc
-    with matplotlib.rc_context(
-        {
-            # Text remains text in the file, so that readers can search it. A fixed salt gives the same file for the
-            # same figures.
-            "svg.fonttype": "none",
-            "svg.hashsalt": "pdserve",
-            "font.size": 10,
-            "text.color": _INK,
-            "axes.edgecolor": _INK,
-            "axes.labelcolor": _INK,
-            "axes.titlecolor": _INK,
-            "axes.facecolor": "none",
-            "xtick.color": _INK,
-            "ytick.color": _INK,
-            "grid.color": _INK,
-            "grid.alpha": 0.25,
-            "legend.frameon": False,
-        }
-    ):
+    with page_style():
         title = f"pdserve bench goodput, {report.machine.measured} UTC"
         _save(_goodput_figure(report), folder / GOODPUT_PLOT, title)
         _save(_latency_figure(report), folder / LATENCY_PLOT, title)
@@ -123,7 +104,7 @@ def _goodput_figure(report: Report) -> Figure:
             lines = goodput_lines(report, shape, tightness)
             _draw(axes, lines)
             highest = max((point.x for points in lines.values() for point in points), default=1.0)
-            axes.plot([0, highest], [0, highest], color=_INK, linewidth=0.8, linestyle=":")
+            axes.plot([0, highest], [0, highest], color=INK, linewidth=0.8, linestyle=":")
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
             _finish(axes, f"{shape}, {tightness.value} ITL target", "requests a second", "good answers a second")
@@ -152,7 +133,7 @@ def _latency_figure(report: Report) -> Figure:
 def _draw(axes: Axes, lines: Lines) -> None:
     others = iter(_OTHER_COLOURS)
     for system, points in lines.items():
-        colour = _COLOURS.get(system) or next(others, _INK)
+        colour = _COLOURS.get(system) or next(others, INK)
         axes.plot(
             [point.x for point in points], [point.y for point in points], "o-", color=colour, label=system, markersize=4
         )

@@ -61,6 +61,16 @@ class Work:
         return requests
 
 
+def chunk_tokens(left: int, budget: int) -> int:
+    """Returns how many of the ``left`` tokens of a prompt a step computes that may compute ``budget``.
+
+    A prompt is cut so that its last chunk has more than a single token, which would be a row of its own: a row's keys
+    and values are rounded otherwise than a chunk's, and then the answer would depend on where the prompt was cut. Only
+    a budget of less than three tokens leaves no choice.
+    """
+    return budget - 1 if left == budget + 1 > 3 else min(left, budget)
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """A request with the hashes of the blocks that its known tokens fill, those that are computed included."""
@@ -89,17 +99,12 @@ class BatchPlan:
     def next_work(self, request: Request, budget: int) -> Work | None:
         """Returns the work that a request with uncomputed tokens has for this step, of at most ``budget`` tokens.
 
-        A prompt is cut so that its last chunk has more than a single token, which would be a row of its own: a row's
-        keys and values are rounded otherwise than a chunk's, and then the answer would depend on where the prompt was
-        cut. Only a budget of less than three tokens leaves no choice.
-
         Returns None if there is no budget, or the step replays as many tokens as it may already.
         """
         if not budget:
             return None
         if not request.prompt_is_computed:
-            left = request.num_prompt_tokens - request.num_computed_tokens
-            return Work(request, budget - 1 if left == budget + 1 > 3 else min(left, budget))
+            return Work(request, chunk_tokens(request.num_prompt_tokens - request.num_computed_tokens, budget))
         if request.num_uncomputed_tokens == 1:
             return Work(request, 1)
         tokens = min(request.num_uncomputed_tokens, budget, self._replay_rows_left(len(request.token_ids)))

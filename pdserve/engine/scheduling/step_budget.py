@@ -12,6 +12,7 @@ from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, NONE_Y
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import Work
+from pdserve.wire.request_targets import RequestTargets
 
 _LEAST_CHUNK = 3
 """A smaller chunk could leave a prompt's last token alone (``BatchPlan.next_work``)."""
@@ -34,17 +35,30 @@ class StepBudget:
 
     def spend(self, work: Work) -> None:
         """Notes work that the step does."""
-        before, tokens = work.request.num_computed_tokens, work.num_tokens
-        self.tokens -= tokens
+        request, before, tokens = work.request, work.request.num_computed_tokens, work.num_tokens
         if work.is_chunk:
-            self._prompt_tokens += tokens
-            self._prompt_s += self._step_cost.prompt_s(tokens, before)
+            self.spend_chunk(tokens, before)
             return
-        self._rows += tokens
-        self._context_tokens += tokens * (before + 1)
-        if not work.replays and work.request.prompt_is_computed:
-            self._decodes = True
-            self._own_itl = self._own_itl.beside(work.request.own_targets)
+        self.spend_rows(tokens, tokens * (before + 1))
+        if not work.replays and request.prompt_is_computed:
+            self.decode_for(request.own_targets)
+
+    def spend_chunk(self, tokens: int, before: int) -> None:
+        """Notes a chunk of a prompt that has so many tokens ``before`` it."""
+        self.tokens -= tokens
+        self._prompt_tokens += tokens
+        self._prompt_s += self._step_cost.prompt_s(tokens, before)
+
+    def spend_rows(self, rows: int, context_tokens: int) -> None:
+        """Notes rows of single tokens, which read so many tokens together."""
+        self.tokens -= rows
+        self._rows += rows
+        self._context_tokens += context_tokens
+
+    def decode_for(self, own: RequestTargets) -> None:
+        """Notes that a request with these targets waits for its next token: prompts are to keep the step short."""
+        self._decodes = True
+        self._own_itl = self._own_itl.beside(own)
 
     def for_request(self, request: Request) -> int:
         """Returns how many of a request's tokens the step may compute."""

@@ -1,0 +1,170 @@
+"""Times the steps of a running node from outside, as a client sees them: with the CPU time of HTTP and of its client.
+
+A lone prompt tells what chunks take. Streams that begin together decode in step, so the gaps between their tokens are
+the engine's steps. A prompt that comes beside such streams makes one gap longer, by its chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from pdserve.bench.load import Job, Target, run_job, uniform_jobs
+from pdserve.bench.streamed_answer import Stream
+from pdserve.errors import BenchError
+from pdserve.plan.fit import Observed, decode_step, lone_prompt, mixed_step
+
+LONE_PROMPTS = (16, 64, 160, 256, 512, 1024)
+LONE_REPEATS = 3
+BATCHES = ((1, 32), (2, 32), (4, 32), (8, 32), (16, 32), (32, 16), (4, 640))
+"""Numbers of streams, and the tokens of their prompts."""
+STEPS = 24
+BESIDE = ((2, 32), (2, 200), (8, 64), (8, 200))
+"""Numbers of streams, and the tokens of the prompt that comes beside them."""
+BESIDE_REPEATS = 3
+_OUTLIER = 3.0
+"""A gap of more than so many medians is none of the engine's making."""
+_PROMPT = 32
+
+
+@dataclass(slots=True)
+class Battery:
+    """The measurements of one node. ``chunk`` is the most tokens that a step of it computes."""
+
+    session: aiohttp.ClientSession
+    target: Target
+    chunk: int
+    vocab_size: int
+    seed: str
+    observed: list[Observed] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    """Gaps of streams in step, as multiples of their mean."""
+    _numbers: Callable[[], int] = field(default_factory=lambda: itertools.count().__next__)
+
+    def again(self) -> Battery:
+        """Returns a battery for the same node that has measured nothing yet, with prompts of its own."""
+        return Battery(self.session, self.target, self.chunk, self.vocab_size, f"{self.seed}:again")
+
+    async def warm_up(self) -> None:
+        """Has the node compute what a process computes more slowly the first time."""
+        await asyncio.gather(*(self.ask(prompt, 4) for prompt in (16, 64, 256, 512)))
+
+    async def lone_prompts(self) -> None:
+        for prompt_tokens in LONE_PROMPTS:
+            times = [(await self.ask(prompt_tokens, 2)).ttft_s for _ in range(LONE_REPEATS)]
+            self.observed.append(lone_prompt(prompt_tokens, self.chunk, statistics.median(times)))
+
+    async def decode_steps(self) -> None:
+        for rows, prompt_tokens in BATCHES:
+            streams = await asyncio.gather(
+                *(self.ask(prompt_tokens, STEPS + rows * prompt_tokens // self.chunk + 2) for _ in range(rows))
+            )
+            begin = max(stream.arrivals[0] for stream in streams)
+            end = min(stream.arrivals[-1] for stream in streams)
+            gaps, contexts = [], []
+            for stream in streams:
+                for number, (before, after) in enumerate(itertools.pairwise(stream.arrivals), 1):
+                    if begin <= before and after <= end:
+                        gaps.append(after - before)
+                        contexts.append(prompt_tokens + number)
+            if len(gaps) < rows:
+                raise BenchError(f"{rows} streams that began together did not decode together")
+            mean_s = self._mean(gaps)
+            self.observed.append(decode_step(rows, rows * statistics.fmean(contexts), mean_s))
+
+    def _mean(self, gaps: list[float]) -> float:
+        """Returns the mean of gaps without outliers, and notes how they differ from it."""
+        most = _OUTLIER * statistics.median(gaps)
+        kept = [gap for gap in gaps if gap <= most]
+        mean_s = statistics.fmean(kept)
+        self.ratios += [gap / mean_s for gap in kept]
+        return mean_s
+
+    async def prompts_beside_streams(self) -> None:
+        for rows, prompt_tokens in BESIDE:
+            async with self.streaming(rows) as streams:
+                longest, contexts = [], []
+                for _ in range(BESIDE_REPEATS):
+                    prompt = await self.ask(prompt_tokens, 2)
+                    begin, end = prompt.started, prompt.arrivals[0]
+                    # The step that has the prompt begins after the prompt came, and gives its first token.
+                    around = [
+                        after - before
+                        for stream in streams
+                        for before, after in itertools.pairwise(stream.arrivals)
+                        if before >= begin - 0.05 and abs(after - end) < 0.05
+                    ]
+                    if around:
+                        longest.append(max(around))
+                        contexts.append(sum(_PROMPT + len(stream.arrivals) for stream in streams))
+            if not longest:
+                raise BenchError(f"{rows} streams had no gap when a prompt came beside them")
+            self.observed.append(
+                mixed_step(rows, statistics.fmean(contexts), prompt_tokens, statistics.median(longest))
+            )
+
+    @asynccontextmanager
+    async def streaming(self, rows: int, tokens: int = 4000) -> AsyncIterator[list[Stream]]:
+        """Yields streams that have all begun and go on until the block ends."""
+        streams = [Stream(0.0) for _ in range(rows)]
+        jobs = self._jobs(rows, _PROMPT, tokens)
+        asking = [
+            asyncio.create_task(run_job(self.session, self.target, job, stream))
+            for job, stream in zip(jobs, streams, strict=True)
+        ]
+        try:
+            async with asyncio.timeout(60):
+                while not all(len(stream.arrivals) > 1 for stream in streams):
+                    if any(stream.error for stream in streams):
+                        raise BenchError(f"a stream failed: {[stream.error for stream in streams if stream.error]}")
+                    await asyncio.sleep(0.005)
+            yield streams
+        except TimeoutError as exc:
+            raise BenchError(f"{rows} streams did not begin in 60 s") from exc
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    @asynccontextmanager
+    async def prefilling(self, tokens: int = 512) -> AsyncIterator[None]:
+        """Has the node compute prompts, always two at a time, until the block ends."""
+
+        async def ask_on() -> None:
+            while True:
+                await self.ask(tokens, 1)
+
+        asking = [asyncio.create_task(ask_on()) for _ in range(2)]
+        try:
+            yield
+        finally:
+            for task in asking:
+                task.cancel()
+            ended = await asyncio.gather(*asking, return_exceptions=True)
+        for failure in ended:
+            if isinstance(failure, BenchError):
+                raise failure
+
+    async def ask(self, prompt_tokens: int, output_tokens: int) -> Stream:
+        """Returns the whole answer to a prompt that nobody has asked before. Raises BenchError."""
+        (job,) = self._jobs(1, prompt_tokens, output_tokens)
+        stream = await run_job(self.session, self.target, job, Stream(0.0))
+        if stream.error:
+            raise BenchError(f"{self.target.url} did not answer: {stream.error}")
+        return stream
+
+    def _jobs(self, count: int, prompt_tokens: int, output_tokens: int) -> list[Job]:
+        seed = f"plan:{self.seed}:{self._numbers()}"
+        return uniform_jobs(count, prompt_tokens, output_tokens, self.vocab_size, seed)
+
+
+def quiet_seed() -> str:
+    """Returns a seed of prompts that no node has in its prefix cache."""
+    return str(random.SystemRandom().random())

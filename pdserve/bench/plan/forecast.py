@@ -1,0 +1,31 @@
+"""Shows predictions in the form of a benchmark's report: as a table, as JSON and for the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.plan.prediction import Prediction
+
+CLUSTER = "cluster"
+PREDICTED = "predicted"
+
+
+def forecast_rows(predictions: Sequence[Prediction]) -> tuple[Row, ...]:
+    return tuple(Row(PREDICTED, {CLUSTER: str(prediction.shape)}, figures_of(prediction)) for prediction in predictions)
+
+
+def figures_of(prediction: Prediction) -> tuple[Figure, ...]:
+    latencies = [
+        Figure(f"{name} p{share}", seconds * 1e3, Unit.MS, Better.LOWER)
+        for name, found in (("TTFT", prediction.ttft), ("ITL", prediction.itl))
+        for share, seconds in ((50, found.p50), (90, found.p90), (99, found.p99))
+    ]
+    busy = [Figure(f"{role.value} busy", 100 * share, Unit.PERCENT) for role, share in prediction.busy.items()]
+    return (
+        *latencies,
+        Figure("output", prediction.output_tokens_per_s, Unit.TOKENS_PER_S, Better.HIGHER),
+        Figure("requests", prediction.requests_per_s, Unit.REQUESTS_PER_S, Better.HIGHER),
+        Figure("goodput", prediction.goodput, Unit.REQUESTS_PER_S, Better.HIGHER),
+        *busy,
+    )

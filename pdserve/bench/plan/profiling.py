@@ -1,0 +1,186 @@
+"""Measures the profile of this machine: real nodes with the settings that they would have, timed from outside.
+
+One mixed node with all cores, behind a proxy; then two that divide the cores and lend them to each other, as
+``pdserve up`` places them. The two are timed while the other one sleeps and while it computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import aiohttp
+
+from pdserve.bench.cluster import running_cluster
+from pdserve.bench.load import Target, first_model
+from pdserve.bench.machine import this_machine
+from pdserve.bench.plan.battery import Battery, quiet_seed
+from pdserve.bench.programs import running_node
+from pdserve.bench_config import PlanProfileConfig
+from pdserve.config import Disaggregation, Switch
+from pdserve.core_ledger import private_ledger
+from pdserve.errors import BenchError, PlanError
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.demo import served_model_name
+from pdserve.models.runner import TORCH_DTYPES
+from pdserve.plan.fit import fit, lone_prompt_s, spread_of
+from pdserve.plan.profile import VERSION, CacheGeometry, FrontCost, NodeSpeed, Profile, TransferCost
+from pdserve.process import partition_cores
+from pdserve.settings import to_environ
+from pdserve.wire.discovery import Role
+
+_MIB = 2**20
+_MOVED = (64, 256, 512, 1024)
+"""Prompts of so many tokens show what a transfer takes."""
+_MOVES = 3
+
+
+def measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
+    """Returns the profile of the model in ``folder`` on this machine. Raises BenchError, PlanError and ChildDied."""
+    try:
+        return asyncio.run(_measure(config, folder, environ))
+    except TimeoutError as exc:
+        raise BenchError(f"the profile was not done in {config.profile.limit_s:g} s") from exc
+
+
+async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
+    machine, own = this_machine(), {**environ, **to_environ(config)}
+    cache = cache_geometry(config, folder)
+    async with asyncio.timeout(config.profile.limit_s):
+        alone, front_s = await _one_node(config, own)
+        speeds, transfer = [alone], TransferCost(fixed_s=0.0, byte_s=0.0)
+        if config.profile.nodes == 2:
+            speeds.append(await _two_nodes(config, own))
+            transfer = await _transfers(config, own, cache, speeds[-1], front_s)
+    return Profile(
+        version=VERSION,
+        model=config.model.served_model_name or served_model_name(config.model.path, folder),
+        machine=machine.cpu,
+        cores=len(_cores(config)),
+        measured=machine.measured,
+        speeds=tuple(speeds),
+        transfer=transfer,
+        front=FrontCost(request_s=front_s, token_s=0.0),
+        cache=cache,
+    )
+
+
+def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
+    """Returns the KV cache that a node with these settings has on a CPU."""
+    model, size = read_decoder_config(folder), config.cache.block_size
+    token_bytes = 2 * model.num_layers * model.kv_heads * model.head_dim * TORCH_DTYPES[config.model.dtype].itemsize
+    return CacheGeometry(
+        block_size=size,
+        num_blocks=config.cache.kv_cache_mib * _MIB // (size * token_bytes),
+        block_bytes=size * token_bytes,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+
+
+def _cores(config: PlanProfileConfig) -> list[int]:
+    return sorted(config.cpu.cores or os.sched_getaffinity(0))
+
+
+@asynccontextmanager
+async def _asking(config: PlanProfileConfig, targets: Sequence[str]) -> AsyncIterator[list[Battery]]:
+    """Yields a battery for each server of ``targets``, which has answered a few requests."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    seed, chunk = quiet_seed(), config.scheduler.max_num_batched_tokens
+    async with aiohttp.ClientSession(connector=connector) as session:
+        found = []
+        for url in targets:
+            target = Target(url, await first_model(url))
+            found.append(Battery(session, target, chunk, config.profile.vocab_size, f"{seed}:{url}"))
+            await found[-1].warm_up()
+        yield found
+
+
+@contextmanager
+def _lending(config: PlanProfileConfig, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yields the environment of nodes that lend each other their cores, if they are to."""
+    if config.profile.lend_cores is Switch.OFF:
+        yield {**environ, "PDSERVE_CORE_LEDGER": ""}
+        return
+    with private_ledger() as ledger:
+        yield {**environ, "PDSERVE_CORE_LEDGER": str(ledger)}
+
+
+async def _one_node(config: PlanProfileConfig, environ: Mapping[str, str]) -> tuple[NodeSpeed, float]:
+    """Returns the speed of a node that has all cores, and what a request takes besides its steps."""
+    started = running_cluster("profile", [Role.MIXED], _cores(config), environ, config.profile.startup_timeout_s)
+    async with started as cluster, _asking(config, [cluster.url]) as (battery,):
+        _say("a node with all cores")
+        await _whole(battery)
+    steps, front_s = fit(battery.observed)
+    return NodeSpeed(nodes=1, steps=steps, beside=steps, spread=spread_of(battery.ratios)), front_s
+
+
+async def _whole(battery: Battery) -> None:
+    await battery.lone_prompts()
+    await battery.decode_steps()
+    await battery.prompts_beside_streams()
+
+
+async def _two_nodes(config: PlanProfileConfig, environ: Mapping[str, str]) -> NodeSpeed:
+    """Returns the speed of each of two nodes that divide the cores."""
+    async with AsyncExitStack() as stack:
+        own = stack.enter_context(_lending(config, environ))
+        urls = []
+        for number, share in enumerate(partition_cores(_cores(config), 2)):
+            flags = ["--cores", ",".join(map(str, share))]
+            node = running_node(f"profile, node {number}", flags, own, config.profile.startup_timeout_s)
+            urls.append(await stack.enter_async_context(node))
+        one, other = await stack.enter_async_context(_asking(config, urls))
+        _say("two nodes that divide the cores, one of them asleep")
+        await _whole(one)
+        _say("two nodes that divide the cores, both at work")
+        busy = one.again()
+        async with other.prefilling():
+            await busy.decode_steps()
+        async with other.streaming(8):
+            await busy.lone_prompts()
+            await busy.prompts_beside_streams()
+    # What a request takes besides its steps is known from a node behind a proxy.
+    steps, _ = fit(one.observed)
+    beside, _ = fit(busy.observed)
+    return NodeSpeed(nodes=2, steps=steps, beside=beside, spread=spread_of([*one.ratios, *busy.ratios]))
+
+
+async def _transfers(
+    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, speed: NodeSpeed, front_s: float
+) -> TransferCost:
+    """Returns by how much tokens are later than steps explain if a prefill node has computed the prompt."""
+    fixed, sizes, late = [], [], []
+    with _lending(config, environ) as lending:
+        own = {**lending, "PDSERVE_DISAGGREGATION": Disaggregation.ALWAYS.value}
+        roles = [Role.PREFILL, Role.DECODE]
+        started = running_cluster("profile", roles, _cores(config), own, config.profile.startup_timeout_s)
+        async with started as cluster, _asking(config, [cluster.url]) as (battery,):
+            _say("transfers")
+            for tokens in _MOVED:
+                streams = [await battery.ask(tokens, 3) for _ in range(_MOVES)]
+                steps_s = lone_prompt_s(speed.steps, tokens, cache.max_num_batched_tokens)
+                fixed.append(statistics.median(stream.ttft_s for stream in streams) - steps_s - front_s)
+                sizes.append(cache.blocks(tokens) * cache.block_bytes)
+                gap_s = statistics.median(stream.itls_s[0] for stream in streams)
+                late.append(max(0.0, gap_s - speed.steps.step_s(1, tokens + 1, 0)))
+    byte_s = sum(size * seconds for size, seconds in zip(sizes, late, strict=True)) / sum(size * size for size in sizes)
+    return TransferCost(fixed_s=max(0.0, statistics.median(fixed)), byte_s=byte_s)
+
+
+def _say(text: str) -> None:
+    print(f"plan profile: {text}", file=sys.stderr, flush=True)
+
+
+def check_layout(nodes: int, cores: int) -> None:
+    """Raises PlanError if a profile of so many nodes on so many cores would be of no use."""
+    if nodes > cores:
+        raise PlanError(
+            f"{nodes} nodes need a core each, and this process may use {cores}; --nodes 1 measures one node"
+        )

@@ -1,0 +1,170 @@
+"""``pdserve plan`` says how many nodes a load needs; ``pdserve plan profile`` measures what it goes by."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.bench_config import PlanProfileConfig
+from pdserve.cli.bench import plotter
+from pdserve.cli.report_output import check_folder, publish
+from pdserve.config import PlanConfig, PredictionConfig
+from pdserve.errors import ConfigError, PlanError
+from pdserve.http.tls import Trust, read_authorities
+from pdserve.settings import load, to_environ, with_current_names
+
+if TYPE_CHECKING:
+    from pdserve.plan.load import PlannedRequest
+    from pdserve.plan.observed import ObservedLoad
+    from pdserve.plan.prediction import Prediction
+    from pdserve.plan.profile import Profile
+
+PROFILE = "profile"
+_PLOT_MODULE = "pdserve.bench.plan.forecast_plot"
+_DESCRIPTION = (
+    "Says how many prefill and decode nodes a load needs, or mixed ones, to keep targets of TTFT and ITL, and what to "
+    "expect of the clusters around that choice. First measure what nodes take on your machine: pdserve plan profile."
+)
+_PROFILE_DESCRIPTION = (
+    "Measures what a node takes on this machine for its steps, transfers and requests, in two minutes for a small "
+    "model. Nothing else should run meanwhile."
+)
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Predicts, or measures a profile; returns the exit status. Raises ConfigError, PlanError and BenchError."""
+    environ = with_current_names(environ)
+    if argv[:1] == [PROFILE]:
+        return _profile(argv[1:], environ)
+    if argv and not argv[0].startswith("-"):
+        raise ConfigError(f"pdserve plan takes flags, or the word {PROFILE}; {argv[0]!r} is neither")
+    config = load(PlanConfig, argv, environ, prog="pdserve plan", description=_DESCRIPTION)
+    check_folder("--json", config.report.json)
+    check_folder("--plot", config.plan.plot)
+    write_plot = plotter(_PLOT_MODULE) if config.plan.plot else None
+    from pdserve.bench.machine import this_machine
+    from pdserve.bench.plan.forecast import forecast_rows
+    from pdserve.bench.report import Report, render, to_json
+    from pdserve.plan.load import rate_of
+    from pdserve.plan.profile import read_profile
+
+    profile = read_profile(Path(config.plan.profile))
+    asked = _asked_load(config)
+    found = _forecast(config, profile, asked.requests)
+    notes = (
+        f"{len(asked.requests)} requests, {rate_of(asked.requests):.3g} a second, {asked.source}",
+        f"profile: {profile.model} on {profile.machine}, {profile.cores} cores, {profile.measured} UTC",
+        found.verdict,
+    )
+    rows = forecast_rows(found.predictions)
+    report = Report("plan", this_machine(), to_environ(config), tuple(note for note in notes if note), rows)
+    publish(render(report), to_json(report), config.report.json)
+    if write_plot is not None:
+        write_plot(report, Path(config.plan.plot))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The requests that a prediction is for, and where they come from."""
+
+    requests: Sequence[PlannedRequest]
+    source: str
+
+
+def _asked_load(config: PlanConfig) -> _Asked:
+    from pdserve.plan.load import poisson_load, read_lengths, read_trace
+
+    plan = config.plan
+    given = [
+        flag for flag, value in (("--rate", plan.rate), ("--trace", plan.trace), ("--from", plan.running)) if value
+    ]
+    if len(given) != 1:
+        told = " and ".join(given) + " were given" if given else "none was given"
+        raise ConfigError(f"which load? One of --rate, --trace and --from is needed; {told}")
+    if plan.trace:
+        return _Asked(read_trace(Path(plan.trace)), f"of {plan.trace}")
+    if plan.running:
+        seen = asyncio.run(_look(plan, config.trust.authorities))
+        drawn = poisson_load(seen.rate, plan.requests, seen.prompts, seen.outputs, plan.seed)
+        return _Asked(drawn, f"drawn from {seen.requests} that ended at {plan.running} in {plan.look_s:g} s")
+    prompts, outputs = read_lengths(plan.prompts), read_lengths(plan.outputs)
+    drawn = poisson_load(plan.rate, plan.requests, prompts, outputs, plan.seed)
+    return _Asked(drawn, f"prompts of {plan.prompts} and answers of {plan.outputs} tokens")
+
+
+async def _look(plan: PredictionConfig, authorities: str) -> ObservedLoad:
+    """Returns the load of a running cluster. Raises PlanError."""
+    import aiohttp
+    import msgspec
+
+    from pdserve.bench.observation import known_nodes, read_metrics
+    from pdserve.plan.observed import observed_load
+
+    tls = Trust(read_authorities(authorities)).context
+    connector = aiohttp.TCPConnector(ssl=tls)
+    timeout = aiohttp.ClientTimeout(total=10.0)
+    try:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            nodes = await known_nodes(session, plan.running.rstrip("/"))
+            before = [await read_metrics(session, node.url) for node in nodes]
+            await asyncio.sleep(plan.look_s)
+            after = [await read_metrics(session, node.url) for node in nodes]
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, OSError) as exc:
+        raise PlanError(f"--from: {plan.running} does not say what its nodes have counted: {exc!r}") from exc
+    return observed_load(before, after, plan.look_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    predictions: Sequence[Prediction]
+    verdict: str
+
+
+def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Found:
+    from pdserve.plan.cluster import ClusterShape
+    from pdserve.plan.prediction import Wanted, predict
+    from pdserve.plan.sizing import Sizing, checked_sizing
+
+    plan, targets = config.plan, config.targets
+    wanted = Wanted(targets.target_ttft_ms / 1e3, targets.target_itl_ms / 1e3, plan.percentile)
+
+    def of(shape: ClusterShape) -> Prediction:
+        return predict(profile, shape, requests, wanted, targets, plan.disaggregation)
+
+    kept = " and ".join(
+        f"{name} p{plan.percentile:g} of {value:g} ms"
+        for name, value in (("a TTFT", targets.target_ttft_ms), ("an ITL", targets.target_itl_ms))
+        if value
+    )
+    given = ClusterShape(plan.prefill, plan.decode, plan.mixed, plan.nodes_per_machine)
+    if given.nodes:
+        prediction = of(given)
+        return _Found(
+            [prediction], f"{given}: {'keeps' if prediction.meets else 'does not keep'} {kept}" if kept else ""
+        )
+    if not kept:
+        raise ConfigError(
+            "what is wanted? Give --target-ttft-ms, --target-itl-ms or both, or a cluster: --prefill, --decode, --mixed"
+        )
+    sized = checked_sizing(Sizing(of, plan.most_nodes, plan.nodes_per_machine), kept)
+    return _Found(sized.tried, f"the smallest cluster that keeps {kept}: {sized.chosen}")
+
+
+def _profile(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config = load(PlanProfileConfig, argv, environ, prog="pdserve plan profile", description=_PROFILE_DESCRIPTION)
+    check_folder("--out", config.profile.out)
+    cores = config.cpu.cores or tuple(os.sched_getaffinity(0))
+    from pdserve.bench.plan.profiling import check_layout, measure
+    from pdserve.models.checkpoint.demo import resolve_model
+    from pdserve.plan.profile import write_profile
+
+    check_layout(config.profile.nodes, len(cores))
+    profile = measure(config, resolve_model(config.model.path), environ)
+    write_profile(profile, Path(config.profile.out))
+    print(f"the profile of {profile.model} is in {config.profile.out}")
+    return 0

@@ -1,0 +1,369 @@
+"""Lives through a load with a simulated cluster: the same arguments give the same answers.
+
+Time passes from event to event: a request comes to its node, a step ends, blocks have moved. Nodes on one machine slow
+each other down, and lend each other their cores while they have nothing to compute: a step that began with borrowed
+cores goes on with its own when their owner wakes up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pdserve.config import Disaggregation, TargetsConfig
+from pdserve.engine.placement.step_parts import StepParts
+from pdserve.errors import PlanError
+from pdserve.plan.answer import Answer
+from pdserve.plan.load import PlannedRequest
+from pdserve.plan.node import Order, Prompt, SimulatedNode, Step
+from pdserve.plan.profile import NodeSpeed, Profile
+from pdserve.wire.discovery import Role
+
+_EARLY_TOKENS = 2048
+"""The blocks of prompts that are no shorter move while the rest is computed (``kv_connector.pushing_connector``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """The nodes of a cluster."""
+
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+    nodes_per_machine: int = 1
+    """So many nodes divide the cores of one machine."""
+
+    @property
+    def nodes(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
+    def __str__(self) -> str:
+        counts = ((self.prefill, "prefill"), (self.decode, "decode"), (self.mixed, "mixed"))
+        return " + ".join(f"{count} {role}" for count, role in counts if count)
+
+    def roles(self) -> list[Role]:
+        return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.MIXED] * self.mixed
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """So many gaps between tokens of the same length."""
+
+    seconds: float
+    count: int
+
+
+@dataclass(slots=True)
+class Lived:
+    """What a cluster made of a load."""
+
+    answers: list[Answer]
+    gaps: list[Gaps] = field(default_factory=list)
+    busy_s: dict[Role, float] = field(default_factory=dict)
+    """The seconds in which nodes of each role computed."""
+    preemptions: int = 0
+
+    @property
+    def ended_at(self) -> float:
+        return max(answer.last_at for answer in self.answers)
+
+
+def live(
+    profile: Profile,
+    shape: ClusterShape,
+    load: Sequence[PlannedRequest],
+    targets: TargetsConfig | None = None,
+    disaggregation: Disaggregation = Disaggregation.AUTO,
+) -> Lived:
+    """Returns what becomes of each request of ``load``, which is in the order of the times.
+
+    Raises PlanError if the cluster can serve no such request, or if the profile does not know such machines.
+    """
+    if not load:
+        raise PlanError("there is no request to predict anything for")
+    if not shape.decode + shape.mixed:
+        raise PlanError(f"a cluster of {str(shape) or 'no nodes'} answers nothing; it needs a decode or a mixed node")
+    most = max(request.prompt_tokens + request.output_tokens for request in load)
+    room = profile.cache.num_blocks * profile.cache.block_size
+    if most > room:
+        raise PlanError(
+            f"a request of {most} tokens never fits into a KV cache of {room}; --kv-cache-mib makes it larger"
+        )
+    return _Simulation(profile, shape, targets or TargetsConfig(), disaggregation).run(load)
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    """A node that computes: its step under way, and the machine that it shares."""
+
+    node: SimulatedNode
+    machine: list[_Engine]
+    step: Step | None = None
+    began: float = 0.0
+    first_s: float = 0.0
+    """What the first of the steps takes."""
+    growth_s: float = 0.0
+    """What each step takes more than the one before."""
+    share: float = 0.0
+    """How many of the machine's other engines computed when it began, from 0 to 1."""
+    ends_at: float = 0.0
+    last_from: float = 0.0
+    """When the last of the steps begins."""
+    version: int = 0
+    busy_s: float = 0.0
+    inbox: list[Callable[[float], None]] = field(default_factory=list)
+    """What has come while a step was under way, and is seen after it."""
+
+    @property
+    def others_busy(self) -> float:
+        others = len(self.machine) - 1
+        return sum(other.step is not None for other in self.machine if other is not self) / others if others else 0.0
+
+    def until(self, steps: int) -> float:
+        """Returns when so many of the steps are over."""
+        return self.began + steps * self.first_s + self.growth_s * steps * (steps - 1) / 2
+
+    def over_at(self, now: float) -> int:
+        """Returns how many of the steps are over."""
+        assert self.step is not None
+        passed, half = now - self.began, self.growth_s / 2
+        if half > 1e-15:
+            linear = self.first_s - half
+            steps = (math.sqrt(linear * linear + 4 * half * passed) - linear) / (2 * half)
+        else:
+            steps = passed / self.first_s
+        return max(0, min(int(steps), self.step.count - 1))
+
+
+def step_s(speed: NodeSpeed, share: float, step: Step) -> tuple[float, float]:
+    """Returns what a step takes beside that share of the other engines, and what the next one like it takes more."""
+    alone, growth = _step_s(speed.steps, step)
+    if not share:
+        return alone, growth
+    beside, growth_beside = _step_s(speed.beside, step)
+    return alone + share * (beside - alone), growth + share * (growth_beside - growth)
+
+
+def _step_s(parts: StepParts, step: Step) -> tuple[float, float]:
+    seconds = parts.step_s(step.rows, step.context_tokens, step.prompt_tokens, step.prompt_context)
+    return seconds, step.rows * parts.context_token
+
+
+class _Simulation:
+    def __init__(
+        self, profile: Profile, shape: ClusterShape, targets: TargetsConfig, disaggregation: Disaggregation
+    ) -> None:
+        self._profile = profile
+        self._engines: list[_Engine] = []
+        machine: list[_Engine] = []
+        for number, role in enumerate(shape.roles()):
+            if number % shape.nodes_per_machine == 0:
+                machine = []
+            speed = profile.speed(shape.nodes_per_machine)
+            node = SimulatedNode(number, role, speed, profile.cache, targets, disaggregation)
+            machine.append(_Engine(node, machine))
+            self._engines.append(machine[-1])
+        self._of = {engine.node: engine for engine in self._engines}
+        self._answering = _Turns(engine for engine in self._engines if engine.node.role is not Role.PREFILL)
+        self._prefilling = _Turns(engine for engine in self._engines if engine.node.role is not Role.DECODE)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._gaps: list[Gaps] = []
+
+    def run(self, load: Sequence[PlannedRequest]) -> Lived:
+        answers = [Answer.to(request) for request in load]
+        coming = iter(answers)
+        self._next_request(coming)
+        while self._events:
+            now, _, event = heapq.heappop(self._events)
+            event(now)
+        busy: dict[Role, float] = {}
+        for engine in self._engines:
+            busy[engine.node.role] = busy.get(engine.node.role, 0.0) + engine.busy_s
+        preemptions = sum(engine.node.preemptions for engine in self._engines)
+        return Lived(answers, self._gaps, busy, preemptions)
+
+    def _at(self, time: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), event))
+
+    # ------------------------------------------------------------ requests
+
+    def _next_request(self, coming: Iterator[Answer]) -> None:
+        answer = next(coming, None)
+        if answer is None:
+            return
+
+        def come(now: float) -> None:
+            self._next_request(coming)
+            engine = self._answering.next()
+            assert engine is not None
+            other = self._prefilling.next(but=engine)
+            target = None if other is None else other.node.as_target
+            prompt = Prompt(answer, answer.request.prompt_tokens, now, target)
+            self._tell(engine, now, lambda _: engine.node.waiting.append(prompt))
+
+        self._at(answer.request.at_s + self._profile.front.seconds(answer.request.prompt_tokens), come)
+
+    def _tell(self, engine: _Engine, now: float, news: Callable[[float], None]) -> None:
+        """Gives an engine news, which it sees when the step under way is over."""
+        if engine.step is None:
+            news(now)
+            self._begin(engine, now)
+            return
+        engine.inbox.append(news)
+        self._cut(engine, now)
+
+    # ------------------------------------------------------------ steps
+
+    def _begin(self, engine: _Engine, now: float) -> None:
+        """Begins the next step of an engine that has none under way, if there is one."""
+        step = engine.node.plan(now)
+        for order in engine.node.orders:
+            self._send_order(order, now)
+        if step is None:
+            return
+        engine.step, engine.began, engine.share = step, now, engine.others_busy
+        engine.first_s, engine.growth_s = step_s(engine.node.speed, engine.share, step)
+        self._end_at(engine, engine.until(step.count), engine.until(step.count - 1))
+        for other in engine.machine:
+            if other is not engine and other.step is not None:
+                self._slow(other, now)
+
+    def _end_at(self, engine: _Engine, time: float, last_from: float) -> None:
+        engine.version += 1
+        version, engine.ends_at, engine.last_from = engine.version, time, last_from
+
+        def end(now: float) -> None:
+            if engine.version == version:
+                self._end(engine, now)
+
+        self._at(time, end)
+
+    def _cut(self, engine: _Engine, now: float) -> None:
+        """Has a row of alike steps end with the one under way."""
+        step = engine.step
+        assert step is not None
+        if step.count == 1:
+            return
+        over = engine.over_at(now)
+        if over + 1 < step.count:
+            engine.node.give_back(step, over + 1)
+            self._end_at(engine, engine.until(over + 1), engine.until(over))
+
+    def _slow(self, engine: _Engine, now: float) -> None:
+        """Has an engine's step go on without the cores whose owner has just woken up."""
+        self._cut(engine, now)
+        step, share = engine.step, engine.others_busy
+        assert step is not None
+        if share <= engine.share or now >= engine.ends_at:
+            return
+        before, _ = step_s(engine.node.speed, engine.share, step)
+        after, _ = step_s(engine.node.speed, share, step)
+        engine.share = share
+        self._end_at(engine, now + (engine.ends_at - now) * after / before, engine.last_from)
+
+    def _end(self, engine: _Engine, now: float) -> None:
+        step, node = engine.step, engine.node
+        assert step is not None
+        engine.step = None
+        engine.busy_s += now - engine.began
+        if step.rows:
+            self._give_tokens(engine, step, now)
+        for prompt, tokens in step.chunks:
+            prompt.done += tokens
+            if not prompt.left:
+                node.computing.remove(prompt)
+                self._computed(engine, prompt, now)
+        inbox, engine.inbox = engine.inbox, []
+        for news in inbox:
+            news(now)
+        self._begin(engine, now)
+
+    def _give_tokens(self, engine: _Engine, step: Step, now: float) -> None:
+        decoding = engine.node.decoding
+        new = decoding.take_new()
+        for member in new:
+            assert member.since is not None
+            self._gaps.append(Gaps(engine.until(1) - member.since if step.count > 1 else now - member.since, 1))
+        if step.rows > len(new):
+            self._gaps.append(Gaps(now - engine.last_from, step.rows - len(new)))
+        if step.count > 1:
+            self._gaps.append(Gaps((engine.last_from - engine.began) / (step.count - 1), step.rows * (step.count - 1)))
+        for member in decoding.advance(step.count):
+            member.answer.last_at = now
+            engine.node.free_blocks += engine.node.cache.blocks(decoding.context_of(member) - 1)
+
+    # ------------------------------------------------------------ prompts
+
+    def _computed(self, engine: _Engine, prompt: Prompt, now: float) -> None:
+        node, answer = engine.node, prompt.answer
+        if prompt.order is not None:
+            self._push(engine, prompt, prompt.order, now)
+            return
+        if not answer.begun:
+            answer.first_at = now
+        if answer.tokens_left:
+            node.decoding.join(answer, prompt.tokens, prompt.since)
+        else:
+            answer.last_at = now
+            node.free_blocks += node.cache.blocks(prompt.tokens)
+
+    def _send_order(self, order: Order, now: float) -> None:
+        there = self._of[order.to]
+        prompt = Prompt(order.prompt.answer, order.prompt.tokens, now, order=order)
+
+        def come(time: float) -> None:
+            self._tell(there, time, lambda _: order.to.waiting.append(prompt))
+
+        self._at(now, come)
+
+    def _push(self, engine: _Engine, prompt: Prompt, order: Order, now: float) -> None:
+        """Sends the first token, and then the blocks that have not moved yet, to the node that has ordered them."""
+        node, answer = engine.node, prompt.answer
+        there, transfer, load = self._of[order.by], self._profile.transfer, node.load
+        node.pushing += 1
+        tokens = prompt.tokens
+        if tokens >= _EARLY_TOKENS:
+            tokens = min(tokens, node.cache.max_num_batched_tokens)
+        size = node.cache.blocks(tokens) * node.cache.block_bytes
+        first_at = now + transfer.fixed_s
+        landed_at = first_at + size * transfer.byte_s
+
+        def first_token(seen: float) -> None:
+            answer.first_at = answer.last_at = seen
+            order.known.answered(answer, 0, load, seen)
+
+        def landed(seen: float) -> None:
+            there.node.remote -= 1
+            order.known.landed(size, landed_at - first_at)
+            if answer.tokens_left:
+                there.node.landed.append(answer)
+            else:
+                there.node.free_blocks += there.node.cache.blocks(prompt.tokens)
+
+        def free(_: float) -> None:
+            node.pushing -= 1
+            node.free_blocks += node.cache.blocks(prompt.tokens)
+
+        self._at(first_at, lambda time: self._tell(there, time, first_token))
+        self._at(landed_at, lambda time: self._tell(there, time, landed))
+        self._at(landed_at, lambda time: self._tell(engine, time, free))
+
+
+class _Turns:
+    """Gives engines in turn, as the proxy does by default."""
+
+    def __init__(self, engines: Iterator[_Engine]) -> None:
+        self._engines = list(engines)
+        self._turn = itertools.count()
+
+    def next(self, but: _Engine | None = None) -> _Engine | None:
+        """Returns the engine whose turn it is, or the one after it instead of ``but``; None if there is none."""
+        for _ in self._engines:
+            engine = self._engines[next(self._turn) % len(self._engines)]
+            if engine is not but:
+                return engine
+        return None

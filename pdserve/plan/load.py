@@ -1,0 +1,129 @@
+"""The requests that a prediction is made for: drawn at a rate from lengths, or read from a trace."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from pdserve.errors import PlanError
+
+MAX_TRACE_BYTES = 256 * 2**20
+MAX_TOKENS = 2**24
+"""No prompt and no answer is longer: a number beyond it is a mistake in the file."""
+MAX_S = 1e9
+
+
+class PlannedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request: the time at which it comes, in seconds, and its tokens. A line of a trace file."""
+
+    at_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_S)]
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+    output_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of numbers of tokens: ranges with their shares, in which logarithms are spread evenly."""
+
+    bounds: tuple[tuple[int, int], ...]
+    """The least and the most of each range."""
+    shares: tuple[float, ...]
+    """The sums of the shares up to each range; the last one is 1."""
+
+    @classmethod
+    def of(cls, ranges: Sequence[tuple[int, int, float]]) -> Lengths:
+        """Returns a distribution of ranges (least, most, weight). Raises PlanError."""
+        found = [(least, most, weight) for least, most, weight in ranges if weight > 0]
+        total = sum(weight for *_, weight in found)
+        if not found or not math.isfinite(total):
+            raise PlanError("there are no lengths of requests to go by")
+        for least, most, _ in found:
+            if not 1 <= least <= most <= MAX_TOKENS:
+                raise PlanError(f"lengths from {least} to {most} tokens; right are 1 to {MAX_TOKENS}, the least first")
+        sums = itertools.accumulate(weight / total for *_, weight in found)
+        return cls(tuple((least, most) for least, most, _ in found), tuple(sums))
+
+    def draw(self, source: random.Random) -> int:
+        least, most = self.bounds[min(bisect.bisect(self.shares, source.random()), len(self.bounds) - 1)]
+        return min(most, round(math.exp(source.uniform(math.log(least), math.log(most))))) if least < most else least
+
+    @property
+    def mean(self) -> float:
+        """The mean number of tokens."""
+        means = [
+            least if least == most else (most - least) / (math.log(most) - math.log(least))
+            for least, most in self.bounds
+        ]
+        before = (0.0, *self.shares[:-1])
+        return sum(mean * (upto - since) for mean, upto, since in zip(means, self.shares, before, strict=True))
+
+    @property
+    def longest(self) -> int:
+        return max(most for _, most in self.bounds)
+
+
+def read_lengths(text: str) -> Lengths:
+    """Returns the lengths that ``text`` names: 256, 16-512, or several with weights: 64:3,1024-4096:1.
+
+    Raises PlanError.
+    """
+    ranges = []
+    for part in text.split(","):
+        span, _, weight = part.strip().partition(":")
+        least, dash, most = span.partition("-")
+        try:
+            ranges.append((int(least), int(most if dash else least), float(weight or 1)))
+        except ValueError:
+            raise PlanError(
+                f"{part.strip()!r} is no length; right are such as 256, 16-512, and 64:3,1024-4096:1"
+            ) from None
+    return Lengths.of(ranges)
+
+
+def poisson_load(rate: float, count: int, prompt: Lengths, output: Lengths, seed: int) -> list[PlannedRequest]:
+    """Returns ``count`` requests that come independently of each other, ``rate`` of them a second."""
+    source = random.Random(f"plan:{seed}")  # noqa: S311  # the times must be repeatable, not secret
+    at_s, found = 0.0, []
+    for _ in range(count):
+        at_s += source.expovariate(rate)
+        found.append(PlannedRequest(at_s, prompt.draw(source), output.draw(source)))
+    return found
+
+
+def read_trace(path: Path) -> list[PlannedRequest]:
+    """Returns the requests in a file of JSON lines, in the order of their times. Raises PlanError."""
+    try:
+        if path.stat().st_size > MAX_TRACE_BYTES:
+            raise PlanError(f"the trace {path} has more than {MAX_TRACE_BYTES // 2**20} MiB; split it")
+        lines = path.read_bytes().splitlines()
+    except OSError as exc:
+        raise PlanError(f"cannot read the trace {path}: {exc.strerror}") from exc
+    decoder = msgspec.json.Decoder(PlannedRequest)
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(decoder.decode(line))
+        except msgspec.MsgspecError as exc:
+            raise PlanError(
+                f"{path}, line {number}: {exc}; right is such as "
+                '{"at_s": 0.25, "prompt_tokens": 256, "output_tokens": 64}'
+            ) from exc
+    if not found:
+        raise PlanError(f"the trace {path} has no request")
+    return sorted(found, key=lambda request: request.at_s)
+
+
+def rate_of(load: Sequence[PlannedRequest]) -> float:
+    """Returns the requests a second between the first and the last one; 0 for a single one."""
+    seconds = load[-1].at_s - load[0].at_s
+    return (len(load) - 1) / seconds if seconds > 0 else 0.0

@@ -1,0 +1,292 @@
+"""One node of a simulated cluster: which requests each of its steps computes, by the engine's own rules.
+
+What a step costs comes from the profile. How prompts are cut into chunks beside requests that decode, and where they
+are computed, is asked of the parts that an engine itself asks: ``StepBudget``, ``LatencyTargets`` and ``Placement``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from pdserve.config import Disaggregation, SchedulerConfig, TargetsConfig, TransferConfig
+from pdserve.engine.placement.latency_targets import LatencyTargets
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.placement_rule import PlacementDecision
+from pdserve.engine.placement.prefill_node import PrefillNode
+from pdserve.engine.placement.prefill_time import PromptSize
+from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.scheduling.batch_plan import chunk_tokens
+from pdserve.engine.scheduling.step_budget import StepBudget
+from pdserve.plan.answer import Answer
+from pdserve.plan.decoding import Decoding
+from pdserve.plan.profile import CacheGeometry, NodeSpeed
+from pdserve.wire.discovery import Role
+from pdserve.wire.ids import BootId
+from pdserve.wire.request_targets import NO_OWN_TARGETS
+from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.transfer import PrefillLoad
+
+_MAX_TRIED = 32
+"""As many waiting prompts as an engine looks at before a step."""
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """The tokens of one answer that are to be computed before it can go on."""
+
+    answer: Answer
+    tokens: int
+    arrived: float
+    target: PrefillNodeAt | None = None
+    """The prefill node that the proxy has chosen; None if there is none, or the client has a token already."""
+    order: Order | None = None
+    """What another node has ordered, if that has the answer."""
+    done: int = 0
+    since: float | None = None
+    """When the client got a token last, if it has one."""
+
+    @property
+    def left(self) -> int:
+        return self.tokens - self.done
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillNodeAt:
+    """A prefill node and the name under which decode nodes know it."""
+
+    node: SimulatedNode
+    target: PrefillTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A prompt that a prefill node is to compute."""
+
+    prompt: Prompt
+    by: SimulatedNode
+    to: SimulatedNode
+    known: PrefillNode
+    """What the node that orders knows of the other one."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What a node computes next: one step, or several that are alike but for growing contexts."""
+
+    rows: int
+    context_tokens: int
+    chunks: list[tuple[Prompt, int]] = field(default_factory=list)
+    count: int = 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.chunks)
+
+    @property
+    def prompt_context(self) -> float:
+        tokens = self.prompt_tokens
+        return sum(prompt.done * tokens for prompt, tokens in self.chunks) / tokens if tokens else 0.0
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """What a prompt finds before it, as in ``engine.scheduling.batch_admission``."""
+
+    queued: int
+    leaving: Counter[BootId] = field(default_factory=Counter)
+    held: set[BootId] = field(default_factory=set)
+
+
+class SimulatedNode:
+    """The scheduler of one node, without tokens or tensors. Its caller has the clock and runs the steps."""
+
+    def __init__(
+        self,
+        number: int,
+        role: Role,
+        speed: NodeSpeed,
+        cache: CacheGeometry,
+        targets: TargetsConfig,
+        disaggregation: Disaggregation,
+    ) -> None:
+        self.role, self.speed, self.cache = role, speed, cache
+        self.waiting: deque[Prompt] = deque()
+        self.computing: list[Prompt] = []
+        self.landed: deque[Answer] = deque()
+        """The answers whose prompts have come from a prefill node, and that have no place yet."""
+        self.pushing = 0
+        """The prompts that this node has computed for others and whose blocks are on their way."""
+        self.remote = 0
+        """The prompts that other nodes compute for this one."""
+        self.orders: list[Order] = []
+        """The orders that leave with the step that was planned last."""
+        self.preemptions = 0
+        self.decoding = Decoding(cache.block_size)
+        self.free_blocks = cache.num_blocks
+        scheduler = SchedulerConfig(
+            max_num_seqs=cache.max_num_seqs, max_num_batched_tokens=cache.max_num_batched_tokens
+        )
+        self.cost = StepCost.of(speed.steps, cache.max_num_batched_tokens)
+        self.targets = LatencyTargets(targets, self.cost, role)
+        self.placement = Placement(
+            self.cost,
+            TransferConfig(disaggregation=disaggregation),
+            scheduler,
+            cache.block_size,
+            cache.bytes_per_token,
+            self.targets,
+        )
+        boot_id = BootId(number.to_bytes(16, "big"))
+        self.as_target = PrefillNodeAt(self, PrefillTarget(f"{role.value}-{number}", "", boot_id))
+
+    @property
+    def requests(self) -> int:
+        """The requests that this node has not ended."""
+        return len(self.waiting) + self.running + self.remote + len(self.landed)
+
+    @property
+    def running(self) -> int:
+        return len(self.computing) + self.decoding.rows
+
+    @property
+    def load(self) -> PrefillLoad:
+        """The load as a prefill node tells it."""
+        queued = sum(prompt.left for prompt in self.waiting) + sum(prompt.left for prompt in self.computing)
+        return PrefillLoad(queued, self.cost.tokens_per_s, self.decoding.rows)
+
+    def plan(self, now: float) -> Step | None:
+        """Returns the next step; None if there is nothing to compute. ``orders`` leave with it."""
+        self.orders = []
+        self._make_room(now)
+        budget = StepBudget(self.cache.max_num_batched_tokens, self.cost, self.targets)
+        if self.decoding.rows:
+            budget.spend_rows(self.decoding.rows, self.decoding.context_tokens)
+            budget.decode_for(NO_OWN_TARGETS)
+        chunks: list[tuple[Prompt, int]] = []
+        for prompt in self.computing:
+            self._chunk(prompt, budget, chunks)
+        self._admit_landed(budget)
+        if self.waiting:
+            self._admit(now, budget, chunks)
+        step = Step(self.decoding.rows, self.decoding.context_tokens, chunks)
+        if step.rows:
+            self.free_blocks -= self.decoding.blocks_for(1)
+        elif not chunks:
+            return None
+        if not chunks and not self.landed and (not self.waiting or not self._has_place):
+            step.count = self._steps_alike()
+        return step
+
+    def _steps_alike(self) -> int:
+        """Returns how many steps are alike from now on, if nothing comes, and takes the blocks for them."""
+        count = self.decoding.steps_to_end
+        first = self.decoding.blocks_for(1)
+        while count > 1 and self.decoding.blocks_for(count) - first > self.free_blocks:
+            count //= 2
+        self.free_blocks -= self.decoding.blocks_for(count) - first
+        return count
+
+    def give_back(self, step: Step, steps: int) -> None:
+        """Takes the blocks back for which a ``step`` that is cut after so many ``steps`` has no use."""
+        self.free_blocks += self.decoding.blocks_for(step.count) - self.decoding.blocks_for(steps)
+        step.count = steps
+
+    @property
+    def _has_place(self) -> bool:
+        return self.running < self.cache.max_num_seqs
+
+    def _chunk(self, prompt: Prompt, budget: StepBudget, chunks: list[tuple[Prompt, int]]) -> None:
+        allowed = budget.for_prompt(prompt.done)
+        if allowed > 0:
+            tokens = chunk_tokens(prompt.left, allowed)
+            budget.spend_chunk(tokens, prompt.done)
+            chunks.append((prompt, tokens))
+
+    def _admit_landed(self, budget: StepBudget) -> None:
+        while self.landed and self._has_place:
+            answer = self.landed.popleft()
+            tokens = answer.request.prompt_tokens
+            self.decoding.join(answer, tokens, answer.first_at)
+            budget.spend_rows(1, tokens + 1)
+            budget.decode_for(NO_OWN_TARGETS)
+
+    def _admit(self, now: float, budget: StepBudget, chunks: list[tuple[Prompt, int]]) -> None:
+        ahead = _Ahead(sum(prompt.left for prompt in self.computing))
+        passed: list[Prompt] = []
+        while self.waiting and self._has_place and len(passed) < _MAX_TRIED:
+            prompt = self.waiting.popleft()
+            no_budget = budget.for_prompt() <= 0
+            if no_budget and prompt.target is None:
+                passed.append(prompt)
+                continue
+            target = prompt.target
+            decision = None if target is None else self._place(prompt, target, ahead, now)
+            remote = decision is not None and decision.remote
+            waits = decision is not None and decision.waits
+            if waits or (remote and self._free_fetches <= 0) or (no_budget and not remote):
+                passed.append(prompt)
+                continue
+            if not self._has_room(prompt):
+                passed.append(prompt)
+                break
+            self.free_blocks -= self.cache.blocks(prompt.tokens)
+            if remote and target is not None:
+                self._order(prompt, target, now)
+                continue
+            if decision is None:
+                ahead.queued += prompt.left
+            self.computing.append(prompt)
+            self._chunk(prompt, budget, chunks)
+        self.waiting.extendleft(reversed(passed))
+
+    def _place(self, prompt: Prompt, to: PrefillNodeAt, ahead: _Ahead, now: float) -> PlacementDecision:
+        boot_id = to.target.boot_id
+        size = PromptSize(
+            prompt.left,
+            0,
+            ahead.queued,
+            self.running + self.remote,
+            rows=self.decoding.rows,
+            context_tokens=self.decoding.context_tokens,
+            leaving_tokens=ahead.leaving[boot_id],
+            waited_s=now - prompt.arrived,
+            may_wait=bool(self.running),
+        )
+        decision = self.placement.decide(size, to.target, now)
+        if decision.remote and size.may_wait and boot_id in ahead.held:
+            decision = PlacementDecision(None, decision.reason)
+        if decision.waits:
+            ahead.held.add(boot_id)
+        if decision.remote or decision.waits:
+            ahead.leaving[boot_id] += prompt.left
+        else:
+            ahead.queued += prompt.left
+        return decision
+
+    def _order(self, prompt: Prompt, to: PrefillNodeAt, now: float) -> None:
+        known = self.placement.ordered(to.target, prompt.answer, prompt.left, 0, now)
+        self.remote += 1
+        self.orders.append(Order(prompt, self, to.node, known))
+
+    @property
+    def _free_fetches(self) -> int:
+        return self.cache.max_num_seqs - self.remote - len(self.landed)
+
+    def _has_room(self, prompt: Prompt) -> bool:
+        """Whether a prompt fits, and each running request can still grow by a block."""
+        missing = self.cache.blocks(prompt.tokens)
+        if self.free_blocks >= missing + self.running:
+            return True
+        return not self.running and not self.remote and not self.pushing and self.free_blocks >= missing
+
+    def _make_room(self, now: float) -> None:
+        """Preempts the youngest answers while the next step needs more blocks than are free."""
+        while self.decoding.rows > 1 and self.decoding.blocks_for(1) > self.free_blocks:
+            member = self.decoding.evict()
+            tokens = self.decoding.context_of(member) - 1
+            self.free_blocks += self.cache.blocks(tokens)
+            self.preemptions += 1
+            again = Prompt(member.answer, tokens, member.answer.request.at_s, since=now)
+            later = (i for i, prompt in enumerate(self.waiting) if prompt.arrived > again.arrived)
+            self.waiting.insert(next(later, len(self.waiting)), again)

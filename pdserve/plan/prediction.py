@@ -1,0 +1,115 @@
+"""Turns what a simulated cluster made of a load into percentiles, throughput and goodput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdserve.config import Disaggregation, TargetsConfig
+from pdserve.plan.answer import Answer
+from pdserve.plan.cluster import ClusterShape, Gaps, live
+from pdserve.plan.load import PlannedRequest
+from pdserve.plan.profile import Profile
+from pdserve.wire.discovery import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """What a half, nine tenths and 99 of 100 values do not exceed, in seconds. All are 0 without values."""
+
+    p50: float
+    p90: float
+    p99: float
+    asked: float
+    """What the asked share of the values does not exceed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Latencies that a share of the tokens and answers is to keep."""
+
+    ttft_s: float
+    """0 for any."""
+    itl_s: float
+    """0 for any."""
+    percentile: float = 90.0
+
+    def good(self, answer: Answer) -> bool:
+        """Returns whether an answer kept both, the ITL in the mean of its gaps."""
+        tpot_s = answer.tpot_s
+        return (not self.ttft_s or answer.ttft_s <= self.ttft_s) and (
+            not self.itl_s or tpot_s is None or tpot_s <= self.itl_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What is expected of one cluster under one load."""
+
+    shape: ClusterShape
+    ttft: Quantiles
+    itl: Quantiles
+    output_tokens_per_s: float
+    requests_per_s: float
+    goodput: float
+    """The good answers a second."""
+    busy: dict[Role, float]
+    """The share of the time in which a node of the role computes."""
+    preemptions: int
+    keeps_ttft: bool
+    keeps_itl: bool
+
+    @property
+    def meets(self) -> bool:
+        return self.keeps_ttft and self.keeps_itl
+
+
+def predict(
+    profile: Profile,
+    shape: ClusterShape,
+    load: Sequence[PlannedRequest],
+    wanted: Wanted,
+    targets: TargetsConfig | None = None,
+    disaggregation: Disaggregation = Disaggregation.AUTO,
+) -> Prediction:
+    """Returns what becomes of ``load``, whose nodes have ``targets``. Raises PlanError."""
+    lived = live(profile, shape, load, targets, disaggregation)
+    spread = profile.speed(shape.nodes_per_machine).spread
+    ttft = quantiles(np.array([answer.ttft_s for answer in lived.answers]), wanted.percentile)
+    itl = gap_quantiles(lived.gaps, spread, wanted.percentile)
+    seconds = lived.ended_at - load[0].at_s
+    counts = {Role.PREFILL: shape.prefill, Role.DECODE: shape.decode, Role.MIXED: shape.mixed}
+    return Prediction(
+        shape,
+        ttft,
+        itl,
+        output_tokens_per_s=sum(request.output_tokens for request in load) / seconds,
+        requests_per_s=len(load) / seconds,
+        goodput=sum(map(wanted.good, lived.answers)) / seconds,
+        busy={role: busy_s / seconds / counts[role] for role, busy_s in lived.busy_s.items()},
+        preemptions=lived.preemptions,
+        keeps_ttft=not wanted.ttft_s or ttft.asked <= wanted.ttft_s,
+        keeps_itl=not wanted.itl_s or itl.asked <= wanted.itl_s,
+    )
+
+
+def gap_quantiles(gaps: Sequence[Gaps], spread: Sequence[float], percentile: float) -> Quantiles:
+    """Returns the quantiles of gaps, each of which is as long as it says but for the ``spread`` of steps."""
+    if not gaps:
+        return Quantiles(0.0, 0.0, 0.0, 0.0)
+    seconds = np.array([gap.seconds for gap in gaps])
+    counts = np.array([gap.count for gap in gaps], dtype=float)
+    times = np.array(spread)
+    return quantiles(np.outer(seconds, times).ravel(), percentile, np.repeat(counts / len(times), len(times)))
+
+
+def quantiles(values: np.ndarray, percentile: float, weights: np.ndarray | None = None) -> Quantiles:
+    order = np.argsort(values)
+    upto = np.cumsum(weights[order] if weights is not None else np.ones(len(values)))
+    found = [
+        float(values[order][min(int(np.searchsorted(upto, share / 100 * upto[-1])), len(values) - 1)])
+        for share in (50, 90, 99, percentile)
+    ]
+    return Quantiles(*found)

@@ -1,0 +1,84 @@
+"""Tests the report of ``pdserve bench plan``, its plot and its page, on figures that are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.machine import this_machine
+from pdserve.bench.plan.benchmark import SYSTEMS, Outcome, report_of, requests_of, verdict
+from pdserve.bench.streamed_answer import Stream, summarise
+from pdserve.bench_config import BenchPlanConfig
+from pdserve.plan.prediction import Wanted, predict
+from tests.docs import planning_page
+from tests.plan.profiles import profile_of
+
+
+def streams(count: int, ttft_s: float, gap_s: float) -> list[Stream]:
+    return [
+        Stream(
+            started=float(number),
+            arrivals=[number + ttft_s + token * gap_s for token in range(50)],
+            ended=number + ttft_s + 49 * gap_s,
+            output_tokens=50,
+        )
+        for number in range(count)
+    ]
+
+
+def outcomes() -> list[Outcome]:
+    config = BenchPlanConfig()
+    found = []
+    for name, shape in SYSTEMS.items():
+        for percent in (30, 90):
+            load = requests_of(config, 1.0, percent)
+            predicted = predict(profile_of(slower_beside=1.5), shape, load, Wanted(0.0, 0.0))
+            found.append(Outcome(name, percent, 1.0, predicted, summarise(streams(30, 0.2, 0.02))))
+    return found
+
+
+def test_each_run_has_what_was_predicted_beside_what_was_measured() -> None:
+    report = report_of(BenchPlanConfig(), profile_of(), outcomes())
+    assert [(row.at["system"], row.at["rate %"]) for row in report.rows] == [
+        (name, percent) for name in SYSTEMS for percent in (30, 90)
+    ]
+    for row in report.rows:
+        assert row.figure("ITL p90 measured").value == pytest.approx(20.0)
+        assert row.figure("TTFT p90 measured").value == pytest.approx(200.0)
+        ratio = row.figure("ITL p90 predicted : measured").value
+        assert ratio == pytest.approx(row.figure("ITL p90 predicted").value / 20.0)
+
+
+def test_a_verdict_says_in_how_many_runs_a_prediction_was_near_enough_and_the_farthest() -> None:
+    rows = report_of(BenchPlanConfig(), profile_of(), outcomes()).rows
+    ratios = [row.figure("ITL p90 predicted : measured").value for row in rows]
+    near = sum(0.8 <= ratio <= 1.2 for ratio in ratios)
+    farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
+    told = verdict(rows, "ITL p90")
+    assert f"holds in {near} of 4 runs" in told
+    assert f"the farthest is {farthest:.2f}" in told
+    assert told.startswith("met" if near == 4 else "MISSED")
+
+
+def test_the_requests_of_a_run_are_the_same_for_the_same_seed() -> None:
+    config = BenchPlanConfig()
+    assert requests_of(config, 2.0, 50) == requests_of(config, 2.0, 50)
+    assert requests_of(config, 2.0, 50) != requests_of(config, 2.0, 70)
+    assert len(requests_of(config, 2.0, 50)) == round(2.0 * config.plan.seconds)
+
+
+@pytest.mark.integration
+def test_the_page_and_the_plot_show_the_report(tmp_path: Path) -> None:
+    from pdserve.bench.plan.forecast_plot import write_plot
+
+    report = report_of(BenchPlanConfig(), profile_of(), outcomes())
+    write_plot(report, tmp_path / "planning.svg")
+    assert "1P1D, measured" in (tmp_path / "planning.svg").read_text()
+    shown = planning_page.figures(report)
+    assert f"{this_machine().cores} cores" in shown
+    assert "| mixed | 1.00 (30 %) |" in shown
+    assert shown.count("| 1P1D |") == 2
+    page = planning_page.PAGE.read_text()
+    text = planning_page.written(page, shown)
+    assert planning_page.written(text, shown) == text

@@ -1,0 +1,79 @@
+"""Writes the table of docs/planning.md and its plot from planning.json: ``python -m tests.docs.planning_page``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdserve.bench.plan.benchmark import BESIDE, RATE, SYSTEM, WITHIN, ratio_name, verdict
+from pdserve.bench.plan.forecast_plot import write_plot
+from pdserve.bench.report import Report, Row, number, read_report
+from pdserve.bench_config import BenchPlanConfig
+from pdserve.settings.setting import settings_of, to_text
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, FIGURES, PLOT = DOCS / "planning.md", DOCS / "planning.json", DOCS / "planning.svg"
+BEGIN = "<!-- written by tests/docs/planning_page.py from planning.json -->"
+END = "<!-- to here -->"
+
+_UNITS = {"output": "tok/s", "TTFT p90": "ms", "ITL p90": "ms"}
+
+
+def figures(report: Report) -> str:
+    """Returns what the report says as Markdown, with its plot."""
+    machine = report.machine
+    verdicts = [verdict(report.rows, name) for name in WITHIN]
+    parts = [
+        f"![TTFT, ITL and output over the rate, predicted and measured]({PLOT.name})",
+        f"`{command(report)}` on {machine.cores} cores ({machine.cpu}), {machine.measured} UTC: "
+        f"{'; '.join(note for note in report.notes if note not in verdicts)}. [All figures]({FIGURES.name}).",
+        "\n".join(f"* {text}" for text in verdicts),
+        _table(report.rows_of(BESIDE)),
+    ]
+    return "\n\n".join(parts)
+
+
+def command(report: Report) -> str:
+    """Returns the command that made a report, out of the settings that it has kept."""
+    flags = [
+        f"--{setting.flag} {report.settings[setting.env]}"
+        for setting in settings_of(BenchPlanConfig)
+        if setting.section == "plan"
+        and setting.metavar != "FILE"
+        and report.settings.get(setting.env, to_text(setting.default)) != to_text(setting.default)
+    ]
+    return " ".join(["pdserve bench plan", *flags])
+
+
+def _table(rows: Sequence[Row]) -> str:
+    head = ["system", "rate, req/s"]
+    for name, unit in _UNITS.items():
+        head += [f"{name} predicted, {unit}", "measured", "ratio"]
+    lines = [head, ["---"] * len(head), *map(_cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [str(row.at[SYSTEM]), f"{number(row.figure('rate'))} ({row.at[RATE]} %)"]
+    for name in _UNITS:
+        found = [row.figure(f"{name} predicted"), row.figure(f"{name} measured"), row.figure(ratio_name(name))]
+        cells += [number(figure) for figure in found]
+    return cells
+
+
+def written(text: str, part: str) -> str:
+    """Returns the page's ``text`` with ``part`` in its place."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"the page has no place between {BEGIN} and {END}"
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+
+
+def main() -> None:
+    report = read_report(FIGURES)
+    write_plot(report, PLOT)
+    PAGE.write_text(written(PAGE.read_text(), figures(report)))
+
+
+if __name__ == "__main__":
+    main()
