@@ -38,6 +38,18 @@ def share_cores(asked: Sequence[int], allowed: Sequence[int], quota: float, rank
     return [CoreShare(cores, len(cores)) for cores in partition_cores(asked or allowed, ranks)]
 
 
+def cores_within(allowed: Sequence[int], quota: float, start: int) -> list[int]:
+    """Returns as many of the ``allowed`` cores as ``quota`` has whole ones, in a row; all of them without a quota.
+
+    ``start`` says where the row begins. It should differ between the containers of a machine, so that they do not all
+    take the first cores.
+    """
+    if not 0 < quota < len(allowed):
+        return list(allowed)
+    first = start % len(allowed)
+    return sorted([*allowed[first:], *allowed[:first]][: max(1, int(quota))])
+
+
 def quota_note(asked: Sequence[int], allowed: Sequence[int], quota: float) -> str:
     """Returns what a quota means for an engine, for its log; an empty text if it means nothing."""
     limit = f"the control group has {quota:g} cores of CPU time"

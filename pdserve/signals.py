@@ -57,17 +57,28 @@ def stop_signals(*others: signal.Signals, apart_s: float = 0.0) -> Iterator[Stop
             loop.remove_signal_handler(number)
 
 
+@dataclass(frozen=True)
+class Reread:
+    """What SIGHUP has brought."""
+
+    what: str
+    """What was read, for the log."""
+    new: bool
+    """Whether any of it is not what there was before. The file of an orchestrator may come later than the signal."""
+
+
 @contextmanager
-def on_hangup(reread: Callable[[], str]) -> Iterator[None]:
+def on_hangup(reread: Callable[[], Reread]) -> Iterator[None]:
     """Within the block, SIGHUP calls ``reread`` in the event loop that runs now.
 
-    ``reread`` returns what it has read, for the log, or raises ConfigError and has changed nothing.
+    ``reread`` raises ConfigError if it has changed nothing because a file cannot be used.
     """
     loop = asyncio.get_running_loop()
 
     def received() -> None:
         try:
-            log.info("SIGHUP: read again: %s", reread())
+            read = reread()
+            log.info("SIGHUP: read again%s: %s", "" if read.new else ", and nothing is new", read.what)
         except ConfigError as exc:
             log.error("SIGHUP: nothing is changed, because: %s", exc)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.core_share import CoreShare, cpu_quota, machine_id, quota_note, share_cores
+from pdserve.core_share import CoreShare, cores_within, cpu_quota, machine_id, quota_note, share_cores
 
 
 def machine(folder: Path, files: Mapping[str, str]) -> Path:
@@ -111,3 +111,17 @@ def test_an_engine_says_what_a_quota_does_to_it(asked: Sequence[int], quota: flo
     said = quota_note(asked, ALL, quota)
     assert note in said
     assert bool(said) == bool(note)
+
+
+@pytest.mark.parametrize(
+    ("quota", "start", "cores"),
+    [
+        (0.0, 3, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (8.0, 3, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (2.5, 0, [0, 1]),
+        (3.0, 6, [0, 6, 7]),
+        (0.5, 9, [1]),
+    ],
+)
+def test_a_clusters_nodes_get_no_more_cores_than_the_quota_has(quota: float, start: int, cores: list[int]) -> None:
+    assert cores_within(ALL, quota, start) == cores

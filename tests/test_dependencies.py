@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,23 @@ def declared(extras: list[str]) -> set[str]:
     lines = [*PROJECT["dependencies"]]
     for extra in extras:
         lines += PROJECT["optional-dependencies"][extra]
-    return {canonical(re.split(r"[\[<>=~! ]", line, maxsplit=1)[0]) for line in lines}
+    return names_in(lines)
+
+
+def names_in(requirements: Iterable[str]) -> set[str]:
+    """Returns the names of the packages that are required."""
+    return {canonical(re.split(r"[\[<>=~!; ]", line, maxsplit=1)[0]) for line in requirements}
+
+
+def undeclared(folders: Iterable[Path], known: set[str]) -> set[str]:
+    """Returns the modules that are imported below ``folders`` and that no package with a ``known`` name has."""
+    providers = importlib.metadata.packages_distributions()
+    return {
+        module
+        for folder in folders
+        for module in imported(folder)
+        if BROUGHT.get(module) not in known and not known & {canonical(name) for name in providers.get(module, [])}
+    }
 
 
 def canonical(name: str) -> str:
@@ -67,15 +84,7 @@ def imports_of(path: Path) -> set[str]:
     ids=["packages", "tests"],
 )
 def test_every_import_is_declared(folders: list[str], extras: list[str]) -> None:
-    providers = importlib.metadata.packages_distributions()
-    known = declared(extras)
-    undeclared = {
-        module
-        for folder in folders
-        for module in imported(ROOT / folder)
-        if BROUGHT.get(module) not in known and not known & {canonical(name) for name in providers.get(module, [])}
-    }
-    assert undeclared == set()
+    assert undeclared([ROOT / folder for folder in folders], declared(extras)) == set()
 
 
 @pytest.mark.parametrize("program", sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem not in SHARED))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import BytesHeaderParser
 from pathlib import Path
 
 import pytest
 
 from tests.processes import clean_environ, running
+from tests.test_dependencies import declared, names_in, undeclared
 from tests.test_packages import PACKAGES, ROOT
 
 pytestmark = pytest.mark.integration
@@ -63,6 +66,20 @@ def test_both_hold_every_file_of_the_product(built: tuple[Path, Path]) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert wanted <= {name.removeprefix(f"{root}/") for root in ("proxy", "kvtransfer", "kernels") for name in held}
+
+
+def test_the_wheel_requires_what_its_code_imports(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """What the development environment has beside it would hide a want when the wheel runs here."""
+    with zipfile.ZipFile(built[0]) as archive:
+        archive.extractall(tmp_path)
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    required = BytesHeaderParser().parsebytes(metadata.read_bytes()).get_all("Requires-Dist", [])
+    plain = [line for line in required if "extra ==" not in line]
+    extra = [line for line in required if re.search(r'extra == "(demo|bench|gpu|otel)"', line)]
+    assert names_in(plain) == declared([])
+    packages = [tmp_path / name for name in PACKAGES]
+    assert undeclared(packages, names_in([*plain, *extra])) == set()
+    assert undeclared(packages, names_in(plain) - {"quart"}) >= {"quart"}
 
 
 @pytest.mark.usefixtures("demo_model")

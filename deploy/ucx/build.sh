@@ -109,8 +109,11 @@ autoreconf --install
 	--disable-static --disable-doxygen-doc --without-go --without-java \
 	--with-verbs --with-rdmacm --with-mlx5 "${options[@]}"
 make -j"$jobs"
-make install-strip
-find "$prefix/lib" -name '*.la' -delete
+# Into a folder of its own first: what lies in the prefix already may be others'.
+make install-strip DESTDIR="$work/installed"
+find "$work/installed" -name '*.la' -delete
+mkdir -p "$prefix"
+tar -C "$work/installed$prefix" -c . | tar -C "$prefix" -x --no-overwrite-dir
 
 # A module that was left out is otherwise noticed by nobody before there is traffic.
 wanted=(libuct_ib libuct_ib_mlx5 libuct_rdmacm)

@@ -37,7 +37,7 @@ from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.log_format import name_node
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.process import set_up_logging, share_interpreter
-from pdserve.signals import StopSignals, on_hangup, stop_signals
+from pdserve.signals import Reread, StopSignals, on_hangup, stop_signals
 from pdserve.tracing.span_counts import SpanCounts
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
@@ -327,11 +327,11 @@ async def _registered(registration: Registration | None) -> None:
         await registration.run()
 
 
-def _renew(read_secret: Callable[[], bytes], secrets: Secrets, engine: EngineClient) -> str:
-    secret = read_secret()
+def _renew(read_secret: Callable[[], bytes], secrets: Secrets, engine: EngineClient) -> Reread:
+    before, secret = secrets.lines, read_secret()
     secrets.renew(secret)
     engine.renew(secret)
-    return f"{len(secrets.lines)} cluster secret(s)"
+    return Reread(f"{len(secrets.lines)} cluster secret(s)", secrets.lines != before)
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:

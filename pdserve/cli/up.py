@@ -20,6 +20,7 @@ from pdserve.cli.server_logs import server_logs
 from pdserve.compiled_library import Compiling
 from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
 from pdserve.core_ledger import private_ledger
+from pdserve.core_share import cores_within, cpu_quota
 from pdserve.http.tls import trusting_only
 from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.process import ChildDied
@@ -166,7 +167,7 @@ async def _stop(cluster: LocalCluster, grace_s: float, hurry: asyncio.Event, con
 async def _work(
     cluster: LocalCluster, config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console
 ) -> int:
-    nodes = plan_nodes(config.cluster, sorted(os.sched_getaffinity(0)))
+    nodes = plan_nodes(config.cluster, _cores(console))
     try:
         async with asyncio.timeout(config.cluster.startup_timeout_s):
             await cluster.start(nodes, environ)
@@ -181,6 +182,18 @@ async def _work(
     _welcome(cluster.url, config.model.served_model_name, access)
     console.say(await cluster.watch())
     return 1
+
+
+def _cores(console: Console) -> list[int]:
+    """Returns the cores for the nodes: no more than the control group has CPU time for."""
+    allowed, quota = sorted(os.sched_getaffinity(0)), cpu_quota()
+    cores = cores_within(allowed, quota, secrets.randbelow(len(allowed)))
+    if len(cores) < len(allowed):
+        console.say(
+            f"the control group has {quota:g} cores of CPU time: the nodes divide {','.join(map(str, cores))} of the "
+            f"{len(allowed)} cores that are here"
+        )
+    return cores
 
 
 async def _ask(url: str, config: UpConfig, access: _Access, console: Console) -> int:

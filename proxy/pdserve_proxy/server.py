@@ -14,7 +14,7 @@ from pdserve.config import ProxyConfig, RoleChoice
 from pdserve.errors import ConfigError
 from pdserve.http.server import bind, url_of
 from pdserve.process import allow_open_files, collect_rarely, set_up_logging
-from pdserve.signals import on_hangup, stop_signals
+from pdserve.signals import Reread, on_hangup, stop_signals
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
@@ -84,10 +84,15 @@ async def run(
         if read_secret is None:
             return nullcontext()
 
-        def reread() -> str:
-            new = read_credentials(config, read_secret)
+        held = credentials
+
+        def reread() -> Reread:
+            nonlocal held
+            before, new = held, read_credentials(config, read_secret)
             renew(new)
-            return f"{len(Secrets(new.secret).lines)} cluster secret(s), {len(new.keys)} API key(s), certificates"
+            held = new
+            what = f"{len(Secrets(new.secret).lines)} cluster secret(s), {len(new.keys)} API key(s), certificates"
+            return Reread(what, new != before)
 
         return on_hangup(reread)
 

@@ -98,4 +98,5 @@ def test_tickets_heartbeats_and_the_engine_follow_the_file(model_dir: Path, tmp_
             assert (ask(node, old, ear.boot_id), ask(node, new, ear.boot_id)) == (200, 200)
             secret.write_text(NEW)
             hang_up(node, "SIGHUP: read again: 1 cluster secret")
+            hang_up(node, "SIGHUP: read again, and nothing is new: 1 cluster secret")
             assert (ask(node, old, ear.boot_id), ask(node, new, ear.boot_id)) == (401, 200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 from tests.deploy.manifests import Manifest
@@ -18,6 +19,8 @@ class Peer:
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
     ports: Mapping[str, int] = field(default_factory=dict)
     """The container's named ports."""
+    address: str = ""
+    """What an ``ipBlock`` goes by. Without one, none is about the peer: addresses of pods come and go."""
 
     @property
     def all_namespace_labels(self) -> Mapping[str, str]:
@@ -53,13 +56,21 @@ def _side(
 
 def _is_peer(peer: Mapping[str, Any], other: Peer, namespace: str) -> bool:
     if "ipBlock" in peer:
-        return False
+        assert peer.keys() == {"ipBlock"}
+        return _is_inside(peer["ipBlock"], other.address)
     if "namespaceSelector" in peer:
         if not _selects(peer["namespaceSelector"], other.all_namespace_labels):
             return False
     elif other.namespace != namespace:
         return False
     return _selects(peer.get("podSelector", {}), other.labels)
+
+
+def _is_inside(block: Mapping[str, Any], address: str) -> bool:
+    if not address:
+        return False
+    inside = [ip_address(address) in ip_network(each) for each in (block["cidr"], *block.get("except", ()))]
+    return inside[0] and not any(inside[1:])
 
 
 def _is_port(entry: Mapping[str, Any], target: Peer, port: int, protocol: str) -> bool:

@@ -78,3 +78,24 @@ def test_pods_reach_nothing_outside_but_dns(name: str) -> None:
         assert reached(PODS[name], outside) == set()
     assert reached(PODS[name], DNS) == {53}
     assert lets_through(POLICIES, PODS[name], DNS, 53, "UDP")
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_reach_the_dns_cache_of_their_host_and_no_other_address_there(name: str) -> None:
+    assert reached(PODS[name], Peer({}, "", address="169.254.20.10")) == {53}
+    for address in ("169.254.20.11", "169.254.169.254", "10.96.0.1", "8.8.8.8"):
+        assert reached(PODS[name], Peer({}, "", address=address)) == set()
+
+
+@pytest.mark.parametrize(
+    ("address", "let_in"), [("10.1.2.3", True), ("10.1.9.1", False), ("10.2.0.1", False), ("", False)]
+)
+def test_a_block_of_addresses_lets_its_own_through_but_for_its_exceptions(address: str, let_in: bool) -> None:
+    block = {"ipBlock": {"cidr": "10.1.0.0/16", "except": ["10.1.9.0/24"]}}
+    spec = {
+        "podSelector": {},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [block], "ports": [{"protocol": "TCP", "port": 80}]}],
+    }
+    policy = {"metadata": {"namespace": "pdserve"}, "spec": spec}
+    assert lets_through([policy], Peer({}, "", address=address), PROXY, 80) is let_in

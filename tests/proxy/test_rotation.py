@@ -125,6 +125,7 @@ async def test_api_keys_are_replaced_in_every_process_and_a_broken_file_changes_
         assert await statuses(running.url, key=BOB) == {401}
         running.write("keys", f"bob {BOB}\n")
         assert "1 API key" in await running.hang_up()
+        assert "1 API key" in await running.hang_up("SIGHUP: read again, and nothing is new: ")
         while await statuses(running.url, key=BOB) != {503}:
             pass  # Workers get the new secret on their own channel.
         assert await statuses(running.url, key=ALICE) == {401}
