@@ -16,10 +16,12 @@ from tests.simulation.plan import Manner, PlannedRequest
 from tests.simulation.reference import Answer, ranks_of, text_of, tokens_of
 
 MODEL = "simulated"
+ROUTE = "/v1/completions"
 STOP_CHARACTERS = 2
 READ_PAUSE_S = 0.05
 """A slow reader reads nothing for so long after each piece."""
 SEND_PAUSE_S = 0.2
+FETCH_S = 10.0
 COME_BACK = (429, 503)
 """The statuses after which a client may ask again."""
 
@@ -86,6 +88,10 @@ class ClientRequest:
             tokens_of(planned.prompt, planned.max_tokens, planned.salt, None if seed is None else seed + index)
             for index in range(planned.choices)
         ]
+
+    @property
+    def generates(self) -> bool:
+        return self.planned.max_tokens > 0
 
     @cached_property
     def stop(self) -> str | None:
@@ -284,7 +290,7 @@ async def _send(request: ClientRequest, transport: asyncio.Transport, host: str)
     """Sends what the client's manner lets it send."""
     manner, body = request.planned.manner, request.body
     fields = [
-        "POST /v1/completions HTTP/1.1",
+        f"POST {ROUTE} HTTP/1.1",
         f"host: {host}",
         f"x-request-id: {request.label}",
         "content-type: application/json",
@@ -309,3 +315,50 @@ async def _send(request: ClientRequest, transport: asyncio.Transport, host: str)
             transport.write(message)
     if manner is Manner.CLOSES_ITS_HALF:
         transport.write_eof()
+
+
+class _Fetcher(asyncio.Protocol):
+    """Reads the response to a plain request."""
+
+    def __init__(self) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.body = b""
+        self._parser = httptools.HttpResponseParser(self)
+
+    @property
+    def status(self) -> int:
+        return int(self._parser.get_status_code())
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self._done()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._done()
+
+    def _done(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+async def fetch(host: str, port: int, line: str, fields: tuple[str, ...] = (), body: bytes = b"") -> tuple[int, bytes]:
+    """Returns status and body of the response to a request; the status is 0 if none comes in time."""
+    transport, reader = None, None
+    try:
+        async with asyncio.timeout(FETCH_S):
+            transport, reader = await asyncio.get_running_loop().create_connection(_Fetcher, host, port)
+            lengths = (f"content-length: {len(body)}", "content-type: application/json") if body else ()
+            head = [f"{line} HTTP/1.1", f"host: {host}", "connection: close", *lengths, *fields, "", ""]
+            transport.write("\r\n".join(head).encode() + body)
+            await reader.over
+            return reader.status, reader.body
+    except (OSError, TimeoutError):
+        return 0, b""
+    finally:
+        if transport is not None:
+            transport.abort()

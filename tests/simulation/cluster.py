@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import Tokenizer as Backend
@@ -64,7 +64,9 @@ from tests.simulation.virtual_time import (
     WallClocks,
     present_process,
 )
+from tests.simulation.witness import Witness
 
+T = TypeVar("T")
 SECRET = b"the secret of the simulated cluster"
 PROXY = "10.0.0.1"
 """The first proxy's host."""
@@ -233,6 +235,7 @@ class Cluster:
         self.requests: list[ClientRequest] = []
         self.violations: list[str] = []
         self.clocks = WallClocks(self.loop)
+        self.witness = Witness(self.violated, self._clocks_agree)
         self.on_transfer_state: dict[Callable[[SimProcess, TransferState], None], None] = {}
         self.fabric: Fabric
         self.proxies = [Proxy(self, number) for number in range(shape.proxies)]
@@ -265,8 +268,12 @@ class Cluster:
             if took_s > self.shape.timeout_s + LATE_S and not request.planned.returns:
                 self.violated(f"request {request.name} ended {took_s:.1f} s after it began")
 
-        made: list[asyncio.Task[None]] = []
-        self.clients.context.run(lambda: made.append(self.loop.create_task(run())))
+        return self.as_client(run())
+
+    def as_client(self, program: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs a program on the clients' host."""
+        made: list[asyncio.Task[T]] = []
+        self.clients.context.run(lambda: made.append(self.loop.create_task(program)))
         return made[0]
 
     async def _ask(self, request: ClientRequest) -> None:
@@ -284,6 +291,12 @@ class Cluster:
             wrong = wrong_blocks(node.engine)
             if wrong is not None:
                 self.violated(f"{node.name}: {wrong}")
+            for request in node.engine.loop._scheduler.live():
+                if not request.serves_push and request.request_id not in self.witness.labels[node.process]:
+                    self.violated(f"{node.name} serves {request}, for which it has taken no ticket")
+
+    def _clocks_agree(self) -> bool:
+        return not any(self.clocks.wrong_s(one.host) for one in (*self.nodes, *self.proxies))
 
     def _check_answer(self, request: ClientRequest) -> None:
         violation = request.violation()
@@ -389,6 +402,8 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 {tuple(ENGINE_COMMAND): program},
                 lambda: cluster.clocks.wrong_s(present_process().host),
                 pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
+                pdserve__api__server__TicketGate=cluster.witness.gate(),
+                pdserve_proxy__serving__TicketSigner=cluster.witness.signer(),
                 pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
                 pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, **__: partial(
                     LinkTransport, cluster.fabric

@@ -17,7 +17,7 @@ from pdserve_kvtransfer.region import Memory, host_bytes
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage
 from tests.simulation.messaging import Descriptors
 from tests.simulation.network import Flow, Network
-from tests.simulation.virtual_time import present_process
+from tests.simulation.virtual_time import SimProcess, present_process
 
 
 class BlockFault(enum.Enum):
@@ -55,6 +55,10 @@ class Fabric:
     links: dict[bytes, SimLink] = field(default_factory=dict)
     faults: Counter[BlockFault] = field(default_factory=Counter)
     """What happens to so many of the next messages."""
+    sent_bytes: Counter[SimProcess] = field(default_factory=Counter)
+    """How much of each engine's memory others have got, or thrown away."""
+    landed_bytes: Counter[SimProcess] = field(default_factory=Counter)
+    """How much of other engines' memory each engine has got into its own."""
 
     def next_fault(self) -> BlockFault | None:
         fault = next((fault for fault in BlockFault if self.faults[fault] > 0), None)
@@ -159,8 +163,10 @@ class SimLink:
             self.memory[place : place + length] = sender.memory[moved.place : moved.place + length]
             if message.fault is BlockFault.CORRUPT:
                 self.memory[place] ^= 1
+            self._fabric.landed_bytes[self.process] += length
             self._landed.append(MovedMessage(moved.label, place, length))
         if not message.repeated:
+            self._fabric.sent_bytes[sender.process] += moved.length
             self._flow(sender).send(moved)
 
     def sent(self) -> Sequence[MovedMessage]:

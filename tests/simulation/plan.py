@@ -115,6 +115,26 @@ class PlannedRequest:
         return self.leaves_after_s is None and self.manner.sends_all
 
 
+PROBE = PlannedRequest(0.0, (5, 6, 7, 8, 9), 3, stream=False)
+"""A short request that has no part in the plan."""
+
+
+class IntrusionKind(enum.Enum):
+    """What somebody who is no proxy sends to a node. The node must refuse it."""
+
+    NO_TICKET = "a request without a ticket"
+    USED_TICKET = "a ticket that was taken before"
+    FOREIGN_TICKET = "a ticket for another node"
+    CHANGED_TICKET = "a ticket with another signature"
+
+
+@dataclass(frozen=True)
+class Intrusion:
+    at_s: float
+    kind: IntrusionKind
+    node: int
+
+
 class FaultKind(enum.Enum):
     KILL = "the node is killed"
     KILL_ENGINE = "the node's engine process is killed"
@@ -181,6 +201,14 @@ class Plan:
     shape: Shape = field(default_factory=Shape)
     requests: tuple[PlannedRequest, ...] = ()
     faults: tuple[Fault, ...] = ()
+    intrusions: tuple[Intrusion, ...] = ()
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether each request is answered at its first try, by one node."""
+        shape, asked = self.shape, self.requests
+        undisturbed = not self.faults and not shape.turns_away and not shape.in_a_hurry
+        return undisturbed and all(request.stays and not (request.key or request.returns) for request in asked)
 
     def smaller(self) -> Iterator[Plan]:
         """Yields this plan without one of its faults or requests."""
@@ -188,6 +216,8 @@ class Plan:
             yield replace(self, faults=self.faults[:i] + self.faults[i + 1 :])
         for i in range(len(self.requests)):
             yield replace(self, requests=self.requests[:i] + self.requests[i + 1 :])
+        for i in range(len(self.intrusions)):
+            yield replace(self, intrusions=self.intrusions[:i] + self.intrusions[i + 1 :])
 
 
 def plan_of(seed: int) -> Plan:
@@ -207,7 +237,9 @@ def plan_of(seed: int) -> Plan:
     faults = tuple(_fault(random, len(shape.roles)) for _ in range(random.choice((0, 1, 1, 2, 3, 4))))
     # What clients do beyond this has chances of its own, so that it changes nothing else about a seed.
     chance = Random(f"clients {seed}")
-    plan = Plan(_limited(chance, shape), tuple(_varied(chance, request) for request in requests), faults)
+    intrusions = tuple(_intrusion(chance, len(shape.roles)) for _ in range(chance.choice((0, 0, 1, 2))))
+    varied = tuple(_varied(chance, request) for request in requests)
+    plan = Plan(_limited(chance, shape), varied, faults, intrusions)
     return _widened(plan, Random(f"cluster {seed}"))
 
 
@@ -220,7 +252,7 @@ def _limited(random: Random, shape: Shape) -> Shape:
         case "nodes":
             return replace(shape, max_waiting=random.choice((1, 2)))
         case "deadline":
-            return replace(shape, timeout_s=random.choice((0.2, 1.0, 3.0)))
+            return replace(shape, timeout_s=random.choice((1.0, 3.0)))
         case "buffers":
             return replace(shape, buffer_bytes=random.choice((200, 1000)))
     return shape
@@ -260,7 +292,7 @@ def _widened(plan: Plan, random: Random) -> Plan:
     )
     faults = tuple(replace(fault, proxy=random.randrange(proxies)) for fault in plan.faults)
     more = tuple(_wider_fault(random, len(plan.shape.roles), proxies) for _ in range(random.choice((0, 1, 1, 2, 2, 3))))
-    return Plan(replace(plan.shape, proxies=proxies), requests, faults + more)
+    return replace(plan, shape=replace(plan.shape, proxies=proxies), requests=requests, faults=faults + more)
 
 
 def _wider_fault(random: Random, nodes: int, proxies: int) -> Fault:
@@ -286,6 +318,10 @@ def _request(random: Random) -> PlannedRequest:
         salt=random.choice(("", "", "salt")),
         leaves_after_s=0.005 * 10 ** random.uniform(0.0, 2.3) if random.random() < 0.15 else None,
     )
+
+
+def _intrusion(random: Random, nodes: int) -> Intrusion:
+    return Intrusion(random.uniform(0.0, 2.5), random.choice(tuple(IntrusionKind)), random.randrange(nodes))
 
 
 def _fault(random: Random, nodes: int) -> Fault:

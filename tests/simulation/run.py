@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 
 from tests.simulation.clients import COME_BACK, ClientRequest, Outcome
 from tests.simulation.cluster import Cluster, simulate
+from tests.simulation.counters import wrong_counters
 from tests.simulation.faults import Faults
-from tests.simulation.plan import SETTLED_S, Plan, PlannedRequest
+from tests.simulation.intrusions import intrude
+from tests.simulation.plan import PROBE, SETTLED_S, Plan, PlannedRequest
 from tests.simulation.virtual_time import PROCESS, START_S, Events
+from tests.simulation.witness import Witness
 
 ANSWERED_S = 45.0
 """A request has ended by then: its deadline of 20 s, and what noticing a dead node and a retry may take beyond."""
@@ -22,8 +25,7 @@ RECOVERED_S = 30.0
 """When all faults are over, a new request is answered after this time at the latest."""
 STOPPED_S = 60.0
 LIMIT_S = 400.0
-PROBE = PlannedRequest(0.0, (5, 6, 7, 8, 9), 3, stream=False)
-"""What the cluster has to answer when all faults are over."""
+ACCESS_LOG = "pdserve_proxy.requests"
 LOGGERS = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
 
 
@@ -52,6 +54,7 @@ class Run:
         cluster.start()
         await asyncio.sleep(SETTLED_S)
         clients = asyncio.gather(*(self._client(i, request) for i, request in enumerate(plan.requests)))
+        intrusions = asyncio.gather(*(intrude(cluster, intrusion) for intrusion in plan.intrusions))
         faults = asyncio.gather(*(self.faults.happen(fault) for fault in plan.faults))
         try:
             async with asyncio.timeout(ANSWERED_S):
@@ -61,9 +64,11 @@ class Run:
                 if not request.outcomes:
                     cluster.violated(f"request {request.name} has no outcome after {ANSWERED_S:.0f} s")
         await faults
+        await intrusions
         await self._recovered()
         await asyncio.sleep(REST_S)
         self._at_rest()
+        await self._check_counters()
         await self._stopped()
 
     async def _client(self, number: int, planned: PlannedRequest) -> None:
@@ -86,6 +91,10 @@ class Run:
             return
         if not (shape.turns_away and request.status in COME_BACK) and not shape.in_a_hurry:
             self.cluster.violated(f"request {request.name} was not answered, without any fault")
+
+    async def _check_counters(self) -> None:
+        for wrong in await wrong_counters(self.cluster, self.plan):
+            self.cluster.violated(wrong)
 
     async def _recovered(self) -> None:
         """Asks again and again for a short answer, until one comes whole."""
@@ -142,20 +151,23 @@ class Run:
 class _LogLines(logging.Handler):
     """Adds the product's own log lines to the events."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, witness: Witness) -> None:
         super().__init__(logging.DEBUG)
         self._events = events
+        self._witness = witness
 
     def emit(self, record: logging.LogRecord) -> None:
         process = PROCESS.get()
         self._events.add(f"{process.name if process is not None else '-'}: {record.levelname} {record.getMessage()}")
+        if record.name == ACCESS_LOG and isinstance(record.args, tuple):
+            self._witness.end(record.args)
         if record.exc_info is not None and record.exc_info[1] is not None:
             self._events.add(f"    {record.exc_info[1]!r}")
 
 
 @contextmanager
-def _logged(events: Events, level: int) -> Iterator[None]:
-    handler = _LogLines(events)
+def _logged(cluster: Cluster, level: int) -> Iterator[None]:
+    handler = _LogLines(cluster.events, cluster.witness)
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
@@ -173,7 +185,7 @@ def _logged(events: Events, level: int) -> Iterator[None]:
 
 def run_plan(seed: int, plan: Plan, *, until_s: float | None = None, level: int = logging.INFO) -> Result:
     """Runs a plan. ``seed`` decides all chances in the run; ``until_s`` ends it early."""
-    with simulate(seed, plan.shape) as cluster, _logged(cluster.events, level):
+    with simulate(seed, plan.shape) as cluster, _logged(cluster, level):
         run = Run(cluster, plan)
         cluster.run(run.scenario(), LIMIT_S, until_s)
         return Result(

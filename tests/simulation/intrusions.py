@@ -1,0 +1,41 @@
+"""Sends nodes what no proxy would send. A node must refuse it, whatever else happens."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdserve.wire.ticket import TICKET_HEADER
+from tests.simulation.clients import ROUTE, ClientRequest, fetch
+from tests.simulation.cluster import HTTP_PORT, Cluster, Node
+from tests.simulation.plan import PROBE, Intrusion, IntrusionKind
+
+REFUSED = (401, 503)
+"""How a node refuses what comes from no proxy: with 503 when it takes no requests at all."""
+
+
+async def intrude(cluster: Cluster, intrusion: Intrusion) -> None:
+    await asyncio.sleep(intrusion.at_s)
+    node = cluster.nodes[intrusion.node]
+    header = _header(cluster, node, intrusion.kind)
+    cluster.events.add(f"INTRUSION at {node.name}: {intrusion.kind.value}")
+    fields = (f"{TICKET_HEADER}: {header}",) if header else ()
+    body = ClientRequest(0, PROBE).body
+    status, said = await cluster.as_client(fetch(node.host, HTTP_PORT, f"POST {ROUTE}", fields, body))
+    if status and status not in REFUSED:
+        cluster.violated(f"{node.name} answers {intrusion.kind.value} with {status} {said[:100].decode()}")
+
+
+def _header(cluster: Cluster, node: Node, kind: IntrusionKind) -> str:
+    """Returns the ticket that an intruder shows, the last one that fits; it is empty if there is none."""
+    taken = cluster.witness.taken.values()
+    own = next((one.header for one in reversed(taken) if one.process is node.process), "")
+    foreign = next((one.header for one in reversed(taken) if one.process is not node.process), "")
+    match kind:
+        case IntrusionKind.NO_TICKET:
+            return ""
+        case IntrusionKind.USED_TICKET:
+            return own
+        case IntrusionKind.FOREIGN_TICKET:
+            return foreign
+        case IntrusionKind.CHANGED_TICKET:
+            return own[:-6] + ("A" if own[-6] != "A" else "B") + own[-5:] if own else ""
