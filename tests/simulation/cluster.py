@@ -296,7 +296,8 @@ class Cluster:
                     self.violated(f"{node.name} serves {request}, for which it has taken no ticket")
 
     def _clocks_agree(self) -> bool:
-        return not any(self.clocks.wrong_s(one.host) for one in (*self.nodes, *self.proxies))
+        hosts = [*(node.host for node in self.nodes), *(proxy.host for proxy in self.proxies)]
+        return not any(map(self.clocks.wrong_s, hosts))
 
     def _check_answer(self, request: ClientRequest) -> None:
         violation = request.violation()
