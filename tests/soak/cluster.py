@@ -6,6 +6,8 @@ import asyncio
 import enum
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,6 +47,8 @@ class Known(msgspec.Struct, frozen=True):
     url: str
     role: Role
     boot_id: str
+    control: str
+    """The address of its engine's transfers."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +166,15 @@ class SoakCluster:
         self._planned += [(Part.DECODE, f"decode-{index}") for index in range(decode)]
         self.servers: dict[str, Server] = {}
         self._keeping: list[asyncio.Task[None]] = []
-        (folder / "tmp").mkdir()
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        # In memory, as where UCX has its files by itself, but apart from those of others.
+        self.shared = Path(tempfile.mkdtemp(prefix="pdserve-soak-", dir="/dev/shm"))
         self._environ = clean_environ(
-            PDSERVE_SECRET=secrets.token_hex(32), TMPDIR=str(folder / "tmp"), OMP_WAIT_POLICY="PASSIVE"
+            PDSERVE_SECRET=secrets.token_hex(32),
+            TMPDIR=str(self.temporary),
+            UCX_POSIX_DIR=str(self.shared),
+            OMP_WAIT_POLICY="PASSIVE",
         )
 
     @property
@@ -225,6 +235,14 @@ class SoakCluster:
                 return False
         return True
 
+    async def control(self, session: aiohttp.ClientSession, node: Server) -> str:
+        """Returns the address of the node's transfers. Raises LookupError if no proxy knows the node."""
+        for proxy in self.proxies:
+            entry = (await self.known(session, proxy)).get(node.name)
+            if entry is not None:
+                return entry.control
+        raise LookupError(f"no proxy knows {node.name}")
+
     async def set_role(self, session: aiohttp.ClientSession, node: Server, role: Role) -> None:
         """Has a proxy give the node another role. Raises aiohttp.ClientError or LookupError if it does not."""
         for proxy in self.proxies:
@@ -243,6 +261,12 @@ class SoakCluster:
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(node.stop() for node in self.nodes))
         await asyncio.gather(*(proxy.stop() for proxy in self.proxies))
+
+    def clear(self) -> list[str]:
+        """Removes what the stopped cluster has left outside of ``folder``. Returns all that it has left."""
+        left = [str(path) for folder in (self.temporary, self.shared) for path in folder.iterdir()]
+        shutil.rmtree(self.shared)
+        return left
 
 
 def is_known(node: Server, known: Mapping[str, Known]) -> bool:

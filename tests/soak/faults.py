@@ -43,11 +43,14 @@ class Fault(enum.Enum):
     DRAIN = "drained (SIGTERM)"
     ROLE = "given another role for a while"
     STUTTER = "slowed down for a while"
-    CUT = "connections cut"
+    CUT = "HTTP connections cut"
+    CUT_TRANSFERS = "transfers' connections cut"
 
 
 ENDING = frozenset({Fault.KILL, Fault.KILL_ENGINE, Fault.STOP_KILL, Fault.DRAIN})
 """Faults that end the process. Old servers are spared these."""
+CUTS = frozenset({Fault.CUT, Fault.CUT_TRANSFERS})
+"""Faults that the kernel makes, for root alone."""
 OF_NODES: Mapping[Fault, int] = {
     Fault.KILL: 4,
     Fault.KILL_ENGINE: 2,
@@ -59,6 +62,7 @@ OF_NODES: Mapping[Fault, int] = {
     Fault.ROLE: 2,
     Fault.STUTTER: 2,
     Fault.CUT: 3,
+    Fault.CUT_TRANSFERS: 2,
 }
 OF_PROXIES: Mapping[Fault, int] = {
     Fault.KILL: 4,
@@ -134,7 +138,7 @@ class FaultSchedule:
         servers = [server for server in self._cluster.servers.values() if server.part is part]
         if fault in ENDING:
             servers = [server for server in servers if not is_old(server.name)]
-        if fault is Fault.CUT and not self._can_cut:
+        if fault in CUTS and not self._can_cut:
             return None
         broken = [strike for strike in self.strikes if not strike.whole]
         if any(strike.part is part and part is not Part.PREFILL for strike in broken):
@@ -195,9 +199,19 @@ class FaultSchedule:
                 await asyncio.sleep(self._dice.uniform(1.0, 8.0))
                 await self._cluster.set_role(session, server, Role(server.part.value))
             case Fault.CUT:
-                for _ in range(self._dice.randint(1, 3)):
-                    await _cut(server)
-                    await asyncio.sleep(self._dice.uniform(0.0, 0.5))
+                await self._cut(server.url)
+            case Fault.CUT_TRANSFERS:
+                await self._cut(await self._cluster.control(session, server))
+
+    async def _cut(self, url: str) -> None:
+        """Has the kernel reset every TCP connection to the port in ``url``, once or a few times."""
+        for _ in range(self._dice.randint(1, 3)):
+            port = urlsplit(url).port
+            process = await asyncio.create_subprocess_exec(
+                *("ss", "-K", "-tn", "dport", "=", f":{port}"), stdout=asyncio.subprocess.DEVNULL
+            )
+            await process.wait()
+            await asyncio.sleep(self._dice.uniform(0.0, 0.5))
 
     async def _stopped(self, pid: int) -> None:
         """Stops a process, or with a negative number a group, for a while that may outlast leases."""
@@ -236,13 +250,3 @@ def _after(strike: Strike, since: float) -> bool:
 def _signal(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-async def _cut(server: Server) -> None:
-    """Has the kernel reset every TCP connection to the server's port."""
-    port = urlsplit(server.url).port
-    if port:
-        process = await asyncio.create_subprocess_exec(
-            *("ss", "-K", "-tn", "dport", "=", f":{port}"), stdout=asyncio.subprocess.DEVNULL
-        )
-        await process.wait()

@@ -47,7 +47,7 @@ class SoakPlan:
     minutes: float = 60.0
     seed: int = 1
     clients: int = 10
-    fault_pause_s: float = 8.0
+    fault_pause_s: float = 5.0
     """The mean time between faults; they are as irregular as radioactive decay."""
     rest_every_s: float = 300.0
     each: int = 4

@@ -13,7 +13,7 @@ from tests.soak.cluster import Part
 from tests.soak.faults import Fault, Strike
 from tests.soak.observing import Held, Inside, Look, read_inside
 from tests.soak.plot import write_plot
-from tests.soak.report import MAX_GROWTH_MIB, MAX_NEW_FILES, MAX_NEW_THREADS, read, to_report, verdict, write
+from tests.soak.report import MAX_GROWTH_MIB, MAX_NEW_FILES, MAX_NEW_THREADS, NOISE_MIB, read, to_report, verdict, write
 from tests.soak.run import Rest, Soak, SoakPlan
 
 RESTS = 8
@@ -73,7 +73,9 @@ def leak_threads(soak: Soak) -> None:
 
 def leak_memory(soak: Soak) -> None:
     for at, rest in enumerate(soak.rests):
-        rest.look = look(at, msgspec.structs.replace(HELD, own_mib=HELD.own_mib + 1.1 * at * MAX_GROWTH_MIB))
+        rest.look = look(
+            at, msgspec.structs.replace(HELD, own_mib=HELD.own_mib + 2.0 * at * MAX_GROWTH_MIB + NOISE_MIB * at / 4)
+        )
 
 
 def leave_shared_memory(soak: Soak) -> None:
