@@ -14,7 +14,6 @@ import msgspec
 from tests.soak.cluster import Server, SoakCluster
 
 _QUICK = aiohttp.ClientTimeout(total=3.0)
-_SHARED = Path("/dev/shm")
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -56,9 +55,8 @@ class Look(msgspec.Struct, frozen=True):
     held: dict[str, Held]
     inside: dict[str, Inside]
     shared_files: int
-    """Files in ``/dev/shm``, whoever made them."""
-    left_files: int
-    """Files and folders in the cluster's own folder for temporary ones."""
+    """The files of the cluster's shared memory."""
+    temporary_files: int
 
 
 _SUMMED: Mapping[str, str] = {
@@ -95,7 +93,7 @@ async def look(cluster: SoakCluster, session: aiohttp.ClientSession, at_s: float
         if (found := hold_of(pid)) is not None
     }
     said = {name: found for name, found in zip(cluster.servers, inside, strict=True) if found is not None}
-    return Look(at_s, asked, held, said, len(os.listdir(_SHARED)), len(os.listdir(cluster.folder / "tmp")))
+    return Look(at_s, asked, held, said, _count(cluster.shared), _count(cluster.temporary))
 
 
 async def _ask(session: aiohttp.ClientSession, server: Server, cluster: SoakCluster) -> Inside | None:
@@ -107,6 +105,10 @@ async def _ask(session: aiohttp.ClientSession, server: Server, cluster: SoakClus
             return read_inside(await response.text())
     except (OSError, TimeoutError, aiohttp.ClientError):
         return None
+
+
+def _count(folder: Path) -> int:
+    return sum(1 for _ in folder.iterdir())
 
 
 def hold_of(pid: int) -> Held | None:

@@ -28,6 +28,8 @@ NOISE_MIB = 8.0
 WARM_SPANS = 1
 """Spans of a process that are no measure of it: caches fill, and libraries load what they use."""
 MIN_SPANS = 3
+MAX_FILES = 32
+"""Files that the processes of six servers may have in shared memory, or among temporary ones."""
 _KEPT_EVERY_S = 30.0
 
 
@@ -325,11 +327,12 @@ def _on_growth(soak: Soak) -> Iterator[Line]:
 
 
 def _on_what_is_left(soak: Soak) -> Line:
-    shared = {rest.look.shared_files for rest in soak.rests}
-    left = ", ".join(soak.left_at_end) or "nothing"
+    shared = max((rest.look.shared_files for rest in soak.rests), default=0)
+    temporary = max((rest.look.temporary_files for rest in soak.rests), default=0)
+    left = ", ".join(soak.left_at_end[:3]) or "nothing"
     return Line(
-        not soak.left_at_end and len(shared) <= 1,
-        f"files in /dev/shm at the rests: {'the same number' if len(shared) <= 1 else sorted(shared)}; "
+        not soak.left_at_end and shared <= MAX_FILES and temporary <= MAX_FILES,
+        f"at a rest, {shared} files of shared memory and {temporary} temporary ones at most ({MAX_FILES} may be); "
         f"left behind at the end: {left}",
     )
 

@@ -112,7 +112,7 @@ async def run_soak(plan: SoakPlan, folder: Path) -> Soak:
         finally:
             await cluster.stop()
             soak.surprises = [words for server in cluster.servers.values() for words in server.surprises]
-            soak.left_at_end = [f"{path.name} in the temporary folder" for path in (folder / "tmp").iterdir()]
+            soak.left_at_end = cluster.clear()
     return soak
 
 
