@@ -13,7 +13,17 @@ from tests.soak.cluster import Part
 from tests.soak.faults import Fault, Strike
 from tests.soak.observing import Held, Inside, Look, read_inside
 from tests.soak.plot import write_plot
-from tests.soak.report import MAX_GROWTH_MIB, MAX_NEW_FILES, MAX_NEW_THREADS, NOISE_MIB, read, to_report, verdict, write
+from tests.soak.report import (
+    MAX_FILES,
+    MAX_GROWTH_MIB,
+    MAX_NEW_FILES,
+    MAX_NEW_THREADS,
+    NOISE_MIB,
+    read,
+    to_report,
+    verdict,
+    write,
+)
 from tests.soak.run import Rest, Soak, SoakPlan
 
 RESTS = 8
@@ -79,7 +89,7 @@ def leak_memory(soak: Soak) -> None:
 
 
 def leave_shared_memory(soak: Soak) -> None:
-    soak.rests[-1].look = msgspec.structs.replace(soak.rests[-1].look, shared_files=4)
+    soak.rests[-1].look = msgspec.structs.replace(soak.rests[-1].look, shared_files=MAX_FILES + 1)
 
 
 def leave_a_folder(soak: Soak) -> None:
