@@ -193,7 +193,7 @@ async def _run(
             )
             soak.rests.append(await _rest(soak, cluster, session))
             _say(_progress(soak))
-            if rest_at >= end:
+            if time.monotonic() >= end - LOOK_S:
                 break
             rest_at = min(end, time.monotonic() + plan.rest_every_s)
     finally:
