@@ -69,6 +69,8 @@ class IncidentKind(enum.Enum):
     ROLE_CHANGED = "role_changed"
     CORES_SHARED = "cores_shared"
     """The node has too few cores because others compute on them, too."""
+    PROXIES_CHANGED = "proxies_changed"
+    """Another proxy came, or is gone."""
     COMMANDED = "commanded"
 
 

@@ -303,6 +303,7 @@ class DiscoveryServer:
             log.info(
                 "the cluster has %d proxies now, and had %d: limits of API keys are divided", live, self._live_proxies
             )
+            self._incidents.add(IncidentKind.PROXIES_CHANGED, f"{live} now, {self._live_proxies} before")
             self._live_proxies = live
 
     def _look_at_cores(self, newcomer: NodeInfo) -> None:

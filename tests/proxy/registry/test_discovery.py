@@ -21,6 +21,8 @@ from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeLoad, Register, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
+from pdserve.wire.status import IncidentKind
+from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.discovery_server import MAX_MESSAGE_BYTES, DiscoveryServer
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
@@ -39,6 +41,7 @@ class Ear:
         boot_id = new_id()
         self.registry = Registry(heartbeat_s, missed_heartbeats=3, watcher=self, own_id=boot_id)
         self.metrics = ProxyMetrics()
+        self.incidents = Incidents(clock)
         self.discovery = DiscoveryServer(
             self.registry,
             SECRET,
@@ -47,12 +50,17 @@ class Ear:
             host=host,
             port=port,
             clock=clock,
+            incidents=self.incidents,
         )
         self.control = self.discovery.endpoint
         self.port = int(self.control.rpartition(":")[2])
 
     def names(self) -> list[str]:
         return [node.info.name for node in self.registry.snapshot().nodes]
+
+    def counts_of_proxies(self) -> list[str]:
+        """Returns what those who watch the cluster are told of the number of proxies."""
+        return [each.text for each in self.incidents.kept() if each.kind is IncidentKind.PROXIES_CHANGED]
 
     def live(self) -> int:
         return self.registry.snapshot().live_proxies
@@ -305,9 +313,11 @@ async def test_one_node_at_two_proxies_of_which_one_dies() -> None:
             node = asyncio.create_task(registration.run())
             await eventually(lambda: stays.names() == dies.names() == ["d0"], "both registrations")
             await eventually(lambda: all(e.is_set() for e in registration.registered.values()), "both acks")
+            await eventually(lambda: stays.counts_of_proxies() == ["2 now, 1 before"], "the other proxy is seen")
         await eventually(lambda: not registration.registered[dies.control].is_set(), "the loss of one")
         assert registration.registered[stays.control].is_set()
         assert stays.names() == ["d0"]
+        await eventually(lambda: stays.counts_of_proxies()[1:] == ["1 now, 2 before"], "its loss is seen")
         await cancelled(node)
 
 

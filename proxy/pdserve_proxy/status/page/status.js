@@ -470,6 +470,7 @@ const KINDS = {
   node_drains: ["Node drains", "warn"],
   role_changed: ["Role changed", ""],
   cores_shared: ["Cores shared", "warn"],
+  proxies_changed: ["Proxies changed", "warn"],
   commanded: ["Command", ""],
 };
 
