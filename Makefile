@@ -65,7 +65,7 @@ test-manifests: deploy-tools
 	$(BIN)/python -m pytest tests/deploy -m "deploy or not deploy" $(ARGS)
 
 test-deploy: deploy-tools
-	$(BIN)/python -m pytest tests/deploy -m deploy
+	$(BIN)/python -m pytest tests/deploy tests/deploy_containers -m deploy
 	$(BIN)/python -m tests.deploy_containers $(ARGS)
 
 compat: $(STAMP)
