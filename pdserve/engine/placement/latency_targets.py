@@ -74,9 +74,9 @@ class LatencyTargets:
     def itl_s(self, rows: int, context_tokens: int, own: OwnItl = NONE_OWN) -> float | None:
         """Returns how long a step may take in which so many requests decode; None if there is no bound.
 
-        There is none before a decode step was measured, either, unless the operator has set one. A request that wants
-        its tokens sooner than in twice the time of such a step gets them in that time: other clients' prompts have to
-        go on beside it.
+        There is none before a decode step was measured (``unmeasured``), unless the operator has set one. A request
+        that wants its tokens sooner than in twice the time of such a step gets them in that time: other clients'
+        prompts have to go on beside it.
         """
         if self._static:
             return None
@@ -85,6 +85,15 @@ class LatencyTargets:
             least_s = self._doubled_s(rows, context_tokens) or 0.0
             bounds.append(max(own.tightest_s, least_s))
         return min((bound for bound in bounds if bound is not None), default=None)
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether a step that decodes has to be computed without prompts now, because the bound follows from its time.
+
+        Where prompts never end, no step would be without them, and streams would wait for the longest chunks.
+        """
+        known = self._step_cost.decoding_known or self._itl_s > 0 or self._static
+        return self.role is Role.DECODE and not known
 
     def _node_itl_s(self, rows: int, context_tokens: int) -> float | None:
         if self._itl_s:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.engine.placement.serving_model import FRESH, News, Outcome, Speed, Workload, serve
+from tests.engine.placement.serving_model import CHUNK, FRESH, SPEED, News, Outcome, Speed, Workload, serve
 
 pytestmark = pytest.mark.integration
 
@@ -46,6 +46,12 @@ def test_the_share_keeps_the_itl_target(target_itl_ms: float) -> None:
     found = serve(Workload(8), target_itl_ms=target_itl_ms)
     assert found.itl_s <= target_itl_ms / 1000 * 1.15
     assert found.local_share > 0.2
+
+
+def test_streams_beside_prompts_that_never_end_do_not_wait_for_whole_chunks() -> None:
+    """Without a single step that only decodes, nothing would say how long chunks may take."""
+    found = serve(Workload(16, prompt=1024, output=32, spread=0.3), seconds=60.0)
+    assert found.itl_s < 0.3 * SPEED.seconds(0, CHUNK)
 
 
 def test_a_fast_prefill_node_gets_all_prompts_beside_streams() -> None:

@@ -112,11 +112,19 @@ def test_other_nodes_have_the_operators_target_or_none(role: Role) -> None:
         assert longest - 1 <= max(chunks(bounded.step())) <= longest
 
 
-def test_before_a_decode_step_was_measured_a_decode_node_has_no_bound() -> None:
-    bounded = engine(cost=StepCost())
+def test_a_decode_node_measures_a_step_without_prompts_before_it_computes_prompts_beside_streams() -> None:
+    """Nothing would ever tell how long such a step takes if every step had prompts."""
+    cost = StepCost()
+    bounded = engine(cost=cost)
     stream(bounded, 0)
     bounded.add(1, PROMPT)
-    assert chunks(bounded.step()) == [32]
+    assert chunks(bounded.step()) == []
+    cost.observe(1, 5, 0, ROW_S)
+    assert chunks(bounded.step()) == [LEAST_PROMPT_TOKENS]
+    mixed = engine(cost=StepCost(), role=Role.MIXED)
+    stream(mixed, 0)
+    mixed.add(1, PROMPT)
+    assert chunks(mixed.step()) == [32]
 
 
 def test_a_static_batch_has_no_bound() -> None:
