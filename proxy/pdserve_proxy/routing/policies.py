@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
@@ -136,14 +137,14 @@ def hash_chain(prompt_start: bytes) -> list[bytes]:
     return chain
 
 
-_POLICIES: dict[RoutingPolicy, type[RoundRobin | LeastLoaded | TwoChoices | PrefixAffinity]] = {
-    RoutingPolicy.ROUND_ROBIN: RoundRobin,
-    RoutingPolicy.LEAST_LOADED: LeastLoaded,
+_POLICIES: dict[RoutingPolicy, Callable[[random.Random | None], Policy]] = {
+    RoutingPolicy.ROUND_ROBIN: lambda chance: RoundRobin(),
+    RoutingPolicy.LEAST_LOADED: lambda chance: LeastLoaded(),
     RoutingPolicy.TWO_CHOICES: TwoChoices,
-    RoutingPolicy.PREFIX_AFFINITY: PrefixAffinity,
+    RoutingPolicy.PREFIX_AFFINITY: lambda chance: PrefixAffinity(),
 }
 
 
-def make_policy(policy: RoutingPolicy) -> Policy:
-    """Returns a new policy object, for one set of nodes."""
-    return _POLICIES[policy]()
+def make_policy(policy: RoutingPolicy, chance: random.Random | None = None) -> Policy:
+    """Returns a new policy object, for one set of nodes. ``chance`` is for policies that draw nodes."""
+    return _POLICIES[policy](chance)

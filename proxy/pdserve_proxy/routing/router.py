@@ -6,6 +6,7 @@ until a node comes or goes.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -100,8 +101,10 @@ class Router:
     Every model has a policy object for its decode nodes, and every fingerprint has one for its prefill nodes.
     """
 
-    def __init__(self, policy: RoutingPolicy, loads: Loads) -> None:
+    def __init__(self, policy: RoutingPolicy, loads: Loads, chance: random.Random | None = None) -> None:
+        """``chance`` is for policies that draw nodes."""
         self._routing_policy = policy
+        self._chance = chance
         self._loads = loads
         self._decode_policies: dict[str, Policy] = {}
         """The policy of each model's decode nodes."""
@@ -190,7 +193,7 @@ class Router:
         if policy is None:
             if len(policies) == MAX_POLICIES:
                 del policies[next(iter(policies))]
-            policy = policies[key] = make_policy(self._routing_policy)
+            policy = policies[key] = make_policy(self._routing_policy, self._chance)
         return policy
 
 

@@ -1,0 +1,63 @@
+"""Asks a cluster of any size in virtual time: ``python -m tests.simulation.scale --nodes 1000 --streams 100000``.
+
+It prints one line of JSON for each policy. The same seed gives the same figures, but for ``costs``, which are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import msgspec
+
+from pdserve.config import RoutingPolicy
+from pdserve.plan.profile import Profile, read_profile
+from tests.simulation.scale.cluster import Plan, Scale
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.scale", description=__doc__)
+    parser.add_argument("--profile", type=Path, required=True, help="a file that `pdserve plan profile` wrote")
+    parser.add_argument("--policy", nargs="+", type=RoutingPolicy, default=list(RoutingPolicy))
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="places in a decode node's batch")
+    parser.add_argument("--lose-rack", type=float, default=0.0, metavar="SHARE", help="of the nodes, dies at once")
+    parser.add_argument("--json", type=Path)
+    for field in fields(Plan):
+        if field.name not in ("policy", "lose"):
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    asked = vars(parser.parse_args())
+    profile = with_places(read_profile(asked.pop("profile")), asked.pop("max_num_seqs"))
+    policies, lose, path = asked.pop("policy"), asked.pop("lose_rack"), asked.pop("json")
+    found = []
+    for policy in policies:
+        began = time.monotonic()
+        plan = Plan(**asked, policy=policy, lose=lose)
+        figures = asdict(Scale(plan, profile).run()) | {"took_s": round(time.monotonic() - began, 1)}
+        print(json.dumps(rounded(figures)), flush=True)
+        found.append(rounded(figures))
+    if path is not None:
+        path.write_text(json.dumps({"plan": rounded(asked), "runs": found}, indent=1) + "\n")
+
+
+def with_places(profile: Profile, max_num_seqs: int) -> Profile:
+    """Returns the profile of a node with so many places in its batch: batches were measured up to fewer."""
+    return msgspec.structs.replace(profile, cache=msgspec.structs.replace(profile.cache, max_num_seqs=max_num_seqs))
+
+
+def rounded(value: object) -> object:
+    """Returns ``value`` with four digits of each number."""
+    match value:
+        case dict():
+            return {name: rounded(part) for name, part in value.items()}
+        case list() | tuple():
+            return [rounded(part) for part in value]
+        case float():
+            return float(f"{value:.4g}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""A cluster of many nodes under many streams, in virtual time, from one seed.
+
+The streams are a fixed number of conversations. Each sends its next request as soon as it has its answer, to the proxy
+that it always asks. A request is routed at once; then the prefill node computes its prompt, whose blocks move to the
+decode node, which writes the answer. A part of the nodes may die at once, like a rack without power.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from pdserve.config import RegistryConfig, RelayConfig, RoutingPolicy
+from pdserve.plan.profile import Profile
+from pdserve_proxy.routing.attempts import Attempt
+from pdserve_proxy.routing.router import Route
+from tests.simulation.scale.events import Events
+from tests.simulation.scale.nodes import CoarseNode, DecodeModel, PrefillModel
+from tests.simulation.scale.proxy import CoarseProxy, RealCosts
+
+SYSTEM_PROMPTS = 32
+SYSTEM_BYTES = 1024
+CONVERSATION_BYTES = 512
+LOOK_S = 1.0
+"""The balance is looked at so often."""
+NORMAL = 1.25
+"""After a loss, times to the first token are normal again when a second's p99 is at most so many times what it was."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is simulated."""
+
+    nodes: int = 1000
+    prefill_share: float = 0.5
+    proxies: int = 8
+    streams: int = 100_000
+    policy: RoutingPolicy = RoutingPolicy.TWO_CHOICES
+    prompt_tokens: int = 512
+    answer_tokens: int = 400
+    """The mean lengths; lengths vary."""
+    warm_up_s: float = 60.0
+    seconds: float = 60.0
+    lose: float = 0.0
+    """The share of the nodes that dies after ``warm_up_s`` and half of ``seconds``."""
+    max_resumes: int = RelayConfig().max_resumes
+    seed: int = 0
+
+
+@dataclass
+class Report:
+    """What came of it. Times are virtual, but for the costs."""
+
+    policy: str
+    answers: int
+    tokens_per_s: float
+    decode_imbalance: float
+    """The requests at the busiest decode node, as a multiple of the mean; the mean over the time."""
+    prefill_imbalance: float
+    ttft_s: tuple[float, float]
+    """p50 and p99."""
+    gap_s: tuple[float, float]
+    """p50 and p99 of answers' mean time between tokens."""
+    same_node: float
+    """The share of requests that go to the decode node of the request before in their conversation."""
+    loss: LossReport | None
+    costs: CostReport
+
+
+@dataclass
+class LossReport:
+    """What a loss of many nodes did."""
+
+    nodes: int
+    noticed_s: float
+    """When the last proxy had dropped the last of them."""
+    resumed: int
+    pause_s: tuple[float, float]
+    """p50 and p99 of how long the streams of lost nodes stood still."""
+    last_resumed_s: float
+    surge: float
+    """The most requests at a decode node that is left, as a multiple of the mean there before."""
+    worst_ttft_s: float
+    """The worst p99 of a second."""
+    normal_after_s: float
+    """When times to the first token were normal again; not a number if they were not in the time."""
+
+
+@dataclass
+class CostReport:
+    """What the product's code really took on this machine."""
+
+    decisions_per_s: float
+    heartbeat_us: float
+    serving_ms: float
+    """To make anew what requests are routed by, as after each node that comes or goes."""
+    snapshot_ms: float
+    """To make a snapshot of all nodes, as for a page."""
+    first_choice_ms: float
+    """The first decision after a node has come or gone."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One conversation."""
+
+    proxy: CoarseProxy
+    prompt_start: bytes
+    arrived_s: float = 0.0
+    prompt: int = 0
+    answer: int = 0
+    written: float = 0.0
+    """The tokens that were written at nodes that were lost."""
+    began_s: float = 0.0
+    """When the answer's first token came."""
+    last_node: bytes = b""
+    lost_s: float = math.nan
+    route: Route | None = None
+    attempt: Attempt | None = None
+    has_turn: bool = False
+    life: int = 0
+    """The number of its attempt: what a former one still brings comes too late."""
+    steps: float = 0.0
+    """The steps that its decode node had made when the answer began there."""
+
+
+@dataclass
+class Found:
+    """What is noted while the simulation runs."""
+
+    ttft: list[tuple[float, float]] = field(default_factory=list)
+    """When each first token came, and how long it took."""
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    answers: int = 0
+    same: int = 0
+    follow_ups: int = 0
+    decode_peaks: list[float] = field(default_factory=list)
+    prefill_peaks: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    last_resumed_s: float = math.nan
+    surge: int = 0
+
+
+class Scale:
+    """One run."""
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self._plan = plan
+        self._profile = profile
+        self._chance = Random(plan.seed)  # noqa: S311 (nothing secret hangs on it)
+        self.events = Events()
+        self.costs = RealCosts()
+        self.found = Found()
+        self._measuring = False
+        self._lost_at_s = math.inf
+        speed, cache = profile.speed(1), profile.cache
+        prefill = max(1, round(plan.nodes * plan.prefill_share))
+        self.nodes: list[CoarseNode] = []
+        for number in range(plan.nodes):
+            # Prefill and decode nodes stand in all racks.
+            is_prefill = (number + 1) * prefill // plan.nodes > number * prefill // plan.nodes
+            kind = PrefillModel if is_prefill else DecodeModel
+            self.nodes.append(kind(number, self.events, speed, cache))
+        self._by_id = {node.info.boot_id: node for node in self.nodes}
+        relay = RelayConfig(max_resumes=plan.max_resumes)
+        self.proxies = [
+            CoarseProxy(self.events, plan.policy, Random(self._chance.random()), relay, self.costs)  # noqa: S311
+            for _ in range(plan.proxies)
+        ]
+
+    def run(self) -> Report:
+        plan = self._plan
+        heartbeat_s = RegistryConfig().heartbeat_ms / 1000
+        for node in self.nodes:
+            for proxy in self.proxies:
+                proxy.register(node.info)
+            self.events.at(self._chance.random() * heartbeat_s, lambda node=node: self._beat(node, heartbeat_s))  # type: ignore[misc]
+        systems = [self._chance.randbytes(SYSTEM_BYTES) for _ in range(SYSTEM_PROMPTS)]
+        for number in range(plan.streams):
+            start = self._chance.choice(systems) + self._chance.randbytes(CONVERSATION_BYTES)
+            stream = Stream(self.proxies[number % plan.proxies], start)
+            # They come over half of the warm-up, which is longer than a request takes.
+            self.events.at(self._chance.random() * plan.warm_up_s / 2, lambda stream=stream: self._ask(stream))  # type: ignore[misc]
+        self.events.run_until(plan.warm_up_s)
+        self._measuring = True
+        self._look()
+        end_s = plan.warm_up_s + plan.seconds
+        if plan.lose:
+            self.events.run_until(plan.warm_up_s + plan.seconds / 2)
+            lost = self._lose()
+            before = self._balance(DecodeModel)[1]
+            self.events.run_until(end_s)
+            return self._report(self._loss_report(lost, before))
+        self.events.run_until(end_s)
+        return self._report(None)
+
+    # What a stream does.
+
+    def _ask(self, stream: Stream) -> None:
+        stream.arrived_s = self.events.now
+        stream.prompt = max(1, round(self._chance.lognormvariate(math.log(self._plan.prompt_tokens) - 0.125, 0.5)))
+        stream.answer = 1 + round(self._chance.expovariate(1 / self._plan.answer_tokens))
+        stream.written = 0.0
+        stream.began_s = 0.0
+        self._route(stream)
+
+    def _route(self, stream: Stream) -> None:
+        """Sends a stream to nodes, for the first time or again."""
+        route, attempt = stream.proxy.choose(stream.prompt_start)
+        stream.route, stream.attempt = route, attempt
+        stream.life += 1
+        life = stream.life
+        decode = self._by_id[route.decode.boot_id]
+        if stream.last_node:
+            self.found.follow_ups += 1
+            self.found.same += stream.last_node == route.decode.boot_id
+        stream.last_node = route.decode.boot_id
+        if not decode.alive:
+            stream.proxy.unreachable(route.decode, lambda: self._again(stream, life))
+            return
+        stream.proxy.watch(route.decode, stream, lambda: self._node_lost(stream, life))
+        assert isinstance(decode, DecodeModel)
+        decode.expect()
+        tokens = stream.prompt + int(stream.written)
+        front_s = self._profile.front.seconds(tokens)
+        self.events.after(front_s, lambda: self._prefill(stream, life, 0))
+
+    def _prefill(self, stream: Stream, life: int, which: int) -> None:
+        """Has a prefill node compute the prompt; the next one, if the first one falls silent."""
+        if stream.life != life or stream.route is None:
+            return
+        info = stream.route.prefill[which % len(stream.route.prefill)]
+        node = self._by_id[info.boot_id]
+        assert isinstance(node, PrefillModel)
+        who = (stream, "prompt")
+        stream.proxy.watch(info, who, lambda: self._prefill(stream, life, which + 1))
+        tokens = stream.prompt + int(stream.written)
+
+        def done() -> None:
+            stream.proxy.unwatch(info, who)
+            if stream.life == life:
+                self._first_token(stream, life)
+
+        node.compute(tokens, done)
+
+    def _first_token(self, stream: Stream, life: int) -> None:
+        assert stream.route is not None
+        assert stream.attempt is not None
+        now = self.events.now
+        stream.attempt.end_at(*[node.boot_id for node in stream.route.prefill])
+        if stream.has_turn:
+            stream.has_turn = False
+            stream.proxy.end_turn()
+        if not math.isnan(stream.lost_s):
+            self.found.pauses.append(now - stream.lost_s)
+            self.found.last_resumed_s = now
+            stream.lost_s = math.nan
+        if not stream.began_s:
+            stream.began_s = now
+            if self._measuring:
+                self.found.ttft.append((now, now - stream.arrived_s))
+        tokens = stream.prompt + int(stream.written)
+        size = tokens * self._profile.cache.bytes_per_token
+        self.events.after(self._profile.transfer.seconds(round(size)), lambda: self._decode(stream, life))
+
+    def _decode(self, stream: Stream, life: int) -> None:
+        if stream.life != life or stream.route is None:
+            return
+        node = self._by_id[stream.route.decode.boot_id]
+        assert isinstance(node, DecodeModel)
+        stream.steps = node.steps_so_far()
+        left = max(1, stream.answer - int(stream.written))
+        node.answer(stream.prompt + int(stream.written), left, lambda: self._answered(stream, life))
+
+    def _answered(self, stream: Stream, life: int) -> None:
+        if stream.life != life:
+            return
+        assert stream.route is not None
+        assert stream.attempt is not None
+        stream.attempt.end_everywhere()
+        stream.proxy.unwatch(stream.route.decode, stream)
+        if self._measuring:
+            self.found.answers += 1
+            self.found.tokens += stream.answer
+            self.found.gaps.append((self.events.now - stream.began_s) / stream.answer)
+        self._ask(stream)
+
+    def _again(self, stream: Stream, life: int) -> None:
+        """Tries another node after one that took no connection."""
+        if stream.life == life and stream.attempt is not None:
+            stream.attempt.end_everywhere()
+            self._route(stream)
+
+    def _node_lost(self, stream: Stream, life: int) -> None:
+        """The node that writes the answer is lost: the stream goes on elsewhere, when it is its turn."""
+        if stream.life != life or stream.route is None or stream.attempt is None:
+            return
+        node = self._by_id[stream.route.decode.boot_id]
+        assert isinstance(node, DecodeModel)
+        if stream.began_s:
+            stream.written = min(stream.answer - 1.0, stream.written + max(0.0, node.steps_so_far() - stream.steps))
+        stream.attempt.end_everywhere()
+        stream.lost_s = self._lost_at_s
+        stream.life += 1
+
+        def resume() -> None:
+            stream.has_turn = True
+            self._route(stream)
+
+        if stream.has_turn:  # it had one already, and keeps it
+            self._route(stream)
+        else:
+            stream.proxy.take_turn(resume)
+
+    # What nodes do.
+
+    def _beat(self, node: CoarseNode, heartbeat_s: float) -> None:
+        if not node.alive:
+            return
+        heartbeat = node.heartbeat()
+        for proxy in self.proxies:
+            proxy.hear(heartbeat)
+        self.events.after(heartbeat_s, lambda: self._beat(node, heartbeat_s))
+
+    def _lose(self) -> int:
+        lost = self.nodes[: round(len(self.nodes) * self._plan.lose)]
+        self._lost_at_s = self.events.now
+        for node in lost:
+            node.die()
+        return len(lost)
+
+    # What is looked at.
+
+    def _balance(self, kind: type[CoarseNode]) -> tuple[int, float]:
+        """Returns the most requests at one node of a kind, and the mean."""
+        busy = [node.running + node.waiting for node in self.nodes if node.alive and isinstance(node, kind)]
+        return max(busy, default=0), statistics.fmean(busy) if busy else 0.0
+
+    def _look(self) -> None:
+        for kind, peaks in ((DecodeModel, self.found.decode_peaks), (PrefillModel, self.found.prefill_peaks)):
+            most, mean = self._balance(kind)
+            if mean and self.events.now < self._lost_at_s:
+                peaks.append(most / mean)
+            elif kind is DecodeModel:
+                self.found.surge = max(self.found.surge, most)
+        self.events.after(LOOK_S, self._look)
+
+    def _loss_report(self, lost: int, mean_before: float) -> LossReport:
+        found, at_s = self.found, self._lost_at_s
+        before = percentile([took for when, took in found.ttft if when < at_s], 0.99)
+        seconds: dict[int, list[float]] = {}
+        for when, took in found.ttft:
+            if when >= at_s:
+                seconds.setdefault(int(when - at_s), []).append(took)
+        worst = {second: percentile(times, 0.99) for second, times in seconds.items()}
+        late = [second for second, p99 in worst.items() if p99 > NORMAL * before]
+        normal_s = max(late, default=-1) + 1.0
+        return LossReport(
+            nodes=lost,
+            noticed_s=self._noticed_s(),
+            resumed=len(found.pauses),
+            pause_s=shares(found.pauses),
+            last_resumed_s=found.last_resumed_s - at_s,
+            surge=found.surge / mean_before if mean_before else math.nan,
+            worst_ttft_s=max(worst.values(), default=math.nan),
+            normal_after_s=normal_s if normal_s < int(self.events.now - at_s) else math.nan,
+        )
+
+    def _noticed_s(self) -> float:
+        """Returns how long after its last heartbeat a node is dropped, which is when its loss is known."""
+        config = RegistryConfig()
+        left = any(proxy.registry.node(node.info.boot_id) for proxy in self.proxies for node in self.nodes if not node.alive)
+        return math.nan if left else config.heartbeat_ms * config.missed_heartbeats / 1000
+
+    def _report(self, loss: LossReport | None) -> Report:
+        found = self.found
+        return Report(
+            policy=self._plan.policy.value,
+            answers=found.answers,
+            tokens_per_s=found.tokens / self._plan.seconds,
+            decode_imbalance=_mean(found.decode_peaks),
+            prefill_imbalance=_mean(found.prefill_peaks),
+            ttft_s=shares([took for when, took in found.ttft if when < self._lost_at_s]),
+            gap_s=shares(found.gaps),
+            same_node=found.same / max(1, found.follow_ups),
+            loss=loss,
+            costs=self._cost_report(),
+        )
+
+    def _cost_report(self) -> CostReport:
+        proxy, costs = self.proxies[0], self.costs
+        decisions_per_s, heartbeat_us = costs.decisions / costs.decisions_s, costs.heartbeats_s / costs.heartbeats * 1e6
+        alive = [node for node in self.nodes if node.alive]
+        serving, first, snapshot = [], [], []
+        for node in alive[:10]:
+            proxy.registry.mark_unreachable(node.info.boot_id)
+            began = time.perf_counter()
+            proxy.registry.serving()
+            serving.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            proxy.choose(b"")[1].end_everywhere()
+            first.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            proxy.registry.snapshot()
+            snapshot.append(time.perf_counter() - began)
+        return CostReport(
+            decisions_per_s,
+            heartbeat_us,
+            statistics.median(serving) * 1e3,
+            statistics.median(snapshot) * 1e3,
+            statistics.median(first) * 1e3,
+        )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else math.nan
+
+
+def shares(values: Sequence[float]) -> tuple[float, float]:
+    return percentile(values, 0.5), percentile(values, 0.99)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
