@@ -49,6 +49,8 @@ class NodePool:
         self._trust = trust or Trust()
         self._open: dict[NodeConnection, str] = {}
         """The open connections, each with its node's URL."""
+        self._open_at: dict[str, set[NodeConnection]] = {}
+        """The open connections to each URL: many nodes may be lost at once, and each has few of all connections."""
         self._idle: dict[str, ExpiryQueue[NodeConnection]] = {}
         self._connecting: dict[asyncio.Timeout, str] = {}
         """The bound of each attempt to connect, with its node's URL."""
@@ -67,7 +69,7 @@ class NodePool:
         for attempt in [attempt for attempt, where in self._connecting.items() if where == url]:
             del self._connecting[attempt]
             attempt.reschedule(0.0)
-        for connection in [connection for connection, where in self._open.items() if where == url]:
+        for connection in tuple(self._open_at.get(url, ())):
             connection.suspect()
 
     async def post(
@@ -121,6 +123,7 @@ class NodePool:
         finally:
             wanted = self._connecting.pop(attempt, None) is not None
         self._open[connection] = url
+        self._open_at.setdefault(url, set()).add(connection)
         if not wanted:  # its node was suspected while it answered
             connection.close()
             raise NodeUnreachable("its heartbeats ended")
@@ -149,8 +152,14 @@ class NodePool:
 
     def _lost(self, connection: NodeConnection) -> None:
         url = self._open.pop(connection, None)
-        idle = self._idle.get(url) if url is not None else None
-        if idle is not None and url is not None:
+        if url is None:
+            return
+        there = self._open_at[url]
+        there.discard(connection)
+        if not there:
+            del self._open_at[url]
+        idle = self._idle.get(url)
+        if idle is not None:
             idle.discard(connection)
             if not idle:
                 idle.close()

@@ -38,6 +38,7 @@ async def node_and_pool(
         finally:
             pool.close()
             await eventually(lambda: not pool._open and not pool._idle, "all connections are closed")
+            assert not pool._open_at
 
 
 def post(node: FakeNode, pool: NodePool, silence_s: float | None = None) -> Coroutine[None, None, NodeResponse]:

@@ -16,11 +16,14 @@ import msgspec
 from pdserve.config import RoutingPolicy
 from pdserve.plan.profile import Profile, read_profile
 from tests.simulation.scale.cluster import Plan, Scale
+from tests.simulation.scale.measured import measured_profile
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.scale", description=__doc__)
-    parser.add_argument("--profile", type=Path, required=True, help="a file that `pdserve plan profile` wrote")
+    parser.add_argument(
+        "--profile", type=Path, help="a file that `pdserve plan profile` wrote [made of the reports in docs/benchmarks]"
+    )
     parser.add_argument("--policy", nargs="+", type=RoutingPolicy, default=list(RoutingPolicy))
     parser.add_argument("--max-num-seqs", type=int, default=256, help="places in a decode node's batch")
     parser.add_argument("--lose-rack", type=float, default=0.0, metavar="SHARE", help="of the nodes, dies at once")
@@ -29,7 +32,8 @@ def main() -> None:
         if field.name not in ("policy", "lose"):
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     asked = vars(parser.parse_args())
-    profile = with_places(read_profile(asked.pop("profile")), asked.pop("max_num_seqs"))
+    places, file = asked.pop("max_num_seqs"), asked.pop("profile")
+    profile = measured_profile(places) if file is None else with_places(read_profile(file), places)
     policies, lose, path = asked.pop("policy"), asked.pop("lose_rack"), asked.pop("json")
     found = []
     for policy in policies:

@@ -1,8 +1,8 @@
 """A proxy as far as it knows and chooses nodes: its real registry, router, policies and counts of attempts.
 
 Heartbeats are encoded and decoded as on the wire. The proxy loses streams with their nodes, and lets so many go on at a
-time as ``--max-resumes`` says. The times that its decisions and heartbeats really take are measured; they change nothing
-in the simulation.
+time as ``--max-resumes`` says. What its decisions and heartbeats really take is measured, and changes nothing in the
+simulation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _decoder = msgspec.msgpack.Decoder(cast("type[ToProxy]", ToProxy))
 
 @dataclass
 class RealCosts:
-    """What the product's code took on this machine."""
+    """CPU time that the product's code took on this machine."""
 
     decisions: int = 0
     decisions_s: float = 0.0
@@ -42,7 +42,7 @@ class CoarseProxy:
     """One proxy of the cluster."""
 
     def __init__(
-        self, events: Events, policy: RoutingPolicy, chance: Random, relay: RelayConfig, costs: RealCosts
+        self, events: Events, policy: RoutingPolicy, chance: Random | None, relay: RelayConfig, costs: RealCosts
     ) -> None:
         config = RegistryConfig()
         self._events = events
@@ -61,19 +61,19 @@ class CoarseProxy:
         self.registry.handle(Register(node), self._events.now)
 
     def hear(self, heartbeat: NodeHeartbeat) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         message = _decoder.decode(_encoder.encode(heartbeat))
         assert isinstance(message, NodeHeartbeat)
         self.registry.handle(message, self._events.now)
         self.registry.expire(self._events.now)
-        self._costs.heartbeats_s += time.perf_counter() - began
+        self._costs.heartbeats_s += time.thread_time() - began
         self._costs.heartbeats += 1
 
     def choose(self, prompt_start: bytes) -> tuple[Route, Attempt]:
-        began = time.perf_counter()
+        began = time.thread_time()
         route = self._router.choose(self.registry.serving(), RouteQuery(MODEL, prompt_start))
         attempt = self.attempts.begin((route.decode, 1), *[(node, 1) for node in route.prefill[:1]])
-        self._costs.decisions_s += time.perf_counter() - began
+        self._costs.decisions_s += time.thread_time() - began
         self._costs.decisions += 1
         return route, attempt
 
