@@ -49,7 +49,7 @@ class NodePool:
         self._trust = trust or Trust()
         self._open: dict[NodeConnection, str] = {}
         """The open connections, each with its node's URL."""
-        self._open_at: dict[str, set[NodeConnection]] = {}
+        self._open_at: dict[str, dict[NodeConnection, None]] = {}
         """The open connections to each URL: many nodes may be lost at once, and each has few of all connections."""
         self._idle: dict[str, ExpiryQueue[NodeConnection]] = {}
         self._connecting: dict[asyncio.Timeout, str] = {}
@@ -123,7 +123,7 @@ class NodePool:
         finally:
             wanted = self._connecting.pop(attempt, None) is not None
         self._open[connection] = url
-        self._open_at.setdefault(url, set()).add(connection)
+        self._open_at.setdefault(url, {})[connection] = None
         if not wanted:  # its node was suspected while it answered
             connection.close()
             raise NodeUnreachable("its heartbeats ended")
@@ -155,7 +155,7 @@ class NodePool:
         if url is None:
             return
         there = self._open_at[url]
-        there.discard(connection)
+        there.pop(connection, None)
         if not there:
             del self._open_at[url]
         idle = self._idle.get(url)
