@@ -37,6 +37,8 @@ class Client:
     prompt: Sequence[int]
     silence_s: float = OVER_S
     """The client gives a connection up when it has heard nothing for so long."""
+    seed: int = 0
+    """A request is known by its bytes: one with another seed is another one, with the same answer."""
     tokens: list[int] = field(default_factory=list)
     heard_s: list[float] = field(default_factory=list)
     """When tokens have come, on the monotonic clock."""
@@ -73,7 +75,7 @@ class Client:
 
     def _ask(self, url: str) -> None:
         body = {"model": MODEL, "prompt": list(self.prompt), "max_tokens": NEW_TOKENS, "temperature": 0}
-        options = {"ignore_eos": True, "stream": True, "return_token_ids": True}
+        options = {"seed": self.seed, "ignore_eos": True, "stream": True, "return_token_ids": True}
         # With this header, events have ids, and a client can go on behind the last one that it has.
         headers = {"content-type": "application/json", "last-event-id": self._last_id}
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=self.silence_s)

@@ -7,7 +7,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -175,18 +175,21 @@ class Scenario:
             return Scene(client, proxy)
         every = self._stage.of_role(role)
         while len(self._stage.held(role)) < len(every):
-            self._hog(HELD_AT_ONCE if role == "prefill" else SHORT)
-            sent = len(self._hogs)
-            eventually(lambda: sum(self._of_role("decode").values()) == sent, "it is at its node")  # noqa: B023
-            eventually(lambda: len(self._stage.held(role)) >= min(sent, len(every)), "its node is held")  # noqa: B023
+            node = self._sent_to(role, lambda: self._hog(HELD_AT_ONCE if role == "prefill" else SHORT))
+            eventually(lambda: node in self._stage.held(role), "the node is held")  # noqa: B023
+        clients: list[Client] = []
+        return Scene(victim=self._sent_to(role, lambda: clients.append(self._client(PLAIN))), client=clients[0])
+
+    def _sent_to(self, role: str, send: Callable[[], None]) -> Server:
+        """Sends a request, and returns the node of this role that has it."""
         before = self._of_role(role)
-        client = self._client(PLAIN)
+        send()
 
         def where() -> Server | None:
             now = self._of_role(role)
-            return next((server for server in every if now[server.name] > before[server.name]), None)
+            return next((node for node in self._stage.of_role(role) if now[node.name] > before[node.name]), None)
 
-        return Scene(client, eventually(where, "the request waits at a node"))
+        return eventually(where, "the request is at a node")
 
     def _held(self, prompt: Sequence[int], sent: int = 0) -> Scene:
         self._stage.close_gate()
@@ -249,15 +252,20 @@ class Scenario:
             case Fault.OUT_OF_KV:
                 for _ in range(HOGS):
                     self._hog(PLAIN, proxy=1)
-                eventually(lambda: self._blocks_wanted(victim) > NODE_BLOCKS, "more is there than the node has blocks")
+                # A node that drains gets no more requests: the one to which the answer goes does.
+                drains = self._cell.phase is Phase.DRAIN
+                nodes = self._stage.of_role(self._role()) if drains else [victim]
+                eventually(
+                    lambda: any(map(self._wants_too_much, nodes)), "a node has to have more blocks than there are"
+                )
             case Fault.DISK_FULL:
                 self._fill_disk(victim)
             case Fault.POISON:
                 raise AssertionError("the request itself is the fault")
 
-    def _blocks_wanted(self, node: Server) -> float:
+    def _wants_too_much(self, node: Server) -> bool:
         under_way = [proxy.metric("proxy_node_requests_in_flight", node=node.name) for proxy in self._stage.proxies]
-        return BLOCKS * sum(under_way)
+        return BLOCKS * sum(under_way) > NODE_BLOCKS
 
     @property
     def _of_rank(self) -> bool:
@@ -304,7 +312,8 @@ class Scenario:
             by_phase = {Phase.TRANSFER: POISONED_IN_THE_END, Phase.DRAIN: POISONED_WHILE_HELD}
             prompt = by_phase.get(cell.phase, POISONED)
         since_s = time.monotonic()
-        client = Client([stage.proxies[0].url], prompt)
+        ask = partial(Client, [stage.proxies[0].url], prompt, seed=random.getrandbits(32))
+        client = ask()
         if cell.phase is Phase.DRAIN:
             if self._role() == "prefill":
                 victim = eventually(lambda: next(iter(stage.held("prefill")), None), "a prefill node computes it")
@@ -318,18 +327,25 @@ class Scenario:
         took_s = time.monotonic() - since_s
         refusal = client.refusal
         assert refusal is not None, "it is no answer"
-        again = Client([stage.proxies[0].url], prompt)
+        again = ask()
         again.wait()
         assert again.refusal is not None
-        assert (again.refusal.status, again.refusal.code) == (400, "suspected_request")
-        assert refusal.request_id in again.refusal.message
+        if cell.phase is Phase.DRAIN and self._role() == "decode":
+            # One of the two decode nodes has drained, and the other one is lost: there is none to try.
+            assert (again.refusal.status, again.refusal.code) == (503, "no_route")
+        else:
+            assert (again.refusal.status, again.refusal.code) == (400, "suspected_request")
+            assert refusal.request_id in again.refusal.message
         drained = {node.name for node in stage.nodes if node.draining}
-        lost = [name for name in stage.lost_since(engines) if name not in drained]
-        assert 1 <= len(lost) <= MAX_LOST, f"lost: {lost}"
-        for name in lost:
-            server = stage.servers[name]
-            eventually(partial(_has_ended, server), f"{name} has ended")
+
+        def lost() -> list[str]:
+            return [name for name in stage.lost_since(engines) if name not in drained]
+
+        eventually(lambda: len(lost()) >= MAX_LOST - len(drained), "engines are lost")
+        for name in lost():
+            eventually(partial(_has_ended, stage.servers[name]), f"{name} has ended")
         stage.mend()
+        assert len(lost()) <= MAX_LOST, f"lost: {lost()}"
         ordinary = Client([stage.proxies[0].url], PLAIN)
         ordinary.wait()
         self._check_whole(ordinary)

@@ -216,7 +216,7 @@ class Stage:
         return True
 
     def lost_since(self, before: dict[str, int]) -> list[str]:
-        """Returns the names of the nodes whose engine of before is gone, once nothing changes any more."""
+        """Returns the names of the nodes whose engine of ``before`` is gone."""
         return [node.name for node in self.nodes if not alive(before[node.name])]
 
     def engines(self) -> dict[str, int]:

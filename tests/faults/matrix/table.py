@@ -76,6 +76,7 @@ _REASONS: dict[tuple[Fault, Victim | None, Phase | None], str] = {
     (Fault.CORRUPT, Victim.DECODE, Phase.TRANSFER): "the decode node receives: see the prefill node, which sends",
     (Fault.OUT_OF_KV, Victim.PROXY, None): "a proxy has no KV blocks",
     (Fault.OUT_OF_KV, Victim.RANK, None): "every rank has the same blocks: see its node",
+    (Fault.OUT_OF_KV, Victim.PREFILL, Phase.DRAIN): "a prefill node that drains gets no other prompts",
     (Fault.OUT_OF_KV, Victim.PREFILL, Phase.DECODE): "the prefill node holds none of its blocks any more",
     (Fault.OOM_KILL, Victim.PROXY, None): "the kernel ends the proxy as a kill does: see there",
     (Fault.POISON, Victim.PROXY, None): "the proxy computes nothing",
