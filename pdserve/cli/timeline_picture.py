@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pdserve.wire.timeline import Gaps, Moment, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
+from pdserve.wire.timeline import Gaps, Moment, MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
 
 LABEL_CELLS = 26
 TEXT_CELLS = 34
@@ -19,6 +19,7 @@ _PROCESSES = {
     ProcessKind.ENGINE: "engine",
     ProcessKind.PREFILL_ENGINE: "prefill engine",
 }
+_WENT_ON = (MomentKind.RESUMED, MomentKind.MOVED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ def _headline(timeline: Timeline) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timeline.began))
     state = f"{first.outcome or '-'} {first.status or ''}".strip() if timeline.finished else "under way"
     tokens = max(timeline.lanes, key=lambda lane: lane.output_tokens)
-    counts = f"{tokens.prompt_tokens} + {tokens.output_tokens} tokens"
+    # An answer that went on elsewhere has more: each node counts its own tokens, and the first one may be gone.
+    went_on = any(moment.kind in _WENT_ON for lane in timeline.lanes for moment in lane.moments)
+    counts = f"{tokens.prompt_tokens} + {'at least ' if went_on else ''}{tokens.output_tokens} tokens"
     return f"{timeline.request_id}: {state} in {_time(timeline.duration_s)}, {counts}, {first.model or '-'}, {began}"
 
 
