@@ -80,6 +80,10 @@ class AuthenticationFailed(WireError):
     """The frame was not made with this cluster's secret, was seen before, or is too old."""
 
 
+class ForgedFrame(AuthenticationFailed):
+    """The frame was not made with this cluster's secret, or not all of it is as it was made."""
+
+
 class WrongReceiver(AuthenticationFailed):
     """The frame was made in this cluster, but for another process. ``sender`` is the boot id of its maker."""
 
@@ -115,6 +119,10 @@ class HandshakeRefused(TransferError):
         self.field = field
         self.ours = ours
         self.theirs = theirs
+
+
+class SpoiltMessage(TransferError):
+    """What came from the other engine is not what that has sent: something between the two changes it."""
 
 
 class PeerLost(TransferError):

@@ -29,7 +29,14 @@ from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from pdserve.errors import AuthenticationFailed, MalformedFrame, StaleFrame, UnreadableMessage, WrongReceiver
+from pdserve.errors import (
+    AuthenticationFailed,
+    ForgedFrame,
+    MalformedFrame,
+    StaleFrame,
+    UnreadableMessage,
+    WrongReceiver,
+)
 from pdserve.wire.ids import BootId, new_id
 from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1, for_protocol
 
@@ -279,7 +286,8 @@ class Opener(Generic[T]):
         """Returns the message in ``frame`` with its sender.
 
         Raises MalformedFrame if it is no message of this channel (UnreadableMessage if it is authentic nonetheless),
-        and AuthenticationFailed if it cannot be trusted (WrongReceiver if it is authentic, but for another process;
+        and AuthenticationFailed if it cannot be trusted (ForgedFrame if its signature is wrong; WrongReceiver if it is
+        authentic, but for another process;
         StaleFrame if it names this one, is the next of a known sender, and only too old).
         """
         outer = self._authentic(frame)
@@ -308,7 +316,7 @@ class Opener(Generic[T]):
             raise MalformedFrame(f"frame version {outer.version}; this process speaks {UNNAMED} and {NAMED}")
         signed = (outer.version, outer.sender, outer.counter, outer.sent_ms, outer.body)
         if not any(hmac.compare_digest(signer.mac(*signed), outer.mac) for signer in self._signers.now()):
-            raise AuthenticationFailed("wrong signature: the sender has another cluster secret")
+            raise ForgedFrame("wrong signature: the sender has another cluster secret")
         return outer
 
     def _use(self, frame: _Frame, max_age_s: float) -> None:

@@ -28,6 +28,7 @@ from pdserve.config import (
     CpuConfig,
     DiscoveryConfig,
     HttpConfig,
+    KeptConfig,
     LogConfig,
     ModelConfig,
     NodeConfig,
@@ -43,6 +44,8 @@ from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
 from pdserve.wire.command import NodeChange
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.frame import Secrets
+from pdserve_kvtransfer.both_sides import BothSides
+from pdserve_kvtransfer.sides import LocalEngine
 from pdserve_proxy import server as proxy_server
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 from tests.simulation.clients import MODEL, ClientRequest, ask
@@ -76,6 +79,8 @@ HTTP_PORT = 8000
 CONTROL_PORT = 9000
 RETURNS_S = 35.0
 """A client that comes back until its answer is whole gives up after this time."""
+KEEP_S = 20.0
+"""A node keeps an answer for a client that may come back for so long."""
 LATE_S = 5.0
 """A request has ended so long after its deadline at the latest."""
 CHECK_EVERY_TURNS = 32
@@ -179,6 +184,7 @@ class Node:
             request=RequestConfig(timeout_s=shape.timeout_s),
             cpu=CpuConfig(),
             log=LogConfig(),
+            kept=KeptConfig(keep_s=KEEP_S),
         )
         server = NodeServer(self.role, config, SECRET, Path("/simulated"), Path("/simulated"), ENGINE_COMMAND)
         return await server.run()
@@ -236,12 +242,18 @@ class Cluster:
         self.violations: list[str] = []
         self.clocks = WallClocks(self.loop)
         self.witness = Witness(self.violated, self._clocks_agree)
+        self.sides: dict[SimProcess, BothSides] = {}
+        """The transfers of each engine."""
         self.on_transfer_state: dict[Callable[[SimProcess, TransferState], None], None] = {}
         self.fabric: Fabric
         self.proxies = [Proxy(self, number) for number in range(shape.proxies)]
         self.nodes = [Node(self, number, role) for number, role in enumerate(shape.roles)]
         self.clients = SimProcess(self.loop, "clients", CLIENTS)
         self.operator = SimProcess(self.loop, "operator", OPERATOR)
+
+    @property
+    def servers(self) -> list[Proxy | Node]:
+        return [*self.proxies, *self.nodes]
 
     @property
     def digest(self) -> str:
@@ -314,6 +326,15 @@ class Cluster:
 
     def engine_started(self, engine: RunningEngine) -> None:
         self.node_at(engine.process.host).engine = engine
+
+    def make_sides(self, engine: LocalEngine) -> BothSides:
+        """Makes an engine's transfers, and keeps them to be looked at."""
+        sides = self.sides[present_process()] = BothSides(engine)
+        return sides
+
+    def connections_of(self, process: SimProcess) -> list[str]:
+        """Returns the names of the processes at the other ends."""
+        return [end.peer.process.name for end in self.network.ends if end.process is process]
 
     def transfer_is(self, process: SimProcess, state: TransferState) -> None:
         """Notes a state into which a transfer has just come."""
@@ -409,6 +430,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, **__: partial(
                     LinkTransport, cluster.fabric
                 ),
+                pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
             ) as descriptors,
             watched_transfers(cluster.transfer_is),
         ):

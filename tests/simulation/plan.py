@@ -11,6 +11,8 @@ from pdserve.config import Disaggregation, DrainMode
 from pdserve.wire.discovery import Role
 from tests.simulation.reference import MAX_MODEL_LEN, VOCAB
 
+LEAST_S = 0.05
+"""A smaller plan moves nothing that is shorter."""
 SETTLED_S = 2.0
 """All nodes are registered by then."""
 CLUSTERS = (
@@ -109,6 +111,21 @@ class PlannedRequest:
     returns: bool = False
     """Whether the client asks again, at one proxy after the other, until it has its answer."""
 
+    def less(self) -> Iterator[PlannedRequest]:
+        """Yields requests that come earlier, are shorter, or ask for less than this one."""
+        plain = PlannedRequest(self.at_s, self.prompt, self.max_tokens)
+        for name in ("salt", "leaves_after_s", "choices", "seed", "stop_at", "priority", "scored", "manner", "tries"):
+            if getattr(self, name) != getattr(plain, name):
+                yield replace(self, **{name: getattr(plain, name)})
+        if self.asks_again_s is not None:
+            yield replace(self, asks_again_s=None)
+        if len(self.prompt) > 1:
+            yield replace(self, prompt=self.prompt[: len(self.prompt) // 2])
+        if self.max_tokens > 1:
+            yield replace(self, max_tokens=self.max_tokens // 2)
+        if self.at_s > LEAST_S:
+            yield replace(self, at_s=round(self.at_s / 2, 3))
+
     @property
     def stays(self) -> bool:
         """Whether the client waits for its answer, and has asked for it."""
@@ -193,6 +210,15 @@ class Fault:
     amount: int = 0
     """Which one, or how much: the steps before a crash, the seconds of a clock, the number of blocks or of a role."""
 
+    def less(self) -> Iterator[Fault]:
+        """Yields faults that come earlier, last for less time, or do less than this one."""
+        if self.lasts_s > LEAST_S:
+            yield replace(self, lasts_s=round(self.lasts_s / 2, 3))
+        if self.at_s > LEAST_S:
+            yield replace(self, at_s=round(self.at_s / 2, 3))
+        if self.amount > 1:
+            yield replace(self, amount=self.amount // 2)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -211,13 +237,19 @@ class Plan:
         return undisturbed and all(request.stays and not (request.key or request.returns) for request in asked)
 
     def smaller(self) -> Iterator[Plan]:
-        """Yields this plan without one of its faults or requests."""
+        """Yields this plan with less: without a fault or a request, or with one that is shorter, earlier or plainer."""
         for i in range(len(self.faults)):
             yield replace(self, faults=self.faults[:i] + self.faults[i + 1 :])
         for i in range(len(self.requests)):
             yield replace(self, requests=self.requests[:i] + self.requests[i + 1 :])
         for i in range(len(self.intrusions)):
             yield replace(self, intrusions=self.intrusions[:i] + self.intrusions[i + 1 :])
+        for i, fault in enumerate(self.faults):
+            for less in fault.less():
+                yield replace(self, faults=(*self.faults[:i], less, *self.faults[i + 1 :]))
+        for i, request in enumerate(self.requests):
+            for plainer in request.less():
+                yield replace(self, requests=(*self.requests[:i], plainer, *self.requests[i + 1 :]))
 
 
 def plan_of(seed: int) -> Plan:

@@ -83,6 +83,11 @@ class SimLoop(asyncio.BaseEventLoop):
         """The exceptions that no code has taken."""
         self.processes: list[SimProcess] = []
 
+    @property
+    def timers(self) -> list[tuple[float, int, asyncio.TimerHandle]]:
+        """Those that are still to come."""
+        return [timer for timer in self._timers if not timer[2].cancelled()]
+
     def time(self) -> float:
         return self._now
 

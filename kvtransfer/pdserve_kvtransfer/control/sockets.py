@@ -16,7 +16,15 @@ from typing import Generic, TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pdserve.errors import StaleFrame, TransferError, UnreadableMessage, WireError, WrongReceiver
+from pdserve.errors import (
+    ForgedFrame,
+    MalformedFrame,
+    StaleFrame,
+    TransferError,
+    UnreadableMessage,
+    WireError,
+    WrongReceiver,
+)
 from pdserve.log_throttle import LogThrottle
 from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
 from pdserve.wire.frame import MAX_FRAME_BYTES, Opened, Opener, Purpose, Secrets
@@ -266,6 +274,13 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+@dataclass(frozen=True, slots=True)
+class Spoilt:
+    """A frame that nobody of this cluster has made so. Over a peer's connection, something changes what it says."""
+
+    why: str
+
+
 class FrameOpener(Generic[T]):
     """Opens all frames that one engine receives on its control channels."""
 
@@ -275,8 +290,10 @@ class FrameOpener(Generic[T]):
         self._stats = stats
         self._throttle = LogThrottle(_LOG_EVERY_S)
 
-    def open(self, frame: bytes, now: float) -> Opened[T] | UnreadableMessage | WrongReceiver | StaleFrame | None:
-        """Returns the message of a frame. If there is none but the frame is authentic, returns why; otherwise None."""
+    def open(
+        self, frame: bytes, now: float
+    ) -> Opened[T] | UnreadableMessage | WrongReceiver | StaleFrame | Spoilt | None:
+        """Returns the message of a frame, or why there is none; None if nobody has to know."""
         try:
             return self._opener.open_from(frame)
         except WireError as exc:
@@ -284,4 +301,6 @@ class FrameOpener(Generic[T]):
             if self._throttle.add(now):
                 # A record that somebody keeps must not keep the exception's frames, and with them the KV memory.
                 log.warning("dropped a transfer frame (%d so far): %s", self._stats.frames_dropped, str(exc))
-            return exc if isinstance(exc, UnreadableMessage | WrongReceiver | StaleFrame) else None
+            if isinstance(exc, UnreadableMessage | WrongReceiver | StaleFrame):
+                return exc
+            return Spoilt(str(exc)) if isinstance(exc, MalformedFrame | ForgedFrame) else None

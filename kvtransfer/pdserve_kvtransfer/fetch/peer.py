@@ -7,7 +7,7 @@ import secrets
 from collections import OrderedDict
 from typing import TypeAlias
 
-from pdserve.errors import HandshakeRefused, PeerLost, StaleFrame
+from pdserve.errors import HandshakeRefused, PeerLost, SpoiltMessage, StaleFrame
 from pdserve.wire.frame import Opened
 from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import TransferId
@@ -51,7 +51,7 @@ from pdserve.wire.transfer import (
 from pdserve.wire.version import CACHED_BLOCKS, GRAMMARS, NAMED_LOGPROBS, PACED_TRANSFERS, PROMPT_LOGPROBS
 from pdserve_kvtransfer.control.handshake import Handshake
 from pdserve_kvtransfer.control.lease import Lease, PingTimer
-from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
+from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener, Spoilt
 from pdserve_kvtransfer.events import (
     BlocksReleased,
     CachedFetchOrder,
@@ -241,6 +241,8 @@ class FetchPeer:
             elif isinstance(opened, StaleFrame) and self._handshake.is_of_peer(opened):
                 # Nothing is sent twice, so a transfer that lacks a message would wait until its request's deadline.
                 raise PeerLost(f"a message of the prefill engine was dropped: {opened}")
+            elif isinstance(opened, Spoilt):
+                raise SpoiltMessage(f"a message of the prefill engine came spoilt: {opened.why}")
         # The messages that it sent before it closed the connection come first.
         reason = None if more else self._client.lost()
         if reason is not None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
-from pdserve.errors import HandshakeRefused, PeerLost, RankLost, TransferError
+from pdserve.errors import HandshakeRefused, PeerLost, RankLost, SpoiltMessage, TransferError
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import Offer, ToDecode
 from pdserve_kvtransfer.control.sockets import FrameOpener
@@ -120,6 +120,8 @@ class FetchSide:
             raise
         except HandshakeRefused as exc:
             self._lose(peer, FailureKind.MISFIT, str(exc), now)
+        except SpoiltMessage as exc:
+            self._lose(peer, FailureKind.CORRUPT, str(exc), now)
         except TransferError as exc:
             self._lose(peer, FailureKind.PEER_LOST, str(exc), now)
         except Exception as exc:

@@ -32,7 +32,7 @@ from pdserve.wire.transfer import (
 )
 from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
 from pdserve_kvtransfer.control.handshake import answer
-from pdserve_kvtransfer.control.sockets import ControlServer, FrameOpener
+from pdserve_kvtransfer.control.sockets import ControlServer, FrameOpener, Spoilt
 from pdserve_kvtransfer.events import PushOutcome
 from pdserve_kvtransfer.probe.host import ProbeHost
 from pdserve_kvtransfer.push.peer import PushPeer
@@ -134,6 +134,9 @@ class PushSide:
             case StaleFrame() if (peer := self._peers.get(opened.sender)) is not None:
                 # Nothing is sent twice, so a transfer that lacks a message would wait until its request's deadline.
                 self._lose(peer, PushOutcome.PEER_LOST, f"a message of it was dropped: {opened}")
+            case Spoilt(why):
+                for peer in [peer for peer in self._peers.values() if peer.connection == received.connection]:
+                    self._lose(peer, PushOutcome.PEER_LOST, f"a message of it came spoilt: {why}")
 
     def _on_message(self, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
         message = opened.message

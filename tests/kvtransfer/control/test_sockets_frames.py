@@ -15,7 +15,7 @@ import pytest
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import Failed, Hello, Ping, ToPrefill, Welcome
-from pdserve_kvtransfer.control.sockets import FrameOpener
+from pdserve_kvtransfer.control.sockets import FrameOpener, Spoilt
 from pdserve_kvtransfer.stats import TransferStats
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode
@@ -60,7 +60,7 @@ def test_bad_frames_are_counted_and_logged_now_and_then(caplog: pytest.LogCaptur
     opener: FrameOpener[ToPrefill] = FrameOpener(SECRET, cast("type[ToPrefill]", ToPrefill), stats, new_id())
     with caplog.at_level(logging.WARNING):
         for now in (0.0, 1.0, 4.9, 5.0):
-            assert opener.open(b"nonsense", now) is None
+            assert isinstance(opener.open(b"nonsense", now), Spoilt)
     assert stats.frames_dropped == 4
     assert len(caplog.records) == 2
 

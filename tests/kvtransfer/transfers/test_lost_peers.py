@@ -76,6 +76,30 @@ def test_a_dropped_message_of_a_decode_node_ends_its_pushes_at_once() -> None:
         assert prefill.next(PushEnded).outcome is PushOutcome.PEER_LOST
 
 
+def test_a_spoilt_message_of_a_prefill_node_ends_its_fetches_at_once() -> None:
+    """Nothing is sent twice, and pings would keep its lease for ever."""
+    with engine(config=PATIENT) as decode, FakePrefill() as stranger:
+        decode.thread.fetch(Pair(decode, decode).order((5,), target=stranger.target))
+        request = stranger.welcome_and_take()
+        frame = stranger.sealer.seal(Failed(request.transfer_id, "no"), stranger.peer)
+        stranger.socket.send_multipart([stranger.route, frame[:-1] + bytes([frame[-1] ^ 1])])
+        failed = decode.next(FetchFailed)
+        assert failed.kind is FailureKind.CORRUPT
+        assert "spoilt" in failed.reason
+
+
+def test_a_spoilt_message_of_a_decode_node_ends_its_pushes_at_once() -> None:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
+        stranger.greet()
+        request = prefill_request(stranger.boot_id)
+        stranger.send(request)
+        prefill.next(PushWanted)
+        stranger.socket.send(stranger.seal(Cancel(request.transfer_id))[:-1])
+        assert "spoilt" in stranger.next(Failed).reason
+        assert prefill.next(PushCancelled).transfer_id == request.transfer_id
+        assert prefill.next(PushEnded).outcome is PushOutcome.PEER_LOST
+
+
 @pytest.mark.parametrize("refuses_too", [False, True])
 def test_a_prefill_node_that_ucx_cannot_reach_ends_its_own_transfers_alone(refuses_too: bool) -> None:
     with pair(config=PATIENT) as rig:
