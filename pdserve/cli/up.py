@@ -70,7 +70,7 @@ def _console(config: UpConfig, environ: Mapping[str, str]) -> Iterator[Console]:
             return
         folder = state_folder(environ) / "logs"
         try:
-            logs = stack.enter_context(server_logs(folder))
+            logs = stack.enter_context(server_logs(folder, lambda text: console.say(text)))
         except OSError as exc:
             console = Console(sys.stderr, colour=colour, level=level)
             console.say(f"all lines are printed, because they cannot be kept in {folder}: {exc.strerror}")

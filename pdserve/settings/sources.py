@@ -167,6 +167,9 @@ def _metavar(setting: Setting) -> str:
 
 
 CONFIG_ENV = env_name(CONFIG_FLAG)
+_KEYS = "keys are the proxy's: 'pdserve proxy' takes them, and 'pdserve up' gives its proxy those of PDSERVE_API_KEY"
+ELSEWHERE = {"api-key": _KEYS, "api-key-file": f"{_KEYS}_FILE"}
+"""Where settings belong that people give to another subcommand, by their flags."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -191,7 +194,8 @@ def from_flags(
         if not name.startswith("-"):
             raise ConfigError(f"unexpected argument {name!r}; settings are given as --flag value")
         if name.lstrip("-") in elsewhere:
-            raise ConfigError(f"{name} is not a setting of {command_line.prog!r}")
+            where = ELSEWHERE.get(name.lstrip("-"), "")
+            raise ConfigError(f"{name} is not a setting of {command_line.prog!r}{where and f': {where}'}")
         flags = [f"--{setting.flag}" for setting in command_line.settings] + [
             f"--{CONFIG_FLAG}",
             "--help",

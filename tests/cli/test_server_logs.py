@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import server_logs as module
-from pdserve.cli.server_logs import KEPT_RUNS, server_logs
+from pdserve.cli.server_logs import AGAIN_S, KEPT_RUNS, ServerLogs, server_logs
 
 
 def test_each_server_has_a_file_that_only_the_user_can_read(tmp_path: Path) -> None:
@@ -54,6 +54,26 @@ def test_a_disk_that_takes_no_more_stops_nothing(tmp_path: Path) -> None:
         logs.write("proxy", "two")
         logs.write("decode-0", "three")
         assert logs.path("decode-0").read_text() == "three\n"
+
+
+def test_a_file_that_failed_is_tried_again_and_the_user_is_told(tmp_path: Path) -> None:
+    now, told = 0.0, list[str]()
+    logs = ServerLogs(tmp_path, told.append, lambda: now)
+    path = logs.path("proxy")
+    path.symlink_to("/dev/full")
+    for number in range(3):
+        logs.write("proxy", f"line {number}")
+    assert len(told) == 1
+    assert "cannot be written" in told[0]
+    path.unlink()
+    logs.write("proxy", "too early")
+    assert not path.exists()
+    now = AGAIN_S
+    for line in ("later", "last"):
+        logs.write("proxy", line)
+    logs.close()
+    assert path.read_text() == "[4 lines could not be written]\nlater\nlast\n"
+    assert told[1:] == [f"{path} can be written again; 4 lines are missing"]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
