@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import AsyncIterator, Sequence
@@ -55,7 +56,7 @@ def blocks(page: str) -> list[str]:
 
 def script(commands: Sequence[str], runtime: Podman, image: str) -> str:
     """Returns one script of all blocks, which says when each ends. Its ``docker`` is podman."""
-    podman, limits = shlex.join(runtime.command), shlex.join(("--pull", "never", *runtime.limits))
+    podman, limits = shlex.join(runtime.command), shlex.join((*runtime.kept, *runtime.limits))
     lines = [
         f'docker() {{ case $1 in run) shift; {podman} run {limits} "$@" ;; *) {podman} "$@" ;; esac; }}',
         f"echo '{_MARK}' $EPOCHREALTIME",
@@ -115,7 +116,7 @@ async def follow_page(runtime: Podman, image: str, folder: Path, found: Findings
     """Runs the page's commands in ``folder``, which it makes, and judges what they show."""
     commands = blocks(await asyncio.to_thread(PAGE.read_text))
     await asyncio.to_thread(folder.mkdir)
-    await _remove(runtime)
+    await _check_room(runtime)
     try:
         async with _watched(PORTS[0]) as watch:
             done = parted(commands, await _run(script(commands, runtime, image), folder))
@@ -144,9 +145,21 @@ async def _run(text: str, folder: Path) -> str:
     return said.decode()
 
 
+async def _check_room(runtime: Podman) -> None:
+    """Raises AssertionError if a cluster of somebody's stands where the page's commands make one."""
+    await runtime.remove_all()
+    taken = {*NODES, *PROXIES} & set((await runtime("ps", "--all", "--format", "{{.Names}}")).split())
+    assert not taken, f"there are containers called {', '.join(sorted(taken))}, which the page's commands would make"
+    for port in PORTS:
+        with socket.socket() as tried:
+            assert tried.connect_ex(("127.0.0.1", port)), f"port {port}, which the page's commands take, is somebody's"
+    # What a run that was killed has left. Podman keeps a network that somebody uses.
+    await _remove(runtime)
+
+
 async def _remove(runtime: Podman) -> None:
-    """Removes what the commands make, also what a run before has left."""
-    await runtime.remove(*NODES, *PROXIES)
+    """Removes what the commands make, whether they came to their end or not."""
+    await runtime.remove_all()
     await runtime("volume", "rm", "--force", *(f"pdserve-{node}" for node in NODES))
     if NETWORK in (await runtime("network", "ls", "--format", "{{.Name}}")).split():
         await runtime("network", "rm", NETWORK)

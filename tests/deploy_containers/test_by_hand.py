@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -25,7 +26,7 @@ from tests.deploy_containers.by_hand import (
     section,
 )
 from tests.deploy_containers.report import Findings
-from tests.deploy_containers.stand_in.podman import Podman
+from tests.deploy_containers.stand_in.podman import LABEL, Podman
 
 COMMANDS = blocks(PAGE.read_text())
 
@@ -70,7 +71,9 @@ def test_the_script_runs_every_block_with_this_machines_podman() -> None:
     said = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, timeout=20).stdout
     found = parted(commands, said)
     assert [block.commands for block in found] == commands
-    assert found[0].output.strip() == "podman run --pull never --ulimit=nofile=9:9 --name a localhost/it:1 b c"
+    assert found[0].output.strip() == (
+        f"podman run --label {LABEL}={os.getpid()} --pull never --ulimit=nofile=9:9 --name a localhost/it:1 b c"
+    )
     assert found[1].output.strip() == "PODMAN PS"
     assert found[2].output.strip() == "unfinished"
     assert found[0].begun <= found[0].ended == found[1].begun

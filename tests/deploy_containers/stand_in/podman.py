@@ -46,13 +46,16 @@ class Podman:
             raise PodmanError(f"podman {' '.join(arguments)}: status {process.returncode}: {err.decode().strip()}")
         return out.decode().strip()
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Options of ``podman run`` by which ``remove_all`` knows a container. Its image is one that is here."""
+        return ("--label", f"{LABEL}={os.getpid()}", "--pull", "never")
+
     async def start(self, name: str, arguments: list[str], log: Path) -> int:
         """Runs a container and returns its first process, or 0 if that has ended already."""
         # A kubelet does not ask an image's HEALTHCHECK either.
-        run = ("run", "--detach", "--no-healthcheck", "--name", name, "--label", f"{LABEL}={os.getpid()}")
-        await self(
-            *run, "--pull", "never", "--log-driver", "k8s-file", "--log-opt", f"path={log}", *self.limits, *arguments
-        )
+        run = ("run", "--detach", "--no-healthcheck", "--name", name, *self.kept)
+        await self(*run, "--log-driver", "k8s-file", "--log-opt", f"path={log}", *self.limits, *arguments)
         return int(await self("inspect", "--format", "{{.State.Pid}}", name))
 
     async def status(self, name: str) -> int:
