@@ -109,7 +109,7 @@ class EngineClient:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._lost: asyncio.Future[EngineError] = self._loop.create_future()
         self._heard = self._loop.time()
-        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-")
+        self._folder = _folder_of_socket()
         self._address = f"ipc://{self._folder.name}/engine"
         self._channel = EngineChannel(self._address, self._handle, self._lose)
         self._process: ChildProcess | None = None
@@ -455,3 +455,13 @@ class EngineChannel:
             self._on_garbage(EngineError(f"the engine sent a message that is none: {exc}"))
             return
         self._on_message(message)
+
+
+def _folder_of_socket() -> tempfile.TemporaryDirectory[str]:
+    """Returns a new folder for the engine's socket. Raises EngineError."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="pdserve-")
+    except OSError as exc:
+        raise EngineError(
+            f"no folder for the engine's socket can be made: {exc}; TMPDIR may name a folder with room"
+        ) from exc

@@ -118,6 +118,12 @@ async def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch:
     assert '"kind":"shutdown"' in (tmp_path / "journal").read_text()
 
 
+async def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(EngineError, match=r"no folder for the engine's socket can be made: .*No such file"):
+        EngineClient(engine_config(tmp_path))
+
+
 @pytest.mark.parametrize(("size", "served"), [(4, [4, 8, 10]), (16, [10]), (0, [10])])
 async def test_a_steps_readers_are_served_in_groups_of_the_settings_size(
     size: int, served: list[int], model_dir: Path, tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import signal
 import traceback
@@ -83,6 +84,9 @@ KEEP_S = 20.0
 """A node keeps an answer for a client that may come back for so long."""
 LATE_S = 5.0
 """A request has ended so long after its deadline at the latest."""
+COLLECT_EVERY = 20
+"""What runs have left is collected after so many of them: it takes as long as a small run."""
+_runs = itertools.count(1)
 CHECK_EVERY_TURNS = 32
 """All blocks are counted after so many turns of the loop."""
 
@@ -146,7 +150,7 @@ class Node:
         self.pace = Pace(cluster.random, cluster.shape.step_s)
         self.engine: RunningEngine | None = None
         self.process: SimProcess
-        self._engine_killed = self._told_to_end = False
+        self._engine_killed = self._told_to_end = self._may_fail = False
 
     @property
     def name(self) -> str:
@@ -158,7 +162,7 @@ class Node:
 
     def start(self) -> None:
         self.starts += 1
-        self._engine_killed = self._told_to_end = False
+        self._engine_killed = self._told_to_end = self._may_fail = False
         self.process = SimProcess(self.cluster.loop, f"{self.name}.{self.starts}", self.host)
         self.process.on_end[self._ended] = None
         self.cluster.events.add(f"{self.process.name} starts")
@@ -192,7 +196,8 @@ class Node:
     def _ended(self) -> None:
         """Notes an end for which there is no reason."""
         status = self.process.status
-        if not (status == -9 or self._engine_killed or (status == 0 and self._told_to_end)):
+        expected = (status == 0 and self._told_to_end) or (status == 1 and self._may_fail)
+        if not (status == -9 or self._engine_killed or expected):
             self.cluster.violated(f"{self.process.name} ended by itself with {status}")
 
     def processes(self) -> list[SimProcess]:
@@ -210,6 +215,10 @@ class Node:
     def engine_dies(self) -> None:
         """Notes that the engine is killed, for which the node has to end."""
         self._engine_killed = True
+
+    def may_fail(self) -> None:
+        """Notes that the node lacks what it needs to start."""
+        self._may_fail = True
 
     def may_end(self) -> None:
         """Notes that the node is told to end."""
@@ -409,6 +418,8 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     # Finalisers would run at times that do not depend on the seed. What is there already stays as it is when the run
     # collects its garbage.
+    if next(_runs) % COLLECT_EVERY == 0:
+        gc.collect()
     gc.disable()
     gc.freeze()
     cluster = Cluster(seed, shape)

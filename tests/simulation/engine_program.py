@@ -8,7 +8,7 @@ evicted or overwritten wrongly breaks the chain of digests, and one that does no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 import torch
@@ -140,6 +140,16 @@ class RunningEngine:
     blocks: BlockManager
     loop: StepLoop
     connector: KvConnector
+    taken: list[int] = field(default_factory=list)
+    """Blocks that a fault has taken."""
+
+    def take_blocks(self) -> None:
+        """Takes all free blocks, as if others had them."""
+        self.blocks.grow(self.taken, (len(self.taken) + self.blocks.num_free) * BLOCK_SIZE)
+
+    def give_blocks_back(self) -> None:
+        self.blocks.free(self.taken)
+        self.loop._wake_up.set()
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from pdserve.wire.discovery import Role
 from pdserve_kvtransfer.fetch.session import FetchState
 from pdserve_kvtransfer.push.session import PushState
 from tests.simulation.cluster import Cluster, Node, Proxy
+from tests.simulation.engine_program import RunningEngine
 from tests.simulation.links import BlockFault
 from tests.simulation.network import Spoilt
 from tests.simulation.plan import AT_PROXY, Fault, FaultKind
+from tests.simulation.stand_ins import SimFolder
 from tests.simulation.transfer_states import TransferState
 from tests.simulation.virtual_time import SimProcess
 
@@ -93,6 +95,11 @@ class Faults:
                 self._crash(fault, node, proxy, undo, ending)
             case FaultKind.CRASH_FETCH | FaultKind.CRASH_PUSH:
                 self._crash_in_transfer(fault, undo, ending)
+            case FaultKind.NO_BLOCKS if node.engine is not None and node.engine_alive:
+                self._take_blocks(node.engine, undo)
+            case FaultKind.NO_DISK if node.alive:
+                self._fill_disk(node, undo)
+                ending.append((node, node.process))
             case FaultKind.SET_ROLE if node.alive:
                 await self._change_role(fault, node)
             case _:
@@ -104,6 +111,25 @@ class Faults:
         for process in processes:
             process.stop()
             undo.callback(process.go_on)
+
+    # ------------------------------------------------------------ resources
+
+    def _take_blocks(self, engine: RunningEngine, undo: ExitStack) -> None:
+        engine.take_blocks()
+
+        def give_back() -> None:
+            if not engine.process.ended:
+                engine.give_blocks_back()
+
+        undo.callback(give_back)
+
+    def _fill_disk(self, node: Node, undo: ExitStack) -> None:
+        """Kills the node, and starts it where it can write nothing. It has to end, and to say why."""
+        node.kill()
+        SimFolder.full[node.host] += 1
+        undo.callback(SimFolder.full.subtract, {node.host: 1})
+        node.start()
+        node.may_fail()
 
     # ------------------------------------------------------------ crashes
 

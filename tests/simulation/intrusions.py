@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
+from pdserve.wire.frame import from_header, to_header
 from pdserve.wire.ticket import TICKET_HEADER
 from tests.simulation.clients import ROUTE, ClientRequest, fetch
 from tests.simulation.cluster import HTTP_PORT, Cluster, Node
@@ -11,6 +14,8 @@ from tests.simulation.plan import PROBE, Intrusion, IntrusionKind
 
 REFUSED = (401, 503)
 """How a node refuses what comes from no proxy: with 503 when it takes no requests at all."""
+
+COUNTERS_LATER = 1_000
 
 
 async def intrude(cluster: Cluster, intrusion: Intrusion) -> None:
@@ -38,4 +43,10 @@ def _header(cluster: Cluster, node: Node, kind: IntrusionKind) -> str:
         case IntrusionKind.FOREIGN_TICKET:
             return foreign
         case IntrusionKind.CHANGED_TICKET:
-            return own[:-6] + ("A" if own[-6] != "A" else "B") + own[-5:] if own else ""
+            return _renumbered(own) if own else ""
+
+
+def _renumbered(header: str) -> str:
+    """Returns a ticket that looks like the sender's next one: only its signature is not of what it says."""
+    version, sender, counter, *rest = msgspec.msgpack.decode(from_header(header, len(header)))
+    return to_header(msgspec.msgpack.encode([version, sender, counter + COUNTERS_LATER, *rest]))

@@ -38,6 +38,7 @@ def _wrong_holders(blocks: BlockManager, tables: Iterator[list[int]]) -> str | N
 def _tables(engine: RunningEngine) -> Iterator[list[int]]:
     """Yields the tables of all that may hold blocks."""
     connector: Any = engine.connector
+    yield engine.taken
     for request in engine.loop._scheduler.live():
         yield request.block_table
     for part in (connector._fetching, connector._reusing, connector._pushing):

@@ -163,16 +163,152 @@ MUTANTS = (
     ),
     Mutant(
         "a request past its deadline or without a client stays with its prefill node",
-        1,
+        16,
         "pdserve_kvtransfer.push.session.PushSession",
         "on_cancel",
         "if self.state is not PushState.PUSHING:",
         "if True:",
     ),
+    Mutant(
+        "a ticket is taken twice",
+        6,
+        "pdserve.wire.frame.Opener",
+        "_check_first_use",
+        "if not record.use(frame.counter):",
+        "if False:",
+    ),
+    Mutant(
+        "a ticket for another node is taken",
+        6,
+        "pdserve.api.serving_node.TicketGate",
+        "admit",
+        "if ticket.node != self._boot_id:",
+        "if False:",
+    ),
+    Mutant(
+        "a request that has ended counts as under way",
+        0,
+        "pdserve_proxy.relay.access_log.RequestCounts",
+        "ended",
+        "self.under_way.pop(relayed, None)",
+        "pass",
+    ),
+    Mutant(
+        "a journal keeps its part of the budget",
+        0,
+        "pdserve_proxy.relay.journal.RelayJournal",
+        "free",
+        "self._budget.give_back(self._taken)",
+        "pass",
+    ),
 )
 """Those that are found within a few seeds, from their own on."""
 
 RARE = (
+    Mutant(
+        "a request that has ended counts twice",
+        0,
+        "pdserve_proxy.relay.access_log.RequestCounts",
+        "ended",
+        "self.outcomes[relayed.outcome] += 1",
+        "self.outcomes[relayed.outcome] += 2",
+    ),
+    Mutant(
+        "an attempt that has ended counts as load",
+        0,
+        "pdserve_proxy.routing.attempts.Attempt",
+        "end_at",
+        "if count:",
+        "if count > 1:",
+    ),
+    Mutant(
+        "a request keeps its place at the proxy",
+        10,
+        "pdserve_proxy.requests.admission_queue.AdmissionQueue",
+        "leave",
+        "self._places_taken -= entry.places",
+        "pass",
+    ),
+    Mutant(
+        "a generated token counts twice",
+        0,
+        "pdserve.engine.scheduling.scheduler.Scheduler",
+        "accept_token",
+        "self.counters.generated_tokens += 1",
+        "self.counters.generated_tokens += 2",
+    ),
+    Mutant(
+        "a fetched prompt counts where it was computed, too",
+        0,
+        "pdserve.engine.scheduling.scheduler.Scheduler",
+        "_count_prompt",
+        "request.serves_push or ",
+        "",
+    ),
+    Mutant(
+        "Done is said before the last block has landed",
+        0,
+        f"{SESSION}.FetchSession",
+        "_finish_if_complete",
+        "if self.all_sent is None or not self._landings.complete:",
+        "if self.all_sent is None:",
+    ),
+    Mutant(
+        "a push that is over ends once more",
+        0,
+        "pdserve_kvtransfer.push.session.PushSession",
+        "_settle",
+        "if self.state is not PushState.PUSHING:",
+        "if False:",
+    ),
+    Mutant(
+        "an answer begins anew after its first byte",
+        0,
+        "pdserve_proxy.relay.journal.RelayJournal",
+        "lines",
+        "_lines(self.entries)",
+        'b"\\n"',
+    ),
+    Mutant(
+        "a cancelled fetch's blocks are freed twice",
+        0,
+        f"{CONNECTORS}.fetching_connector.FetchingConnector",
+        "_free_cancelled",
+        "self._blocks.free(self._cancelled_blocks.pop(transfer))",
+        "table = self._cancelled_blocks.pop(transfer); self._blocks.free(list(table)); self._blocks.free(table)",
+    ),
+    Mutant(
+        "all answers to a prompt are drawn with one seed",
+        0,
+        "pdserve.engine.request.Request",
+        "add_child",
+        "seed=seed",
+        "seed=self.sampling.seed",
+    ),
+    Mutant(
+        "a prompt whose tokens are to be scored is taken from the prefix cache",
+        0,
+        "pdserve.engine.kv_cache.block_tables.BlockTables",
+        "find",
+        "if request.needs_scores:",
+        "if False:",
+    ),
+    Mutant(
+        "the last block of a prompt is not copied for its second answer",
+        0,
+        "pdserve.engine.kv_cache.block_tables.BlockTables",
+        "fork",
+        "if rest:",
+        "if False:",
+    ),
+    Mutant(
+        "an answer shows its stop string",
+        0,
+        "pdserve.api.answers.stop_strings.StopStrings",
+        "add",
+        "end + 1 - state.matched",
+        "end + 1",
+    ),
     Mutant(
         "a fetch is over before its last block has landed",
         61,
@@ -221,10 +357,6 @@ RARE = (
         "self._queues.move(request, Status.WAITING)",
         "pass",
     ),
-)
-"""Those that one in dozens of seeds finds."""
-
-UNFOUND = (
     Mutant(
         "a client that leaves is not noticed by its engine",
         0,
@@ -240,6 +372,18 @@ UNFOUND = (
         "_submit",
         "self._scheduler.finish_if_over(member)",
         "pass",
+    ),
+)
+"""Those that many seeds may be needed for, or that are like the first ones."""
+
+UNFOUND: tuple[Mutant, ...] = (
+    Mutant(
+        "the signature of a frame is not looked at",
+        0,
+        "pdserve.wire.frame.Opener",
+        "_authentic",
+        "if not any(",
+        "if False and any(",
     ),
 )
 """Those that no seed has found: what the simulation has to learn."""

@@ -142,7 +142,7 @@ class IntrusionKind(enum.Enum):
     NO_TICKET = "a request without a ticket"
     USED_TICKET = "a ticket that was taken before"
     FOREIGN_TICKET = "a ticket for another node"
-    CHANGED_TICKET = "a ticket with another signature"
+    CHANGED_TICKET = "a ticket that says something else than was signed"
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,16 @@ class FaultKind(enum.Enum):
     CRASH_PUSH = "the engine that sends is killed in the middle of a transfer"
     SET_ROLE = "the operator gives the node another role"
     COMMAND_DRAIN = "the operator drains the node"
+    NO_BLOCKS = "the node's engine has no free block"
+    NO_DISK = "the node has died, and cannot start because its disk is full"
 
 
 AT_PROXY = frozenset({FaultKind.KILL_PROXY, FaultKind.STOP_PROXY, FaultKind.SKEW_PROXY, FaultKind.CRASH_PROXY})
 """What happens to a proxy. Everything else happens to a node."""
 FIRST = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.STOP_PROXY)]
-WIDER = tuple(FaultKind)[len(FIRST) :]
+RESOURCES = (FaultKind.NO_BLOCKS, FaultKind.NO_DISK)
+"""Something that a node needs is used up."""
+WIDER = tuple(kind for kind in FaultKind if kind not in FIRST and kind not in RESOURCES)
 
 
 @dataclass(frozen=True)
@@ -271,7 +275,8 @@ def plan_of(seed: int) -> Plan:
     chance = Random(f"clients {seed}")
     intrusions = tuple(_intrusion(chance, len(shape.roles)) for _ in range(chance.choice((0, 0, 1, 2))))
     varied = tuple(_varied(chance, request) for request in requests)
-    plan = Plan(_limited(chance, shape), varied, faults, intrusions)
+    short = tuple(_fault(chance, len(shape.roles), RESOURCES) for _ in range(chance.choice((0, 0, 0, 1, 2))))
+    plan = Plan(_limited(chance, shape), varied, faults + short if faults else (), intrusions)
     return _widened(plan, Random(f"cluster {seed}"))
 
 
@@ -356,10 +361,10 @@ def _intrusion(random: Random, nodes: int) -> Intrusion:
     return Intrusion(random.uniform(0.0, 2.5), random.choice(tuple(IntrusionKind)), random.randrange(nodes))
 
 
-def _fault(random: Random, nodes: int) -> Fault:
+def _fault(random: Random, nodes: int, kinds: tuple[FaultKind, ...] = FIRST) -> Fault:
     return Fault(
         at_s=random.uniform(0.0, 2.5),
-        kind=random.choice(FIRST),
+        kind=random.choice(kinds),
         node=random.randrange(nodes),
         lasts_s=random.choice((0.1, 0.7, 2.0, 5.0)),
     )

@@ -13,7 +13,7 @@ from tests.simulation.cluster import Cluster, simulate
 from tests.simulation.counters import wrong_counters
 from tests.simulation.faults import Faults
 from tests.simulation.intrusions import intrude
-from tests.simulation.plan import PROBE, SETTLED_S, Plan, PlannedRequest
+from tests.simulation.plan import PROBE, SETTLED_S, Manner, Plan, PlannedRequest
 from tests.simulation.rest import left_in, left_transfers, tasks_of
 from tests.simulation.virtual_time import PROCESS, START_S, Events
 from tests.simulation.witness import Witness
@@ -25,6 +25,8 @@ REST_S = 40.0
 RECOVERED_S = 30.0
 """When all faults are over, a new request is answered after this time at the latest."""
 STOPPED_S = 60.0
+GONE_S = 1.0
+"""Without a fault, nodes have heard by then that a client has left."""
 LIMIT_S = 400.0
 ACCESS_LOG = "pdserve_proxy.requests"
 LOGGERS = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
@@ -90,7 +92,12 @@ class Run:
         suspected = "suspected_request" in request.error and self.plan.faults
         if planned.returns and not (whole or suspected or shape.in_a_hurry):
             self.cluster.violated(f"the client of request {request.name} came back again and again in vain")
-        if self.plan.faults or not planned.stays or whole:
+        if self.plan.faults:
+            return
+        if not planned.stays and planned.manner is Manner.PLAIN and not planned.key:
+            await asyncio.sleep(GONE_S)
+            self._check_gone(request)
+        if not planned.stays or whole:
             return
         if not (shape.turns_away and request.status in COME_BACK) and not shape.in_a_hurry:
             self.cluster.violated(f"request {request.name} was not answered, without any fault")
@@ -98,6 +105,14 @@ class Run:
     async def _check_counters(self) -> None:
         for wrong in await wrong_counters(self.cluster, self.plan):
             self.cluster.violated(wrong)
+
+    def _check_gone(self, request: ClientRequest) -> None:
+        """Checks that nobody works for a client that has left."""
+        for node in self.cluster.nodes:
+            if node.engine is not None and any(
+                live.request_id == request.label for live in node.engine.loop._scheduler.live()
+            ):
+                self.cluster.violated(f"{node.name} still has request {request.name}, whose client has left")
 
     async def _recovered(self) -> None:
         """Asks each proxy again and again for a short answer, until one comes whole."""

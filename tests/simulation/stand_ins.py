@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import fcntl
 import functools
 import importlib
@@ -20,10 +21,11 @@ import tempfile
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import zmq
@@ -102,8 +104,12 @@ class SimFolder:
     """A temporary folder that is not there."""
 
     _count = 0
+    full: ClassVar[Counter[str]] = Counter()
+    """How many faults fill each host's disk."""
 
     def __init__(self, prefix: str = "") -> None:
+        if SimFolder.full[present_process().host]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         SimFolder._count += 1
         self.name = f"/{prefix}{SimFolder._count}"
 
@@ -235,6 +241,7 @@ def simulated(
     SimChild.programs = programs
     SimThread.over = False
     SimFolder._count = 0
+    SimFolder.full.clear()
 
     def wall() -> float:
         return WALL_S + loop.time() + skew_s()
