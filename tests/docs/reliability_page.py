@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.faults.matrix.figures import Figures, read_figures
-from tests.faults.matrix.table import CELLS, Cell, Fault, Phase, Promise, Victim
+from tests.faults.matrix.table import CELLS, TESTED, Cell, Fault, Phase, Promise, Victim
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "reliability.md"
@@ -32,7 +32,10 @@ def tables(figures: Figures) -> str:
     """Returns a table for each fault, and the reasons of the cells that have no promise."""
     reasons = list(dict.fromkeys(cell.why_not for cell in CELLS if cell.why_not))
     notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1)]
-    parts = [_table(fault, figures, reasons) for fault in Fault]
+    counts = [len(figures.seconds.get(cell.name, [])) for cell in TESTED]
+    measured = f"{sum(count > 0 for count in counts)} of the {len(counts)} cells with a promise were measured, "
+    measured += f"{max(counts)} times at most: {sum(counts)} runs in all."
+    parts = [measured, *(_table(fault, figures, reasons) for fault in Fault)]
     return "\n\n".join([*parts, "Where there is no promise, the number is that of the reason:", "\n".join(notes)])
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster
+from tests.cluster.nodes import Cluster, Node, cluster
 from tests.eventually import eventually
 
 PROMPT = [11 + i % 400 for i in range(64)]
@@ -59,30 +57,3 @@ def test_an_answer_in_one_piece_comes_from_the_other_node(pair: Cluster) -> None
             assert answer.result(PROXY_GIVES_UP_S / 10) == expected
     eventually(lambda: pair.proxy.output.count("no heartbeat") == 1, "the node was dropped")
     pair.until_idle()
-
-
-def test_a_stream_goes_on_at_the_other_node(pair: Cluster) -> None:
-    unbroken, before = streamed(pair, nullcontext), pair.proxy.output.count(" resumed from=")
-    assert streamed(pair, lambda: standing_still(serving(pair))) == unbroken
-    eventually(lambda: pair.proxy.output.count(" resumed from=") == before + 1, "the proxy says so")
-    pair.until_idle()
-
-
-def streamed(running: Cluster, within: Callable[[], AbstractContextManager[None]]) -> tuple[str, int]:
-    """Returns the text of a sampled stream and its count of tokens. All but its first line is read in ``within``."""
-    options = {"seed": 7, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": NEW_TOKENS, **options}
-    request = urllib.request.Request(
-        running.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=PROXY_GIVES_UP_S / 10) as stream:
-        first = stream.readline()
-        with within():
-            rest = stream.read()
-    *chunks, done = (first + rest).decode().removesuffix("\n\n").split("\n\n")
-    assert done == "data: [DONE]"
-    *parts, usage = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
-    assert len({part["id"] for part in parts}) == 1
-    choices = [part["choices"][0] for part in parts]
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
-    return "".join(choice["text"] for choice in choices), usage["usage"]["completion_tokens"]

@@ -36,16 +36,6 @@ def test_blocks_cross_the_network(hosts: Hosts, reference: Reference) -> None:
     assert to_decode(hosts).passed - passed > PROMPT_BYTES
 
 
-def test_a_slow_network_only_delays(hosts: Hosts, reference: Reference) -> None:
-    remote = hosts.prefills("remote")
-    for path in hosts.network.wire.between("prefill", "decode"):
-        path.delay_s = 0.04
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(hosts.ask, range(10, 12)))
-    assert answers == [reference.answer(prompt(seed)) for seed in range(10, 12)]
-    assert hosts.prefills("remote") == remote + 2
-
-
 @pytest.mark.parametrize("loss", [0.01, 0.03])
 def test_lost_packets_never_become_tokens(hosts: Hosts, reference: Reference, loss: float) -> None:
     for path in hosts.network.wire.between("prefill", "decode"):
