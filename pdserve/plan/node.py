@@ -141,11 +141,6 @@ class SimulatedNode:
         self.as_target = PrefillNodeAt(self, PrefillTarget(f"{role.value}-{number}", "", boot_id))
 
     @property
-    def requests(self) -> int:
-        """The requests that this node has not ended."""
-        return len(self.waiting) + self.running + self.remote + len(self.landed)
-
-    @property
     def running(self) -> int:
         return len(self.computing) + self.decoding.rows
 
@@ -174,7 +169,7 @@ class SimulatedNode:
             self.free_blocks -= self.decoding.blocks_for(1)
         elif not chunks:
             return None
-        if not chunks and not self.landed and (not self.waiting or not self._has_place):
+        if not self.computing and not self.landed and (not self.waiting or not self._has_place):
             step.count = self._steps_alike()
         return step
 

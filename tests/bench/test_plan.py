@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pdserve.bench.machine import this_machine
 from pdserve.bench.plan.benchmark import SYSTEMS, Outcome, report_of, requests_of, verdict
+from pdserve.bench.report import read_report
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.bench_config import BenchPlanConfig
 from pdserve.plan.prediction import Wanted, predict
+from pdserve.plan.profile import read_profile
 from tests.docs import planning_page
 from tests.plan.profiles import profile_of
+from tests.processes import clean_environ
 
 
 def streams(count: int, ttft_s: float, gap_s: float) -> list[Stream]:
@@ -82,3 +87,33 @@ def test_the_page_and_the_plot_show_the_report(tmp_path: Path) -> None:
     page = planning_page.PAGE.read_text()
     text = planning_page.written(page, shown)
     assert planning_page.written(text, shown) == text
+
+
+@pytest.mark.integration
+@pytest.mark.nightly
+def test_a_profile_is_measured_and_predictions_are_shown_beside_what_happened(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(tiny_model), "--kv-cache-mib", "64"]
+    flags += ["--max-num-batched-tokens", "64", "--max-num-seqs", "32"]
+    flags += ["--prompt-vocab", "400", "--prompt-lengths", "16-128", "--output-lengths", "4-32", "--seconds", "2"]
+    flags += ["--rate-percents", "10,30", "--keep-profile", "profile.json", "--json", "plan.json", "--plot", "plan.svg"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pdserve", "bench", "plan", *flags],
+        cwd=tmp_path,
+        env=clean_environ(XDG_STATE_HOME=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read_report(tmp_path / "plan.json").rows
+    assert [(row.at["system"], row.at["rate %"]) for row in rows] == [
+        (name, share) for share in (10, 30) for name in SYSTEMS
+    ]
+    for row in rows:
+        for name in ("output", "TTFT p90", "ITL p90"):
+            assert row.figure(f"{name} predicted").value > 0 < row.figure(f"{name} measured").value
+    profile = read_profile(tmp_path / "profile.json")
+    assert [speed.nodes for speed in profile.speeds] == [1, 2]
+    assert profile.cache.max_num_batched_tokens == 64
+    assert "</svg>" in (tmp_path / "plan.svg").read_text()

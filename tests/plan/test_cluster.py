@@ -66,16 +66,16 @@ def test_a_prompt_that_goes_to_a_prefill_node_comes_later_by_the_transfer() -> N
     assert there.busy_s[Role.PREFILL] > 0 == here.busy_s[Role.PREFILL]
 
 
-@pytest.mark.parametrize("utilisation", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("utilisation", [0.3, 0.7])
 def test_without_batching_waiting_times_are_those_of_a_single_server(utilisation: float) -> None:
     """Answers of one token with one place: M/D/1, whose mean waiting time Pollaczek and Khinchine give."""
     cache = msgspec.structs.replace(CACHE, max_num_seqs=1)
     profile = profile_of(cache=cache)
     service_s = profile.speed(1).steps.step_s(0, 0, 128)
     length = Lengths(((128, 128),), (1.0,))
-    load = poisson_load(utilisation / service_s, 40_000, length, Lengths(((1, 1),), (1.0,)), seed=5)
+    load = poisson_load(utilisation / service_s, 15_000, length, Lengths(((1, 1),), (1.0,)), seed=5)
     waited = statistics.fmean(ttfts(live(profile, MIXED, load))) - service_s - profile.front.request_s
-    assert waited == pytest.approx(utilisation * service_s / (2 * (1 - utilisation)), rel=0.08)
+    assert waited == pytest.approx(utilisation * service_s / (2 * (1 - utilisation)), rel=0.1)
 
 
 def test_a_node_that_always_has_requests_answers_as_many_as_its_steps_allow() -> None:
@@ -89,9 +89,9 @@ def test_a_node_that_always_has_requests_answers_as_many_as_its_steps_allow() ->
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rate", [0.5, 4.0, 40.0])
+@pytest.mark.parametrize("rate", [0.5, 20.0])
 def test_every_request_ends_once_with_all_its_tokens(shape: ClusterShape, rate: float) -> None:
-    load = poisson_load(rate, 150, read_lengths("4-3000"), read_lengths("1-200"), seed=3)
+    load = poisson_load(rate, 100, read_lengths("4-3000"), read_lengths("1-200"), seed=3)
     profile = profile_of(slower_beside=1.7)
     lived = live(profile, shape, load)
     for answer in lived.answers:
@@ -119,9 +119,9 @@ def _means(lived: Lived) -> tuple[float, float]:
     return statistics.fmean(ttfts(lived)), statistics.fmean(ends)
 
 
-@pytest.mark.parametrize("rate", [2.0, 5.0, 9.0])
+@pytest.mark.parametrize("rate", [2.0, 7.0])
 def test_more_nodes_are_not_worse_in_the_mean(rate: float) -> None:
-    load = poisson_load(rate, 400, read_lengths("64-512"), read_lengths("16-128"), seed=11)
+    load = poisson_load(rate, 250, read_lengths("64-512"), read_lengths("16-128"), seed=11)
     means = [_means(live(profile_of(), ClusterShape(mixed=nodes), load)) for nodes in (1, 2, 4)]
     apart = [_means(live(profile_of(), ClusterShape(nodes, nodes), load)) for nodes in (1, 2, 4)]
     for found in (means, apart):

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import statistics
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -25,22 +25,30 @@ LONE_PROMPTS = (16, 64, 160, 256, 512, 1024)
 LONE_REPEATS = 3
 BATCHES = ((1, 32), (2, 32), (4, 32), (8, 32), (16, 32), (32, 16), (4, 640))
 """Numbers of streams, and the tokens of their prompts."""
-STEPS = 24
+STEPS = 26
+_LEAST_STEPS = 8
+"""So many steps of a batch tell what one takes."""
 BESIDE = ((2, 32), (2, 200), (8, 64), (8, 200))
 """Numbers of streams, and the tokens of the prompt that comes beside them."""
 BESIDE_REPEATS = 3
 _OUTLIER = 3.0
 """A gap of more than so many medians is none of the engine's making."""
-_PROMPT = 32
+_PROMPT, _STREAM = 32, 4000
+"""The tokens of streams beside which something else is measured: they outlast it."""
+_NEEDED = 16
+"""The most tokens of a prompt's answer."""
 
 
 @dataclass(slots=True)
 class Battery:
-    """The measurements of one node. ``chunk`` is the most tokens that a step of it computes."""
+    """The measurements of one node."""
 
     session: aiohttp.ClientSession
     target: Target
     chunk: int
+    """The most tokens that one of its steps computes."""
+    longest: int
+    """The most tokens that a prompt and its answer may have together."""
     vocab_size: int
     seed: str
     observed: list[Observed] = field(default_factory=list)
@@ -50,45 +58,50 @@ class Battery:
 
     def again(self) -> Battery:
         """Returns a battery for the same node that has measured nothing yet, with prompts of its own."""
-        return Battery(self.session, self.target, self.chunk, self.vocab_size, f"{self.seed}:again")
+        return Battery(self.session, self.target, self.chunk, self.longest, self.vocab_size, f"{self.seed}:again")
 
     async def warm_up(self) -> None:
         """Has the node compute what a process computes more slowly the first time."""
-        await asyncio.gather(*(self.ask(prompt, 4) for prompt in (16, 64, 256, 512)))
+        await asyncio.gather(*(self.ask(prompt, 4) for prompt in self._that_fit(LONE_PROMPTS)))
 
     async def lone_prompts(self) -> None:
-        for prompt_tokens in LONE_PROMPTS:
+        for prompt_tokens in self._that_fit(LONE_PROMPTS):
             times = [(await self.ask(prompt_tokens, 2)).ttft_s for _ in range(LONE_REPEATS)]
             self.observed.append(lone_prompt(prompt_tokens, self.chunk, statistics.median(times)))
 
     async def decode_steps(self) -> None:
         for rows, prompt_tokens in BATCHES:
-            streams = await asyncio.gather(
-                *(self.ask(prompt_tokens, STEPS + rows * prompt_tokens // self.chunk + 2) for _ in range(rows))
-            )
-            begin = max(stream.arrivals[0] for stream in streams)
-            end = min(stream.arrivals[-1] for stream in streams)
-            gaps, contexts = [], []
-            for stream in streams:
-                for number, (before, after) in enumerate(itertools.pairwise(stream.arrivals), 1):
-                    if begin <= before and after <= end:
-                        gaps.append(after - before)
-                        contexts.append(prompt_tokens + number)
-            if len(gaps) < rows:
-                raise BenchError(f"{rows} streams that began together did not decode together")
-            mean_s = self._mean(gaps)
-            self.observed.append(decode_step(rows, rows * statistics.fmean(contexts), mean_s))
+            steps = STEPS + rows * prompt_tokens // self.chunk
+            if prompt_tokens + steps <= self.longest:
+                self.observed.append(await self._together(rows, prompt_tokens, steps))
+
+    async def _together(self, rows: int, prompt_tokens: int, steps: int) -> Observed:
+        """Returns what a step takes in which so many streams decode, over about so many steps.
+
+        Streams of a fast engine may end before the last one begins, so they get longer until they do not.
+        """
+        while prompt_tokens + steps <= self.longest:
+            streams = await asyncio.gather(*(self.ask(prompt_tokens, steps) for _ in range(rows)))
+            gaps, contexts = _common_gaps(streams, prompt_tokens)
+            if len(gaps) >= _LEAST_STEPS * rows:
+                return decode_step(rows, rows * statistics.fmean(contexts), self._mean(gaps))
+            steps *= 2
+        raise BenchError(f"{rows} streams that began together did not decode together")
 
     def _mean(self, gaps: list[float]) -> float:
         """Returns the mean of gaps without outliers, and notes how they differ from it."""
-        most = _OUTLIER * statistics.median(gaps)
+        # A client that reads late sees tokens at once, and gaps of nothing between them.
+        most = _OUTLIER * (statistics.median(gaps) or max(gaps))
         kept = [gap for gap in gaps if gap <= most]
         mean_s = statistics.fmean(kept)
+        if not mean_s:
+            raise BenchError("all tokens came at once: the client was too late to time any step")
         self.ratios += [gap / mean_s for gap in kept]
         return mean_s
 
     async def prompts_beside_streams(self) -> None:
-        for rows, prompt_tokens in BESIDE:
+        for rows, most in BESIDE:
+            prompt_tokens = min(most, self.chunk - rows)
             async with self.streaming(rows) as streams:
                 longest, contexts = [], []
                 for _ in range(BESIDE_REPEATS):
@@ -111,10 +124,10 @@ class Battery:
             )
 
     @asynccontextmanager
-    async def streaming(self, rows: int, tokens: int = 4000) -> AsyncIterator[list[Stream]]:
+    async def streaming(self, rows: int) -> AsyncIterator[list[Stream]]:
         """Yields streams that have all begun and go on until the block ends."""
         streams = [Stream(0.0) for _ in range(rows)]
-        jobs = self._jobs(rows, _PROMPT, tokens)
+        jobs = self._jobs(rows, _PROMPT, min(_STREAM, self.longest - _PROMPT))
         asking = [
             asyncio.create_task(run_job(self.session, self.target, job, stream))
             for job, stream in zip(jobs, streams, strict=True)
@@ -134,12 +147,12 @@ class Battery:
             await asyncio.gather(*asking, return_exceptions=True)
 
     @asynccontextmanager
-    async def prefilling(self, tokens: int = 512) -> AsyncIterator[None]:
+    async def prefilling(self) -> AsyncIterator[None]:
         """Has the node compute prompts, always two at a time, until the block ends."""
 
         async def ask_on() -> None:
             while True:
-                await self.ask(tokens, 1)
+                await self.ask(min(512, self.longest - _NEEDED), 1)
 
         asking = [asyncio.create_task(ask_on()) for _ in range(2)]
         try:
@@ -160,9 +173,25 @@ class Battery:
             raise BenchError(f"{self.target.url} did not answer: {stream.error}")
         return stream
 
+    def _that_fit(self, prompts: Sequence[int]) -> list[int]:
+        return [tokens for tokens in prompts if tokens + _NEEDED <= self.longest]
+
     def _jobs(self, count: int, prompt_tokens: int, output_tokens: int) -> list[Job]:
         seed = f"plan:{self.seed}:{self._numbers()}"
         return uniform_jobs(count, prompt_tokens, output_tokens, self.vocab_size, seed)
+
+
+def _common_gaps(streams: Sequence[Stream], prompt_tokens: int) -> tuple[list[float], list[int]]:
+    """Returns the gaps between tokens while all streams decode, and the tokens of the context at each."""
+    begin = max(stream.arrivals[0] for stream in streams)
+    end = min(stream.arrivals[-1] for stream in streams)
+    gaps, contexts = [], []
+    for stream in streams:
+        for number, (before, after) in enumerate(itertools.pairwise(stream.arrivals), 1):
+            if begin <= before and after <= end:
+                gaps.append(after - before)
+                contexts.append(prompt_tokens + number)
+    return gaps, contexts
 
 
 def quiet_seed() -> str:

@@ -20,7 +20,7 @@ from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Target, first_model
 from pdserve.bench.machine import this_machine
 from pdserve.bench.plan.battery import Battery, quiet_seed
-from pdserve.bench.programs import running_node
+from pdserve.bench.programs import mixed_node, running
 from pdserve.bench_config import PlanProfileConfig
 from pdserve.config import Disaggregation, Switch
 from pdserve.core_ledger import private_ledger
@@ -38,6 +38,8 @@ _MIB = 2**20
 _MOVED = (64, 256, 512, 1024)
 """Prompts of so many tokens show what a transfer takes."""
 _MOVES = 3
+LEAST_POSITIONS = 512
+"""Two chunks of a prompt tell what tokens read that are before them."""
 
 
 def measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
@@ -50,13 +52,13 @@ def measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str])
 
 async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
     machine, own = this_machine(), {**environ, **to_environ(config)}
-    cache = cache_geometry(config, folder)
+    cache, longest = cache_geometry(config, folder), longest_request(config, folder)
     async with asyncio.timeout(config.profile.limit_s):
-        alone, front_s = await _one_node(config, own)
+        alone, front_s = await _one_node(config, own, longest)
         speeds, transfer = [alone], TransferCost(fixed_s=0.0, byte_s=0.0)
         if config.profile.nodes == 2:
-            speeds.append(await _two_nodes(config, own))
-            transfer = await _transfers(config, own, cache, speeds[-1], front_s)
+            speeds.append(await _two_nodes(config, own, longest))
+            transfer = await _transfers(config, own, cache, speeds[-1], front_s, longest)
     return Profile(
         version=VERSION,
         model=config.model.served_model_name or served_model_name(config.model.path, folder),
@@ -83,12 +85,21 @@ def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
     )
 
 
+def longest_request(config: PlanProfileConfig, folder: Path) -> int:
+    """Returns how many tokens a prompt and its answer may have together. Raises PlanError if they are too few."""
+    positions = read_decoder_config(folder).max_positions
+    longest = min(positions, config.model.max_model_len or positions)
+    if longest < LEAST_POSITIONS:
+        raise PlanError(f"a profile needs requests of {LEAST_POSITIONS} tokens; the model takes {longest}")
+    return longest
+
+
 def _cores(config: PlanProfileConfig) -> list[int]:
     return sorted(config.cpu.cores or os.sched_getaffinity(0))
 
 
 @asynccontextmanager
-async def _asking(config: PlanProfileConfig, targets: Sequence[str]) -> AsyncIterator[list[Battery]]:
+async def _asking(config: PlanProfileConfig, longest: int, targets: Sequence[str]) -> AsyncIterator[list[Battery]]:
     """Yields a battery for each server of ``targets``, which has answered a few requests."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     seed, chunk = quiet_seed(), config.scheduler.max_num_batched_tokens
@@ -96,7 +107,7 @@ async def _asking(config: PlanProfileConfig, targets: Sequence[str]) -> AsyncIte
         found = []
         for url in targets:
             target = Target(url, await first_model(url))
-            found.append(Battery(session, target, chunk, config.profile.vocab_size, f"{seed}:{url}"))
+            found.append(Battery(session, target, chunk, longest, config.profile.vocab_size, f"{seed}:{url}"))
             await found[-1].warm_up()
         yield found
 
@@ -111,10 +122,10 @@ def _lending(config: PlanProfileConfig, environ: Mapping[str, str]) -> Iterator[
         yield {**environ, "PDSERVE_CORE_LEDGER": str(ledger)}
 
 
-async def _one_node(config: PlanProfileConfig, environ: Mapping[str, str]) -> tuple[NodeSpeed, float]:
+async def _one_node(config: PlanProfileConfig, environ: Mapping[str, str], longest: int) -> tuple[NodeSpeed, float]:
     """Returns the speed of a node that has all cores, and what a request takes besides its steps."""
     started = running_cluster("profile", [Role.MIXED], _cores(config), environ, config.profile.startup_timeout_s)
-    async with started as cluster, _asking(config, [cluster.url]) as (battery,):
+    async with started as cluster, _asking(config, longest, [cluster.url]) as (battery,):
         _say("a node with all cores")
         await _whole(battery)
     steps, front_s = fit(battery.observed)
@@ -127,16 +138,14 @@ async def _whole(battery: Battery) -> None:
     await battery.prompts_beside_streams()
 
 
-async def _two_nodes(config: PlanProfileConfig, environ: Mapping[str, str]) -> NodeSpeed:
+async def _two_nodes(config: PlanProfileConfig, environ: Mapping[str, str], longest: int) -> NodeSpeed:
     """Returns the speed of each of two nodes that divide the cores."""
     async with AsyncExitStack() as stack:
         own = stack.enter_context(_lending(config, environ))
-        urls = []
-        for number, share in enumerate(partition_cores(_cores(config), 2)):
-            flags = ["--cores", ",".join(map(str, share))]
-            node = running_node(f"profile, node {number}", flags, own, config.profile.startup_timeout_s)
-            urls.append(await stack.enter_async_context(node))
-        one, other = await stack.enter_async_context(_asking(config, urls))
+        shares = partition_cores(_cores(config), 2)
+        nodes = [mixed_node(f"profile, node {number}", own, share) for number, share in enumerate(shares)]
+        started = await stack.enter_async_context(running(nodes, config.profile.startup_timeout_s))
+        one, other = await stack.enter_async_context(_asking(config, longest, [node.listening.url for node in started]))
         _say("two nodes that divide the cores, one of them asleep")
         await _whole(one)
         _say("two nodes that divide the cores, both at work")
@@ -153,7 +162,12 @@ async def _two_nodes(config: PlanProfileConfig, environ: Mapping[str, str]) -> N
 
 
 async def _transfers(
-    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, speed: NodeSpeed, front_s: float
+    config: PlanProfileConfig,
+    environ: Mapping[str, str],
+    cache: CacheGeometry,
+    speed: NodeSpeed,
+    front_s: float,
+    longest: int,
 ) -> TransferCost:
     """Returns by how much tokens are later than steps explain if a prefill node has computed the prompt."""
     fixed, sizes, late = [], [], []
@@ -161,9 +175,9 @@ async def _transfers(
         own = {**lending, "PDSERVE_DISAGGREGATION": Disaggregation.ALWAYS.value}
         roles = [Role.PREFILL, Role.DECODE]
         started = running_cluster("profile", roles, _cores(config), own, config.profile.startup_timeout_s)
-        async with started as cluster, _asking(config, [cluster.url]) as (battery,):
+        async with started as cluster, _asking(config, longest, [cluster.url]) as (battery,):
             _say("transfers")
-            for tokens in _MOVED:
+            for tokens in (tokens for tokens in _MOVED if tokens + _MOVES < longest):
                 streams = [await battery.ask(tokens, 3) for _ in range(_MOVES)]
                 steps_s = lone_prompt_s(speed.steps, tokens, cache.max_num_batched_tokens)
                 fixed.append(statistics.median(stream.ttft_s for stream in streams) - steps_s - front_s)
