@@ -127,7 +127,8 @@ class SimulatedNode:
         scheduler = SchedulerConfig(
             max_num_seqs=cache.max_num_seqs, max_num_batched_tokens=cache.max_num_batched_tokens
         )
-        self.cost = StepCost.of(speed.steps, cache.max_num_batched_tokens)
+        # An engine learns from all of its steps, those beside neighbours that compute and the others.
+        self.cost = StepCost.of(speed.steps.mean(speed.beside), cache.max_num_batched_tokens, speed.mean_spread)
         self.targets = LatencyTargets(targets, self.cost, role)
         self.placement = Placement(
             self.cost,

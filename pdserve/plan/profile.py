@@ -28,6 +28,11 @@ class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     spread: tuple[float, ...] = (1.0,)
     """Evenly spaced quantiles of how steps differ from their estimates, as multiples of these."""
 
+    @property
+    def mean_spread(self) -> float:
+        """By how much of its estimate a step differs from it, on average."""
+        return sum(abs(times - 1) for times in self.spread) / len(self.spread)
+
 
 class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a prompt's KV cache takes from one node to another."""

@@ -42,6 +42,11 @@ class StepParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         fixed_s = max(self.chunk_alone, decoding_s + self.chunk_beside) if rows else self.chunk_alone
         return fixed_s + prompt_tokens * self.token_s(prompt_context)
 
+    def mean(self, other: StepParts) -> StepParts:
+        """Returns the parts of a node that is as often like this one as like the other."""
+        names = self.__struct_fields__
+        return StepParts(**{name: (getattr(self, name) + getattr(other, name)) / 2 for name in names})
+
     def times(self, factor: float) -> StepParts:
         """Returns the parts of a node whose steps take ``factor`` times as long."""
         return StepParts(**{name: factor * getattr(self, name) for name in self.__struct_fields__})
