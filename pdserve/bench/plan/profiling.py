@@ -182,8 +182,9 @@ async def _transfers(
                 steps_s = lone_prompt_s(speed.steps, tokens, cache.max_num_batched_tokens)
                 fixed.append(statistics.median(stream.ttft_s for stream in streams) - steps_s - front_s)
                 sizes.append(cache.blocks(tokens) * cache.block_bytes)
-                gap_s = statistics.median(stream.itls_s[0] for stream in streams)
-                late.append(max(0.0, gap_s - speed.steps.step_s(1, tokens + 1, 0)))
+                # Tokens that come late may come together, so what counts is the time from the first one to the last.
+                span_s = statistics.median(stream.arrivals[-1] - stream.arrivals[0] for stream in streams)
+                late.append(max(0.0, span_s - sum(speed.steps.step_s(1, tokens + step, 0) for step in (1, 2))))
     byte_s = sum(size * seconds for size, seconds in zip(sizes, late, strict=True)) / sum(size * size for size in sizes)
     return TransferCost(fixed_s=max(0.0, statistics.median(fixed)), byte_s=byte_s)
 
