@@ -19,6 +19,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from pdserve.log_throttle import LogThrottle
 from pdserve.metrics.processes import installed
+from pdserve.tracing.bounded_session import BoundedSession
 from pdserve.tracing.span_counts import SpanCounts
 from pdserve.tracing.spans import SpanMaker
 from pdserve.wire.timeline import RequestLane
@@ -44,11 +45,15 @@ class SpanExport:
         """``endpoint`` is the collector's base address, and ``attributes`` say which process this is."""
         # Its own lines come for each failure, and would have a line of the log for each attempt.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-        self._exporter = OTLPSpanExporter(traces_url(endpoint), timeout=EXPORT_S)
+        self._exporter = OTLPSpanExporter(traces_url(endpoint), timeout=EXPORT_S, session=BoundedSession(EXPORT_S))
         self._maker = SpanMaker(_resource(attributes), InstrumentationScope("pdserve", installed("pdserve")))
         self._endpoint = endpoint
         self._counts = counts
         self._throttle = LogThrottle(WARN_EVERY_S)
+        self._overflowed = 0
+        """The lanes for which there was no room. Only ``add`` counts, and only the thread compares."""
+        self._told_overflow = 0
+        self._tell_overflow_s = 0.0
         self._queue: deque[RequestLane] = deque()
         self._news = threading.Event()
         self._stop = threading.Event()
@@ -59,6 +64,7 @@ class SpanExport:
         """Queues the spans of a lane that has ended. Never waits."""
         if len(self._queue) >= MAX_QUEUED or self._stop.is_set():
             self._counts.dropped += 1
+            self._overflowed += 1
             return
         self._queue.append(lane)
         if not self._news.is_set():
@@ -80,8 +86,22 @@ class SpanExport:
             self._news.clear()
             while lanes := self._take():
                 self._export(lanes)
+                self._warn_of_overflow(time.monotonic())
             if self._stop.is_set() and not self._queue:
                 return
+
+    def _warn_of_overflow(self, now: float) -> None:
+        lost = self._overflowed - self._told_overflow
+        if not lost or now < self._tell_overflow_s:
+            return
+        self._told_overflow += lost
+        self._tell_overflow_s = now + WARN_EVERY_S
+        log.warning(
+            "%s takes spans too slowly: the spans of %d requests were dropped, because %d others wait",
+            self._endpoint,
+            lost,
+            MAX_QUEUED,
+        )
 
     def _take(self) -> list[RequestLane]:
         return [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]

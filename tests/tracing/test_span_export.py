@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
+import requests
 
 from pdserve.config import TraceConfig
 from pdserve.errors import ConfigError
 from pdserve.settings.checks import check
+from pdserve.tracing.bounded_session import BoundedSession
 from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.tracing.span_counts import SpanCounts
 from pdserve.tracing.span_export import MAX_QUEUED, SpanExport, traces_url
@@ -108,6 +113,80 @@ def test_a_collector_that_refuses_is_named_once(caplog: pytest.LogCaptureFixture
         export.close(10.0)
     assert (counts.exported, counts.dropped) == (0, 3 * 64)
     assert len([record for record in caplog.records if received.url in record.getMessage()]) == 1
+
+
+@contextmanager
+def raw_collector(answers: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that reads what comes, and lets ``answers`` answer each connection; yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection, suppress(OSError):
+                        connection.recv(2**20)
+                        answers(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def drip(connection: socket.socket, piece: bytes) -> None:
+    """Sends ``piece`` again and again, slowly, until the other side has gone."""
+    while True:
+        connection.sendall(piece)
+        time.sleep(0.02)
+
+
+def endless(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        connection.sendall(bytes(2**16))
+
+
+def dripping_body(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 50000\r\n\r\n")
+    drip(connection, b"x")
+
+
+def dripping_head(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+    drip(connection, b"x")
+
+
+@pytest.mark.parametrize("answers", [endless, dripping_body, dripping_head])
+def test_an_answer_without_an_end_is_given_up(answers: Callable[[socket.socket], None]) -> None:
+    with raw_collector(answers) as url, BoundedSession(0.2) as session, pytest.raises(requests.RequestException):
+        session.post(url, data=b"spans", timeout=0.2)
+
+
+def test_spans_go_nowhere_else_than_where_the_operator_said() -> None:
+    with receiver() as other:
+
+        def redirects(connection: socket.socket) -> None:
+            head = f"HTTP/1.1 307 Elsewhere\r\nlocation: {other.url}/v1/traces\r\ncontent-length: 0\r\n\r\n"
+            connection.sendall(head.encode())
+
+        counts = SpanCounts("p")
+        with raw_collector(redirects) as url:
+            export = SpanExport(url, {}, counts)
+            export.add(engine_lane())
+            export.close(10.0)
+    assert (other.bodies, counts.dropped) == ([], 1)
+
+
+def test_what_a_full_queue_drops_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    with receiver() as received:
+        export = SpanExport(received.url, {}, SpanCounts("p"))
+        for _ in range(MAX_QUEUED + 5):
+            export.add(engine_lane())
+        export.close(10.0)
+    (line,) = [record.getMessage() for record in caplog.records if "too slowly" in record.getMessage()]
+    assert "the spans of 5 requests were dropped" in line
 
 
 async def test_traces_begin_here_or_with_the_client() -> None:
