@@ -1,19 +1,21 @@
 """The clients of a soak: each asks, in one manner after the other, and says how its request ended.
 
 A client does what the pages tell it to do. When its proxy is lost, it asks the other one: anew, or with a key for the
-rest of its answer. When it is told to come again later (503, 429 with ``Retry-After``), it does. Nothing else may
-happen: any other error, an answer that differs from its reference, and one that never comes count against the cluster.
+rest of its answer. When it is told to come again later (503 with ``Retry-After``), after a fault, it does. Nothing
+else may happen: any other error, an answer that differs from its reference, and one that never comes count against the
+cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import json
 import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -38,6 +40,7 @@ PATIENCE_S = 180.0
 SILENCE_S = 45.0
 """A client that hears nothing for so long gives its connection up."""
 _LONGEST_WAIT_S = 5.0
+_PAUSE_S = 0.1
 
 
 class Manner(enum.Enum):
@@ -83,7 +86,7 @@ class Cause(enum.Enum):
     """Why a client had to ask again. The promise of the pages allows these, and no others."""
 
     PROXY_LOST = "its proxy was lost"
-    COME_AGAIN = "it was told to come again (503 or 429, Retry-After)"
+    COME_AGAIN = "it was told to come again (503 with Retry-After, after a fault)"
     TWO_NODES = "two of its nodes were lost"
     NOT_KEPT = "its answer was kept by a node that was lost (410)"
 
@@ -169,6 +172,13 @@ class Asked:
         self.answer, self.last_id, self.events, self.number = Answer(), "", 0, 0
 
 
+def connections() -> aiohttp.ClientSession:
+    """Returns the connections of one client. The caller closes them."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE_S)
+    # A small buffer, so that what a slow reader does not read stays at the proxy.
+    return aiohttp.ClientSession(timeout=timeout, read_bufsize=4096)
+
+
 class Client:
     """One client of one tenant, with connections of its own."""
 
@@ -196,16 +206,15 @@ class Client:
         self._began = began
         self._turn = number
 
-    async def run(self, resting: Callable[[], bool]) -> None:
-        """Asks one request after the other, until ``resting``."""
+    async def run(self, until: float) -> None:
+        """Asks one request after the other, until this time of ``time.monotonic``."""
         manners, weights = list(WEIGHTS), list(WEIGHTS.values())
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE_S)
-        # A small buffer, so that what a slow reader does not read stays at the proxy.
-        async with aiohttp.ClientSession(timeout=timeout, read_bufsize=4096) as session:
-            while not resting():
-                await self._one(session, self._dice.choices(manners, weights)[0])
+        async with connections() as session:
+            while time.monotonic() < until:
+                await self.ask_once(session, self._dice.choices(manners, weights)[0])
 
-    async def _one(self, session: aiohttp.ClientSession, manner: Manner) -> None:
+    async def ask_once(self, session: aiohttp.ClientSession, manner: Manner) -> None:
+        """Asks one request, and notes its outcome."""
         began = time.monotonic()
         label = f"{manner.name.lower()}-{uuid.UUID(int=self._dice.getrandbits(128)).hex[:16]}"
         name, what = "", ""
@@ -259,14 +268,14 @@ class Client:
                 if manner is Manner.LEAVING:
                     return Outcome.LEFT
                 breaks_at = -1
-                if not ask.streamed:
+                if not asked.last_id:
                     asked.afresh()
                 continue
             except _AskAgain as exc:
                 if what := prefix_difference(asked.answer, wanted):
                     raise BrokenAnswer(f"{exc}, and before that it had {what}") from None
                 self._tally.causes[exc.cause] += 1
-                if "idempotency-key" not in asked.headers or not ask.streamed or exc.cause is not Cause.PROXY_LOST:
+                if not asked.last_id or exc.cause is not Cause.PROXY_LOST:
                     asked.afresh()
                 if exc.cause in (Cause.TWO_NODES, Cause.NOT_KEPT):
                     asked = self._asked(ask, manner, f"{label}-{self._dice.getrandbits(32):x}", asked.began)
@@ -285,7 +294,7 @@ class Client:
         if self._dice.random() < 0.6:
             # Without a salt of its own, most of the prompt would be in the caches.
             more["cache_salt"] = label
-        body = aiohttp.payload.JsonPayload({**ask.body, **more}).decode().encode()
+        body = json.dumps({**ask.body, **more}).encode()
         headers = {"authorization": f"Bearer {self._key}", "content-type": "application/json", "x-request-id": label}
         if manner in (Manner.KEYED, Manner.BREAKING, Manner.REPEATING):
             headers["idempotency-key"] = label
@@ -318,7 +327,7 @@ class Client:
     def _refusal(self, asked: Asked, response: aiohttp.ClientResponse, body: bytes) -> None:
         """Raises what an answer with another status than 200 means."""
         status, said = response.status, body[:300].decode(errors="replace")
-        if status in (503, 429) and "retry-after" in response.headers:
+        if self._may_come_again(response, asked.began):
             raise _AskAgain(Cause.COME_AGAIN, min(_LONGEST_WAIT_S, float(response.headers["retry-after"])))
         if status == 410 and asked.last_id:
             raise _AskAgain(Cause.NOT_KEPT)
@@ -326,10 +335,17 @@ class Client:
             raise _AskAgain(Cause.TWO_NODES)
         raise Unpromised(f"status {status}: {said}")
 
+    def _may_come_again(self, response: aiohttp.ClientResponse, since: float) -> bool:
+        """Returns whether the client is told to ask again later, because a fault has left too few servers."""
+        told = response.status == 503 and "retry-after" in response.headers
+        return told and (
+            self._faults.hits_on_nodes(since) > 0 or any(self._faults.hit(d.name, since) for d in self._doors)
+        )
+
     def _explain(self, asked: Asked, door: Door, since: float, what: str) -> None:
         """Raises _AskAgain for a broken answer that faults explain, and Unpromised for any other."""
         if self._faults.hit(door.name, since):
-            raise _AskAgain(Cause.PROXY_LOST)
+            raise _AskAgain(Cause.PROXY_LOST, _PAUSE_S)
         if self._faults.hits_on_nodes(asked.began) >= 2:
             raise _AskAgain(Cause.TWO_NODES)
         raise Unpromised(f"{what}, after {time.monotonic() - since:.1f} s at {door.name}, {asked.events} events")
@@ -376,7 +392,7 @@ class Client:
                     body = await response.read()
                     if response.status == bad.status and b'"error"' in body:
                         return Outcome.REFUSED
-                    if response.status == 503 and "retry-after" in response.headers:
+                    if self._may_come_again(response, since):
                         self._tally.causes[Cause.COME_AGAIN] += 1
                         await asyncio.sleep(min(_LONGEST_WAIT_S, float(response.headers["retry-after"])))
                         continue

@@ -14,7 +14,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -118,12 +118,12 @@ class FaultSchedule:
     def hits_on_nodes(self, since: float) -> int:
         return sum(strike.part is not Part.PROXY and _after(strike, since) for strike in self.strikes)
 
-    async def run(self, session: aiohttp.ClientSession, resting: Callable[[], bool]) -> None:
-        """Makes faults until ``resting``, and returns when the cluster is whole again."""
-        while not resting():
+    async def run(self, session: aiohttp.ClientSession, until: float) -> None:
+        """Makes faults until this time of ``time.monotonic``, and returns when the cluster is whole again."""
+        while time.monotonic() < until:
             await asyncio.sleep(min(4 * self._pause_s, self._dice.expovariate(1 / self._pause_s)))
             chosen = self._choose()
-            if chosen is not None and not resting():
+            if chosen is not None and time.monotonic() < until:
                 strike = Strike(time.monotonic(), chosen[1], chosen[0].name, chosen[0].part)
                 self.strikes.append(strike)
                 task = asyncio.create_task(self._make(session, strike, chosen[0]))

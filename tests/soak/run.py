@@ -150,6 +150,8 @@ def _read(ask: Ask, body: bytes) -> Answer:
     answer = Answer()
     for event in Events().feed(body):
         add_event(answer, event)
+    if not answer.whole:
+        raise SoakError(f"{ask.name}: the reference answer is not whole")
     return answer
 
 
@@ -187,10 +189,10 @@ async def _run(
         # The first rest is early: by then everything has been used once, and what is held then is compared with later.
         rest_at = min(end, began + min(60.0, plan.rest_every_s / 2))
         while True:
-            await asyncio.gather(
-                *(client.run(lambda rest_at=rest_at: time.monotonic() >= rest_at) for client in clients),  # type: ignore[misc]
-                faults.run(session, lambda rest_at=rest_at: time.monotonic() >= rest_at),  # type: ignore[misc]
-            )
+            async with asyncio.TaskGroup() as running:
+                for client in clients:
+                    running.create_task(client.run(rest_at))
+                running.create_task(faults.run(session, rest_at))
             soak.rests.append(await _rest(soak, cluster, session))
             _say(_progress(soak))
             if time.monotonic() >= end - LOOK_S:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +15,7 @@ from aiohttp import web
 
 from tests.soak.answers import Answer, BrokenAnswer, ErrorEvent, Events, add_event, difference, prefix_difference
 from tests.soak.catalogue import Ask, catalogue
-from tests.soak.clients import Cause, Client, Door, Manner, Outcome, Tally
+from tests.soak.clients import Cause, Client, Door, Manner, Outcome, Tally, connections
 
 ASK = Ask("stream-0", "/v1/completions", {"model": "soak", "prompt": [5], "stream": True})
 
@@ -100,13 +99,12 @@ async def served(script: Script) -> AsyncIterator[Door]:
         await runner.cleanup()
 
 
-async def one(script: Script, manner: Manner, faults: NoFaults, monkeypatch: pytest.MonkeyPatch) -> Tally:
+async def one(script: Script, manner: Manner, faults: NoFaults) -> Tally:
     """Returns what became of one request of a client that behaves in this manner."""
-    monkeypatch.setattr("tests.soak.clients.WEIGHTS", {manner: 1})
-    tally, turns = Tally(), itertools.count()
-    async with served(script) as door, asyncio.timeout(30.0):
-        client = Client(0, 1, [door], "key", [ASK], [], {ASK.name: RIGHT}, faults, tally, time.monotonic())
-        await client.run(lambda: next(turns) > 0)
+    tally, began = Tally(), time.monotonic()
+    async with served(script) as door, connections() as session, asyncio.timeout(30.0):
+        client = Client(0, 1, [door], "key", [ASK], [], {ASK.name: RIGHT}, faults, tally, began)
+        await client.ask_once(session, manner)
     return tally
 
 
@@ -131,7 +129,8 @@ ERROR = b'event: error\ndata: {"error": {"message": "no", "code": "upstream_lost
         ([refuses(500)], NoFaults(), Outcome.LOST, None),
         ([refuses(400)], NoFaults(broken_proxy=True), Outcome.LOST, None),
         ([refuses(503)], NoFaults(broken_proxy=True), Outcome.LOST, None),
-        ([refuses(503, **{"retry-after": "0"}), GOOD], NoFaults(), Outcome.RIGHT, Cause.COME_AGAIN),
+        ([refuses(503, **{"retry-after": "0"})], NoFaults(), Outcome.LOST, None),
+        ([refuses(503, **{"retry-after": "0"}), GOOD], NoFaults(broken_nodes=1), Outcome.RIGHT, Cause.COME_AGAIN),
     ],
 )
 async def test_what_a_client_makes_of_an_answer(
@@ -139,22 +138,21 @@ async def test_what_a_client_makes_of_an_answer(
     faults: NoFaults,
     outcome: Outcome,
     cause: Cause | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tally = await one(Script(answers), Manner.PATIENT, faults, monkeypatch)
+    tally = await one(Script(answers), Manner.PATIENT, faults)
     assert dict(tally.outcomes) == {outcome: 1}
     assert list(tally.causes) == ([] if cause is None else [cause])
     assert len(tally.findings) == (outcome in (Outcome.WRONG, Outcome.LOST))
 
 
-async def test_a_client_with_a_key_goes_on_behind_the_event_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_with_a_key_goes_on_behind_the_event_that_it_has() -> None:
     numbered = [b"id: answer.%d\n%b" % pair for pair in enumerate(EVENTS, 1)]
     script = Script([streams(numbered[0], breaks=True), streams(*numbered[1:])])
-    tally = await one(script, Manner.KEYED, NoFaults(broken_proxy=True), monkeypatch)
+    tally = await one(script, Manner.KEYED, NoFaults(broken_proxy=True))
     assert dict(tally.outcomes) == {Outcome.RIGHT: 1}
     assert [request.headers.get("last-event-id") for request in script.asked] == [None, "answer.1"]
     twice = Script([streams(numbered[0], breaks=True), streams(*numbered)])
-    tally = await one(twice, Manner.KEYED, NoFaults(broken_proxy=True), monkeypatch)
+    tally = await one(twice, Manner.KEYED, NoFaults(broken_proxy=True))
     assert dict(tally.outcomes) == {Outcome.WRONG: 1}, "an event came twice"
 
 
