@@ -23,7 +23,7 @@ def figures(report: SoakReport) -> str:
     machine = report.machine
     parts = [
         f"`python -m tests.soak --minutes {report.minutes:g} --seed {report.seed}` on {machine.cores} cores "
-        f"({machine.cpu}), {machine.measured} UTC. [All figures]({FIGURES.relative_to(DOCS)}).",
+        f"({machine.cpu}), which ended at {machine.measured} UTC. [All figures]({FIGURES.relative_to(DOCS)}).",
         f"```\n{show(report.verdict)}\n```",
         f"![requests, faults, KV blocks, descriptors, threads and memory over time]({PLOT.relative_to(DOCS)})",
         f"Requests by what their clients did: {counted(report.manners)}.",

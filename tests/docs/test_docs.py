@@ -35,10 +35,19 @@ from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.registry import Registry
 from tests.bench.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
-from tests.docs import goodput_page, openapi_document, planning_page, reliability_page, results_plot, stream_tables
+from tests.docs import (
+    goodput_page,
+    openapi_document,
+    planning_page,
+    reliability_page,
+    results_plot,
+    soak_page,
+    stream_tables,
+)
 from tests.docs.configuration_table import PAGE, render
 from tests.faults.matrix.figures import read_figures
 from tests.faults.matrix.table import CELLS, TESTED, Fault, Phase, Victim
+from tests.soak.report import read as read_soak
 
 ROOT = Path(__file__).parents[2]
 REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
@@ -152,6 +161,16 @@ def test_goodput_is_shown_as_in_the_committed_figures() -> None:
         assert goodput_page.written(page.read_text(), part) == page.read_text(), again
     for plot in (GOODPUT_PLOT, LATENCY_PLOT):
         assert f"{report.machine.measured} UTC" in (goodput_page.DOCS / plot).read_text(), again
+
+
+@pytest.mark.skipif(not soak_page.FIGURES.exists(), reason="no figures of make soak are committed yet")
+def test_the_soak_is_shown_as_in_the_committed_figures() -> None:
+    report, text = read_soak(soak_page.FIGURES), soak_page.PAGE.read_text()
+    again = "python -m tests.docs.soak_page writes it anew"
+    assert soak_page.written(text, soak_page.figures(report)) == text, again
+    assert f"{report.machine.measured} UTC" in soak_page.PLOT.read_text(), again
+    assert report.minutes >= 60
+    assert report.ok
 
 
 def test_goodput_is_shown_with_verdicts_and_pictures() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import io
 import json
 import random
 import time
@@ -388,7 +389,7 @@ class Client:
         while True:
             door, since = self._door(), time.monotonic()
             try:
-                async with session.post(door.url + bad.path, data=bad.body, headers=headers) as response:
+                async with session.post(door.url + bad.path, data=io.BytesIO(bad.body), headers=headers) as response:
                     body = await response.read()
                     if response.status == bad.status and b'"error"' in body:
                         return Outcome.REFUSED

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import os
+import random
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +19,7 @@ import aiohttp
 import msgspec
 
 from pdserve.cli.kept_server import FIRST_PAUSE_S
-from pdserve.process import ServerProcess, free_port, partition_cores, pdserve_command
+from pdserve.process import ServerProcess, partition_cores, pdserve_command
 from pdserve.wire.command import SetRole
 from pdserve.wire.discovery import Role
 from pdserve_proxy.status.routes import COMMANDS_PATH, NodeOrder
@@ -193,7 +195,7 @@ class SoakCluster:
         controls = list[str]()
         self._urls: dict[str, str] = {}
         for index in range(2):
-            port, control = free_port(), free_port()
+            port, control = _lasting_port(), _lasting_port()
             controls.append(f"tcp://127.0.0.1:{control}")
             self._urls[f"proxy-{index}"] = f"http://127.0.0.1:{port}"
             ports = ("--port", str(port), "--control-port", str(control), "--max-body-bytes", str(MAX_BODY))
@@ -273,6 +275,15 @@ def is_known(node: Server, known: Mapping[str, Known]) -> bool:
     """Returns whether a proxy that says ``known`` has the node as it is now, in its own role."""
     entry = known.get(node.name)
     return entry is not None and entry.url == node.url and entry.role.value == node.part.value
+
+
+def _lasting_port() -> int:
+    """Returns a free port that the system gives to nobody who asks for any: it is free again after a restart."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("of 100 ports none is free")
 
 
 _QUICK = aiohttp.ClientTimeout(total=2.0)

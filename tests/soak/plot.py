@@ -34,7 +34,7 @@ def write_plot(report: SoakReport, path: Path) -> None:
     _processes(panels[3], report, minutes, "threads", lambda series: series.threads)
     _processes(panels[4], report, minutes, "allocated memory, MiB", lambda series: series.own_mib)
     _processes(panels[5], report, minutes, "PSS, MiB", lambda series: series.pss_mib)
-    panels[-1].set_xlabel("minutes")
+    panels[-1].set_xlabel(f"minutes, of a run that ended at {report.machine.measured} UTC")
     handles, labels = panels[2].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=7)
     with mpl.rc_context({"svg.hashsalt": "soak", "svg.fonttype": "none"}):
