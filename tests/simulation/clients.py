@@ -89,10 +89,6 @@ class ClientRequest:
             for index in range(planned.choices)
         ]
 
-    @property
-    def generates(self) -> bool:
-        return self.planned.max_tokens > 0
-
     @cached_property
     def stop(self) -> str | None:
         at = self.planned.stop_at

@@ -231,7 +231,7 @@ RARE = (
     ),
     Mutant(
         "a generated token counts twice",
-        0,
+        10,
         "pdserve.engine.scheduling.scheduler.Scheduler",
         "accept_token",
         "self.counters.generated_tokens += 1",
@@ -239,7 +239,7 @@ RARE = (
     ),
     Mutant(
         "a fetched prompt counts where it was computed, too",
-        0,
+        10,
         "pdserve.engine.scheduling.scheduler.Scheduler",
         "_count_prompt",
         "request.serves_push or ",
@@ -247,27 +247,19 @@ RARE = (
     ),
     Mutant(
         "Done is said before the last block has landed",
-        0,
+        1,
         f"{SESSION}.FetchSession",
         "_finish_if_complete",
         "if self.all_sent is None or not self._landings.complete:",
         "if self.all_sent is None:",
     ),
     Mutant(
-        "a push that is over ends once more",
-        0,
-        "pdserve_kvtransfer.push.session.PushSession",
-        "_settle",
-        "if self.state is not PushState.PUSHING:",
-        "if False:",
-    ),
-    Mutant(
         "an answer begins anew after its first byte",
-        0,
-        "pdserve_proxy.relay.journal.RelayJournal",
-        "lines",
-        "_lines(self.entries)",
-        'b"\\n"',
+        21,
+        "pdserve.wire.journal.Journal",
+        "emitted",
+        "self.choices[choice].token_ids)",
+        "self.choices[choice].token_ids[:0])",
     ),
     Mutant(
         "a cancelled fetch's blocks are freed twice",
@@ -279,7 +271,7 @@ RARE = (
     ),
     Mutant(
         "all answers to a prompt are drawn with one seed",
-        0,
+        9,
         "pdserve.engine.request.Request",
         "add_child",
         "seed=seed",
@@ -287,7 +279,7 @@ RARE = (
     ),
     Mutant(
         "a prompt whose tokens are to be scored is taken from the prefix cache",
-        0,
+        71,
         "pdserve.engine.kv_cache.block_tables.BlockTables",
         "find",
         "if request.needs_scores:",
@@ -295,7 +287,7 @@ RARE = (
     ),
     Mutant(
         "the last block of a prompt is not copied for its second answer",
-        0,
+        1,
         "pdserve.engine.kv_cache.block_tables.BlockTables",
         "fork",
         "if rest:",
@@ -306,12 +298,12 @@ RARE = (
         0,
         "pdserve.api.answers.stop_strings.StopStrings",
         "add",
-        "end + 1 - state.matched",
-        "end + 1",
+        "return text[: end + 1 if self._include else end + 1 - state.matched]",
+        "return text[: end + 1]",
     ),
     Mutant(
         "a fetch is over before its last block has landed",
-        61,
+        13,
         f"{SESSION}.Aggregator",
         "complete",
         "self._left == 0",
@@ -373,17 +365,25 @@ RARE = (
         "self._scheduler.finish_if_over(member)",
         "pass",
     ),
+    Mutant(
+        "the signature of a frame is not looked at",
+        13,
+        "pdserve.wire.frame.Opener",
+        "_authentic",
+        "if not any(",
+        "if False and any(",
+    ),
 )
 """Those that many seeds may be needed for, or that are like the first ones."""
 
 UNFOUND: tuple[Mutant, ...] = (
     Mutant(
-        "the signature of a frame is not looked at",
+        "a push that is over ends once more",
         0,
-        "pdserve.wire.frame.Opener",
-        "_authentic",
-        "if not any(",
-        "if False and any(",
+        "pdserve_kvtransfer.push.session.PushSession",
+        "_settle",
+        "if self.state is not PushState.PUSHING:",
+        "if False:",
     ),
 )
 """Those that no seed has found: what the simulation has to learn."""
