@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from tests.simulation.clients import Outcome
+from tests.simulation.mutants import Mutant
 from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
 from tests.simulation.run import Result, run_plan
 
@@ -21,13 +24,87 @@ def _clean(plan: Plan) -> Result:
     return result
 
 
-def _says(result: Result, text: str) -> bool:
-    return any(text in line for line in result.lines)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_goes_on_at_another_proxy_when_its_own_is_killed(stream: bool) -> None:
     shape = Shape(proxies=2, step_s=0.02)
     fault = Fault(0.5, FaultKind.KILL_PROXY, 0, 5.0)
     result = _clean(Plan(shape, _requests(4, returns=True, stream=stream), (fault,)))
     assert result.outcomes[:4] == (Outcome.WHOLE,) * 4
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """A defect, and a plan in which it shows."""
+
+    mutant: Mutant
+    plan: Plan
+    text: str
+
+
+_TWO_PROXIES = Plan(
+    Shape(proxies=2, step_s=0.02), _requests(4, returns=True), (Fault(0.5, FaultKind.KILL_PROXY, 0, 5.0),)
+)
+_LONG_PROMPTS = tuple(PlannedRequest(0.15 * i, tuple(range(3 + i, 23 + i)), 5) for i in range(8))
+_SPOILT = Plan(Shape(step_s=0.02), _LONG_PROMPTS, (Fault(0.0, FaultKind.SHORT, 0, 2.0),))
+NOTICED = (
+    Noticed(
+        Mutant(
+            "a client that comes back misses an event",
+            1,
+            "pdserve.api.kept_answers.KeptAnswer",
+            "_position",
+            "return after.events",
+            "return after.events + 1",
+        ),
+        _TWO_PROXIES,
+        "not a prefix of",
+    ),
+    Noticed(
+        Mutant(
+            "an answer is kept for ever",
+            1,
+            "pdserve.api.kept_answers.KeptAnswers",
+            "_keep_for_a_while",
+            "call_later(self._limits.keep_s,",
+            "call_later(100 * self._limits.keep_s,",
+        ),
+        _TWO_PROXIES,
+        "of the timer KeptAnswers.discard",
+    ),
+    Noticed(
+        Mutant(
+            "a spoilt message of a prefill node is passed over",
+            1,
+            "pdserve_kvtransfer.fetch.peer.FetchPeer",
+            "turn",
+            "elif isinstance(opened, Spoilt):",
+            "elif False:",
+        ),
+        _SPOILT,
+        "waited until its deadline",
+    ),
+    Noticed(
+        Mutant(
+            "a fetch that is over is not forgotten",
+            1,
+            "pdserve_kvtransfer.fetch.peer.FetchPeer",
+            "_drop_if_ended",
+            "del self._tags[session.tag]",
+            "pass",
+        ),
+        Plan(requests=_requests(2)),
+        "fetching: request_id=r",
+    ),
+)
+
+
+@pytest.mark.parametrize("noticed", NOTICED, ids=lambda noticed: noticed.mutant.what)
+def test_a_defect_of_the_cluster_is_noticed(noticed: Noticed) -> None:
+    with noticed.mutant.applied():
+        violations = run_plan(1, noticed.plan).violations
+    assert any(noticed.text in violation for violation in violations), violations
+
+
+@pytest.mark.parametrize("plan", [_TWO_PROXIES, _SPOILT], ids=["two proxies", "spoilt messages"])
+def test_nothing_is_noticed_without_the_defect(plan: Plan) -> None:
+    _clean(plan)
