@@ -89,6 +89,8 @@ class Scenario:
         self._cell = cell
         self._answers = answers
         self._hogs: list[Client] = []
+        self._pids: list[int] = []
+        """The processes that the fault is for: those of the victim, or its last rank."""
         self._undo = ExitStack()
 
     def play(self) -> float:
@@ -97,6 +99,9 @@ class Scenario:
             return self._play_poison()
         with self._undo:
             scene = self._scene()
+            # A victim that drains may be gone before the fault comes.
+            last_rank = self._of_rank and self._cell.fault is not Fault.OOM_KILL
+            self._pids = [max(children_of(scene.victim.engine))] if last_rank else scene.victim.pids
             self._drain(scene)
             since_s = time.monotonic()
             self._inject(scene)
@@ -229,10 +234,10 @@ class Scenario:
         victim, wire = scene.victim, self._stage.network.wire
         match self._cell.fault:
             case Fault.SIGKILL:
-                self._kill(victim, self._rank(victim) if self._of_rank else victim.process.pid)
+                self._kill(victim, self._pids[-1])
             case Fault.OOM_KILL:
                 # The kernel would choose the same: what has most memory.
-                self._kill(victim, max(victim.pids, key=_oom_score))
+                self._kill(victim, max(self._pids, key=_oom_score))
             case Fault.SIGSTOP:
                 self._stop(victim)
             case Fault.CUT:
@@ -271,19 +276,13 @@ class Scenario:
     def _of_rank(self) -> bool:
         return self._cell.victim is Victim.RANK
 
-    @staticmethod
-    def _rank(victim: Server) -> int:
-        """Returns the process id of the last rank of a node."""
-        return max(children_of(victim.engine))
-
     def _kill(self, victim: Server, pid: int) -> None:
         with suppress(ProcessLookupError):  # a node that drains may be gone
             os.kill(pid, signal.SIGKILL)
         self._undo.callback(eventually, lambda: victim.process.ended, f"{victim.name} has ended")
 
     def _stop(self, victim: Server) -> None:
-        pids = [self._rank(victim)] if self._of_rank else victim.pids
-        for pid in pids:
+        for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
             self._undo.callback(_go_on, pid)
@@ -292,7 +291,7 @@ class Scenario:
 
     def _fill_disk(self, victim: Server) -> None:
         """Lets no file of the victim grow, as a disk without space would not."""
-        for pid in [self._rank(victim)] if self._of_rank else victim.pids:
+        for pid in self._pids:
             with suppress(ProcessLookupError):
                 before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
                 self._undo.callback(_restore_file_size, pid, before)
