@@ -89,6 +89,7 @@ class Cause(enum.Enum):
     PROXY_LOST = "its proxy was lost"
     COME_AGAIN = "it was told to come again (503 with Retry-After, after a fault)"
     TWO_NODES = "two of its nodes were lost"
+    NOT_ASKED = "the node that keeps its answer could not be asked (502)"
     NOT_KEPT = "its answer was kept by a node that was lost (410)"
 
 
@@ -276,7 +277,7 @@ class Client:
                 if what := prefix_difference(asked.answer, wanted):
                     raise BrokenAnswer(f"{exc}, and before that it had {what}") from None
                 self._tally.causes[exc.cause] += 1
-                if not asked.last_id or exc.cause is not Cause.PROXY_LOST:
+                if not asked.last_id or exc.cause not in (Cause.PROXY_LOST, Cause.NOT_ASKED):
                     asked.afresh()
                 if exc.cause in (Cause.TWO_NODES, Cause.NOT_KEPT):
                     asked = self._asked(ask, manner, f"{label}-{self._dice.getrandbits(32):x}", asked.began)
@@ -332,6 +333,8 @@ class Client:
             raise _AskAgain(Cause.COME_AGAIN, min(_LONGEST_WAIT_S, float(response.headers["retry-after"])))
         if status == 410 and asked.last_id:
             raise _AskAgain(Cause.NOT_KEPT)
+        if status == 502 and asked.last_id and self._faults.hits_on_nodes(asked.began):
+            raise _AskAgain(Cause.NOT_ASKED, _PAUSE_S)
         if self._faults.hits_on_nodes(asked.began) >= 2 and (status == 502 or "suspected_request" in said):
             raise _AskAgain(Cause.TWO_NODES)
         raise Unpromised(f"status {status}: {said}")

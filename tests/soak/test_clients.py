@@ -151,6 +151,10 @@ async def test_a_client_with_a_key_goes_on_behind_the_event_that_it_has() -> Non
     tally = await one(script, Manner.KEYED, NoFaults(broken_proxy=True))
     assert dict(tally.outcomes) == {Outcome.RIGHT: 1}
     assert [request.headers.get("last-event-id") for request in script.asked] == [None, "answer.1"]
+    away = Script([streams(numbered[0], breaks=True), refuses(502), streams(*numbered[1:])])
+    tally = await one(away, Manner.KEYED, NoFaults(broken_proxy=True, broken_nodes=1))
+    assert dict(tally.outcomes) == {Outcome.RIGHT: 1}
+    assert list(tally.causes) == [Cause.PROXY_LOST, Cause.NOT_ASKED]
     twice = Script([streams(numbered[0], breaks=True), streams(*numbered)])
     tally = await one(twice, Manner.KEYED, NoFaults(broken_proxy=True))
     assert dict(tally.outcomes) == {Outcome.WRONG: 1}, "an event came twice"
