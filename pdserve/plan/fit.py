@@ -14,6 +14,8 @@ from pdserve.engine.scheduling.batch_plan import chunk_tokens
 from pdserve.errors import PlanError
 
 _PARTS = StepParts.__struct_fields__
+_LEAST_S = 1e-7
+"""No step and no token of a prompt takes less, however noisy the machine was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,11 @@ def fit(observed: Sequence[Observed], front_s: float | None = None) -> tuple[Ste
         raise PlanError(f"nothing was measured that tells what {', '.join(missing)} take")
     scale = np.where(told, np.abs(counts).max(axis=0), 1.0)
     found = _least_squares(counts / scale) / scale
-    *parts, front = (float(value) for value in found)
-    return StepParts(**dict(zip(_PARTS, parts, strict=True))), front if front_s is None else front_s
+    *values, front = (float(value) for value in found)
+    parts = dict(zip(_PARTS, values, strict=True))
+    for name in ("batch", "prompt_token"):
+        parts[name] = max(parts[name], _LEAST_S)
+    return StepParts(**parts), front if front_s is None else front_s
 
 
 def _least_squares(counts: np.ndarray) -> np.ndarray:
