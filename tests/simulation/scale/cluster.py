@@ -206,10 +206,8 @@ class Scale:
     def _start(self, stream: Stream) -> None:
         """Begins with an answer that is under way, as at any moment: what is left of it is as long as a whole one."""
         self._draw(stream)
-        self._route(stream)
-        stream.life += 1
         stream.began_s = self.events.now
-        self._first_token(stream, stream.life)
+        self._route(stream, computed=True)
 
     def _ask(self, stream: Stream) -> None:
         self._draw(stream)
@@ -222,8 +220,8 @@ class Scale:
         stream.written = 0.0
         stream.began_s = 0.0
 
-    def _route(self, stream: Stream) -> None:
-        """Sends a stream to nodes, for the first time or again."""
+    def _route(self, stream: Stream, *, computed: bool = False) -> None:
+        """Sends a stream to nodes, for the first time or again. Its prompt may be ``computed`` already."""
         route, attempt = stream.proxy.choose(stream.prompt_start)
         stream.route, stream.attempt = route, attempt
         stream.life = life = stream.life + 1
@@ -238,6 +236,9 @@ class Scale:
         stream.proxy.watch(route.decode, stream, lambda: self._node_lost(stream, life))
         assert isinstance(decode, DecodeModel)
         decode.expect()
+        if computed:
+            self._first_token(stream, life)
+            return
         tokens = stream.prompt + int(stream.written)
         front_s = self._profile.front.seconds(tokens)
         self.events.after(front_s, lambda: self._prefill(stream, life, 0))
@@ -249,6 +250,9 @@ class Scale:
         info = stream.route.prefill[which % len(stream.route.prefill)]
         node = self._by_id[info.boot_id]
         assert isinstance(node, PrefillModel)
+        if not node.alive and stream.proxy.registry.node(info.boot_id) is None:
+            self._again(stream, life)  # both are lost
+            return
         who = (stream, "prompt")
         stream.proxy.watch(info, who, lambda: self._prefill(stream, life, which + 1))
         tokens = stream.prompt + int(stream.written)
@@ -303,9 +307,10 @@ class Scale:
         self._ask(stream)
 
     def _again(self, stream: Stream, life: int) -> None:
-        """Tries another node after one that took no connection."""
-        if stream.life == life and stream.attempt is not None:
+        """Tries other nodes after some that take no work."""
+        if stream.life == life and stream.attempt is not None and stream.route is not None:
             stream.attempt.end_everywhere()
+            stream.proxy.unwatch(stream.route.decode, stream)
             self._route(stream)
 
     def _node_lost(self, stream: Stream, life: int) -> None:

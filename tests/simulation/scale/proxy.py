@@ -85,12 +85,16 @@ class CoarseProxy:
         self._at.get(node.boot_id, {}).pop(who, None)
 
     def unreachable(self, node: NodeInfo, retry: Callable[[], object]) -> None:
-        """A node that is dead takes no connection: it is left out from when that is noticed, and then ``retry``."""
+        """A node that is dead takes no connection, which is noticed after a while, or when it is lost: then ``retry``.
+
+        A second call of ``retry`` has to do nothing.
+        """
 
         def noticed() -> None:
             self.registry.mark_unreachable(node.boot_id)
             retry()
 
+        self.watch(node, retry, retry)
         self._events.after(self._connect_timeout_s, noticed)
 
     def take_turn(self, resume: Callable[[], object]) -> None:
@@ -109,4 +113,4 @@ class CoarseProxy:
 
     def _node_lost(self, node: NodeInfo) -> None:
         for lost in self._at.pop(node.boot_id, {}).values():
-            lost()
+            self._events.after(0.0, lost)  # when all nodes that are lost now are dropped

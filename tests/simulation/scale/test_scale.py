@@ -34,7 +34,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
 @pytest.mark.parametrize("policy", RoutingPolicy)
 @pytest.mark.parametrize("lose", [0.0, 0.25])
 def test_every_stream_has_one_attempt_or_waits_for_its_turn(policy: RoutingPolicy, lose: float) -> None:
-    scale = Scale(replace(SMALL, policy=policy, lose=lose), profile_of())
+    scale = Scale(replace(SMALL, policy=policy, lose=lose, max_resumes=64), profile_of())
     report = scale.run()
     waiting = sum(len(proxy._lost) for proxy in scale.proxies)
     decode = [node for node in scale.nodes if isinstance(node, DecodeModel)]
@@ -45,7 +45,10 @@ def test_every_stream_has_one_attempt_or_waits_for_its_turn(policy: RoutingPolic
         assert report.loss.nodes == 3
         assert report.loss.noticed_s == 3.0
         assert 0 < report.loss.resumed <= SMALL.streams
-        assert not any(proxy._at.get(node.info.boot_id) for proxy in scale.proxies for node in decode if not node.alive)
+        dead = [node.info.boot_id for node in decode if not node.alive]
+        assert dead
+        assert not any(proxy._at.get(boot_id) for proxy in scale.proxies for boot_id in dead)
+        assert not any(proxy.attempts.under_way(boot_id) for proxy in scale.proxies for boot_id in dead)
 
 
 def test_two_choices_are_more_even_than_turns() -> None:
