@@ -26,6 +26,7 @@ from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
 from pdserve.engine.kv_connector.transfer_connector import TransferConnector
+from pdserve.engine.placement.latency_targets import NONE_YET
 from pdserve.engine.placement.placement_rule import PlacementDecision
 from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
@@ -499,7 +500,7 @@ def test_the_placement_is_asked_with_what_is_cached_queued_and_running(monkeypat
     bench.request(prompt=16)
     bench.step()
     # The first prompt has two computed blocks, with which the second one begins, and six tokens left to compute.
-    first = PromptSize(missing_tokens=8, cached_tokens=8, queued_tokens=6, streams=1, waited_s=1.0, may_wait=True)
+    first = PromptSize(8, 8, 6, streams=1, own_itl=NONE_YET, waited_s=1.0, may_wait=True)
     assert asked == [first]
 
 
