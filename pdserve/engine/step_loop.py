@@ -196,8 +196,8 @@ class StepLoop:
         for member in family:
             if misfit is not None:
                 self._scheduler.finish(member, FinishReason.ERROR, misfit)
-            elif member.num_emitted_tokens:
-                self._scheduler.finish_if_over(member)
+            else:
+                self._scheduler.resumed(member)
 
     def _abort(self, local_id: int) -> None:
         request = self._scheduler.find(local_id)

@@ -147,8 +147,7 @@ class FakeEngine:
             request.add_child(seed, local_id + i, tokens)
         self.scheduler.add(request)
         for member in [request, *request.children]:
-            if member.num_emitted_tokens:
-                self.scheduler.finish_if_over(member)
+            self.scheduler.resumed(member)
         return request
 
     def step(self) -> BatchPlan:

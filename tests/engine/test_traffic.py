@@ -78,11 +78,10 @@ class Traffic:
             fetch_only=fetch_only,
             scored=scored,
         )
-        if scored and not fetch_only and not request.ended and len(prompt) > 1:
+        if scored and not fetch_only and len(prompt) > 1:
             self.wanted_scores[local_id] = prompt_logprobs(prompt, range(1, len(prompt)))
         for i, (tokens, known) in enumerate(zip(answers, emitted, strict=True)):
             self.wanted[local_id + i] = [] if fetch_only else tokens[len(known) :]
-        # An answer that was over when it came is not among them.
         self._requests.update((member.local_id, member) for member in (request, *request.children))
 
     def leave(self) -> None:

@@ -237,6 +237,7 @@ class Scheduler:
                 failed += [request, *request.children]
             else:
                 self._settle_children(request)
+                self._finish_if_resumed_over(request)
         return failed
 
     def _note_chunks(self, plan: BatchPlan, now: float) -> None:
@@ -298,6 +299,7 @@ class Scheduler:
         self._blocks.computed(request, request.num_prompt_tokens)
         self._queues.move(request, Status.RUNNING if self._admission.has_place else Status.WAITING)
         self._settle_children(request)
+        self._finish_if_resumed_over(request)
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
         """Queues a request again whose fetch has failed after ``computed_tokens``; the request keeps its blocks."""
@@ -325,6 +327,18 @@ class Scheduler:
         reason = self._stop.ending(request)
         if reason is not None:
             self.finish(request, reason)
+
+    def resumed(self, request: Request) -> None:
+        """Ends a resumed request whose last token the client has, unless log probabilities of its prompt are missing.
+
+        Then the request ends when it has those.
+        """
+        if request.num_emitted_tokens and not request.needs_scores:
+            self.finish_if_over(request)
+
+    def _finish_if_resumed_over(self, request: Request) -> None:
+        if not request.ended and request.num_generated_tokens == request.num_emitted_tokens:
+            self.resumed(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and tells its client why."""
