@@ -329,7 +329,7 @@ class StepLoop:
             links=LinkCounts.of(transfers.links),
             queue_s=max(
                 scheduler.longest_wait_s(now),
-                scheduler.queued_prompt_tokens / self._placement.tokens_per_s(*scheduler.decoding),
+                scheduler.queued_prompt_tokens / self._placement.tokens_per_s(*scheduler.decoding, scheduler.own_itl),
             ),
             prefill=self._placement.stats(now),
             step=self._watch.stats(),

@@ -86,14 +86,15 @@ class LatencyTargets:
             bounds.append(max(own.tightest_s, least_s))
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    @property
-    def unmeasured(self) -> bool:
-        """Whether a step that decodes has to be computed without prompts now, because the bound follows from its time.
+    def unmeasured(self, own: OwnItl) -> bool:
+        """Returns whether a step that decodes has to be computed without prompts now: its time says what the bound is.
 
-        Where prompts never end, no step would be without them, and streams would wait for the longest chunks.
+        Where prompts never end, no step would be without them. Streams would wait for the longest chunks, or one
+        request's own target would have no least value.
         """
-        known = self._step_cost.decoding_known or self._itl_s > 0 or self._static
-        return self.role is Role.DECODE and not known
+        if self._static or self._step_cost.decoding_known:
+            return False
+        return own.tightest_s is not None or (self.role is Role.DECODE and not self._itl_s)
 
     def _node_itl_s(self, rows: int, context_tokens: int) -> float | None:
         if self._itl_s:

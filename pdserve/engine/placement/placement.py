@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
-from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, NONE_OWN, TTFT_FACTOR, LatencyTargets, OwnItl
+from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, TTFT_FACTOR, LatencyTargets, OwnItl
 from pdserve.engine.placement.placement_rule import Estimate, PlacementDecision, estimate, place
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, remote_time
@@ -129,7 +129,7 @@ class Placement:
         remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0, held_share=0.0)
         return remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_num_batched_tokens)
 
-    def tokens_per_s(self, rows: int, context_tokens: int, own_itl: OwnItl = NONE_OWN) -> float:
+    def tokens_per_s(self, rows: int, context_tokens: int, own_itl: OwnItl) -> float:
         """Returns the prompt tokens a second of this node beside ``rows`` requests that decode."""
         chunk_tokens = self._chunk_tokens(rows, context_tokens, own_itl)
         return self.step_cost.tokens_per_s_beside(rows, context_tokens, chunk_tokens)

@@ -21,6 +21,7 @@ from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_tables import BlockTables
 from pdserve.engine.lane_recorder import LaneRecorder
+from pdserve.engine.placement.latency_targets import OwnItl
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_admission import BatchAdmission
@@ -96,6 +97,11 @@ class Scheduler:
     def decoding(self) -> tuple[int, int]:
         """Returns the number of running requests that decode, and the number of tokens of their contexts."""
         return self._queues.decoding
+
+    @property
+    def own_itl(self) -> OwnItl:
+        """Returns the ITL targets that those requests have of their own."""
+        return self._queues.own_itl
 
     @property
     def num_remote(self) -> int:

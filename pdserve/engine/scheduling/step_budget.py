@@ -66,7 +66,7 @@ class StepBudget:
 
     def for_prompt(self, before: int = 0) -> int:
         """Returns how many tokens of a prompt the step may compute that has so many tokens ``before`` them."""
-        if self._decodes and self._targets.unmeasured:
+        if self._decodes and self._targets.unmeasured(self._own_itl):
             return 0
         aim_s = self._targets.aim_s(self._rows, self._context_tokens, self._own_itl) if self._decodes else None
         if aim_s is None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.config import Disaggregation
+from pdserve.engine.placement.latency_targets import NONE_OWN, OwnItl
 from pdserve.engine.placement.placement import STALE_S, Placement
 from pdserve.engine.placement.placement_rule import PlacementDecision
 from pdserve.engine.placement.prefill_time import PromptSize
@@ -121,9 +122,11 @@ def test_prompts_are_slower_beside_streams() -> None:
     placement = measured(target_itl_ms=30.0)
     for step in range(20):
         placement.step_cost.observe(4, 4000, 0, 0.02, now=step / 100)
-    assert placement.tokens_per_s(0, 0) == pytest.approx(RATE)
+    assert placement.tokens_per_s(0, 0, NONE_OWN) == pytest.approx(RATE)
     # Beside 20 ms of decoding there are 10 ms, in which there is time for 20 tokens.
-    assert placement.tokens_per_s(4, 4000) == pytest.approx(20 / 0.03, rel=0.1)
+    assert placement.tokens_per_s(4, 4000, NONE_OWN) == pytest.approx(20 / 0.03, rel=0.1)
+    # Of requests that all have twice as much time, a step takes 60 ms, and 80 tokens.
+    assert placement.tokens_per_s(4, 4000, OwnItl(0.06, True)) == pytest.approx(80 / 0.06, rel=0.1)
 
 
 def test_a_burst_on_an_idle_pair_is_shared() -> None:

@@ -121,10 +121,11 @@ def test_a_decode_node_measures_a_step_without_prompts_before_it_computes_prompt
     assert chunks(bounded.step()) == []
     cost.observe(1, 5, 0, ROW_S)
     assert chunks(bounded.step()) == [LEAST_PROMPT_TOKENS]
-    mixed = engine(cost=StepCost(), role=Role.MIXED)
-    stream(mixed, 0)
-    mixed.add(1, PROMPT)
-    assert chunks(mixed.step()) == [32]
+    for itl_ms, first in ((None, [32]), (1.0, [])):
+        mixed = engine(cost=StepCost(), role=Role.MIXED)
+        stream(mixed, 0, itl_ms=itl_ms)
+        mixed.add(1, PROMPT)
+        assert chunks(mixed.step()) == first, "a request's own target is no less than twice such a step"
 
 
 def test_a_static_batch_has_no_bound() -> None:
