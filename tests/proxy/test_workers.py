@@ -445,6 +445,29 @@ async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monke
         await cancelled(serving)
 
 
+async def test_a_worker_hears_that_all_nodes_were_lost_however_many_they_were(tmp_path: Path) -> None:
+    address, registry = f"ipc://{tmp_path}/channel", Registry(1.0, missed_heartbeats=3)
+    count = 1100
+    for number in range(count):
+        registry.handle(Register(node_info(f"n{number}", Role.MIXED)), 0.0)
+    told: list[str] = []
+    with WorkerChannel(address, registry, ProxyMetrics()) as hub, zmq.asyncio.Context() as context:
+        hub.expect(b"0.1")
+        serving = asyncio.create_task(hub.run())
+        worker = ChannelWorker(context, address)
+        worker.mirror.on_loss(lambda info: told.append(info.name))
+        await worker.greet()
+        async with asyncio.timeout(20.0):
+            while len(worker.names()) < count:
+                await worker.take()
+            registry.expire(10.0)
+            while worker.names():
+                await worker.take()
+        assert len(told) == count
+        worker.close()
+        await cancelled(serving)
+
+
 @pytest.mark.parametrize("version", [importlib.metadata.version("pdserve"), "9.9.9"])
 async def test_a_worker_of_another_version_is_named(
     version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

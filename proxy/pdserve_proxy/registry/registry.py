@@ -38,8 +38,9 @@ from pdserve_proxy.registry.snapshot import (
 )
 
 MAX_NODES = 4096
-MAX_LOST = 1024
-"""The number of lost nodes that are remembered."""
+MAX_LOST = MAX_NODES
+"""The number of lost nodes that are remembered: all that there may be can fall silent at once, and workers hear of the
+losses from what is remembered."""
 MAX_PREFILLED = 4096
 """The number of fingerprints that are remembered."""
 

@@ -2,7 +2,8 @@
 
 What a choice costs must not grow with the nodes, or hardly: a proxy chooses for each request. So the order by load is
 kept up to date node by node, as attempts begin and end and heartbeats come, and is made only for a policy that asks for
-it. All nodes are looked at again only when one comes or goes: then there are new ``Candidates``.
+it. All nodes are looked at again only when one comes or goes: then there are new ``Candidates``, which go on with the
+same ``Turns``.
 """
 
 from __future__ import annotations
@@ -13,20 +14,48 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pdserve.wire.discovery import NodeInfo
 from pdserve_proxy.routing.hash_ring import HashRing
 
+MAX_TURNS = 8192
+"""The number of nodes of which the last turn is remembered; those that had theirs longest ago are forgotten first."""
+
+
+class Turns:
+    """The turn that each node had last, which outlives the groups of nodes that choices are made among."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._last: dict[bytes, int] = {}
+        """By boot id, in the order of the turns."""
+
+    def last(self, boot_id: bytes) -> int:
+        """Returns the turn that a node had last; 0 if none is remembered."""
+        return self._last.get(boot_id, 0)
+
+    def give(self, boot_id: bytes) -> int:
+        """Gives a node the next turn, and returns that."""
+        self._turn += 1
+        self._last.pop(boot_id, None)
+        self._last[boot_id] = self._turn
+        if len(self._last) > MAX_TURNS:
+            del self._last[next(iter(self._last))]
+        return self._turn
+
 
 class Candidates:
     """Nodes that all could serve a request, at least one, each with the number of requests there."""
 
-    def __init__(self, nodes: Sequence[NodeInfo], load: Callable[[bytes], int]) -> None:
-        """``load`` returns the number of requests at a node, by its boot id, as far as this proxy can know it."""
+    def __init__(self, nodes: Sequence[NodeInfo], load: Callable[[bytes], int], turns: Turns | None = None) -> None:
+        """``load`` returns the number of requests at a node, by its boot id, as far as this proxy can know it.
+
+        ``turns`` are those that the nodes have had so far; None for none.
+        """
         self.nodes = tuple(nodes)
         self._load = load
         self._places = {node.boot_id: place for place, node in enumerate(self.nodes)}
         self._loads = [load(node.boot_id) for node in self.nodes]
         self.total_load = sum(self._loads)
         self.total_size = sum(map(size_of, self.nodes))
-        self._turn = 0
-        self._turns = [0] * len(self.nodes)
+        self._given = turns or Turns()
+        self._turns = [self._given.last(node.boot_id) for node in self.nodes]
         """The turn in which each node was served last."""
         self._order: list[tuple[float, int, int]] | None = None
         """The nodes by their share, then by their turn; None as long as nobody has asked for it."""
@@ -57,9 +86,8 @@ class Candidates:
 
     def served(self, node: NodeInfo) -> None:
         """Notes that it was the turn of ``node``."""
-        self._turn += 1
         place = self._places[node.boot_id]
-        self._move(place, self._loads[place], self._turn)
+        self._move(place, self._loads[place], self._given.give(node.boot_id))
 
     def owner(self, key: bytes, others_than: Container[bytes] = frozenset()) -> NodeInfo | None:
         """Returns the node whose ``key`` is, if those with these boot ids are left out; None if no node is left.

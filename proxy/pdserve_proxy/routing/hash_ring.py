@@ -1,9 +1,10 @@
 """Says which node a key belongs to, so that proxies which know the same nodes agree without talking.
 
-Each node has one point on a ring, and each key several probes. A key belongs to the node whose point comes soonest
-behind a probe of it: consistent hashing with several probes (Appleton and O'Reilly, "Multi-probe consistent hashing",
-arXiv:1505.00062). Many probes make the nodes' shares as even as many points for each node would, and a ring of few
-points is quickly made anew when nodes come and go.
+Each node has several points on a ring, and each key several probes. A key belongs to the node of the point that comes
+soonest behind a probe of it: consistent hashing with several probes (Appleton and O'Reilly, "Multi-probe consistent
+hashing", arXiv:1505.00062). The probes bound the largest share: a node is seldom soonest for all of a key's neighbours.
+They do nothing for a node whose only point lies close behind another one, so several points bound the smallest share.
+Eight of each serve both, and a ring of so few points is quickly made anew when nodes come and go.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from bisect import bisect_left
 from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache
 
-PROBES = 16
-_HALF = struct.Struct(f"<{PROBES // 2}Q")
-_POINT = struct.Struct("<Q")
+_PLACES = struct.Struct("<8Q")
+"""A hash gives eight places on the ring: the points of a node, or the probes of a key."""
 _ROUND = 2**64
-_KEPT_POINTS = 8192
+_KEPT_NODES = 8192
 
 
 class HashRing:
@@ -26,9 +26,9 @@ class HashRing:
 
     def __init__(self, members: Sequence[bytes]) -> None:
         self._members = members
-        order = sorted(range(len(members)), key=lambda place: (_point(members[place]), members[place]))
-        self._points = [_point(members[place]) for place in order]
-        self._places = order
+        owners = {point: place for place, member in enumerate(members) for point in _points(member)}
+        self._points = sorted(owners)
+        self._places = [owners[point] for point in self._points]
 
     def owner(self, key: bytes, others_than: Container[bytes] = frozenset()) -> int | None:
         """Returns the place of the member to which ``key`` belongs if those in ``others_than`` are left out.
@@ -50,11 +50,14 @@ class HashRing:
 
     def after(self, key: bytes) -> Iterator[int]:
         """Yields the places of all members in the order in which they lie behind the first probe of ``key``."""
+        yielded: set[int] = set()
         for place, _ in self._behind(_probes(key)[0]):
-            yield place
+            if place not in yielded:
+                yielded.add(place)
+                yield place
 
     def _behind(self, probe: int) -> Iterator[tuple[int, int]]:
-        """Yields all members behind ``probe``, each with its distance from there."""
+        """Yields the member of each point behind ``probe``, with the point's distance from there."""
         count = len(self._points)
         first = bisect_left(self._points, probe)
         for step in range(count):
@@ -63,11 +66,9 @@ class HashRing:
 
 
 def _probes(key: bytes) -> tuple[int, ...]:
-    halves = (hashlib.blake2b(key, digest_size=64, person=half).digest() for half in (b"first", b"second"))
-    return tuple([probe for half in halves for probe in _HALF.unpack(half)])
+    return _PLACES.unpack(hashlib.blake2b(key, digest_size=_PLACES.size, person=b"probes").digest())
 
 
-@lru_cache(maxsize=_KEPT_POINTS)
-def _point(member: bytes) -> int:
-    point: int = _POINT.unpack(hashlib.blake2b(member, digest_size=8).digest())[0]
-    return point
+@lru_cache(maxsize=_KEPT_NODES)
+def _points(member: bytes) -> tuple[int, ...]:
+    return _PLACES.unpack(hashlib.blake2b(member, digest_size=_PLACES.size, person=b"points").digest())

@@ -16,7 +16,7 @@ from pdserve.config import RoutingPolicy
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import NodeInfo
 from pdserve_proxy.registry.snapshot import Pairing, Serving
-from pdserve_proxy.routing.candidates import Candidates
+from pdserve_proxy.routing.candidates import Candidates, Turns
 from pdserve_proxy.routing.policies import Policy, make_policy
 
 RETRY_AFTER_S = 1
@@ -110,6 +110,7 @@ class Router:
         """The policy of each model's decode nodes."""
         self._prefill_policies: dict[tuple[str, str], Policy] = {}
         """The policy of the prefill nodes of each model and fingerprint."""
+        self._decode_turns, self._prefill_turns = Turns(), Turns()
         self._serving: Serving | None = None
         """The nodes from which the groups are made."""
         self._decode_groups: dict[_GroupKey, _DecodeGroup | None] = {}
@@ -159,7 +160,7 @@ class Router:
         key = (query.model, pairing.decode.fingerprint)
         group = self._prefill_groups.get(key)
         if group is None:
-            group = self._prefill_groups[key] = self._group(pairing.fitting)
+            group = self._prefill_groups[key] = self._group(pairing.fitting, self._prefill_turns)
         itself = frozenset((pairing.decode.boot_id,))
         return self._policy_for(self._prefill_policies, key).select(group, query.prompt_start, itself)
 
@@ -174,12 +175,13 @@ class Router:
         }
         group = None
         if pairings:
-            group = _DecodeGroup(self._group([pair.decode for pair in pairings.values()]), pairings)
+            nodes = [pair.decode for pair in pairings.values()]
+            group = _DecodeGroup(self._group(nodes, self._decode_turns), pairings)
         self._decode_groups[key] = group
         return group
 
-    def _group(self, nodes: Sequence[NodeInfo]) -> Candidates:
-        group = Candidates(nodes, self._loads.load)
+    def _group(self, nodes: Sequence[NodeInfo], turns: Turns) -> Candidates:
+        group = Candidates(nodes, self._loads.load, turns)
         for node in nodes:
             self._groups_of.setdefault(node.boot_id, []).append(group)
         return group

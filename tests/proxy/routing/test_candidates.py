@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.config import RoutingPolicy
-from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
+from pdserve.wire.discovery import Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve_proxy.registry import registry as registry_module
 from pdserve_proxy.registry import snapshot as snapshot_module
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.routing import candidates as candidates_module
 from pdserve_proxy.routing import hash_ring as ring_module
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.routing.candidates import Candidates
+from pdserve_proxy.routing.candidates import Candidates, Turns
 from pdserve_proxy.routing.hash_ring import HashRing
 from pdserve_proxy.routing.router import RouteQuery, Router
 from tests.proxy.cluster import node_info
@@ -63,6 +63,29 @@ def test_equal_nodes_take_turns_by_share() -> None:
     assert taken == ["d0", "d1", "d2", "d0", "d1", "d2"]
 
 
+def test_equal_nodes_take_turns_although_another_one_comes_and_goes() -> None:
+    registry, attempts = Registry(1.0, 3), Attempts()
+    router = Router(RoutingPolicy.LEAST_LOADED, attempts)
+    *stay, flaps = infos(5)
+    taken: Counter[str] = Counter()
+    for node in stay:
+        registry.handle(Register(node), 0.0)
+    for _ in range(20):
+        registry.handle(Register(flaps), 0.0)
+        registry.serving()
+        registry.handle(Deregister(flaps.boot_id), 0.0)
+        taken[router.choose(registry.serving(), RouteQuery("m")).decode.name] += 1
+    assert taken == {node.name: 5 for node in stay}
+
+
+def test_the_turns_of_the_nodes_that_had_theirs_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates_module, "MAX_TURNS", 2)
+    turns = Turns()
+    for boot_id in (b"a", b"b", b"a", b"c"):
+        turns.give(boot_id)
+    assert [turns.last(boot_id) for boot_id in (b"a", b"b", b"c")] == [3, 0, 4]
+
+
 @given(st.integers(2, 12), st.integers(0, 11))
 def test_a_member_that_leaves_moves_only_the_keys_that_were_its_own(count: int, which: int) -> None:
     everybody = members(count)
@@ -86,6 +109,19 @@ def test_the_members_have_nearly_even_shares_of_the_keys() -> None:
     counts = Counter(ring.owner(b"%d" % key) for key in range(keys))
     assert len(counts) == 50
     assert max(counts.values()) < 1.4 * keys / 50
+
+
+@pytest.mark.parametrize("count", [2, 8, 50])
+def test_no_member_has_less_than_half_of_an_even_share_of_the_keys(count: int) -> None:
+    for seed in range(12):
+        chance = random.Random(seed)
+        ring = HashRing([chance.randbytes(16) for _ in range(count)])
+        counts = Counter(ring.owner(chance.randbytes(16)) for _ in range(200 * count))
+        assert min(counts[place] for place in range(count)) >= 0.5 * 200, f"members drawn with seed {seed}"
+
+
+def test_each_member_comes_once_behind_a_key() -> None:
+    assert sorted(HashRing(members(20)).after(b"key")) == list(range(20))
 
 
 def test_nobody_owns_a_key_if_all_are_left_out() -> None:
@@ -149,9 +185,9 @@ class Counted:
         return counting
 
     def _made(self, init: Any) -> Any:
-        def counting(candidates: Any, nodes: Any, load: Any) -> None:
+        def counting(candidates: Any, nodes: Any, load: Any, *turns: Any) -> None:
             self.looks += len(nodes)
-            init(candidates, nodes, load)
+            init(candidates, nodes, load, *turns)
 
         return counting
 
