@@ -185,7 +185,9 @@ def test_nodes_serve_nobody_without_a_ticket(attacked: Target, case: HttpCase) -
 @pytest.mark.parametrize("path", ["/", "/instances", "/v1/models/x", "/v1/engines", "/docs/x", "/debug", "/.env"])
 @pytest.mark.parametrize("at", [At.PROXY, At.DECODE, At.PREFILL])
 def test_routes_that_are_none(attacked: Target, at: At, path: str) -> None:
-    allowed = FINE if at is At.PROXY and path in ("/", "/instances") else frozenset({404})
+    # A page whose own name leads to loopback sees no nodes: these requests have such a name.
+    of_proxy = {"/": FINE, "/instances": frozenset({403})} if at is At.PROXY else {}
+    allowed = of_proxy.get(path, frozenset({404}))
     carry_out(attacked, HttpCase(path, (head("GET", path),), allowed, method="GET", at=at))
 
 
