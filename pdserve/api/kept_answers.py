@@ -32,7 +32,7 @@ SHARE = 8
 """One answer may take this part of the memory."""
 UNREAD_SHARE = 4
 """One client's part of the engine's places, for answers that are computed while nobody reads them. All clients together
-may have twice as much.
+may have twice as much: beyond that, the client who has most gives up its oldest one.
 """
 
 
@@ -44,8 +44,8 @@ class KeptLimits:
     memory_bytes: int
     keep_s: float
     unread_places: int = 1
-    """The places of one client's answers that are computed while nobody reads them. An answer of one place may always
-    be.
+    """The places of one client's answers that are computed while nobody reads them; all clients together have twice as
+    many. Both bounds are at least one.
     """
 
 
@@ -61,55 +61,57 @@ class Attention(enum.Enum):
     GONE = "gone"
 
 
+class _Tally:
+    """What some answers count for, together and by client."""
+
+    def __init__(self) -> None:
+        self.all = 0
+        self.of: Counter[bytes] = Counter()
+        """The sums, by client."""
+        self._counts: defaultdict[bytes, dict[KeptAnswer, int]] = defaultdict(dict)
+        """The answers by client, in the order in which they came."""
+
+    def add(self, client: bytes, answer: KeptAnswer, count: int) -> None:
+        self._counts[client][answer] = count
+        self.of[client] += count
+        self.all += count
+
+    def remove(self, client: bytes, answer: KeptAnswer) -> None:
+        count = self._counts[client].pop(answer)
+        self.of[client] -= count
+        self.all -= count
+        if not self._counts[client]:
+            del self._counts[client], self.of[client]
+
+    def oldest_of_largest(self) -> KeptAnswer | None:
+        """Returns the oldest answer of the client whose answers count for most; None if there is none."""
+        if not self._counts:
+            return None
+        return next(iter(self._counts[max(self._counts, key=self.of.__getitem__)]))
+
+
 class _Ledger:
     """Counts the answers that nobody reads, so that nothing has to look at all of them."""
 
     def __init__(self) -> None:
         self._attention: dict[KeptAnswer, Attention] = {}
-        self._counted: dict[KeptAnswer, int] = {}
-        """What each answer counts for: its places while it is computed, and its size while it is idle."""
-        self.places: Counter[bytes] = Counter()
-        """The places of the answers that are computed and not read, by client."""
-        self.all_places = 0
-        self._idle: defaultdict[bytes, dict[KeptAnswer, None]] = defaultdict(dict)
-        """The idle answers, by owner, in the order in which they became so."""
-        self._idle_bytes: Counter[bytes] = Counter()
+        self.computed = _Tally()
+        """The places of the answers that are computed and not read."""
+        self.idle = _Tally()
+        """The sizes of the idle answers. Here, a client is the owner."""
 
     def move(self, answer: KeptAnswer, to: Attention) -> None:
-        was, count = self._attention.pop(answer, None), self._counted.pop(answer, 0)
+        was = self._attention.pop(answer, None)
         if was is Attention.COMPUTED:
-            self._compute(answer, -count)
+            self.computed.remove(answer.client, answer)
         elif was is Attention.IDLE:
-            self._idle[answer.keep.owner].pop(answer)
-            self._rest(answer.keep.owner, -count)
-        if to is Attention.GONE:
-            return
-        self._attention[answer] = to
+            self.idle.remove(answer.keep.owner, answer)
+        if to is not Attention.GONE:
+            self._attention[answer] = to
         if to is Attention.COMPUTED:
-            self._counted[answer] = answer.places
-            self._compute(answer, answer.places)
+            self.computed.add(answer.client, answer, answer.places)
         elif to is Attention.IDLE:
-            self._counted[answer] = answer.size
-            self._idle[answer.keep.owner][answer] = None
-            self._rest(answer.keep.owner, answer.size)
-
-    def oldest_of_largest_owner(self) -> KeptAnswer | None:
-        """Returns the oldest idle answer of the owner whose idle answers take most; None if none is idle."""
-        if not self._idle_bytes:
-            return None
-        owner = max(self._idle_bytes, key=self._idle_bytes.__getitem__)
-        return next(iter(self._idle[owner]))
-
-    def _compute(self, answer: KeptAnswer, places: int) -> None:
-        self.all_places += places
-        self.places[answer.client] += places
-        if not self.places[answer.client]:
-            del self.places[answer.client]
-
-    def _rest(self, owner: bytes, size: int) -> None:
-        self._idle_bytes[owner] += size
-        if not self._idle[owner]:
-            del self._idle[owner], self._idle_bytes[owner]
+            self.idle.add(answer.keep.owner, answer, answer.size)
 
 
 class KeptAnswers:
@@ -195,7 +197,7 @@ class KeptAnswers:
         """Counts ``size`` more bytes of ``answer``. The oldest answers that are over make room for them."""
         if answer not in self._logs:
             return
-        self.taken_bytes += size
+        self._count(size)
         while self.overdrawn and self._evict():
             pass
 
@@ -217,10 +219,11 @@ class KeptAnswers:
             self.discard(answer)
         else:
             self._keep_for_a_while(answer, Attention.COMPUTED)
-            each, ledger = self._limits.unread_places, self._ledger
-            of_client = ledger.places[answer.client]
-            if of_client > max(each, 1) or ledger.all_places > max(2 * each, 1):
+            each, computed = self._limits.unread_places, self._ledger.computed
+            if computed.of[answer.client] > max(each, 1):
                 self.discard(answer)
+            while computed.all > max(2 * each, 1) and (oldest := computed.oldest_of_largest()):
+                self.discard(oldest)
 
     def discard(self, answer: KeptAnswer) -> None:
         """Keeps ``answer`` no longer. It goes on only while somebody reads it."""
@@ -259,7 +262,7 @@ class KeptAnswers:
 
     def _evict(self) -> bool:
         """Drops the oldest answer that is over and unread, of the owner who has most of those, if there is one."""
-        oldest = self._ledger.oldest_of_largest_owner()
+        oldest = self._ledger.idle.oldest_of_largest()
         if oldest is None:
             return False
         self.discard(oldest)
@@ -269,17 +272,20 @@ class KeptAnswers:
         """Frees what ``answer`` takes, and ends its task."""
         if answer not in self._logs:
             return
-        overdrawn = self.overdrawn
         self._logs.discard(answer)
         self._ledger.move(answer, Attention.GONE)
-        self.taken_bytes -= answer.size
-        if overdrawn and not self.overdrawn:
-            for other in self._logs:
-                other.wake()  # its producer may have waited for this
+        self._count(-answer.size)
         if answer.timer is not None:
             answer.timer.cancel()
         if answer.task is not None:
             answer.task.cancel()
+
+    def _count(self, size: int) -> None:
+        overdrawn = self.overdrawn
+        self.taken_bytes += size
+        if overdrawn and not self.overdrawn:
+            for other in self._logs:
+                other.wake()  # its producer may have waited for this
 
 
 class KeptAnswersMetrics(Collector):

@@ -307,15 +307,15 @@ class KeptAnswer(Reply):
         entries = bytes(self._before) + (self._entries(reader.position - self._first) if self._streamed else b"")
         replay = Replay(self._answer, len(entries) if self._streamed else 0)
         headers = {**self._headers, KEPT_HEADER: replay.header()}
-        self._grow(len(entries))  # as long as this reader has a copy of them
+        # This reader's copy of them takes memory, but the log is no longer for it: the producer does not wait for that.
+        self._keeper.grew(self, len(entries))
         try:
             await request.begin(self._status, headers, entries[:PIECE_BYTES], more=True)
             for start in range(PIECE_BYTES, len(entries), PIECE_BYTES):
                 if not request.write(entries[start : start + PIECE_BYTES]):
                     await request.drain()
         finally:
-            self._grow(-len(entries))
-            self.wake()
+            self._keeper.grew(self, -len(entries))
 
     def _position(self, after: EventPlace | None) -> int:
         """Returns how many events a client has that asks for those behind ``after``. Raises Gone and Unavailable."""

@@ -1,7 +1,9 @@
 """The HTTP session to an OpenTelemetry collector, which cannot be held up by what the collector answers.
 
-Nothing here needs an answer but its status. So an answer has a small bound in bytes, and its head and its body have one
-in time, however slowly their bytes come. No redirect is followed: spans go where the operator has said.
+Nothing here needs an answer but its status. So the head of an answer has a bound in time, however slowly its bytes
+come. A body is read only so that its connection can be used again, within bounds in bytes and time. One that breaks
+off, or has no end, costs the connection, and says nothing of the spans, which the collector has. No redirect is
+followed: spans go where the operator has said.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
 
 MAX_ANSWER_BYTES = 64 * 1024
 
@@ -30,19 +33,25 @@ class BoundedSession(requests.Session):
             self.mount(scheme, _WatchedAdapter())
 
     def request(self, *args: Any, **kwargs: Any) -> requests.Response:
-        """Does what the base class does, and raises ``requests.ConnectionError`` for an answer beyond the bounds."""
+        """Does what the base class does, and raises ``requests.ConnectionError`` for a redirect."""
         response = super().request(*args, **{**kwargs, "allow_redirects": False, "stream": True})
-        until_s = time.monotonic() + self._within_s
-        size = 0
-        while piece := response.raw.read1(MAX_ANSWER_BYTES):
-            size += len(piece)
-            if size > MAX_ANSWER_BYTES or time.monotonic() > until_s:
-                response.close()
-                raise requests.ConnectionError("the collector's answer is too long, or comes too slowly")
+        if not self._ends(response):
+            response.close()
         response._content = b""
         if 300 <= response.status_code < 400:  # which its users take for a success
             raise requests.ConnectionError("the collector sends spans elsewhere")
         return response
+
+    def _ends(self, response: requests.Response) -> bool:
+        """Reads the body of ``response``. Returns whether it came to its end within the bounds."""
+        until_s, size = time.monotonic() + self._within_s, 0
+        with contextlib.suppress(HTTPError):  # what reads of a raw body raise, in place of requests' own errors
+            while size <= MAX_ANSWER_BYTES and time.monotonic() <= until_s:
+                piece = response.raw.read1(MAX_ANSWER_BYTES)
+                if not piece:
+                    return True
+                size += len(piece)
+        return False
 
 
 class _Watched(HTTPConnection):

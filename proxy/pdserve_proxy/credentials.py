@@ -39,10 +39,10 @@ class ApiKeys:
         """Returns whether there is any key."""
         return bool(self._keys)
 
-    def holds(self, authorization: str | None) -> bool:
-        """Returns whether a request's ``Authorization`` header has one of the keys. Without keys, none has."""
+    def holds(self, authorization: str | None, api_key: str | None = None) -> bool:
+        """Returns whether a request has one of the keys, in what ``caller`` takes of it. Without keys, none has."""
         try:
-            return self._key(authorization, None) is not None
+            return self._key(authorization, api_key) is not None
         except Unauthorized:
             return False
 

@@ -286,14 +286,23 @@ async def leave_all(answers: list[KeptAnswer]) -> None:
     await asyncio.wait(clients)
 
 
+def is_given_up(answer: KeptAnswer) -> bool:
+    return answer.task is None
+
+
 async def test_few_places_are_taken_by_answers_that_nobody_reads_for_one_client_and_for_all() -> None:
     table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=4))
-    await leave_all([forever(table, number) for number in range(8)])
+    mine = [forever(table, number) for number in range(4)]
+    await leave_all([*mine, *(forever(table, 4 + number) for number in range(4))])
     assert len(table) == 4
     await leave_all([forever(table, 10 + number, b"other") for number in range(3)])
     assert len(table) == 7, "another client has places of its own"
-    await leave_all([forever(table, 20 + number, b"third") for number in range(3)])
+    third = [forever(table, 20 + number, b"third") for number in range(3)]
+    await leave_all(third)
     assert len(table) == 8, "and all together have twice as many as one"
+    await eventually(lambda: sum(map(is_given_up, mine)) == 2, "that who has most gives two up")
+    assert is_given_up(mine[0]), "the oldest ones"
+    assert not any(map(is_given_up, third)), "not who came last"
     table.drain()
     assert (len(table), table.taken_bytes) == (0, 0)
 
@@ -371,6 +380,54 @@ async def test_the_journal_of_what_a_client_has_goes_out_in_small_pieces_and_its
     assert slow.got.count(b":0 7 ") == 5000
     assert slow.largest <= PIECE_BYTES
     assert table.taken_bytes == taken
+    table.drain()
+
+
+async def test_copies_of_the_journal_for_clients_that_read_nothing_do_not_hold_the_answer_up() -> None:
+    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**24, keep_s=60.0))
+    goes_on = asyncio.Event()
+
+    async def produce(answer: KeptAnswer) -> None:
+        await journaling(4500, over=False)(answer)
+        await goes_on.wait()
+        await journaling(100)(answer)
+
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, produce)
+    assert answer is not None
+    first = Client()
+    first.reads.set()
+    readers = [follow(answer, first)]
+    await eventually(lambda: first.got.count(b":0 7 ") == 4500, "what is there")
+    last = place(events_of(bytes(first.got))[-1])
+    readers += [follow(answer, Client(), last, first=False) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert table.taken_bytes > table.share_bytes > answer.size
+    goes_on.set()
+    await asyncio.wait_for(readers[0], WAIT_S)
+    assert first.ended
+    for reader in readers[1:]:
+        reader.cancel()
+    await asyncio.wait(readers)
+    table.drain()
+    assert table.taken_bytes == 0
+
+
+async def test_an_answer_goes_on_when_copies_for_other_clients_take_no_memory_any_more() -> None:
+    memory = 2**22
+    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=memory, keep_s=60.0))
+    other, written = forever(table, 1), list[int]()
+    table.grew(other, memory)
+    answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, producing(400, written))
+    assert answer is not None
+    reader = follow(answer, Client())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(written) < 400, "it waits: it is not small, and memory is short"
+    table.grew(other, -memory)
+    await computed(answer)
+    assert len(written) == 400
+    reader.cancel()
+    await asyncio.wait([reader])
     table.drain()
 
 
@@ -535,20 +592,22 @@ async def test_slow_readers_of_one_client_do_not_stop_the_answers_of_others() ->
     assert table.taken_bytes == 0
 
 
-def journaling(events: int, *, whole: bool = False) -> Any:
-    """Writes an answer whose journal alone is longer than what one answer may take."""
+def journaling(events: int, *, whole: bool = False, over: bool = True) -> Any:
+    """Writes an answer that is nearly all journal; the end of one if it has begun."""
 
     async def produce(answer: KeptAnswer) -> None:
         await asyncio.sleep(0)  # so that it has its reader
-        answer.describe(journaled=True, events=0, entries=b"")
-        await answer.begin(200, {"content-type": JOURNALED_ANSWER} if whole else {}, b"", more=True)
+        if not answer.answered:
+            answer.describe(journaled=True, events=0, entries=b"")
+            await answer.begin(200, {"content-type": JOURNALED_ANSWER} if whole else {}, b"", more=True)
         line = b":0 %b\n" % (b"7 " * 100)
         for _ in range(events):
             if whole:
                 await answer.send(line, more=True)
             elif not answer.write(line + b"data: x\n\n"):
                 await answer.drain()
-        await answer.send(b'{"status":200,"headers":{}}\n{}' if whole else b"data: [DONE]\n\n", more=False)
+        if over:
+            await answer.send(b'{"status":200,"headers":{}}\n{}' if whole else b"data: [DONE]\n\n", more=False)
 
     return produce
 

@@ -158,10 +158,31 @@ def dripping_head(connection: socket.socket) -> None:
     drip(connection, b"x")
 
 
-@pytest.mark.parametrize("answers", [endless, dripping_body, dripping_head])
-def test_an_answer_without_an_end_is_given_up(answers: Callable[[socket.socket], None]) -> None:
-    with raw_collector(answers) as url, BoundedSession(0.2) as session, pytest.raises(requests.RequestException):
+def broken_body(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nab")
+
+
+def broken_chunk(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nab\r\n0\r\n\r\n")
+
+
+def stalled_body(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nab")
+    connection.recv(1)  # until the other side closes
+
+
+def test_a_head_without_an_end_is_given_up() -> None:
+    with raw_collector(dripping_head) as url, BoundedSession(0.2) as session, pytest.raises(requests.RequestException):
         session.post(url, data=b"spans", timeout=0.2)
+
+
+@pytest.mark.parametrize("answers", [endless, dripping_body, broken_body, broken_chunk, stalled_body])
+def test_spans_that_the_collector_took_count_whatever_follows_its_status(
+    answers: Callable[[socket.socket], None],
+) -> None:
+    with raw_collector(answers) as url, BoundedSession(0.2) as session:
+        for _ in range(2):  # the collector serves one connection at a time: the first one has to be closed
+            assert session.post(url, data=b"spans", timeout=0.2).ok
 
 
 def test_spans_go_nowhere_else_than_where_the_operator_said() -> None:

@@ -84,11 +84,12 @@ def _host_of(origin: str) -> str | None:
 def check_loopback_name(given: str, what: str) -> None:
     """Raises Forbidden if a request for ``what`` was sent to ``given``, which is not a name of loopback's own."""
     try:
-        host = urlsplit(f"//{given}").hostname or ""
+        host = (urlsplit(f"//{given}").hostname or "").removesuffix(".")
     except ValueError:
         host = ""
-    if not is_loopback(host):
+    if "@" in given or not is_loopback(host):
         raise Forbidden(
-            f"without a key, {what} is shown under the names of loopback only: http://127.0.0.1 or http://localhost",
+            f"without a key, {what} is shown under the names of loopback only: http://127.0.0.1 or http://localhost. "
+            "A reverse proxy in front of this one has to rewrite Host, or to send a key of this proxy",
             code="other_host",
         )

@@ -45,11 +45,14 @@ def test_the_page_is_shown(host: str, page: StatusPage, keys: bool, admins: bool
 
 
 def test_on_loopback_without_keys_everybody_there_may_see_it() -> None:
-    for host in ("127.0.0.1:8000", "localhost:8000", "LOCALHOST", "[::1]:8000"):
+    for host in ("127.0.0.1:8000", "localhost:8000", "localhost.:8000", "LOCALHOST", "[::1]:8000"):
         assert access().check_viewer({"host": host}) is False
 
 
-@pytest.mark.parametrize("host", ["evil.example.com:8000", "127.0.0.1.evil.example.com", "", "[", "localhost.evil.com"])
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example.com:8000", "127.0.0.1.evil.example.com", "", "[", "localhost.evil.com", "evil.com@127.0.0.1", "."],
+)
 def test_a_name_that_leads_to_loopback_shows_nothing(host: str) -> None:
     with pytest.raises(Forbidden, match="names of loopback"):
         access().check_viewer({"host": host})

@@ -23,7 +23,7 @@ from pdserve_proxy.status.report import MAX_NODES_SHOWN, Reporter, SharedReport,
 from tests.proxy.cluster import SECRET, Cluster, cluster, error_of, eventually, node_info, proxy_config
 from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, stream_events
 
-ADMIN_KEY = "a-key-of-an-admin"
+ADMIN_KEY, CLIENT_KEY = "a-key-of-an-admin", "a-key-of-a-client"
 BEARER = {"authorization": f"Bearer {ADMIN_KEY}"}
 PROMPT = "a secret that nobody else may read"
 
@@ -61,6 +61,20 @@ async def test_a_page_whose_name_leads_to_loopback_sees_nothing(path: str) -> No
         for host in (f"127.0.0.1:{port}", "localhost", "[::1]:8000"):
             async with running.http.get(path, headers={"host": host}) as response:
                 assert response.status == (404 if "timeline" in path else 200), host
+
+
+@pytest.mark.parametrize("path", ["/instances", "/metrics", "/requests/r/timeline"])
+async def test_a_reverse_proxy_on_loopback_may_keep_its_own_name_if_it_sends_a_key(
+    path: str, admins: StatusConfig
+) -> None:
+    config = dataclasses.replace(proxy_config(), status=admins, admission=AdmissionConfig(api_keys=(CLIENT_KEY,)))
+    async with cluster(config=config) as running:
+        for sent in (BEARER, {"authorization": f"Bearer {CLIENT_KEY}"}, {"x-api-key": CLIENT_KEY}):
+            async with running.http.get(path, headers={"host": "pdserve.example", **sent}) as response:
+                assert response.status == (404 if "timeline" in path else 200), sent
+        wrong = {"host": "pdserve.example", "x-api-key": "a-wrong-key-of-nobody"}
+        async with running.http.get(path, headers=wrong) as response:
+            assert response.status == (401 if "timeline" in path else 403)
 
 
 class Making:
