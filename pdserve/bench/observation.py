@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.errors import BenchError
 
 _ASKING_S = 0.05
+_MAX_BYTES = 64 * 2**20
+"""No answer about nodes or counts is longer."""
 
 
 class NodeAddress(msgspec.Struct, frozen=True):
@@ -25,8 +27,7 @@ _known = msgspec.json.Decoder(list[NodeAddress])
 
 async def known_nodes(session: aiohttp.ClientSession, proxy_url: str) -> list[NodeAddress]:
     """Returns the nodes that a proxy knows now."""
-    async with session.get(f"{proxy_url}/instances") as response:
-        return _known.decode(await response.read())
+    return _known.decode(await _body(session, f"{proxy_url}/instances"))
 
 
 async def until_known(session: aiohttp.ClientSession, proxy_url: str, count: int, timeout_s: float) -> None:
@@ -43,8 +44,19 @@ async def until_known(session: aiohttp.ClientSession, proxy_url: str, count: int
 
 async def read_metrics(session: aiohttp.ClientSession, url: str) -> str:
     """Returns the metrics of the server at ``url``, as its ``/metrics`` has them."""
-    async with session.get(f"{url}/metrics") as response:
-        return await response.text()
+    return (await _body(session, f"{url}/metrics")).decode(errors="replace")
+
+
+async def _body(session: aiohttp.ClientSession, url: str) -> bytes:
+    """Returns what is at ``url``. Raises aiohttp.ClientError, also for an error status, and BenchError."""
+    body = bytearray()
+    async with session.get(url) as response:
+        response.raise_for_status()
+        async for part in response.content.iter_any():
+            body += part
+            if len(body) > _MAX_BYTES:
+                raise BenchError(f"{url} has more than {_MAX_BYTES // 2**20} MiB")
+    return bytes(body)
 
 
 def total(metrics: str, name: str, **labels: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +14,19 @@ from pdserve.bench_config import PlanProfileConfig
 from pdserve.cli.bench import plotter
 from pdserve.cli.report_output import check_folder, publish
 from pdserve.config import PlanConfig, PredictionConfig
-from pdserve.errors import ConfigError, PlanError
+from pdserve.errors import BenchError, ConfigError, PlanError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.settings import load, to_environ, with_current_names
 
 if TYPE_CHECKING:
+    from pdserve.plan.cluster import ClusterShape
     from pdserve.plan.load import PlannedRequest
     from pdserve.plan.observed import ObservedLoad
     from pdserve.plan.prediction import Prediction
     from pdserve.plan.profile import Profile
 
 PROFILE = "profile"
+_MOST_REQUESTS = 1_000_000
 _PLOT_MODULE = "pdserve.bench.plan.forecast_plot"
 _DESCRIPTION = (
     "Says how many prefill and decode nodes a load needs, or mixed ones, to keep targets of TTFT and ITL, and what to "
@@ -53,14 +56,14 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from pdserve.plan.profile import read_profile
 
     profile = read_profile(Path(config.plan.profile))
-    asked = _asked_load(config)
+    asked = _asked_load(config, profile)
     found = _forecast(config, profile, asked.requests)
     notes = (
         f"{len(asked.requests)} requests, {rate_of(asked.requests):.3g} a second, {asked.source}",
         f"profile: {profile.model} on {profile.machine}, {profile.cores} cores, {profile.measured} UTC",
         found.verdict,
     )
-    rows = forecast_rows(found.predictions)
+    rows = forecast_rows(found.predictions, found.chosen)
     report = Report("plan", this_machine(), to_environ(config), tuple(note for note in notes if note), rows)
     publish(render(report), to_json(report), config.report.json)
     if write_plot is not None:
@@ -76,10 +79,16 @@ class _Asked:
     source: str
 
 
-def _asked_load(config: PlanConfig) -> _Asked:
-    from pdserve.plan.load import poisson_load, read_lengths, read_trace
+def _asked_load(config: PlanConfig, profile: Profile) -> _Asked:
+    from pdserve.plan.load import Lengths, poisson_load, read_lengths, read_trace
 
     plan = config.plan
+
+    def drawn(rate: float, prompts: Lengths, outputs: Lengths) -> list[PlannedRequest]:
+        long_enough = math.ceil(rate * profile.telling_s(outputs.mean))
+        count = min(max(plan.requests, long_enough), _MOST_REQUESTS)
+        return poisson_load(rate, count, prompts, outputs, plan.seed)
+
     given = [
         flag for flag, value in (("--rate", plan.rate), ("--trace", plan.trace), ("--from", plan.running)) if value
     ]
@@ -90,11 +99,11 @@ def _asked_load(config: PlanConfig) -> _Asked:
         return _Asked(read_trace(Path(plan.trace)), f"of {plan.trace}")
     if plan.running:
         seen = asyncio.run(_look(plan, config.trust.authorities))
-        drawn = poisson_load(seen.rate, plan.requests, seen.prompts, seen.outputs, plan.seed)
-        return _Asked(drawn, f"drawn from {seen.requests} that ended at {plan.running} in {plan.look_s:g} s")
+        load = drawn(seen.rate, seen.prompts, seen.outputs)
+        return _Asked(load, f"drawn from {seen.requests} that ended at {plan.running} in {plan.look_s:g} s")
     prompts, outputs = read_lengths(plan.prompts), read_lengths(plan.outputs)
-    drawn = poisson_load(plan.rate, plan.requests, prompts, outputs, plan.seed)
-    return _Asked(drawn, f"prompts of {plan.prompts} and answers of {plan.outputs} tokens")
+    load = drawn(plan.rate, prompts, outputs)
+    return _Asked(load, f"prompts of {plan.prompts} and answers of {plan.outputs} tokens")
 
 
 async def _look(plan: PredictionConfig, authorities: str) -> ObservedLoad:
@@ -105,17 +114,23 @@ async def _look(plan: PredictionConfig, authorities: str) -> ObservedLoad:
     from pdserve.bench.observation import known_nodes, read_metrics
     from pdserve.plan.observed import observed_load
 
+    async def look(session: aiohttp.ClientSession, url: str) -> str:
+        try:
+            return await read_metrics(session, url)
+        except (aiohttp.ClientError, TimeoutError, OSError, BenchError) as exc:
+            raise PlanError(f"--from: the node at {url} does not say what it has counted: {exc!r}") from exc
+
     tls = Trust(read_authorities(authorities)).context
     connector = aiohttp.TCPConnector(ssl=tls)
     timeout = aiohttp.ClientTimeout(total=10.0)
     try:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             nodes = await known_nodes(session, plan.running.rstrip("/"))
-            before = [await read_metrics(session, node.url) for node in nodes]
+            before = [await look(session, node.url) for node in nodes]
             await asyncio.sleep(plan.look_s)
-            after = [await read_metrics(session, node.url) for node in nodes]
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, OSError) as exc:
-        raise PlanError(f"--from: {plan.running} does not say what its nodes have counted: {exc!r}") from exc
+            after = [await look(session, node.url) for node in nodes]
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, OSError, BenchError) as exc:
+        raise PlanError(f"--from: {plan.running} does not say what its nodes are: {exc!r}") from exc
     return observed_load(before, after, plan.look_s)
 
 
@@ -123,6 +138,7 @@ async def _look(plan: PredictionConfig, authorities: str) -> ObservedLoad:
 class _Found:
     predictions: Sequence[Prediction]
     verdict: str
+    chosen: ClusterShape | None = None
 
 
 def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Found:
@@ -144,6 +160,8 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
     given = ClusterShape(plan.prefill, plan.decode, plan.mixed, plan.nodes_per_machine)
     if given.nodes:
         prediction = of(given)
+        if not prediction.keeps_up:
+            return _Found([prediction], f"{given}: cannot keep up with that many requests")
         return _Found(
             [prediction], f"{given}: {'keeps' if prediction.meets else 'does not keep'} {kept}" if kept else ""
         )
@@ -152,7 +170,7 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
             "what is wanted? Give --target-ttft-ms, --target-itl-ms or both, or a cluster: --prefill, --decode, --mixed"
         )
     sized = checked_sizing(Sizing(of, plan.most_nodes, plan.nodes_per_machine), kept)
-    return _Found(sized.tried, f"the smallest cluster that keeps {kept}: {sized.chosen}")
+    return _Found(sized.tried, f"the smallest cluster that keeps {kept}: {sized.chosen}", sized.chosen)
 
 
 def _profile(argv: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -17,6 +17,8 @@ class Answer:
     """The tokens after the first that its client has not got."""
     first_at: float = math.nan
     last_at: float = math.nan
+    done: bool = False
+    """Whether its client has all tokens, and its node has forgotten it."""
 
     @classmethod
     def to(cls, request: PlannedRequest) -> Answer:
@@ -26,6 +28,9 @@ class Answer:
     def begun(self) -> bool:
         """Whether its client has the first token."""
         return not math.isnan(self.first_at)
+
+    def end(self, now: float) -> None:
+        self.last_at, self.done = now, True
 
     @property
     def ttft_s(self) -> float:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.config import Disaggregation, TargetsConfig
+from pdserve.config import Disaggregation, TargetsConfig, TransferConfig
 from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.answer import Answer
@@ -22,6 +22,8 @@ from pdserve.plan.node import Order, Prompt, SimulatedNode, Step
 from pdserve.plan.profile import NodeSpeed, Profile
 from pdserve.wire.discovery import Role
 
+_ORDER_TIMEOUT_S = TransferConfig().prefill_timeout_ms / 1e3
+"""An order that is not begun so long after its estimated time is withdrawn."""
 _EARLY_TOKENS = 2048
 """The blocks of prompts that are no shorter move while the rest is computed (``kv_connector.pushing_connector``)."""
 
@@ -65,6 +67,10 @@ class Lived:
     busy_s: dict[Role, float] = field(default_factory=dict)
     """The seconds in which nodes of each role computed."""
     preemptions: int = 0
+    free_blocks: int = 0
+    """The blocks of all nodes that are free at the end."""
+    least_free_blocks: int = 0
+    """The fewest blocks that any node ever had."""
 
     @property
     def ended_at(self) -> float:
@@ -184,7 +190,11 @@ class _Simulation:
         for engine in self._engines:
             busy[engine.node.role] = busy.get(engine.node.role, 0.0) + engine.busy_s
         preemptions = sum(engine.node.preemptions for engine in self._engines)
-        return Lived(answers, self._gaps, busy, preemptions)
+        if lost := sum(not answer.done for answer in answers):
+            raise PlanError(f"{lost} of {len(answers)} requests never end in the simulation: a fault of pdserve plan")
+        nodes = [engine.node for engine in self._engines]
+        free, least = sum(node.free_blocks for node in nodes), min(node.least_free_blocks for node in nodes)
+        return Lived(answers, self._gaps, busy, preemptions, free, least)
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), event))
@@ -203,7 +213,7 @@ class _Simulation:
             other = self._prefilling.next(but=engine)
             target = None if other is None else other.node.as_target
             prompt = Prompt(answer, answer.request.prompt_tokens, now, target)
-            self._tell(engine, now, lambda _: engine.node.waiting.append(prompt))
+            self._tell(engine, now, lambda _: engine.node.wait(prompt))
 
         self._at(answer.request.at_s + self._profile.front.seconds(answer.request.prompt_tokens), come)
 
@@ -274,6 +284,7 @@ class _Simulation:
             self._give_tokens(engine, step, now)
         for prompt, tokens in step.chunks:
             prompt.done += tokens
+            node.queued_tokens -= tokens
             if not prompt.left:
                 node.computing.remove(prompt)
                 self._computed(engine, prompt, now)
@@ -293,7 +304,7 @@ class _Simulation:
         if step.count > 1:
             self._gaps.append(Gaps((engine.last_from - engine.began) / (step.count - 1), step.rows * (step.count - 1)))
         for member in decoding.advance(step.count):
-            member.answer.last_at = now
+            member.answer.end(now)
             engine.node.free_blocks += engine.node.cache.blocks(decoding.context_of(member) - 1)
 
     # ------------------------------------------------------------ prompts
@@ -303,22 +314,31 @@ class _Simulation:
         if prompt.order is not None:
             self._push(engine, prompt, prompt.order, now)
             return
-        if not answer.begun:
+        if prompt.since is None:
             answer.first_at = now
-        if answer.tokens_left:
-            node.decoding.join(answer, prompt.tokens, prompt.since)
         else:
-            answer.last_at = now
+            # The last chunk of what is computed again gives the next token.
+            answer.tokens_left -= 1
+            self._gaps.append(Gaps(now - prompt.since, 1))
+        if answer.tokens_left:
+            node.decoding.join(answer, prompt.tokens, None)
+        else:
+            answer.end(now)
             node.free_blocks += node.cache.blocks(prompt.tokens)
 
     def _send_order(self, order: Order, now: float) -> None:
-        there = self._of[order.to]
+        here, there = self._of[order.by], self._of[order.to]
         prompt = Prompt(order.prompt.answer, order.prompt.tokens, now, order=order)
 
         def come(time: float) -> None:
-            self._tell(there, time, lambda _: order.to.waiting.append(prompt))
+            self._tell(there, time, lambda _: order.to.wait(prompt))
+
+        def time_out(time: float) -> None:
+            if order.to.withdraw(prompt):
+                self._tell(here, time, lambda seen: order.by.give_up(order, seen))
 
         self._at(now, come)
+        self._at(now + _ORDER_TIMEOUT_S + order.needed_s, time_out)
 
     def _push(self, engine: _Engine, prompt: Prompt, order: Order, now: float) -> None:
         """Sends the first token, and then the blocks that have not moved yet, to the node that has ordered them."""
@@ -342,6 +362,7 @@ class _Simulation:
             if answer.tokens_left:
                 there.node.landed.append(answer)
             else:
+                answer.done = True
                 there.node.free_blocks += there.node.cache.blocks(prompt.tokens)
 
         def free(_: float) -> None:

@@ -6,6 +6,7 @@ are computed, is asked of the parts that an engine itself asks: ``StepBudget``, 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -45,6 +46,8 @@ class Prompt:
     done: int = 0
     since: float | None = None
     """When the client got a token last, if it has one."""
+    has_blocks: bool = False
+    """Whether its blocks were taken for an order that has come to nothing."""
 
     @property
     def left(self) -> int:
@@ -68,6 +71,8 @@ class Order:
     to: SimulatedNode
     known: PrefillNode
     """What the node that orders knows of the other one."""
+    needed_s: float
+    """The time that it is estimated to take."""
 
 
 @dataclass(slots=True)
@@ -121,9 +126,11 @@ class SimulatedNode:
         """The prompts that other nodes compute for this one."""
         self.orders: list[Order] = []
         """The orders that leave with the step that was planned last."""
+        self.queued_tokens = 0
+        """The tokens of prompts that are to be computed here."""
         self.preemptions = 0
         self.decoding = Decoding(cache.block_size)
-        self.free_blocks = cache.num_blocks
+        self.free_blocks = self.least_free_blocks = cache.num_blocks
         scheduler = SchedulerConfig(
             max_num_seqs=cache.max_num_seqs, max_num_batched_tokens=cache.max_num_batched_tokens
         )
@@ -148,13 +155,41 @@ class SimulatedNode:
     @property
     def load(self) -> PrefillLoad:
         """The load as a prefill node tells it."""
-        queued = sum(prompt.left for prompt in self.waiting) + sum(prompt.left for prompt in self.computing)
-        return PrefillLoad(queued, self.cost.tokens_per_s, self.decoding.rows)
+        return PrefillLoad(self.queued_tokens, self.cost.tokens_per_s, self.decoding.rows)
+
+    def wait(self, prompt: Prompt) -> None:
+        """Puts a prompt where it belongs by its time: behind those that came before it."""
+        self.queued_tokens += prompt.left
+        if not self.waiting or self.waiting[-1].arrived <= prompt.arrived:
+            self.waiting.append(prompt)
+            return
+        later = next(i for i, other in enumerate(self.waiting) if other.arrived > prompt.arrived)
+        self.waiting.insert(later, prompt)
+
+    def withdraw(self, prompt: Prompt) -> bool:
+        """Forgets a prompt that waits. Returns False if it waits no more."""
+        if prompt not in self.waiting:
+            return False
+        self.waiting.remove(prompt)
+        self.queued_tokens -= prompt.left
+        return True
+
+    def give_up(self, order: Order, now: float) -> None:
+        """Computes a prompt here whose order has not been begun in time: its blocks are here already."""
+        self.remote -= 1
+        order.known.timed_out(order.prompt.answer, now)
+        # It goes before prompts for which there may be no blocks until it has ended.
+        order.prompt.target, order.prompt.has_blocks, order.prompt.arrived = None, True, -math.inf
+        self.wait(order.prompt)
 
     def plan(self, now: float) -> Step | None:
         """Returns the next step; None if there is nothing to compute. ``orders`` leave with it."""
         self.orders = []
+        self._join_landed()
         self._make_room(now)
+        while self.landed and not self.running:
+            self._join_landed()
+            self._make_room(now)
         budget = StepBudget(self.cache.max_num_batched_tokens, self.cost, self.targets)
         if self.decoding.rows:
             budget.spend_rows(self.decoding.rows, self.decoding.context_tokens)
@@ -162,7 +197,6 @@ class SimulatedNode:
         chunks: list[tuple[Prompt, int]] = []
         for prompt in self.computing:
             self._chunk(prompt, budget, chunks)
-        self._admit_landed(budget)
         if self.waiting:
             self._admit(now, budget, chunks)
         step = Step(self.decoding.rows, self.decoding.context_tokens, chunks)
@@ -172,6 +206,7 @@ class SimulatedNode:
             return None
         if not self.computing and not self.landed and (not self.waiting or not self._has_place):
             step.count = self._steps_alike()
+        self.least_free_blocks = min(self.least_free_blocks, self.free_blocks)
         return step
 
     def _steps_alike(self) -> int:
@@ -199,13 +234,13 @@ class SimulatedNode:
             budget.spend_chunk(tokens, prompt.done)
             chunks.append((prompt, tokens))
 
-    def _admit_landed(self, budget: StepBudget) -> None:
+    def _join_landed(self) -> None:
+        """Has answers decode for which there are places and blocks, and one in any case if nothing else runs."""
         while self.landed and self._has_place:
+            if self.running and self.decoding.blocks_for(1) >= self.free_blocks:
+                return
             answer = self.landed.popleft()
-            tokens = answer.request.prompt_tokens
-            self.decoding.join(answer, tokens, answer.first_at)
-            budget.spend_rows(1, tokens + 1)
-            budget.decode_for(NO_OWN_TARGETS)
+            self.decoding.join(answer, answer.request.prompt_tokens, answer.first_at)
 
     def _admit(self, now: float, budget: StepBudget, chunks: list[tuple[Prompt, int]]) -> None:
         ahead = _Ahead(sum(prompt.left for prompt in self.computing))
@@ -223,11 +258,13 @@ class SimulatedNode:
             if waits or (remote and self._free_fetches <= 0) or (no_budget and not remote):
                 passed.append(prompt)
                 continue
-            if not self._has_room(prompt):
-                passed.append(prompt)
-                break
-            self.free_blocks -= self.cache.blocks(prompt.tokens)
+            if not prompt.has_blocks:
+                if not self._has_room(prompt):
+                    passed.append(prompt)
+                    break
+                self.free_blocks -= self.cache.blocks(prompt.tokens)
             if remote and target is not None:
+                self.queued_tokens -= prompt.left
                 self._order(prompt, target, now)
                 continue
             if decision is None:
@@ -261,9 +298,10 @@ class SimulatedNode:
         return decision
 
     def _order(self, prompt: Prompt, to: PrefillNodeAt, now: float) -> None:
+        needed_s = self.placement.needed_s(to.target, prompt.left, 0, now)
         known = self.placement.ordered(to.target, prompt.answer, prompt.left, 0, now)
         self.remote += 1
-        self.orders.append(Order(prompt, self, to.node, known))
+        self.orders.append(Order(prompt, self, to.node, known, needed_s))
 
     @property
     def _free_fetches(self) -> int:
@@ -278,11 +316,10 @@ class SimulatedNode:
 
     def _make_room(self, now: float) -> None:
         """Preempts the youngest answers while the next step needs more blocks than are free."""
-        while self.decoding.rows > 1 and self.decoding.blocks_for(1) > self.free_blocks:
+        while self.decoding.rows and self.decoding.blocks_for(1) > self.free_blocks:
             member = self.decoding.evict()
-            tokens = self.decoding.context_of(member) - 1
-            self.free_blocks += self.cache.blocks(tokens)
+            tokens = self.decoding.context_of(member)
+            self.free_blocks += self.cache.blocks(tokens - 1)
             self.preemptions += 1
-            again = Prompt(member.answer, tokens, member.answer.request.at_s, since=now)
-            later = (i for i, prompt in enumerate(self.waiting) if prompt.arrived > again.arrived)
-            self.waiting.insert(next(later, len(self.waiting)), again)
+            since = now if member.since is None or member.first_tick < self.decoding.tick else member.since
+            self.wait(Prompt(member.answer, tokens, member.answer.request.at_s, since=since))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,8 +28,8 @@ class ObservedLoad:
 
 
 def observed_load(before: Sequence[str], after: Sequence[str], seconds: float) -> ObservedLoad:
-    """Returns what came in the ``seconds`` between two looks at the metrics of all nodes. Raises PlanError."""
-    prompts, outputs = (_came(_buckets(before, name), _buckets(after, name)) for name in (_PROMPTS, _OUTPUTS))
+    """Returns what came in the ``seconds`` between two looks at the metrics of the same nodes. Raises PlanError."""
+    prompts, outputs = (_came_to_all(before, after, name) for name in (_PROMPTS, _OUTPUTS))
     requests = round(sum(prompts.values()))
     if requests < LEAST_REQUESTS:
         raise PlanError(
@@ -38,24 +38,36 @@ def observed_load(before: Sequence[str], after: Sequence[str], seconds: float) -
     return ObservedLoad(requests / seconds, requests, _lengths(prompts), _lengths(outputs))
 
 
-def _buckets(metrics: Iterable[str], name: str) -> dict[float, float]:
-    """Returns the cumulative counts of a histogram by their bounds, over all nodes."""
-    found: dict[float, float] = {}
-    names = {f"{prefix}{name}_bucket" for prefix in _PREFIXES}
-    for text in metrics:
-        for family in text_string_to_metric_families(text):
+def _came_to_all(before: Sequence[str], after: Sequence[str], name: str) -> dict[float, float]:
+    """Returns how many values of a histogram came to all nodes, by the upper bounds of its buckets."""
+    came: dict[float, float] = {}
+    for earlier, later in zip(before, after, strict=True):
+        for bound, count in _came(_buckets(earlier, name), _buckets(later, name)).items():
+            came[bound] = came.get(bound, 0.0) + count
+    return {bound: came[bound] for bound in sorted(came)}
+
+
+def _buckets(metrics: str, name: str) -> dict[float, float]:
+    """Returns the cumulative counts of a node's histogram by their bounds: a node may tell it under both prefixes."""
+    found: dict[str, dict[float, float]] = {f"{prefix}{name}_bucket": {} for prefix in _PREFIXES}
+    try:
+        for family in text_string_to_metric_families(metrics):
             for sample in family.samples:
-                if sample.name in names:
+                if (counts := found.get(sample.name)) is not None and math.isfinite(sample.value):
                     bound = float(sample.labels["le"])
-                    found[bound] = found.get(bound, 0.0) + sample.value
-    return found
+                    counts[bound] = counts.get(bound, 0.0) + sample.value
+    except (ValueError, KeyError) as exc:
+        raise PlanError(f"a node's /metrics are not in Prometheus' format: {exc}") from exc
+    return next((counts for counts in found.values() if counts), {})
 
 
 def _came(before: dict[float, float], after: dict[float, float]) -> dict[float, float]:
-    """Returns how many values came in each bucket, by its upper bound. A node that has started anew counts from 0."""
+    """Returns how many values came in each bucket of one node. One that has started anew counts from 0."""
+    if any(count < before.get(bound, 0.0) for bound, count in after.items()):
+        before = {}
     came, upto = {}, 0.0
     for bound in sorted(after):
-        count = max(0.0, after[bound] - before.get(bound, 0.0))
+        count = after[bound] - before.get(bound, 0.0)
         came[bound] = max(0.0, count - upto)
         upto = max(upto, count)
     return came

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from pdserve.plan.cluster import ClusterShape, Gaps, live
 from pdserve.plan.load import PlannedRequest
 from pdserve.plan.profile import Profile
 from pdserve.wire.discovery import Role
+
+_BEHIND = 0.05
+"""A cluster that leaves more of the requests behind does not keep up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,12 @@ class Prediction:
     preemptions: int
     keeps_ttft: bool
     keeps_itl: bool
+    keeps_up: bool
+    """Whether it answers as many as come: nothing else holds for longer than the load lasts if it does not."""
 
     @property
     def meets(self) -> bool:
-        return self.keeps_ttft and self.keeps_itl
+        return self.keeps_up and self.keeps_ttft and self.keeps_itl
 
 
 def predict(
@@ -92,7 +98,19 @@ def predict(
         preemptions=lived.preemptions,
         keeps_ttft=not wanted.ttft_s or ttft.asked <= wanted.ttft_s,
         keeps_itl=not wanted.itl_s or itl.asked <= wanted.itl_s,
+        keeps_up=keeps_up(lived.answers),
     )
+
+
+def keeps_up(answers: Sequence[Answer]) -> bool:
+    """Returns whether the requests that are under way grow by no more than chance from the middle to the last one."""
+    came = len(answers) - len(answers) // 2
+    middle, last = (_under_way(answers, answers[at].request.at_s) for at in (len(answers) // 2, -1))
+    return last - middle <= max(_BEHIND * came, 3 * math.sqrt(middle + 1))
+
+
+def _under_way(answers: Sequence[Answer], at_s: float) -> int:
+    return sum(answer.request.at_s <= at_s < answer.last_at for answer in answers)
 
 
 def gap_quantiles(gaps: Sequence[Gaps], spread: Sequence[float], percentile: float) -> Quantiles:

@@ -93,6 +93,14 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     front: FrontCost
     cache: CacheGeometry
 
+    def telling_s(self, output_tokens: float) -> float:
+        """Returns how long requests have to come before it shows whether a node keeps up with them.
+
+        It is several times as long as answers of ``output_tokens`` take on a node that is full.
+        """
+        parts, rows = self.speeds[0].steps, self.cache.max_num_seqs
+        return max(60.0, 4 * output_tokens * parts.step_s(rows, rows * output_tokens, 0))
+
     def speed(self, nodes: int) -> NodeSpeed:
         """Returns the speed of each of ``nodes`` nodes that share a machine like this one. Raises PlanError."""
         for speed in self.speeds:

@@ -64,3 +64,9 @@ async def test_a_node_that_does_not_come_ends_the_benchmark() -> None:
     async with listing(1) as (session, url):
         with pytest.raises(BenchError, match=r"did not know 2 nodes after 0\.2 s"):
             await until_known(session, url, 2, 0.2)
+
+
+async def test_an_error_status_is_no_metrics() -> None:
+    async with listing(1) as (session, url):
+        with pytest.raises(aiohttp.ClientResponseError, match="404"):
+            await read_metrics(session, f"{url}/absent")

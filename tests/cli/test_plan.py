@@ -36,7 +36,8 @@ def test_the_smallest_cluster_and_its_neighbours_are_shown(
     clusters = [str(row.at["cluster"]) for row in report.rows]
     assert len(clusters) == len(set(clusters)) > 2
     for name in ("TTFT p50", "TTFT p90", "TTFT p99", "ITL p50", "ITL p90", "ITL p99", "output", "goodput"):
-        assert all(row.figure(name).value >= 0 for row in report.rows)
+        assert all(row.figure(name).value > 0 for row in report.rows)
+    assert [row.at["verdict"] for row in report.rows].count("smallest") == 1
     assert "</svg>" in plot.read_text()
 
 
@@ -49,7 +50,7 @@ def test_a_given_cluster_is_predicted_for_a_trace(
     assert run(*argv, "--target-ttft-ms", "1") == 0
     told = capsys.readouterr()
     (row,) = json.loads(told.out)["rows"]
-    assert row["at"] == {"cluster": "1 prefill + 2 decode"}
+    assert row["at"] == {"cluster": "1 prefill + 2 decode", "verdict": "too slow"}
     assert "1 prefill + 2 decode: does not keep a TTFT p90 of 1 ms" in told.err
 
 
@@ -62,7 +63,7 @@ def test_a_given_cluster_is_predicted_for_a_trace(
         (["--rate", "1", "--prefill", "1"], 1, "it needs a decode or a mixed node"),
         (["--rate", "1", "--mixed", "1", "--prompt-lengths", "many"], 1, "'many' is no length"),
         (["--rate", "1", "--mixed", "2", "--nodes-per-machine", "4"], 1, "the profile says nothing of 4 nodes"),
-        (["--from", "http://127.0.0.1:9", "--mixed", "1"], 1, "does not say what its nodes have counted"),
+        (["--from", "http://127.0.0.1:9", "--mixed", "1"], 1, "does not say what its nodes are"),
         (["--rate", "1", "--mixed", "1", "--json", "/absent/plan.json"], 2, "there is no folder"),
         (["profil"], 2, "or the word profile"),
         (["--rate", "1", "--target-itl-ms", "0.1", "--max-nodes", "2"], 1, "no cluster that was tried keeps an ITL"),
@@ -71,7 +72,8 @@ def test_a_given_cluster_is_predicted_for_a_trace(
 def test_what_is_wrong_is_said(
     profile: str, argv: list[str], status: int, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--profile", profile, "--plan-requests", "20", *argv) == status if argv != ["profil"] else run(*argv)
+    flags = [] if argv == ["profil"] else ["--profile", profile, "--plan-requests", "20"]
+    assert run(*argv, *flags) == status
     assert wrong in capsys.readouterr().err
 
 

@@ -225,3 +225,27 @@ def test_the_spread_of_steps_widens_the_quantiles_of_gaps() -> None:
     assert wide.p50 == pytest.approx(even.p50)
     assert wide.p90 == pytest.approx(1.2 * even.p90)
     assert gap_quantiles([], (1.0,), 90).p99 == 0.0
+
+
+def test_a_cluster_that_falls_behind_does_not_keep_its_targets() -> None:
+    wanted, targets = Wanted(0.0, 0.2), TargetsConfig(target_itl_ms=200.0)
+    load = poisson_load(20.0, 600, read_lengths("256"), read_lengths("64"), seed=0)
+    few, many = (predict(profile_of(), ClusterShape(mixed=nodes), load, wanted, targets) for nodes in (1, 12))
+    assert few.keeps_itl and not few.keeps_up and not few.meets
+    assert many.keeps_up and many.meets
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("shape", [MIXED, ClusterShape(mixed=2), PAIR, ClusterShape(2, 1), ClusterShape(2, 2)], ids=str)
+def test_nodes_with_hardly_any_blocks_answer_everything_and_get_their_blocks_back(
+    shape: ClusterShape, seed: int
+) -> None:
+    few = msgspec.structs.replace(CACHE, num_blocks=12 + seed, max_num_seqs=1 + 3 * (seed % 3))
+    room = few.num_blocks * few.block_size // 2
+    load = poisson_load(200.0, 40, read_lengths(f"1-{room}"), read_lengths(f"1-{room - 1}"), seed=seed)
+    for disaggregation in (Disaggregation.AUTO, Disaggregation.ALWAYS):
+        lived = live(profile_of(cache=few), shape, load, disaggregation=disaggregation)
+        assert all(answer.done and answer.first_at <= answer.last_at for answer in lived.answers)
+        assert sum(gap.count for gap in lived.gaps) == sum(request.output_tokens - 1 for request in load)
+        assert lived.free_blocks == shape.nodes * few.num_blocks
+        assert lived.least_free_blocks >= 0

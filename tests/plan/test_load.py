@@ -88,6 +88,28 @@ def test_a_running_cluster_tells_its_rate_and_lengths_between_two_looks(prefix: 
     assert 101 <= seen.prompts.draw(random.Random(1)) <= 200
 
 
+def test_a_node_that_tells_its_histograms_under_both_names_is_counted_once() -> None:
+    before, after = (
+        "".join(_metrics(prefix, {"100": count, "+Inf": count}, {"64": count, "+Inf": count}) for prefix in both)
+        for both, count in ((("pdserve_", "vllm:"), 50), (("pdserve_", "vllm:"), 80))
+    )
+    assert observed_load([before], [after], 10.0).requests == 30
+
+
+def test_a_node_that_has_started_anew_takes_nothing_from_the_others() -> None:
+    before, after = (
+        [_metrics("pdserve_", {"100": count, "+Inf": count}, {"64": count, "+Inf": count}) for count in counts]
+        for counts in ((1000, 500), (10, 600))
+    )
+    assert observed_load(before, after, 10.0).requests == 110
+
+
+@pytest.mark.parametrize("text", ["404: Not Found", "<html>x</html>", '{"error": "no key"}', 'x{le="1"} abc'])
+def test_what_is_not_in_the_format_of_metrics_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="not in Prometheus' format"):
+        observed_load([text], [text], 10.0)
+
+
 def test_a_cluster_without_requests_tells_no_load() -> None:
     metrics = [_metrics("pdserve_", {"+Inf": 5}, {"+Inf": 5})]
     with pytest.raises(PlanError, match="--look-s"):

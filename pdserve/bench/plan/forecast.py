@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.plan.cluster import ClusterShape
 from pdserve.plan.prediction import Prediction
 
-CLUSTER = "cluster"
+CLUSTER, VERDICT = "cluster", "verdict"
 PREDICTED = "predicted"
 
 
-def forecast_rows(predictions: Sequence[Prediction]) -> tuple[Row, ...]:
-    return tuple(Row(PREDICTED, {CLUSTER: str(prediction.shape)}, figures_of(prediction)) for prediction in predictions)
+def forecast_rows(predictions: Sequence[Prediction], chosen: ClusterShape | None = None) -> tuple[Row, ...]:
+    return tuple(_row(prediction, chosen) for prediction in predictions)
+
+
+def _row(prediction: Prediction, chosen: ClusterShape | None) -> Row:
+    at: dict[str, int | str] = {CLUSTER: str(prediction.shape), VERDICT: _verdict(prediction, chosen)}
+    return Row(PREDICTED, at, figures_of(prediction))
+
+
+def _verdict(prediction: Prediction, chosen: ClusterShape | None) -> str:
+    if not prediction.keeps_up:
+        return "cannot keep up"
+    if not prediction.meets:
+        return "too slow"
+    return "smallest" if prediction.shape == chosen else "fast enough"
 
 
 def figures_of(prediction: Prediction) -> tuple[Figure, ...]:
