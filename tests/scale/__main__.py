@@ -204,6 +204,8 @@ def measure_rack(at: Proxy, rack: Process, left: int) -> RackFigures:
         replies: list[tuple[float, str]] = []
         known_s = 0.0
         while not known_s:
+            if time.monotonic() > killed_s + PATIENCE_S:
+                raise TimeoutError(f"the proxy has {at.nodes()} nodes {PATIENCE_S:g} s after the loss, not {left}")
             replies += at.send(100, 0.2, connections)
             if at.nodes() == left:
                 known_s = time.monotonic() - killed_s

@@ -68,7 +68,8 @@ async def wrong_counters(cluster: Cluster, plan: Plan) -> list[str]:
     """Returns what the counters say otherwise than what was seen of the run. Nothing is under way any more."""
     proxies = [await _metrics(cluster, proxy.process, proxy.host) for proxy in cluster.proxies]
     nodes = [await _metrics(cluster, node.process, node.host) for node in cluster.nodes]
-    wrong = [what for metrics in (*proxies, *nodes) for what in _not_at_rest(metrics)]
+    wrong = [what for metrics in proxies for what in _not_at_rest(metrics, of_proxy=True)]
+    wrong += [what for metrics in nodes for what in _not_at_rest(metrics, of_proxy=False)]
     wrong += [what for metrics in proxies for what in _wrong_of_proxy(metrics, cluster.witness)]
     wrong += _wrong_ends(cluster)
     if plan.faults:
@@ -87,8 +88,12 @@ async def _metrics(cluster: Cluster, process: SimProcess, host: str) -> Metrics:
     return Metrics(process, text.decode())
 
 
-def _not_at_rest(metrics: Metrics) -> Iterator[str]:
-    """Yields what a process says is under way though nothing is."""
+def _not_at_rest(metrics: Metrics, of_proxy: bool) -> Iterator[str]:
+    """Yields what a process says is under way though nothing is, and what it should show and does not."""
+    shown = {sample.name for sample in metrics.samples}
+    for name in sorted(AT_REST | UNTROUBLED):
+        if name.startswith("pdserve_proxy_") == of_proxy and name not in shown:
+            yield f"{metrics.process.name} does not show {name}"
     for sample in metrics.samples:
         if sample.name in AT_REST and sample.value:
             yield f"{metrics.process.name} shows {sample} at rest"

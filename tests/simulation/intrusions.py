@@ -12,13 +12,15 @@ from tests.simulation.clients import ROUTE, ClientRequest, fetch
 from tests.simulation.cluster import HTTP_PORT, Cluster, Node
 from tests.simulation.plan import PROBE, Intrusion, IntrusionKind
 
-REFUSED = (401, 503)
+UNAUTHORIZED = 401
+REFUSED = (UNAUTHORIZED, 503)
 """How a node refuses what comes from no proxy: with 503 when it takes no requests at all."""
 
 COUNTERS_LATER = 1_000
 
 
-async def intrude(cluster: Cluster, intrusion: Intrusion) -> None:
+async def intrude(cluster: Cluster, intrusion: Intrusion, *, serves: bool) -> None:
+    """Sends it, and notes a violation if the node does not refuse it. A node that ``serves`` has to say 401."""
     await asyncio.sleep(intrusion.at_s)
     node = cluster.nodes[intrusion.node]
     header = _header(cluster, node, intrusion.kind)
@@ -26,7 +28,7 @@ async def intrude(cluster: Cluster, intrusion: Intrusion) -> None:
     fields = (f"{TICKET_HEADER}: {header}",) if header else ()
     body = ClientRequest(0, PROBE).body
     status, said = await cluster.as_client(fetch(node.host, HTTP_PORT, f"POST {ROUTE}", fields, body))
-    if status and status not in REFUSED:
+    if status != UNAUTHORIZED if serves else status and status not in REFUSED:
         cluster.violated(f"{node.name} answers {intrusion.kind.value} with {status} {said[:100].decode()}")
 
 

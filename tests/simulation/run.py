@@ -58,7 +58,8 @@ class Run:
         await asyncio.sleep(SETTLED_S)
         self.settled = {type(server): tasks_of(server.process) for server in cluster.servers}
         clients = asyncio.gather(*(self._client(i, request) for i, request in enumerate(plan.requests)))
-        intrusions = asyncio.gather(*(intrude(cluster, intrusion) for intrusion in plan.intrusions))
+        serves = not plan.faults
+        intrusions = asyncio.gather(*(intrude(cluster, one, serves=serves) for one in plan.intrusions))
         faults = asyncio.gather(*(self.faults.happen(fault) for fault in plan.faults))
         try:
             async with asyncio.timeout(ANSWERED_S):

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from tests.soak.plot import write_plot
-from tests.soak.report import read, show, to_report, write
-from tests.soak.run import SoakPlan, run_soak
+from tests.soak.report import SoakReport, read, show, to_report, write
+from tests.soak.run import Soak, SoakPlan, run_soak
 
 
 def main() -> int:
@@ -40,27 +40,37 @@ def main() -> int:
         write_plot(read(options.plot_again), options.plot)
         return 0
     plan = SoakPlan(options.minutes, options.seed, options.clients, options.fault_every_s, options.rest_every_s)
+    soak = Soak(plan)
+    try:
+        _run(soak, options.keep)
+    finally:
+        # Also of a run that broke off.
+        report = to_report(soak)
+        if options.json is not None:
+            write(report, options.json)
+        _show(report)
+    if options.plot is not None:
+        write_plot(report, options.plot)
+    return 0 if report.ok else 1
+
+
+def _run(soak: Soak, keep: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as made:
         folder = Path(made)
         try:
-            soak = asyncio.run(run_soak(plan, folder))
+            asyncio.run(run_soak(soak, folder))
         finally:
-            if options.keep is not None:
-                shutil.copytree(
-                    folder, options.keep, ignore=shutil.ignore_patterns("model", "tenants", "admins", "tmp")
-                )
-    report = to_report(soak)
-    if options.json is not None:
-        write(report, options.json)
-    if options.plot is not None:
-        write_plot(report, options.plot)
+            if keep is not None:
+                shutil.copytree(folder, keep, ignore=shutil.ignore_patterns("model", "tenants", "admins", "tmp"))
+
+
+def _show(report: SoakReport) -> None:
     for row in report.faults:
         times = f"whole again after {row.recovery_p50_s:g} s in the median, {row.recovery_max_s:g} s at most"
         print(f"{row.part:8} {row.count:4} {row.fault:32} {times}")
     for finding in report.findings:
         print(f"{finding.outcome.value} at {finding.at_s:.1f} s: {finding.ask}, {finding.label}: {finding.what}")
     print(show(report.verdict))
-    return 0 if report.ok else 1
 
 
 if __name__ == "__main__":

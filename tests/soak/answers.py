@@ -107,7 +107,7 @@ class Events:
         *whole, self._rest = (self._rest + data).split(b"\n\n")
         for text in whole:
             fields = dict[str, str]()
-            for line in text.decode().split("\n"):
+            for line in text.decode(errors="replace").split("\n"):
                 name, _, value = line.partition(":")
                 fields[name] = value.removeprefix(" ")
             if "data" in fields:
@@ -137,9 +137,12 @@ def add_event(answer: Answer, event: Event) -> None:
         answer.whole = True
         return
     try:
-        said = json.loads(event.data)
-    except ValueError as exc:
-        raise BrokenAnswer(f"an event that is no JSON: {event.data[:80]!r}") from exc
+        _add_said(answer, event, json.loads(event.data))
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise BrokenAnswer(f"{exc!r} in the event {event.data[:80]!r}") from exc
+
+
+def _add_said(answer: Answer, event: Event, said: Any) -> None:
     if event.kind in ("error", "response.failed") or said.get("error"):
         raise ErrorEvent(event.data)
     if event.kind.startswith("response."):
@@ -165,7 +168,7 @@ def read_whole(path: str, body: bytes) -> Answer:
             answer.usage = (_input_tokens(said["usage"]), said["usage"]["output_tokens"])
         else:
             _add_chunk(answer, said)
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
         raise BrokenAnswer(f"{exc!r} in {body[:200]!r}") from exc
     return answer
 

@@ -42,6 +42,9 @@ SILENCE_S = 45.0
 """A client that hears nothing for so long gives its connection up."""
 _LONGEST_WAIT_S = 5.0
 _PAUSE_S = 0.1
+_OF_LOST_PROXY = frozenset({"", "shutting_down", "upstream_lost"})
+"""How an answer ends at a proxy that is hit: with its connection, because the proxy is drained, or because it was
+stopped for so long that it takes its nodes for lost."""
 
 
 class Manner(enum.Enum):
@@ -145,6 +148,9 @@ class Faults(Protocol):
 
     def hits_on_nodes(self, since: float) -> int:
         """Returns how many faults have hit nodes since then."""
+
+    def lost_nodes(self, since: float) -> int:
+        """Returns how many nodes have been hit since then by a fault with which a node can lose requests."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +324,7 @@ class Client:
                     raise _Left
                 await self._read(asked, response, manner, breaks_at)
         except ErrorEvent as exc:
-            self._explain(asked, door, since, f"{exc}")
+            self._explain(asked, door, since, f"{exc}", exc.code)
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ServerTimeoutError):
                 raise
@@ -331,26 +337,30 @@ class Client:
         status, said = response.status, body[:300].decode(errors="replace")
         if self._may_come_again(response, asked.began):
             raise _AskAgain(Cause.COME_AGAIN, min(_LONGEST_WAIT_S, float(response.headers["retry-after"])))
-        if status == 410 and asked.last_id:
+        if status == 410 and asked.last_id and self._faults.hits_on_nodes(asked.began):
             raise _AskAgain(Cause.NOT_KEPT)
         if status == 502 and asked.last_id and self._faults.hits_on_nodes(asked.began):
             raise _AskAgain(Cause.NOT_ASKED, _PAUSE_S)
-        if self._faults.hits_on_nodes(asked.began) >= 2 and (status == 502 or "suspected_request" in said):
+        if self._faults.lost_nodes(asked.began) >= 2 and (status == 502 or "suspected_request" in said):
             raise _AskAgain(Cause.TWO_NODES)
         raise Unpromised(f"status {status}: {said}")
 
     def _may_come_again(self, response: aiohttp.ClientResponse, since: float) -> bool:
         """Returns whether the client is told to ask again later, because a fault has left too few servers."""
-        told = response.status == 503 and "retry-after" in response.headers
-        return told and (
-            self._faults.hits_on_nodes(since) > 0 or any(self._faults.hit(d.name, since) for d in self._doors)
-        )
+        return response.status == 503 and "retry-after" in response.headers and self._disturbed(since)
 
-    def _explain(self, asked: Asked, door: Door, since: float, what: str) -> None:
-        """Raises _AskAgain for a broken answer that faults explain, and Unpromised for any other."""
-        if self._faults.hit(door.name, since):
+    def _disturbed(self, since: float) -> bool:
+        """Returns whether a fault has hit any server since then."""
+        return self._faults.hits_on_nodes(since) > 0 or any(self._faults.hit(door.name, since) for door in self._doors)
+
+    def _explain(self, asked: Asked, door: Door, since: float, what: str, code: str = "") -> None:
+        """Raises _AskAgain for a broken answer that faults explain, and Unpromised for any other.
+
+        ``code`` is of the error with which the proxy itself has ended the answer; a living proxy always gives one.
+        """
+        if self._faults.hit(door.name, since) and code in _OF_LOST_PROXY:
             raise _AskAgain(Cause.PROXY_LOST, _PAUSE_S)
-        if self._faults.hits_on_nodes(asked.began) >= 2:
+        if code == "upstream_lost" and self._faults.lost_nodes(asked.began) >= 2:
             raise _AskAgain(Cause.TWO_NODES)
         raise Unpromised(f"{what}, after {time.monotonic() - since:.1f} s at {door.name}, {asked.events} events")
 
@@ -380,7 +390,10 @@ class Client:
         """Notes the id of an event. Raises BrokenAnswer if it is not the next one."""
         if not event_id:
             return
-        number = int(event_id.rpartition(".")[2])
+        ending = event_id.rpartition(".")[2]
+        if not ending.isdecimal():
+            raise BrokenAnswer(f"an event has the id {event_id[:80]!r}")
+        number = int(ending)
         if number != asked.number + 1:
             raise BrokenAnswer(f"event {number} came behind event {asked.number}")
         asked.number, asked.last_id = number, event_id
@@ -431,7 +444,7 @@ class Client:
         try:
             async with session.get(door.url + path, headers={"authorization": f"Bearer {self._key}"}) as response:
                 await response.read()
-                if response.status not in (200, 503):
+                if response.status != 200 and not (response.status == 503 and self._disturbed(since)):
                     raise Unpromised(f"GET {path} has status {response.status}")
         except (aiohttp.ClientError, OSError) as exc:
             if not self._faults.hit(door.name, since):

@@ -27,6 +27,8 @@ from tests.processes import clean_environ
 from tests.soak.catalogue import MODEL
 
 STOP_S = 30.0
+LOST_ENGINE = 1
+"""The exit status of a node whose engine has died."""
 START_S = 180.0
 _ASKING_S = 0.25
 TENANTS = ("ash", "birch", "cedar")
@@ -76,8 +78,7 @@ class Server:
         self.name = name
         self.part = part
         self.boots = 0
-        self.expected_end = False
-        """Whether a fault has ended the process, or is about to."""
+        self._expected: int | None = None
         self.surprises: list[str] = []
         """What nobody did to it: ends that no fault explains, wrong exit statuses, and defects in its log."""
         self._command = command
@@ -98,13 +99,28 @@ class Server:
         """Returns once the process that runs now has ended."""
         await self.process.wait()
 
+    def expect_end(self, status: int) -> None:
+        """Notes that a fault ends the process now, and with which exit status it has to end."""
+        self._expected = status
+
+    @property
+    def ending(self) -> bool:
+        """Whether a fault has ended the process, or is about to."""
+        return self._expected is not None
+
+    def judge_end(self, status: int) -> None:
+        """Notes a surprise if the process, which has ended, should not have, or not with this exit status."""
+        if self._expected is None:
+            self.surprises.append(f"{self.process.died()}")
+        elif status != self._expected:
+            self.surprises.append(f"{self.process.died()}, where a fault should have made it {self._expected}")
+        self._expected = None
+
     async def keep(self) -> None:
         """Starts the process again whenever it has ended. Runs until it is cancelled."""
         while True:
             status = await self.process.wait()
-            if not self.expected_end:
-                self.surprises.append(f"{self.process.died()}")
-            self.expected_end = False
+            self.judge_end(status)
             await self.process.end(0.0)
             await asyncio.sleep(FIRST_PAUSE_S)
             self._log.write(f"--- ended with {status}; boot {self.boots + 1}\n")
@@ -135,8 +151,11 @@ class Server:
         return self.members()[f"{self.name} engine"]
 
     async def stop(self) -> None:
-        self.expected_end = True
+        running = self.process.alive
         await self.process.stop(STOP_S)
+        if running and not self.ending:
+            self.expect_end(0)
+            self.judge_end(await self.process.wait())
         self._log.close()
 
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from pdserve.wire.discovery import Role
-from tests.soak.cluster import Part, Server, SoakCluster, is_known
+from tests.soak.cluster import LOST_ENGINE, Part, Server, SoakCluster, is_known
 
 RECOVERY_S = 120.0
 """The cluster has to be whole again within this time after a fault is over."""
@@ -49,6 +49,8 @@ class Fault(enum.Enum):
 
 ENDING = frozenset({Fault.KILL, Fault.KILL_ENGINE, Fault.STOP_KILL, Fault.DRAIN})
 """Faults that end the process. Old servers are spared these."""
+LOSING = ENDING - {Fault.DRAIN} | {Fault.STOP, Fault.STOP_ENGINE, Fault.STOP_API, Fault.CUT, Fault.CUT_TRANSFERS}
+"""Faults with which a node can lose requests. In a drain it has to pass them on."""
 CUTS = frozenset({Fault.CUT, Fault.CUT_TRANSFERS})
 """Faults that the kernel makes, for root alone."""
 OF_NODES: Mapping[Fault, int] = {
@@ -107,7 +109,6 @@ class FaultSchedule:
         self._pause_s = pause_s
         self._began = began
         self.strikes: list[Strike] = []
-        self._running: set[asyncio.Task[None]] = set()
         self._can_cut = os.geteuid() == 0 and shutil.which("ss") is not None
 
     # What clients ask
@@ -118,18 +119,20 @@ class FaultSchedule:
     def hits_on_nodes(self, since: float) -> int:
         return sum(strike.part is not Part.PROXY and _after(strike, since) for strike in self.strikes)
 
+    def lost_nodes(self, since: float) -> int:
+        losing = (one for one in self.strikes if one.part is not Part.PROXY and one.fault in LOSING)
+        return len({strike.server for strike in losing if _after(strike, since)})
+
     async def run(self, session: aiohttp.ClientSession, until: float) -> None:
         """Makes faults until this time of ``time.monotonic``, and returns when the cluster is whole again."""
-        while time.monotonic() < until:
-            await asyncio.sleep(min(4 * self._pause_s, self._dice.expovariate(1 / self._pause_s)))
-            chosen = self._choose()
-            if chosen is not None and time.monotonic() < until:
-                strike = Strike(time.monotonic(), chosen[1], chosen[0].name, chosen[0].part)
-                self.strikes.append(strike)
-                task = asyncio.create_task(self._make(session, strike, chosen[0]))
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
-        await asyncio.gather(*self._running)
+        async with asyncio.TaskGroup() as making:
+            while time.monotonic() < until:
+                await asyncio.sleep(min(4 * self._pause_s, self._dice.expovariate(1 / self._pause_s)))
+                chosen = self._choose()
+                if chosen is not None and time.monotonic() < until:
+                    strike = Strike(time.monotonic(), chosen[1], chosen[0].name, chosen[0].part)
+                    self.strikes.append(strike)
+                    making.create_task(self._make(session, strike, chosen[0]))
 
     def _choose(self) -> tuple[Server, Fault] | None:
         part = self._dice.choices(list(PARTS), list(PARTS.values()))[0]
@@ -168,31 +171,29 @@ class FaultSchedule:
         group = -server.group
         match fault:
             case Fault.KILL:
-                server.expected_end = True
+                server.expect_end(-signal.SIGKILL)
                 server.process.kill()
             case Fault.KILL_ENGINE:
-                server.expected_end = True
+                server.expect_end(LOST_ENGINE)
                 os.kill(server.engine, signal.SIGKILL)
                 await asyncio.wait_for(server.ended(), RECOVERY_S)
             case Fault.DRAIN:
-                server.expected_end = True
+                server.expect_end(0)
                 server.process.terminate()
                 await asyncio.wait_for(server.ended(), RECOVERY_S)
             case Fault.STOP_KILL:
-                server.expected_end = True
-                await self._stopped(group)
+                server.expect_end(-signal.SIGKILL)
+                await self._stopped(group, self._long())
                 server.process.kill()
             case Fault.STOP:
-                await self._stopped(group)
+                await self._stopped(group, self._long())
             case Fault.STOP_ENGINE:
-                await self._stopped(server.engine)
+                await self._stopped(server.engine, self._long())
             case Fault.STOP_API:
-                await self._stopped(server.process.pid)
+                await self._stopped(server.process.pid, self._long())
             case Fault.STUTTER:
                 for _ in range(self._dice.randint(10, 40)):
-                    _signal(group, signal.SIGSTOP)
-                    await asyncio.sleep(0.12)
-                    _signal(group, signal.SIGCONT)
+                    await self._stopped(group, 0.12)
                     await asyncio.sleep(0.06)
             case Fault.ROLE:
                 await self._cluster.set_role(session, server, OTHER[server.part])
@@ -213,11 +214,15 @@ class FaultSchedule:
             await process.wait()
             await asyncio.sleep(self._dice.uniform(0.0, 0.5))
 
-    async def _stopped(self, pid: int) -> None:
-        """Stops a process, or with a negative number a group, for a while that may outlast leases."""
+    def _long(self) -> float:
+        """Returns a time that may outlast leases."""
+        return self._dice.choice((0.3, 1.5, 3.5, 6.0, 9.0))
+
+    async def _stopped(self, pid: int, for_s: float) -> None:
+        """Stops a process, or with a negative number a group, for a while."""
         _signal(pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(self._dice.choice((0.3, 1.5, 3.5, 6.0, 9.0)))
+            await asyncio.sleep(for_s)
         finally:
             _signal(pid, signal.SIGCONT)
 
@@ -229,7 +234,7 @@ class FaultSchedule:
 
     async def _server_back(self, session: aiohttp.ClientSession, server: Server) -> bool:
         """Returns whether all that serve are whole, but those that other faults break now."""
-        if not server.process.alive or server.expected_end or not server.url:
+        if not server.process.alive or server.ending or not server.url:
             return False
         broken = {strike.server for strike in self.strikes if not strike.whole} - {server.name}
         proxies = [server] if server.part is Part.PROXY else self._cluster.proxies

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from tests.soak.cluster import Server, SoakCluster
+from tests.soak.cluster import Part, Server, SoakCluster
 
 _QUICK = aiohttp.ClientTimeout(total=3.0)
 
@@ -71,16 +71,24 @@ _SUMMED: Mapping[str, str] = {
 }
 
 
-def read_inside(metrics: str) -> Inside:
-    """Returns what a server's ``/metrics`` say. Only their few lines are parsed: this runs beside what it measures."""
-    sums = dict.fromkeys(Inside.__struct_fields__, 0.0)
+_OF_PROXY = frozenset(name for name in _SUMMED if name.startswith("pdserve_proxy_"))
+_OF_NODE = _SUMMED.keys() - _OF_PROXY
+
+
+def read_inside(metrics: str, part: Part) -> Inside | None:
+    """Returns what a server's ``/metrics`` say. Only their few lines are parsed: this runs beside what it measures.
+
+    Returns None where one of those is missing that a server of this part always shows: that is another page.
+    """
+    sums, seen = dict.fromkeys(Inside.__struct_fields__, 0.0), set[str]()
     for line in metrics.splitlines():
         if line.startswith("pdserve_"):
             name, _, value = line.rpartition(" ")
-            field = _SUMMED.get(name.partition("{")[0])
-            if field is not None:
-                sums[field] += float(value)
-    return Inside(**sums)
+            name = name.partition("{")[0]
+            if name in _SUMMED:
+                seen.add(name)
+                sums[_SUMMED[name]] += float(value)
+    return Inside(**sums) if seen >= (_OF_PROXY if part is Part.PROXY else _OF_NODE) else None
 
 
 async def look(cluster: SoakCluster, session: aiohttp.ClientSession, at_s: float, asked: int) -> Look:
@@ -102,8 +110,8 @@ async def _ask(session: aiohttp.ClientSession, server: Server, cluster: SoakClus
         return None
     try:
         async with session.get(f"{url}/metrics", timeout=_QUICK) as response:
-            return read_inside(await response.text())
-    except (OSError, TimeoutError, aiohttp.ClientError):
+            return read_inside(await response.text(), server.part) if response.status == 200 else None
+    except (OSError, TimeoutError, ValueError, aiohttp.ClientError):
         return None
 
 

@@ -28,6 +28,8 @@ NOISE_MIB = 8.0
 WARM_SPANS = 1
 """Spans of a process that are no measure of it: caches fill, and libraries load what they use."""
 MIN_SPANS = 3
+JUDGED_FROM_MINUTES = 30.0
+"""A soak that is at least so long has to have processes that lived long enough to be judged."""
 MAX_FILES = 32
 """Files that the processes of six servers may have in shared memory, or among temporary ones."""
 _KEPT_EVERY_S = 30.0
@@ -189,12 +191,18 @@ def fault_rows(soak: Soak) -> list[FaultRow]:
 def verdict(soak: Soak) -> list[Line]:
     """Returns the verdict, in about ten lines. The soak has passed if all of them are well."""
     return [
+        *_on_its_end(soak),
         *_on_answers(soak),
         *_on_faults(soak),
         *_on_rests(soak.rests),
         *_on_growth(soak),
         _on_what_is_left(soak),
     ]
+
+
+def _on_its_end(soak: Soak) -> Iterator[Line]:
+    if soak.broke_off:
+        yield Line(False, f"the run ended early: {soak.broke_off}")
 
 
 def _on_answers(soak: Soak) -> Iterator[Line]:
@@ -311,7 +319,8 @@ def _on_growth(soak: Soak) -> Iterator[Line]:
     threads = max(judged, key=lambda life: life.new_threads, default=None)
     grown = max(judged, key=lambda life: life.too_much_mib, default=None)
     if files is None or threads is None or grown is None:
-        yield Line(True, "too short to judge descriptors, threads and memory")
+        short = soak.plan.minutes < JUDGED_FROM_MINUTES
+        yield Line(short, "no process lived long enough to judge descriptors, threads and memory")
         return
     yield Line(
         files.new_files <= MAX_NEW_FILES and threads.new_threads <= MAX_NEW_THREADS,

@@ -77,6 +77,8 @@ class Soak:
     surprises: list[str] = field(default_factory=list)
     left_at_end: list[str] = field(default_factory=list)
     """What was still there when every process had been told to end."""
+    broke_off: str = ""
+    """What ended the run before its time."""
     seconds: float = 0.0
     began: float = 0.0
 
@@ -96,9 +98,19 @@ def save_model(folder: Path) -> Path:
     return save_tiny_chat_model(demo_folder(cache), folder / "model", **shape)
 
 
-async def run_soak(plan: SoakPlan, folder: Path) -> Soak:
-    """Runs a soak in ``folder``. Raises SoakError, or TimeoutError, if the cluster cannot be started."""
-    soak = Soak(plan)
+async def run_soak(soak: Soak, folder: Path) -> None:
+    """Runs a soak in ``folder``. ``soak`` has all that it has shown also if it raises, as for a cluster that does not
+    start: SoakError or TimeoutError.
+    """
+    try:
+        await _run_whole(soak, folder)
+    except BaseException as exc:
+        soak.broke_off = repr(exc)
+        raise
+
+
+async def _run_whole(soak: Soak, folder: Path) -> None:
+    plan = soak.plan
     model = await asyncio.to_thread(save_model, folder)
     asks = catalogue(plan.seed, VOCABULARY, plan.each)
     soak.asks = len(asks)
@@ -113,7 +125,6 @@ async def run_soak(plan: SoakPlan, folder: Path) -> Soak:
             await cluster.stop()
             soak.surprises = [words for server in cluster.servers.values() for words in server.surprises]
             soak.left_at_end = cluster.clear()
-    return soak
 
 
 async def reference_answers(model: Path, asks: Sequence[Ask], folder: Path) -> dict[str, Answer]:

@@ -44,11 +44,16 @@ class NoFaults:
 
     broken_proxy: bool = False
     broken_nodes: int = 0
+    disturbed_nodes: int = 0
+    """Nodes with faults with which they lose nothing."""
 
     def hit(self, server: str, since: float) -> bool:
         return self.broken_proxy
 
     def hits_on_nodes(self, since: float) -> int:
+        return max(self.broken_nodes, self.disturbed_nodes)
+
+    def lost_nodes(self, since: float) -> int:
         return self.broken_nodes
 
 
@@ -110,6 +115,7 @@ async def one(script: Script, manner: Manner, faults: NoFaults) -> Tally:
 
 GOOD = streams(*EVENTS)
 ERROR = b'event: error\ndata: {"error": {"message": "no", "code": "upstream_lost"}}\n\n'
+DEFECT = ERROR.replace(b"upstream_lost", b"engine_error")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +129,16 @@ ERROR = b'event: error\ndata: {"error": {"message": "no", "code": "upstream_lost
         ([streams(EVENTS[0], ERROR)], NoFaults(), Outcome.LOST, None),
         ([streams(EVENTS[0], ERROR)], NoFaults(broken_nodes=1), Outcome.LOST, None),
         ([streams(EVENTS[0], ERROR), GOOD], NoFaults(broken_nodes=2), Outcome.RIGHT, Cause.TWO_NODES),
+        ([streams(EVENTS[0], ERROR)], NoFaults(disturbed_nodes=2), Outcome.LOST, None),
+        ([streams(EVENTS[0], DEFECT)], NoFaults(broken_nodes=2), Outcome.LOST, None),
+        ([streams(EVENTS[0], DEFECT)], NoFaults(broken_proxy=True), Outcome.LOST, None),
+        ([streams(EVENTS[0])], NoFaults(broken_nodes=2), Outcome.LOST, None),
+        ([streams(EVENTS[0], breaks=True)], NoFaults(broken_nodes=2), Outcome.LOST, None),
+        ([refuses(502)], NoFaults(disturbed_nodes=2), Outcome.LOST, None),
+        ([refuses(502), GOOD], NoFaults(broken_nodes=2), Outcome.RIGHT, Cause.TWO_NODES),
+        ([streams(b"data: {}\n\n")], NoFaults(), Outcome.WRONG, None),
+        ([streams(b"data: []\n\n")], NoFaults(), Outcome.WRONG, None),
+        ([streams(b"id: none\n" + EVENTS[0])], NoFaults(), Outcome.WRONG, None),
         ([streams(EVENTS[0], breaks=True)], NoFaults(), Outcome.LOST, None),
         ([streams(EVENTS[0], breaks=True), GOOD], NoFaults(broken_proxy=True), Outcome.RIGHT, Cause.PROXY_LOST),
         ([streams(chunk("zero "), breaks=True), GOOD], NoFaults(broken_proxy=True), Outcome.WRONG, None),
@@ -158,6 +174,29 @@ async def test_a_client_with_a_key_goes_on_behind_the_event_that_it_has() -> Non
     twice = Script([streams(numbered[0], breaks=True), streams(*numbered)])
     tally = await one(twice, Manner.KEYED, NoFaults(broken_proxy=True))
     assert dict(tally.outcomes) == {Outcome.WRONG: 1}, "an event came twice"
+
+
+@pytest.mark.parametrize(
+    ("faults", "outcome"), [(NoFaults(), Outcome.LOST), (NoFaults(disturbed_nodes=1), Outcome.RIGHT)]
+)
+async def test_an_answer_that_is_not_kept_needs_a_fault(faults: NoFaults, outcome: Outcome) -> None:
+    # The proxy is lost while the client reads; the node must still have the answer then.
+    faults.broken_proxy = True
+    script = Script([streams(b"id: answer.1\n" + EVENTS[0], breaks=True), refuses(410), GOOD])
+    assert dict((await one(script, Manner.KEYED, faults)).outcomes) == {outcome: 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "faults", "outcome"),
+    [
+        (200, NoFaults(), Outcome.RIGHT),
+        (503, NoFaults(), Outcome.LOST),
+        (503, NoFaults(disturbed_nodes=1), Outcome.RIGHT),
+        (500, NoFaults(broken_proxy=True, broken_nodes=2), Outcome.LOST),
+    ],
+)
+async def test_a_page_is_unavailable_only_after_a_fault(status: int, faults: NoFaults, outcome: Outcome) -> None:
+    assert dict((await one(Script([refuses(status)]), Manner.LOOKING, faults)).outcomes) == {outcome: 1}
 
 
 def test_answers_are_the_same_up_to_ids_and_rounding() -> None:

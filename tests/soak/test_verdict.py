@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
 from tests.soak.clients import Finding, Manner, Outcome, Tally
-from tests.soak.cluster import Part
-from tests.soak.faults import Fault, Strike
+from tests.soak.cluster import Part, Server, SoakCluster
+from tests.soak.faults import Fault, FaultSchedule, Strike
 from tests.soak.observing import Held, Inside, Look, read_inside
 from tests.soak.plot import write_plot
 from tests.soak.report import (
@@ -88,6 +90,14 @@ def leak_memory(soak: Soak) -> None:
         )
 
 
+def rest_too_seldom(soak: Soak) -> None:
+    soak.rests = soak.rests[:4]
+
+
+def break_off(soak: Soak) -> None:
+    soak.broke_off = "KeyError('choices')"
+
+
 def leave_shared_memory(soak: Soak) -> None:
     soak.rests[-1].look = msgspec.structs.replace(soak.rests[-1].look, shared_files=MAX_FILES + 1)
 
@@ -112,6 +122,8 @@ def test_a_run_without_defects_passes() -> None:
         leak_files,
         leak_threads,
         leak_memory,
+        rest_too_seldom,
+        break_off,
         leave_shared_memory,
         leave_a_folder,
     ],
@@ -144,12 +156,57 @@ def test_a_server_says_what_is_under_way() -> None:
     metrics = """# HELP pdserve_num_requests_running Requests
 pdserve_num_requests_running 2.0
 pdserve_num_requests_waiting 1.0
+pdserve_num_requests_waiting_for_remote_kvs 0.0
 pdserve_kv_cache_usage_perc 0.25
 pdserve_quarantined_blocks 3.0
 pdserve_kept_answers 4.0
 vllm:num_requests_running{engine="0"} 2.0
 """
-    found = read_inside(metrics)
+    found = read_inside(metrics, Part.DECODE)
+    assert found is not None
     assert found == Inside(requests=3, blocks_used=0.25, blocks_quarantined=3, kept_answers=4)
     assert not found.idle
-    assert read_inside("pdserve_num_requests_running 0.0\n").idle
+    quiet = read_inside("pdserve_proxy_requests_in_flight 0\npdserve_proxy_journal_bytes 0\n", Part.PROXY)
+    assert quiet is not None
+    assert quiet.idle
+
+
+@pytest.mark.parametrize("part", Part)
+def test_a_page_without_the_metrics_of_its_server_says_nothing(part: Part) -> None:
+    assert read_inside("401 no\n", part) is None
+    assert read_inside("pdserve_num_requests_running 0.0\npdserve_proxy_journal_bytes 0\n", part) is None
+
+
+def strike(fault: Fault, server: str) -> Strike:
+    part = Part(server.partition("-")[0])
+    return Strike(1010.0, fault, server, part, over=1010.0, whole=1015.0)
+
+
+@pytest.mark.parametrize(
+    ("strikes", "lost"),
+    [
+        ([strike(Fault.KILL, "decode-1"), strike(Fault.CUT, "prefill-0")], 2),
+        ([strike(Fault.KILL, "decode-1"), strike(Fault.STOP, "decode-1")], 1),
+        ([strike(Fault.KILL, "decode-1"), strike(Fault.STUTTER, "decode-0"), strike(Fault.ROLE, "prefill-0")], 1),
+        ([strike(Fault.KILL, "decode-1"), strike(Fault.KILL, "proxy-1")], 1),
+    ],
+)
+def test_a_node_is_lost_once_and_only_by_some_faults(strikes: list[Strike], lost: int) -> None:
+    faults = FaultSchedule(cast(SoakCluster, None), seed=1, pause_s=1.0, began=0.0)
+    faults.strikes = strikes
+    assert faults.lost_nodes(1000.0) == lost
+    assert faults.lost_nodes(1020.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "expected", "surprises"), [("exit 3", 3, 0), ("exit 3", 0, 1), ("exit 0", None, 1)]
+)
+async def test_a_server_has_to_end_as_its_fault_makes_it(
+    program: str, expected: int | None, surprises: int, tmp_path: Path
+) -> None:
+    server = Server("decode-1", Part.DECODE, ["/bin/sh", "-c", program], os.environ, tmp_path / "log")
+    if expected is not None:
+        server.expect_end(expected)
+    server.judge_end(await server.process.wait())
+    await server.stop()
+    assert len(server.surprises) == surprises
