@@ -24,7 +24,7 @@ import zmq.asyncio
 from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Deregister, NodeHeartbeat, NodeLoad, Register, Role
-from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, NodesChanged, ToWorker, WorkerHello
+from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, NodesChanged, Renewed, ToWorker, WorkerHello
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.registry.snapshot import Reachability
@@ -362,6 +362,8 @@ class ChannelWorker:
         self.mirror = RegistryMirror(Attempts())
         self.all_nodes = 0
         """How many messages brought all nodes."""
+        self.secrets: list[bytes] = []
+        """The secrets of the credentials that came."""
         self.sent = 0
         """How many nodes the messages with changes held."""
         self._socket = context.socket(zmq.DEALER)
@@ -377,7 +379,10 @@ class ChannelWorker:
             case Nodes() as nodes:
                 self.all_nodes += 1
                 self.mirror.take(nodes)
+            case Renewed(credentials=credentials):
+                self.secrets.append(credentials.secret)
             case NodesChanged() as changes:
+                assert changes.nodes or changes.gone
                 self.sent += len(changes.nodes)
                 self.mirror.take_changes(changes)
 
@@ -424,6 +429,7 @@ async def test_a_worker_gets_what_has_changed_and_not_all_nodes_each_time(tmp_pa
 async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_channel, "PUBLISH_PAUSE_S", 0.001)
     monkeypatch.setattr(worker_channel, "MAX_QUEUED", 1)
+    monkeypatch.setattr(worker_channel, "RETRY_S", 0.01)
     address, registry = f"ipc://{tmp_path}/channel", Registry(1.0, missed_heartbeats=3)
     info, late = node_info("n", Role.MIXED), node_info("late", Role.MIXED)
     registry.handle(Register(info), 0.0)
@@ -433,14 +439,17 @@ async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monke
         worker = ChannelWorker(context, address)
         await worker.greet()
         async with asyncio.timeout(20.0):
-            await worker.take()
+            while not worker.all_nodes:
+                await worker.take()
             while not hub._behind:  # it does not read, and its queues have an end
                 registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=1)), 1.0)
                 await asyncio.sleep(0)
             registry.handle(Register(late), 2.0)
-            while worker.names() != ["n", "late"] or hub._behind:
+            hub.renew(Credentials(b"a secret that is new", ()))
+            while worker.names() != ["n", "late"] or not worker.secrets:
                 await worker.take()
         assert worker.all_nodes > 1
+        assert worker.secrets == [b"a secret that is new"]
         worker.close()
         await cancelled(serving)
 

@@ -15,7 +15,8 @@ import dataclasses
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from urllib.parse import urlsplit
 
@@ -41,6 +42,8 @@ MAX_NODES = 4096
 MAX_LOST = MAX_NODES
 """The number of lost nodes that are remembered: all that there may be can fall silent at once, and workers hear of the
 losses from what is remembered."""
+MAX_HELD_BEATS = 8
+"""The heartbeats for which a node that refuses again and again is left out each time."""
 MAX_PREFILLED = 4096
 """The number of fingerprints that are remembered."""
 
@@ -48,6 +51,24 @@ _LABEL = "[A-Za-z0-9_-]{1,63}"
 _URL = re.compile(
     rf"https?://(?:{_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9]+)?\])(?::\d{{1,5}})?(?:/[!-~]*)?"
 )
+
+
+@dataclasses.dataclass(slots=True)
+class _Refusals:
+    """What is remembered of a node that refused: each time it comes or goes, requests look at all nodes anew."""
+
+    held_beats: int
+    """The heartbeats for which it is left out, the one that brings it back included."""
+    heard: int = 0
+    """Its heartbeats since it refused."""
+
+    @property
+    def holds(self) -> bool:
+        return self.heard < self.held_beats
+
+    @property
+    def forgotten(self) -> bool:
+        return self.heard >= self.held_beats + MAX_HELD_BEATS
 
 
 class _NodeTable(RegistryView):
@@ -58,6 +79,7 @@ class _NodeTable(RegistryView):
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, RegisteredNode] = {}
+        self._refusals: dict[bytes, _Refusals] = {}
         self._draining: frozenset[bytes] = frozenset()
         self._prefilled: dict[str, None] = {}
         """The fingerprints that have had a prefill node, in the order in which they came."""
@@ -67,6 +89,8 @@ class _NodeTable(RegistryView):
         self._serving: Serving | None = None
         self._on_loss: Callable[[NodeInfo], None] | None = None
         self._on_change: list[Callable[[], object]] = []
+        self._holding = self._held_back = False
+        """Whether changes are told later, and whether there is one to tell then."""
         self._on_node: list[Callable[[bytes], object]] = []
 
     def snapshot(self) -> Snapshot:
@@ -94,8 +118,11 @@ class _NodeTable(RegistryView):
 
     def mark_unreachable(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)
-        if node is not None:
-            self._put(dataclasses.replace(node, state=Reachability.UNREACHABLE))
+        if node is None or node.state is Reachability.UNREACHABLE:
+            return
+        before = self._refusals.get(boot_id)
+        self._refusals[boot_id] = _Refusals(min(2 * before.held_beats, MAX_HELD_BEATS) if before else 1)
+        self._put(dataclasses.replace(node, state=Reachability.UNREACHABLE))
 
     def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
         self._on_loss = callback
@@ -133,7 +160,19 @@ class _NodeTable(RegistryView):
         else:
             self._changed(boot_id)
 
+    def _state_heard(self, boot_id: bytes, draining: bool) -> Reachability:
+        """Returns what a node is that has just been heard."""
+        refusals = self._refusals.get(boot_id)
+        if refusals is not None:
+            refusals.heard += 1
+            if refusals.forgotten:
+                del self._refusals[boot_id]
+        if draining:
+            return Reachability.DRAINING
+        return Reachability.UNREACHABLE if refusals is not None and refusals.holds else Reachability.SERVING
+
     def _remove(self, boot_id: bytes) -> RegisteredNode | None:
+        self._refusals.pop(boot_id, None)
         node = self._nodes.pop(boot_id, None)
         if node is not None:
             self._forget_proxies(node.proxies)
@@ -170,8 +209,22 @@ class _NodeTable(RegistryView):
         self._tell_change()
 
     def _tell_change(self) -> None:
+        if self._holding:
+            self._held_back = True
+            return
         for callback in self._on_change:
             callback()
+
+    @contextmanager
+    def _one_change(self) -> Iterator[None]:
+        """Tells of all that changes in the block once, at its end: those who are told look at all their answers."""
+        self._holding, self._held_back = True, False
+        try:
+            yield
+        finally:
+            self._holding = False
+            if self._held_back:
+                self._tell_change()
 
     def _tell_loss(self, info: NodeInfo) -> None:
         if self._on_loss is not None:
@@ -235,8 +288,9 @@ class Registry(_NodeTable):
         silent_since = now - self._unheard_s - self._lease_s
         silent = takewhile(lambda heard: heard[1] <= silent_since, self._heard_s.items())
         lost = tuple([self._nodes[boot_id] for boot_id, _ in silent])
-        for node in lost:
-            self._lose(node.info)
+        with self._one_change():
+            for node in lost:
+                self._lose(node.info)
         return lost
 
     def extend_leases(self, missed_s: float) -> None:
@@ -287,7 +341,7 @@ class Registry(_NodeTable):
         self._note_role(info)
         self._lost.pop(info.boot_id, None)
         # A node that drains says so in its next heartbeat, and not here.
-        state = Reachability.DRAINING if info.boot_id in self._draining else Reachability.SERVING
+        state = self._state_heard(info.boot_id, info.boot_id in self._draining)
         load, proxies = (known.load, known.proxies) if known else (NodeLoad(), 1)
         self._renew_lease(RegisteredNode(info, load, state, now, proxies))
         return True
@@ -301,7 +355,7 @@ class Registry(_NodeTable):
             info = msgspec.structs.replace(info, role=heartbeat.role)
             _check(info)
             self._note_role(info)
-        state = Reachability.DRAINING if heartbeat.draining else Reachability.SERVING
+        state = self._state_heard(heartbeat.boot_id, heartbeat.draining)
         # This proxy lives, whether or not the node has named it.
         proxies = len({*heartbeat.proxies, self._own_id} - {b""}) or 1
         self._renew_lease(RegisteredNode(info, heartbeat.load, state, now, proxies))
@@ -405,14 +459,15 @@ class RegistryMirror(_NodeTable):
         for fingerprint in message.prefilled:
             self._note_prefilled(fingerprint)
         lost = frozenset(message.lost)
-        for boot_id in gone:
-            node = self._remove(boot_id)
-            if node is not None:
-                self._watcher.forget(boot_id)
-                if boot_id in lost:
-                    self._tell_loss(node.info)
-        for entry in message.nodes:
-            self._renew(entry)
+        with self._one_change():
+            for boot_id in gone:
+                node = self._remove(boot_id)
+                if node is not None:
+                    self._watcher.forget(boot_id)
+                    if boot_id in lost:
+                        self._tell_loss(node.info)
+            for entry in message.nodes:
+                self._renew(entry)
 
     def _renew(self, entry: KnownNode) -> None:
         boot_id = entry.info.boot_id
@@ -421,7 +476,7 @@ class RegistryMirror(_NodeTable):
             return
         # Each message brings an object of its own; the one that is known spares a comparison at each heartbeat.
         info = known.info if known is not None and known.info == entry.info else entry.info
-        state = Reachability.DRAINING if entry.draining else Reachability.SERVING
+        state = self._state_heard(boot_id, entry.draining)
         self._put(RegisteredNode(info, entry.load, state, entry.seen_s, entry.proxies))
         if known is not None or entry.load != NodeLoad():  # the registration itself brings no load
             self._watcher.heard_from(boot_id, entry.load)

@@ -19,7 +19,7 @@ from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
 class Reachability(enum.Enum):
     SERVING = "serving"
     UNREACHABLE = "unreachable"
-    """The node refused a connection, and gets no requests until its next heartbeat."""
+    """The node refused a connection, and gets no requests until its next heartbeat, or longer if it did so before."""
     DRAINING = "draining"
     """The node takes no new work, and the streams that it has move to other nodes."""
 
@@ -97,7 +97,10 @@ class RegistryView(Protocol):
         """How many proxies the cluster has now, as far as its nodes know."""
 
     def mark_unreachable(self, boot_id: bytes) -> None:
-        """Leaves a node that refused a connection out of routes until its next heartbeat."""
+        """Leaves a node that refused a connection out of routes until its next heartbeat.
+
+        A node that refuses again soon after that is left out for 2 heartbeats, then for 4, and at most for 8.
+        """
 
     def on_loss(self, callback: Callable[[NodeInfo], None]) -> None:
         """From now on calls ``callback`` with every node that is dropped because it fell silent and may be dead.
@@ -106,7 +109,10 @@ class RegistryView(Protocol):
         """
 
     def on_change(self, callback: Callable[[], object]) -> None:
-        """From now on calls ``callback`` too, whenever ``serving`` has changed or a node that drains was heard."""
+        """From now on calls ``callback`` too, whenever ``serving`` has changed or a node that drains was heard.
+
+        Of what changes together, such as the loss of many nodes, it tells once.
+        """
 
     def on_node(self, callback: Callable[[bytes], object]) -> None:
         """From now on calls ``callback`` too with the boot id of each node that comes, goes, changes or is heard."""

@@ -9,6 +9,7 @@ import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -65,6 +66,8 @@ log = logging.getLogger(__name__)
 
 PUBLISH_PAUSE_S = 0.05
 """Seconds between two messages with the nodes: however many heartbeats come, workers get at most 20 a second."""
+RETRY_S = 1.0
+"""Seconds until a worker that had no room for a message is tried again: all nodes are a long message."""
 COLLECT_TIMEOUT_S = 1.0
 """Seconds that a worker has to send its metrics. After that, the last ones that it sent count."""
 MAX_QUEUED = 64
@@ -125,8 +128,10 @@ class WorkerChannel:
         self._touched: dict[bytes, None] = {}
         """The boot ids of the nodes that have come, gone, changed or been heard since the workers were told last."""
         self._changed = asyncio.Event()
-        self._behind: set[bytes] = set()
-        """The workers that a message with changes did not reach: they get all nodes next."""
+        self._behind: dict[bytes, float] = {}
+        """The workers that have not had all nodes, or missed changes, with the loop's time from which they get all."""
+        self._outdated: set[bytes] = set()
+        """The workers that lack the newest credentials: they get them before they hear of nodes again."""
         registry.on_node(self._touch)
         self._reporter = Reporter(registry.heartbeat_s)
         self._report = SharedReport(self._make_report)
@@ -168,7 +173,8 @@ class WorkerChannel:
     def retire(self, name: bytes) -> None:
         """Forgets the worker ``name``, which is gone, and keeps what it counted."""
         self._health.pop(name, None)
-        self._behind.discard(name)
+        self._behind.pop(name, None)
+        self._outdated.discard(name)
         if self._store is not None:
             self._store.abandon_all(name)
         named = self._named_nodes()
@@ -180,8 +186,8 @@ class WorkerChannel:
     def renew(self, credentials: Credentials) -> None:
         """Sends ``credentials`` to all workers, and later to those that are starting now."""
         self._renewed = Renewed(credentials)
-        for name in self._workers:
-            self._begin(self._send(name, self._renewed))
+        self._outdated.update(self._workers)
+        self._changed.set()
 
     async def run(self) -> None:
         """Serves until it is cancelled."""
@@ -192,24 +198,41 @@ class WorkerChannel:
 
     async def _publish(self) -> None:
         while True:
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S if self._behind else None):
+                    await self._changed.wait()
             self._changed.clear()
-            changes = self._changes()
-            for name in tuple(self._workers):
-                await self._tell_nodes(name, changes)
+            await self._tell_workers(asyncio.get_running_loop().time())
             await asyncio.sleep(PUBLISH_PAUSE_S)
 
     def _touch(self, boot_id: bytes) -> None:
         self._touched[boot_id] = None
         self._changed.set()
 
-    async def _tell_nodes(self, name: bytes, changes: NodesChanged) -> None:
-        reached = await self._send(name, self._nodes() if name in self._behind else changes)
-        if reached:
-            self._behind.discard(name)
-        else:
-            self._behind.add(name)
-            self._changed.set()  # so that it gets them soon, whether or not anything changes
+    async def _tell_workers(self, now: float) -> None:
+        """Tells every worker what is new to it. Each message is encoded once for all who get it."""
+        found = self._changes()
+        changes = _encoder.encode(found) if found.nodes or found.gone else None
+        all_nodes: bytes | None = None
+        for name in tuple(self._workers):
+            nodes = changes
+            if name in self._behind:
+                if self._behind[name] > now:
+                    continue
+                nodes = all_nodes = all_nodes or _encoder.encode(self._nodes())
+                del self._behind[name]
+            if not (await self._tell_credentials(name) and (nodes is None or await self._send_encoded(name, nodes))):
+                self._behind[name] = now + RETRY_S
+
+    async def _tell_credentials(self, name: bytes) -> bool:
+        """Returns whether the worker has the newest credentials, or was sent them."""
+        if name not in self._outdated or self._renewed is None:
+            return True
+        self._outdated.discard(name)
+        sent = await self._send(name, self._renewed)
+        if not sent:
+            self._outdated.add(name)
+        return sent
 
     async def _receive(self) -> None:
         while True:
@@ -229,11 +252,9 @@ class WorkerChannel:
                             self._version,
                         )
                     self._workers[name] = ()
-                    if self._renewed is not None:
-                        await self._send(name, self._renewed)
-                    if not await self._send(name, self._nodes()):
-                        self._behind.add(name)
-                        self._changed.set()
+                    self._outdated.add(name)
+                    self._behind[name] = 0.0
+                    self._changed.set()
                     await self._send(name, Suspected(self._suspects.kept()))
                 case WorkerReady():
                     health.ready.set()
@@ -348,8 +369,11 @@ class WorkerChannel:
 
     async def _send(self, name: bytes, message: ToWorker) -> bool:
         """Returns whether there was room for the message."""
+        return await self._send_encoded(name, _encoder.encode(message))
+
+    async def _send_encoded(self, name: bytes, data: bytes) -> bool:
         try:
-            await self._socket.send_multipart([name, _encoder.encode(message)], zmq.NOBLOCK)
+            await self._socket.send_multipart([name, data], zmq.NOBLOCK)
         except zmq.ZMQError as exc:
             log.debug("a message to worker %s was not sent: %s", name.decode(), exc)
             return False

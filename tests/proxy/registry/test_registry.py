@@ -10,7 +10,7 @@ import pytest
 from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Capacity, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve_proxy.registry import registry as registry_module
-from pdserve_proxy.registry.registry import MAX_NODES, Registry
+from pdserve_proxy.registry.registry import MAX_HELD_BEATS, MAX_NODES, Registry
 from pdserve_proxy.registry.snapshot import Pairing, Reachability
 from tests.cpu_time import least_cpu_s
 from tests.proxy.cluster import node_info
@@ -161,6 +161,39 @@ def test_an_unreachable_node_serves_again_after_its_next_heartbeat() -> None:
     assert nodes.snapshot().pairings == {}
     nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=0.5)
     assert list(nodes.snapshot().pairings) == ["m"]
+
+
+def beats_left_out(nodes: Registry) -> int:
+    """Returns how many heartbeats it takes until a node that refuses now, and meanwhile, serves again."""
+    nodes.mark_unreachable(NODE.boot_id)
+    for beats in range(1, 100):
+        nodes.mark_unreachable(NODE.boot_id)
+        nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=0.5)
+        if nodes.snapshot().nodes[0].state is Reachability.SERVING:
+            return beats
+    raise AssertionError("it never serves again")
+
+
+def test_a_node_that_refuses_again_and_again_is_left_out_for_longer_until_it_has_served_for_a_while() -> None:
+    nodes = registry(NODE)
+    assert [beats_left_out(nodes) for _ in range(5)] == [1, 2, 4, 8, 8]
+    for _ in range(MAX_HELD_BEATS):
+        nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad()), now=0.6)
+    assert [beats_left_out(nodes) for _ in range(2)] == [1, 2]
+    nodes.mark_unreachable(NODE.boot_id)
+    nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(), draining=True), now=0.7)
+    assert nodes.draining == {NODE.boot_id}, "the answers of a node that drains move whether or not it refuses"
+    nodes.handle(Deregister(NODE.boot_id), now=0.8)
+    assert not nodes._refusals
+
+
+def test_of_many_nodes_that_are_lost_together_it_is_told_once() -> None:
+    nodes = registry(*(node_info(f"d{number}", Role.DECODE) for number in range(40)))
+    told: list[int] = []
+    nodes.on_change(lambda: told.append(len(nodes.snapshot().nodes)))
+    nodes.expire(now=10.0)
+    nodes.expire(now=11.0)
+    assert told == [0]
 
 
 def test_marking_a_node_that_has_just_gone_does_nothing() -> None:
