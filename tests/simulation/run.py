@@ -90,8 +90,7 @@ class Run:
         if "deadline" in request.error and planned.manner.sends_all and not shape.in_a_hurry:
             # Every fault is over long before.
             self.cluster.violated(f"request {request.name} waited until its deadline")
-        suspected = "suspected_request" in request.error and self.plan.faults
-        if planned.returns and not (whole or suspected or shape.in_a_hurry):
+        if planned.returns and not (whole or shape.in_a_hurry):
             self.cluster.violated(f"the client of request {request.name} came back again and again in vain")
         if self.plan.faults:
             return

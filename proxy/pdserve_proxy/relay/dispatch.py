@@ -19,6 +19,7 @@ from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarg
 from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import CLIENT_TURNS, GIVEN_BACK, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
 from pdserve_proxy.registry.snapshot import RegistryView
+from pdserve_proxy.relay.given_back import GivenBack, judge
 from pdserve_proxy.relay.node_counts import NodeCounts
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
@@ -148,7 +149,7 @@ class Dispatch:
             storing=request.storing,
             trace=relayed.attempt_trace if node.protocol >= TRACES else None,
             keep=keep if node.protocol >= KEPT_ANSWERS else None,
-            gives_back=node.protocol >= GIVEN_BACK and not prepare,
+            gives_back=node.protocol >= GIVEN_BACK and not prepare and not relayed.link_lost,
         )
         headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
@@ -160,6 +161,16 @@ class Dispatch:
             response.close()
             raise NodeLost("its engine is lost")
         return response
+
+    async def given_back(self, relayed: RelayedRequest, answer: bytes | None) -> GivenBack:
+        """Returns why a node gives the request back, and asks its prefill node whether it lives.
+
+        If only the link between the two broke, no node gives the request back once more.
+        """
+        prefill = relayed.route.prefill if relayed.route is not None else ()
+        found = await judge(answer, prefill, self._registry, self._pool)
+        relayed.link_lost |= not found.lost
+        return found
 
 
 def writes_journals(node: NodeInfo) -> bool:

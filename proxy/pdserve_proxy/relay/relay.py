@@ -34,12 +34,13 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
+from pdserve_proxy.relay.given_back import GivenBack
 from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.relay.move import PlannedMoves
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
 from pdserve_proxy.relay.resume import STREAMED, ResumeFailed, Resumes, Resumption
-from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects, given_back
+from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
 from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
@@ -76,8 +77,8 @@ class AttemptFailure:
     """The node's own answer, if it gave one."""
     counted: bool = False
     """Whether the failures of nodes behind it are counted already, or are none."""
-    prefill_lost: bool = False
-    """Whether not the node that was asked is lost, but the prefill node that it had the prompt computed by."""
+    given_back: bool = False
+    """Whether the node that was asked lives, and has lost its prefill node or the link to it."""
     lacks_answer: bool = False
     """Whether the node only does not have the answer that a client asks for again."""
 
@@ -194,7 +195,7 @@ class Relay:
             if not isinstance(result, AttemptFailure):
                 return result
             route = relayed.route or route  # another node may have gone on meanwhile
-            if not result.prefill_lost:
+            if not result.given_back:
                 tried |= {route.decode.boot_id}
             self._note_failure(relayed, route, number, result)
             # A node that has a kept answer may be the one that could not be asked: then the client may try again.
@@ -256,7 +257,7 @@ class Relay:
             if answer.status == Gone.status and request.keep is not None:
                 return _not_kept(node.name, answer)
             if answer.status == PrefillLost.status:
-                return _prefill_lost(node.name, answer)
+                return _given_back(node.name, await self._dispatch.given_back(relayed, answer.body))
             return _judge(node.name, answer, content_type)
         except NodeLost as exc:
             return _lost(node.name, exc)
@@ -359,10 +360,17 @@ def _not_kept(node: str, answer: WholeResponse) -> AttemptFailure:
     return AttemptFailure(AttemptFailureKind.REFUSED, error, answer, counted=True, lacks_answer=True)
 
 
-def _prefill_lost(node: str, answer: WholeResponse) -> AttemptFailure:
-    """Returns the failure of a node that gives a request back: its prefill node is lost, and it is not."""
-    error = BadUpstream(f"{given_back(answer.body)}, says node {node}", code="upstream_lost")
-    return AttemptFailure(AttemptFailureKind.LOST, error, counted=True, prefill_lost=True)
+def _given_back(node: str, request: GivenBack) -> AttemptFailure:
+    """Returns the failure of a node that gives a request back. It is a loss only if a prefill node is lost."""
+    if request.lost:
+        error = BadUpstream(f"{request.why}, says node {node}", code="upstream_lost")
+        return AttemptFailure(AttemptFailureKind.LOST, error, counted=True, given_back=True)
+    broken = Unavailable(
+        f"node {node} has lost its link to a prefill node, which lives",
+        code="upstream_busy",
+        retry_after_s=RETRY_AFTER_S,
+    )
+    return AttemptFailure(AttemptFailureKind.REFUSED, broken, counted=True, given_back=True)
 
 
 def _lost(node: str, exc: NodeLost | ResumeFailed) -> AttemptFailure:

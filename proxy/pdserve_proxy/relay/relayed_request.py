@@ -162,6 +162,7 @@ class RelayedRequest:
         "ended_s",
         "error",
         "first_byte_at_s",
+        "link_lost",
         "node_first_byte_s",
         "outcome",
         "path",
@@ -218,6 +219,8 @@ class RelayedRequest:
         self._attempt: Attempt | None = None
         self.attempts = 0
         """The number of attempts that have begun."""
+        self.link_lost = False
+        """Whether it was given back though its prefill node lives: decode nodes then compute its prompt themselves."""
         self.sent_s: float | None = None
         """When the first attempt began."""
         self._attempt_began_s: float | None = None

@@ -31,7 +31,7 @@ from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
-from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects, given_back
+from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Kind, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 
@@ -99,6 +99,8 @@ class Declined:
     """Whether the node was lost with the stream, which may be what killed it."""
     prefill_lost: bool = False
     """Whether the node gives the stream back because a prefill node was lost with it."""
+    link_lost: bool = False
+    """Whether it gives the stream back because its link to a prefill node broke, which lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +349,10 @@ class Resumes:
                     raise ResumeFailed(ResumeOutcome.FAILED, answer.why)
                 stream.relayed.begin_resuming()
                 continue
-            self._note_declined(stream, route.decode, answer, asked_again_s)
+            if answer.link_lost:  # the same node may go on at once
+                stream.relayed.begin_resuming()
+            else:
+                self._note_declined(stream, route.decode, answer, asked_again_s)
             refusals += 1
             if refusals % REFUSALS_IN_A_ROW == 0:
                 await asyncio.sleep(RETRY_AFTER_S)
@@ -398,7 +403,8 @@ class Resumes:
         except Unavailable as exc:  # which says nothing about the node
             return Declined(exc.message)
         if response.status == PrefillLost.status:
-            return Declined(given_back(response.take_whole()), prefill_lost=True)
+            back = await self._dispatch.given_back(relayed, response.take_whole())
+            return Declined(back.why, prefill_lost=back.lost, link_lost=not back.lost)
         if response.status not in REFUSALS:
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} answered with status {response.status}")
         self.counts.nodes.failed(node, AttemptFailureKind.REFUSED)

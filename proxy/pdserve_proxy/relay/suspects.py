@@ -11,8 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from pdserve.errors import BadUpstream, InvalidRequest
 from pdserve.wire.proxy_workers import SuspectedRequest
 
@@ -20,7 +18,6 @@ log = logging.getLogger(__name__)
 
 MAX_LOSSES = 2
 """The nodes that may be lost with one request: the request may be what kills them."""
-MAX_REASON_CHARS = 512
 MAX_SUSPECTS = 1024
 """The one that is oldest makes room for a new one."""
 
@@ -95,22 +92,6 @@ class Suspects:
 
     def _note_sizes(self) -> None:
         self._sizes = {suspect.size for suspect in self._suspects.values()}
-
-
-class _ErrorDetail(msgspec.Struct, frozen=True):
-    message: str
-
-
-class _NodeError(msgspec.Struct, frozen=True):
-    error: _ErrorDetail
-
-
-def given_back(body: bytes | None) -> str:
-    """Returns what a node says that gives a request back."""
-    try:
-        return msgspec.json.decode(body or b"", type=_NodeError).error.message[:MAX_REASON_CHARS]
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return "a prefill node was lost with this request"
 
 
 def _fingerprint(path: str, body: bytes) -> bytes:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdserve.config import RelayConfig
 from pdserve.errors import InvalidRequest, PrefillLost
 from pdserve.tracing.kept_lanes import KeptLanes
+from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Credentials
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics
@@ -20,8 +23,18 @@ from pdserve_proxy.relay.suspects import MAX_SUSPECTS, Suspects
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.workers.worker import SupervisorChannel
 from pdserve_proxy.workers.worker_channel import WorkerChannel
-from tests.proxy.cluster import SECRET, cancelled, cluster, error_of, eventually, proxy_config
-from tests.proxy.fake_node import Behaviour, Exchange
+from tests.proxy.cluster import (
+    SECRET,
+    Cluster,
+    cancelled,
+    cluster,
+    error_of,
+    eventually,
+    heard,
+    node_info,
+    proxy_config,
+)
+from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, answer_ok
 from tests.proxy.relay.journaling_nodes import SHOWN, complete, die_at_once, dies_at, lose_engine, nodes, ticket_in
 
 
@@ -140,9 +153,15 @@ async def test_a_request_that_lost_one_node_may_come_again() -> None:
 
 
 async def give_back(exchange: Exchange) -> None:
-    """Does what a decode node does whose prefill node is lost with the request."""
+    """Does what a decode node does that has lost its prefill node, or the link to it."""
     assert ticket_in(exchange.request).gives_back
-    error = b'{"error": {"message": "prefill node p was lost with this request", "type": "server_error"}}'
+    error = {"message": "prefill node p was lost with this request", "type": "server_error", "param": "p"}
+    await exchange.answer(PrefillLost.status, msgspec.json.encode({"error": error}), connection="close")
+
+
+async def give_back_in_another_form(exchange: Exchange) -> None:
+    """Gives a request back in an answer that has no place for the prefill node's name, as Anthropic's form has none."""
+    error = b'{"type": "error", "error": {"message": "prefill node p was lost with this request"}}'
     await exchange.answer(PrefillLost.status, error, connection="close")
 
 
@@ -150,10 +169,43 @@ async def die_after_the_prefill_node(exchange: Exchange) -> None:
     exchange.die()
 
 
+async def says_that_its_engine_is_lost(exchange: Exchange) -> None:
+    await exchange.answer(503, b'{"status": "engine lost"}')
+
+
+async def hangs(exchange: Exchange) -> None:
+    await exchange.gone()
+
+
+@asynccontextmanager
+async def with_prefill_node(running: Cluster, *looks: Behaviour) -> AsyncIterator[FakeNode]:
+    """Registers a prefill node ``p``, which answers whoever asks whether it lives as the first of ``looks``, and so on.
+
+    When all of them are used up, it dies.
+    """
+    left = list(looks)
+
+    async def behave(exchange: Exchange) -> None:
+        assert exchange.request.path == "/health"
+        await (left.pop(0) if left else die_at_once)(exchange)
+
+    async with FakeNode(behave) as node:
+        await running.add(node_info("p", Role.PREFILL, node.url))
+        yield node
+
+
+DEATHS: list[list[Behaviour]] = [[says_that_its_engine_is_lost], [answer_ok], [answer_ok, lose_engine], [hangs]]
+"""What prefill nodes answer that are lost."""
+
+
 @pytest.mark.parametrize("second", [give_back, die_after_the_prefill_node])
 async def test_a_prefill_node_counts_among_the_two(second: Behaviour) -> None:
     """It is the decode node that says so, and the same node may be asked again: it is not lost."""
-    async with cluster() as running, nodes(running, give_back, second, *[complete] * 4, count=1) as found:
+    async with (
+        cluster() as running,
+        with_prefill_node(running),
+        nodes(running, give_back, second, *[complete] * 4, count=1, role=Role.DECODE) as found,
+    ):
         async with running.chat(stream=True) as response:
             assert response.status == 502
             error = error_of(await response.read())
@@ -166,6 +218,67 @@ async def test_a_prefill_node_counts_among_the_two(second: Behaviour) -> None:
             assert response.status == 400
             assert "prefill node p" in str(error_of(await response.read())["message"])
         assert len(found.asked) == 2
+
+
+@pytest.mark.parametrize("looks", DEATHS)
+async def test_a_prefill_node_that_dies_between_two_looks_or_hangs_is_lost_too(
+    looks: list[Behaviour], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve_proxy.relay.given_back.LOOK_S", 0.3)
+    async with (
+        cluster() as running,
+        with_prefill_node(running, *looks),
+        nodes(running, give_back, die_at_once, count=1, role=Role.DECODE) as found,
+    ):
+        async with running.chat(stream=True) as response:
+            assert response.status == 502
+        assert [ticket.gives_back for ticket in found.tickets] == [True, True]
+
+
+async def test_a_prefill_node_that_the_proxy_has_dropped_is_lost_whoever_answers_at_its_address() -> None:
+    async with cluster() as running, FakeNode(answer_ok) as successor, AsyncExitStack() as stack:
+        silent = await stack.enter_async_context(
+            heard(node_info("p", Role.PREFILL, successor.url), running.addresses.control)
+        )
+
+        async def give_back_when_it_is_dropped(exchange: Exchange) -> None:
+            silent.set()
+            await running.dropped("p")
+            await give_back(exchange)
+
+        behaviours = [give_back_when_it_is_dropped, die_at_once]
+        await stack.enter_async_context(nodes(running, *behaviours, count=1, role=Role.DECODE))
+        async with running.chat(stream=True) as response:
+            assert response.status == 502
+        assert not successor.requests
+
+
+@pytest.mark.parametrize("back", [give_back, give_back_in_another_form])
+async def test_a_broken_link_between_two_nodes_that_live_is_no_loss(back: Behaviour) -> None:
+    """The decode node is asked once more, and to compute the prompt itself where the link fails it again."""
+    async with (
+        cluster() as running,
+        with_prefill_node(running, answer_ok, answer_ok),
+        nodes(running, back, die_at_once, complete, complete, count=2, role=Role.DECODE) as found,
+    ):
+        for _ in range(2):
+            async with running.chat(stream=True) as response:
+                assert (response.status, await response.read()) == (200, SHOWN)
+        assert [ticket.gives_back for ticket in found.tickets] == [True, False, False, True]
+
+
+async def test_a_stream_that_goes_on_outlives_a_broken_link_too() -> None:
+    """Without the look at the prefill node, the lost decode node and two broken links would be one loss too many."""
+    behaviours = [dies_at(2), give_back, dies_at(3), complete, complete]
+    async with (
+        cluster() as running,
+        with_prefill_node(running, answer_ok, answer_ok),
+        nodes(running, *behaviours, count=4, role=Role.DECODE) as found,
+    ):
+        for _ in range(2):
+            async with running.chat(stream=True) as response:
+                assert (response.status, await response.read()) == (200, SHOWN)
+        assert [ticket.gives_back for ticket in found.tickets] == [True, True, False, False, True]
 
 
 async def test_a_request_whose_prefill_node_is_lost_is_asked_for_again_at_the_same_node() -> None:
