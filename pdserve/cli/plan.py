@@ -144,7 +144,7 @@ class _Found:
 def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Found:
     from pdserve.plan.cluster import ClusterShape
     from pdserve.plan.prediction import Wanted, predict
-    from pdserve.plan.sizing import Sizing, checked_sizing
+    from pdserve.plan.sizing import Sizing, checked_sizing, least_nodes
 
     plan, targets = config.plan, config.targets
     wanted = Wanted(targets.target_ttft_ms / 1e3, targets.target_itl_ms / 1e3, plan.percentile)
@@ -169,7 +169,8 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
         raise ConfigError(
             "what is wanted? Give --target-ttft-ms, --target-itl-ms or both, or a cluster: --prefill, --decode, --mixed"
         )
-    sized = checked_sizing(Sizing(of, plan.most_nodes, plan.nodes_per_machine), kept)
+    least = least_nodes(profile, requests, plan.nodes_per_machine)
+    sized = checked_sizing(Sizing(of, plan.most_nodes, plan.nodes_per_machine, least), kept)
     return _Found(sized.tried, f"the smallest cluster that keeps {kept}: {sized.chosen}", sized.chosen)
 
 

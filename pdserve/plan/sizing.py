@@ -7,47 +7,76 @@ from dataclasses import dataclass, replace
 
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
+from pdserve.plan.load import PlannedRequest
 from pdserve.plan.prediction import Prediction
-from pdserve.wire.discovery import Role
+from pdserve.plan.profile import Profile
+
+_FEW = 8
+"""Every cluster of so many nodes and fewer is tried."""
+_MANY = 100
+"""Fewer requests may come to an end although their nodes are too few."""
+_OVERLOADED = 1.5
+"""Nodes with so many times the work that they can do fall behind, whatever chance brings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """The smallest clusters of each kind that do, if there are any, and all that were tried around them."""
+    """The smallest cluster that does, if there is any, and what was found of those around it."""
 
     chosen: ClusterShape | None
     tried: tuple[Prediction, ...]
-    """The choices and their neighbours, the smaller first."""
+    """The choice, its neighbours and as many mixed nodes, the smaller first; all that were tried without a choice."""
 
 
 class Sizing:
     """Asks for the prediction of one cluster after the other, and of none twice."""
 
-    def __init__(self, predict: Callable[[ClusterShape], Prediction], most_nodes: int, nodes_per_machine: int) -> None:
+    def __init__(
+        self, predict: Callable[[ClusterShape], Prediction], most_nodes: int, nodes_per_machine: int, least: int = 1
+    ) -> None:
+        """Fewer than ``least`` nodes are not looked at."""
         self._predict, self._most, self._per_machine = predict, most_nodes, nodes_per_machine
+        self._least = min(least, most_nodes)
         self._known: dict[ClusterShape, Prediction] = {}
 
     def find(self) -> Sized:
         """Returns the smallest cluster: of equal ones, that with the most goodput."""
-        if self._most == 1:
-            return self._around([self._smallest_mixed()])
-        mixed = self._smallest_mixed()
-        apart = self._smallest_apart(self._most if mixed is None else min(self._most, 2 * mixed.mixed + 2))
-        return self._around([mixed, apart])
-
-    def _around(self, shapes: Sequence[ClusterShape | None]) -> Sized:
-        found = [shape for shape in shapes if shape is not None]
-        chosen = min(found, key=lambda shape: (shape.nodes, -self.of(shape).goodput), default=None)
-        for shape in found:
-            for near in neighbours(shape):
-                if near.nodes <= self._most:
-                    self.of(near)
-        shown = {near for shape in found for near in (shape, *neighbours(shape))} if found else set(self._known)
+        chosen = self._among_all() or self._among_large()
+        if chosen is None:
+            return Sized(None, tuple(self._known.values()))
+        shown = {chosen, *(near for near in neighbours(chosen) if near.nodes <= self._most)}
+        shown.add(self._mixed(chosen.nodes))
         tried = sorted(
-            (prediction for shape, prediction in self._known.items() if shape in shown),
+            map(self.of, shown),
             key=lambda prediction: (prediction.shape.nodes, prediction.shape.mixed, prediction.shape.prefill),
         )
         return Sized(chosen, tuple(tried))
+
+    def _among_all(self) -> ClusterShape | None:
+        """Tries every cluster of few nodes."""
+        for nodes in range(self._least, min(self._most, _FEW) + 1):
+            apart = [self._apart(prefill, nodes - prefill) for prefill in range(1, nodes)]
+            enough = [shape for shape in (self._mixed(nodes), *apart) if self.of(shape).meets]
+            if enough:
+                return max(enough, key=lambda shape: self.of(shape).goodput)
+        return None
+
+    def _among_large(self) -> ClusterShape | None:
+        """Walks along the border between clusters that do and others. More nodes are never taken to be worse."""
+        if self._most <= _FEW:
+            return None
+        best = self._smallest_mixed()
+        prefill, decode = 1, (self._most if best is None else best.nodes) - 1
+        while decode:
+            shape = self._apart(prefill, decode)
+            if self.of(shape).meets:
+                if best is None or (shape.nodes, -self.of(shape).goodput) < (best.nodes, -self.of(best).goodput):
+                    best = shape
+                decode -= 1
+            else:
+                prefill += 1
+            decode = min(decode, (self._most if best is None else best.nodes) - prefill)
+        return best
 
     def of(self, shape: ClusterShape) -> Prediction:
         if shape not in self._known:
@@ -56,12 +85,12 @@ class Sizing:
 
     def _smallest_mixed(self) -> ClusterShape | None:
         """Doubles the nodes until they do, and then halves the interval. More nodes are never taken to be worse."""
-        enough = 1
+        enough = min(max(2 * _FEW, self._least), self._most)
         while not self.of(self._mixed(enough)).meets:
             if enough == self._most:
                 return None
             enough = min(2 * enough, self._most)
-        too_few = enough // 2
+        too_few = max(_FEW, self._least - 1, min(enough // 2, enough - 1))
         while enough - too_few > 1:
             middle = (enough + too_few) // 2
             if self.of(self._mixed(middle)).meets:
@@ -70,32 +99,6 @@ class Sizing:
                 too_few = middle
         return self._mixed(enough)
 
-    def _smallest_apart(self, most: int) -> ClusterShape | None:
-        """Adds nodes of the kind that is late until both are in time, and then takes away what is not needed."""
-        shape = self._apart(1, 1)
-        while not (prediction := self.of(shape)).meets:
-            room = most - shape.nodes
-            if room <= 0:
-                return None
-            prefill_is_busier = prediction.busy[Role.PREFILL] >= prediction.busy[Role.DECODE]
-            decode = not prediction.keeps_itl or not prefill_is_busier
-            prefill = not prediction.keeps_ttft and (prefill_is_busier or not decode)
-            more_decode = min(room, _more(shape.decode)) if decode else 0
-            more_prefill = min(room - more_decode, _more(shape.prefill)) if prefill else 0
-            shape = self._apart(shape.prefill + more_prefill, shape.decode + more_decode)
-        return self._trimmed(shape)
-
-    def _trimmed(self, shape: ClusterShape) -> ClusterShape:
-        while True:
-            fewer = [
-                less
-                for less in (self._apart(shape.prefill - 1, shape.decode), self._apart(shape.prefill, shape.decode - 1))
-                if less.prefill and less.decode and self.of(less).meets
-            ]
-            if not fewer:
-                return shape
-            shape = max(fewer, key=lambda less: self.of(less).goodput)
-
     def _mixed(self, nodes: int) -> ClusterShape:
         return ClusterShape(mixed=nodes, nodes_per_machine=self._per_machine)
 
@@ -103,8 +106,15 @@ class Sizing:
         return ClusterShape(prefill, decode, nodes_per_machine=self._per_machine)
 
 
-def _more(nodes: int) -> int:
-    return max(1, nodes // 4)
+def least_nodes(profile: Profile, load: Sequence[PlannedRequest], nodes_per_machine: int) -> int:
+    """Returns how many nodes cannot be enough, and one more: full batches and nothing else would take them too long."""
+    parts, rows = profile.speed(nodes_per_machine).steps, profile.cache.max_num_seqs
+    seconds = load[-1].at_s - load[0].at_s
+    if len(load) < _MANY or not seconds:
+        return 1
+    row_s = parts.step_s(rows, 0, 0) / rows
+    work_s = sum(request.prompt_tokens * parts.prompt_token + (request.output_tokens - 1) * row_s for request in load)
+    return max(1, int(work_s / seconds / _OVERLOADED))
 
 
 def neighbours(shape: ClusterShape) -> list[ClusterShape]:
@@ -123,7 +133,7 @@ def checked_sizing(sizing: Sizing, what: str) -> Sized:
     """Returns what ``sizing`` finds. Raises PlanError if no cluster does, with the best that was tried."""
     sized = sizing.find()
     if sized.chosen is None:
-        best = max(sized.tried, key=lambda prediction: prediction.goodput)
+        best = max(sized.tried, key=lambda found: (found.goodput, -found.ttft.asked, -found.itl.asked))
         raise PlanError(
             f"no cluster that was tried keeps {what}: {best.shape} has a TTFT of {best.ttft.asked * 1e3:.0f} ms and an "
             f"ITL of {best.itl.asked * 1e3:.1f} ms there. Allow more with --max-nodes, or want less"
