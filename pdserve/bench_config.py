@@ -480,7 +480,7 @@ class PlanBenchConfig:
     rate_percents: tuple[int, ...] = setting(
         "rate-percents",
         "Requests come at these rates, in percent of the most that the mixed node is predicted to answer.",
-        (20, 40, 60, 80),
+        (20, 50, 80, 120),
     )
     seconds: float = setting(
         "seconds", "The requests of a run come within this many seconds.", 30.0, minimum=1, maximum=3600

@@ -47,7 +47,10 @@ class ClusterShape:
         return " + ".join(f"{count} {role}" for count, role in counts if count)
 
     def roles(self) -> list[Role]:
-        return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.MIXED] * self.mixed
+        """Returns prefill and decode nodes in turns: a machine for two has one of each if there are enough."""
+        pairs = min(self.prefill, self.decode)
+        rest = [Role.PREFILL] * (self.prefill - pairs) + [Role.DECODE] * (self.decode - pairs)
+        return [Role.PREFILL, Role.DECODE] * pairs + rest + [Role.MIXED] * self.mixed
 
 
 @dataclass(frozen=True, slots=True)

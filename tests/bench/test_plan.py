@@ -66,6 +66,10 @@ def test_a_verdict_says_in_how_many_runs_a_prediction_was_near_enough_and_the_fa
     assert told.startswith("met" if near == 4 else "MISSED")
 
 
+def test_a_verdict_of_no_runs_is_not_met() -> None:
+    assert verdict([], "ITL p90").startswith("MISSED")
+
+
 def test_the_requests_of_a_run_are_the_same_for_the_same_seed() -> None:
     config = BenchPlanConfig()
     assert requests_of(config, 2.0, 50) == requests_of(config, 2.0, 50)

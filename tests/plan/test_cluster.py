@@ -227,6 +227,11 @@ def test_the_spread_of_steps_widens_the_quantiles_of_gaps() -> None:
     assert gap_quantiles([], (1.0,), 90).p99 == 0.0
 
 
+def test_machines_for_two_have_a_prefill_and_a_decode_node_where_there_are_enough() -> None:
+    prefill, decode = Role.PREFILL, Role.DECODE
+    assert ClusterShape(2, 3).roles() == [prefill, decode, prefill, decode, decode]
+
+
 def test_a_cluster_that_falls_behind_does_not_keep_its_targets() -> None:
     wanted, targets = Wanted(0.0, 0.2), TargetsConfig(target_itl_ms=200.0)
     load = poisson_load(20.0, 600, read_lengths("256"), read_lengths("64"), seed=0)

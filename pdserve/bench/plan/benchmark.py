@@ -182,7 +182,7 @@ def verdict(rows: Sequence[Row], name: str) -> str:
     ]
     near = sum(abs(ratio - 1) <= bound for ratio, _ in ratios)
     worst, where = max(ratios, key=lambda found: abs(found[0] - 1), default=(math.nan, "no run"))
-    met = "met" if near == len(ratios) else "MISSED"
+    met = "met" if ratios and near == len(ratios) else "MISSED"
     return (
         f"{met}: {name} predicted : measured, wanted within {bound:.0%}, holds in {near} of {len(ratios)} runs; "
         f"the farthest is {worst:.2f} ({where})"
