@@ -34,7 +34,8 @@ def tables(figures: Figures) -> str:
     notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1)]
     counts = [len(figures.seconds.get(cell.name, [])) for cell in TESTED]
     measured = f"{sum(count > 0 for count in counts)} of the {len(counts)} cells with a promise were measured, "
-    measured += f"in {sum(counts)} runs."
+    failed = sum(figures.failures.get(cell.name, 0) for cell in TESTED)
+    measured += f"in {sum(counts)} runs." + (f" {failed} more runs failed." if failed else "")
     parts = [measured, *(_table(fault, figures, reasons) for fault in Fault)]
     return "\n\n".join([*parts, "Where there is no promise, the number is that of the reason:", "\n".join(notes)])
 
@@ -51,7 +52,9 @@ def _shown(cell: Cell, figures: Figures, reasons: list[str]) -> str:
         return f"– ({reasons.index(cell.why_not) + 1})"
     seconds = figures.seconds.get(cell.name, [])
     measured = f" {statistics.median(seconds):.2f}, {max(seconds):.2f}" if seconds else ""
-    return _MARKS[cell.promise] + measured
+    failures = figures.failures.get(cell.name, 0)
+    failed = f", failed {failures} of {failures + len(seconds)}" if failures else ""
+    return _MARKS[cell.promise] + measured + failed
 
 
 def _row(cells: Iterable[str]) -> str:

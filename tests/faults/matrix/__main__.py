@@ -43,9 +43,10 @@ def main() -> int:
                 except AssertionError as exc:
                     failed += 1
                     print(f"{cell.name}: FAILED: {exc}", file=sys.stderr, flush=True)
-                    continue
-                print(f"{cell.name}: {seconds:.3f} s", flush=True)
-                figures = figures.having(cell.name, seconds)
+                    figures = figures.having_failed(cell.name)
+                else:
+                    print(f"{cell.name}: {seconds:.3f} s", flush=True)
+                    figures = figures.having(cell.name, seconds)
                 if options.json:
                     write_figures(options.json, figures)
     return min(failed, 1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +19,8 @@ from tests.cluster.nodes import MODEL
 NEW_TOKENS = 48
 OVER_S = 60.0
 MAX_TRIES = 20
+MAX_PAUSE_S = 5.0
+"""The client heeds a Retry-After of so many seconds at most."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,12 @@ class Refusal:
     code: str
     message: str
     request_id: str
+    retry_after_s: float | None = None
+
+    @property
+    def invites(self) -> bool:
+        """Whether it says that the same request may come again."""
+        return self.status in (502, 503) and self.retry_after_s is not None
 
 
 @dataclass
@@ -36,7 +46,7 @@ class Client:
     urls: Sequence[str]
     prompt: Sequence[int]
     silence_s: float = OVER_S
-    """The client gives a connection up when it has heard nothing for so long."""
+    """When the client has lost patience, it gives a connection up on which it has heard nothing for so long."""
     seed: int = 0
     """A request is known by its bytes: one with another seed is another one, with the same answer."""
     tokens: list[int] = field(default_factory=list)
@@ -44,12 +54,35 @@ class Client:
     """When tokens have come, on the monotonic clock."""
     tries: int = 0
     over: bool = False
-    refusal: Refusal | None = None
+    refusals: list[Refusal] = field(default_factory=list)
+    _impatient: bool = False
+    _connection: http.client.HTTPConnection | None = None
     _last_id: str = ""
 
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """The last one."""
+        return self.refusals[-1] if self.refusals else None
+
+    def lose_patience(self) -> None:
+        """From now on, silence is a reason to go to the next proxy. Before the fault it is none."""
+        self._impatient = True
+        threading.Thread(target=self._watch, args=(self._connection,), daemon=True).start()
+
+    def _watch(self, first: http.client.HTTPConnection | None) -> None:
+        """Ends the connection that the fault has met, once it is silent."""
+        while self._thread.is_alive() and first is self._connection:
+            heard = len(self.heard_s)
+            time.sleep(self.silence_s)
+            if len(self.heard_s) == heard and first is self._connection and first is not None:
+                # It has no socket any more if it has ended meanwhile.
+                with suppress(OSError, AttributeError):
+                    first.sock.shutdown(socket.SHUT_RDWR)
+                return
 
     def wait(self) -> None:
         """Waits for the end of the request. Fails the test if there is none."""
@@ -70,21 +103,28 @@ class Client:
                 if len(self.urls) == 1:
                     return
                 continue
-            if self.over or self.refusal is None or len(self.urls) == 1:
+            if self.over or len(self.urls) == 1:
                 return
+            refusal = self.refusals[-1]
+            if not refusal.invites:
+                return
+            time.sleep(min(refusal.retry_after_s or 0.0, MAX_PAUSE_S))
 
     def _ask(self, url: str) -> None:
         body = {"model": MODEL, "prompt": list(self.prompt), "max_tokens": NEW_TOKENS, "temperature": 0}
         options = {"seed": self.seed, "ignore_eos": True, "stream": True, "return_token_ids": True}
         # With this header, events have ids, and a client can go on behind the last one that it has.
         headers = {"content-type": "application/json", "last-event-id": self._last_id}
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=self.silence_s)
+        patience_s = self.silence_s if self._impatient else OVER_S
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=patience_s)
+        self._connection = connection
         try:
             connection.request("POST", "/v1/completions", json.dumps({**body, **options}), headers)
             response = connection.getresponse()
             request_id = response.headers.get("x-request-id", "")
             if response.status != 200:
-                self._refuse(response.status, json.loads(response.read()), request_id)
+                said, pause = json.loads(response.read()), response.headers.get("retry-after")
+                self._refuse(response.status, said, request_id, None if pause is None else float(pause))
                 return
             self._read(response, request_id)
         finally:
@@ -109,6 +149,8 @@ class Client:
                     self.heard_s.append(time.monotonic())
         raise http.client.IncompleteRead(b"")
 
-    def _refuse(self, status: int, said: Mapping[str, Any], request_id: str) -> None:
+    def _refuse(
+        self, status: int, said: Mapping[str, Any], request_id: str, retry_after_s: float | None = None
+    ) -> None:
         error = said["error"]
-        self.refusal = Refusal(status, error.get("code") or "", error["message"], request_id)
+        self.refusals.append(Refusal(status, error.get("code") or "", error["message"], request_id, retry_after_s))

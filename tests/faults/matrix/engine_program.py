@@ -1,8 +1,9 @@
 """A real engine whose steps a test can hold, and which some requests end: ``python -m … FOLDER NAME``.
 
 A prompt with ``HOLD`` in it holds the engine in the step that computes this token, as long as the folder has a file
-``closed``. A file ``held-NAME`` says that the engine is held. A prompt with ``POISON`` ends the engine in the step that
-computes this token, and so does every decode step at the position ``POISONED_POSITION``: one that few contexts reach.
+``closed``, and so does every decode step at one of ``HELD_POSITIONS``. A file ``held-NAME`` says that the engine is
+held. A prompt with ``POISON`` ends the engine in the step that computes this token, and so does every decode step at
+the position ``POISONED_POSITION``: one that few contexts reach.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pdserve.models.runner import Score, StepRow
 
 HOLD, POISON = 5, 6
 POISONED_POSITION = 1010
+HELD_POSITIONS = (909, 1000)
+"""Some tokens behind the prompts whose answers the tests hold."""
 CLOSED = "closed"
 HELD_AT_MOST_S = 60.0
 DECODE_STEP_S = 0.008
-"""An answer takes so long that a test can act in its middle."""
 
 
 class GovernedRunner:
@@ -37,7 +39,7 @@ class GovernedRunner:
         self._held = folder / f"held-{name}"
 
     def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
-        if any(HOLD in row.token_ids for row in rows):
+        if any(_is_held(row) for row in rows):
             self._wait()
         if any(_is_poisoned(row) for row in rows):
             os.kill(_victim(), signal.SIGKILL)
@@ -58,15 +60,23 @@ class GovernedRunner:
             time.sleep(0.002)
 
 
+def _is_held(row: StepRow) -> bool:
+    decoding = len(row.token_ids) == 1
+    return HOLD in row.token_ids or (decoding and row.start in HELD_POSITIONS)
+
+
 def _is_poisoned(row: StepRow) -> bool:
     decoding = len(row.token_ids) == 1
     return row.start == POISONED_POSITION if decoding else POISON in row.token_ids
 
 
 def _victim() -> int:
-    """Returns the rank that the poison ends: the last one."""
+    """Returns the process that the poison ends: the other rank of the two, or else the engine itself."""
     children = [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
-    return max(children, default=os.getpid())
+    if not children:
+        return os.getpid()
+    (rank,) = children
+    return rank
 
 
 if __name__ == "__main__":

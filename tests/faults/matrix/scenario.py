@@ -8,15 +8,15 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tests.eventually import eventually
 from tests.faults.matrix.client import Client
-from tests.faults.matrix.engine_program import HOLD, POISON, POISONED_POSITION
-from tests.faults.matrix.stage import KV_CACHE_MIB, MAX_IN_FLIGHT, Server, Stage, children_of
+from tests.faults.matrix.engine_program import CLOSED, HOLD, POISON, POISONED_POSITION
+from tests.faults.matrix.stage import KV_CACHE_MIB, MAX_IN_FLIGHT, Server, Stage, answers, children_of
 from tests.faults.matrix.table import Cell, Fault, Phase, Promise, Victim
 from tests.tiny_models import VOCAB_SIZE, Reference
 
@@ -100,14 +100,21 @@ class Scenario:
         with self._undo:
             scene = self._scene()
             # A victim that drains may be gone before the fault comes.
-            last_rank = self._of_rank and self._cell.fault is not Fault.OOM_KILL
-            self._pids = [max(children_of(scene.victim.engine))] if last_rank else scene.victim.pids
+            self._pids = self._struck(scene.victim)
             self._drain(scene)
             since_s = time.monotonic()
             self._inject(scene)
+            # The gate is open if the fault itself is other requests.
+            held = (self._stage.folder / CLOSED).exists()
+            assert not (held and scene.client.over), "the answer had its end before the fault came"
+            for client in (scene.client, *self._hogs):
+                if len(client.urls) > 1:
+                    client.lose_patience()
             self._stage.open_gate()
             scene.client.wait()
             self._check_whole(scene.client)
+            if self._cell.promise is Promise.ASKS_AGAIN:
+                assert scene.client.tries > 1, "the fault did not concern the request"
         for hog in self._hogs:
             hog.wait()
             self._check_whole(hog)
@@ -115,11 +122,25 @@ class Scenario:
         return scene.client.longest_pause_s(since_s)
 
     def _check_whole(self, client: Client) -> None:
-        assert client.refusal is None or client.over, client.refusal
-        assert client.over, f"the answer has no end; {len(client.tokens)} tokens, {client.tries} tries"
+        assert all(refusal.invites for refusal in client.refusals), client.refusals
+        assert client.over, f"the answer has no end; {len(client.tokens)} tokens, {client.refusals}"
         assert client.tokens == self._answers.to(client.prompt)
-        if len(client.urls) == 1:
-            assert client.tries == 1
+
+    def _struck(self, victim: Server) -> list[int]:
+        """Returns the processes that the fault is for."""
+        match self._cell.fault:
+            case Fault.OOM_KILL:
+                # The kernel would choose the same: what has most memory.
+                chosen = max(victim.pids, key=_oom_score)
+                ranks = children_of(victim.engine) if self._of_rank else []
+                assert chosen in (victim.engine, *ranks), "the engine has most memory"
+                return [chosen]
+            case _ if self._of_rank:
+                # A stage of ranks has two: the engine is one, and its child the last.
+                (rank,) = children_of(victim.engine)
+                return [rank]
+            case _:
+                return victim.pids
 
     # ------------------------------------------------------------ a request in its phase
 
@@ -202,15 +223,26 @@ class Scenario:
         pairs = [(a.name, b.name) for a in self._stage.of_role("prefill") for b in self._stage.of_role("decode")]
         before = {pair: wire.path(*pair).passed for pair in pairs}
         client = self._client(prompt)
-        prefill = eventually(lambda: next(iter(self._stage.held("prefill")), None), "a prefill node computes it")
+
+        def holder() -> Server | None:
+            assert not client.refusals, client.refusals
+            return next(iter(self._stage.held("prefill")), None)
+
+        prefill = eventually(holder, "a prefill node computes it")
         decode = self._decoder()
         pair = (prefill.name, decode.name)
         eventually(lambda: wire.path(*pair).passed - before[pair] >= sent, "its blocks are on their way")
         return self._scene_of(client, prefill, decode)
 
     def _decoding(self) -> Scene:
+        self._stage.close_gate()
         client = self._client(PLAIN)
-        eventually(lambda: len(client.tokens) >= SOME_TOKENS, "tokens come")
+
+        def is_held() -> bool:
+            assert not client.refusals, client.refusals
+            return len(client.tokens) >= SOME_TOKENS and bool(self._stage.held("decode"))
+
+        eventually(is_held, "tokens come, and the engine is held in the middle of the answer")
         return self._scene_of(client, self._stage.of_role("prefill")[0], self._decoder())
 
     def _decoder(self) -> Server:
@@ -233,11 +265,8 @@ class Scenario:
     def _inject(self, scene: Scene) -> None:
         victim, wire = scene.victim, self._stage.network.wire
         match self._cell.fault:
-            case Fault.SIGKILL:
+            case Fault.SIGKILL | Fault.OOM_KILL:
                 self._kill(victim, self._pids[-1])
-            case Fault.OOM_KILL:
-                # The kernel would choose the same: what has most memory.
-                self._kill(victim, max(self._pids, key=_oom_score))
             case Fault.SIGSTOP:
                 self._stop(victim)
             case Fault.CUT:
@@ -255,6 +284,8 @@ class Scenario:
                 path.corrupt = True
                 self._undo.callback(_was_corrupted, scene.decode, _corrupt(scene.decode))
             case Fault.OUT_OF_KV:
+                if self._cell.phase is Phase.DECODE:  # the proxy would send them past a node that is held
+                    self._stage.open_gate()
                 for _ in range(HOGS):
                     self._hog(PLAIN, proxy=1)
                 # A node that drains gets no more requests: the one to which the answer goes does.
@@ -276,14 +307,18 @@ class Scenario:
     def _of_rank(self) -> bool:
         return self._cell.victim is Victim.RANK
 
+    def _perhaps_gone(self) -> AbstractContextManager[None]:
+        """A victim that drains may be gone before the fault comes. No other may."""
+        return suppress(ProcessLookupError) if self._cell.phase is Phase.DRAIN else nullcontext()
+
     def _kill(self, victim: Server, pid: int) -> None:
-        with suppress(ProcessLookupError):  # a node that drains may be gone
+        with self._perhaps_gone():
             os.kill(pid, signal.SIGKILL)
         self._undo.callback(eventually, lambda: victim.process.ended, f"{victim.name} has ended")
 
     def _stop(self, victim: Server) -> None:
         for pid in self._pids:
-            with suppress(ProcessLookupError):
+            with self._perhaps_gone():
                 os.kill(pid, signal.SIGSTOP)
             self._undo.callback(_go_on, pid)
         if self._of_rank:
@@ -291,8 +326,11 @@ class Scenario:
 
     def _fill_disk(self, victim: Server) -> None:
         """Lets no file of the victim grow, as a disk without space would not."""
+        drains = self._cell.phase is Phase.DRAIN
+        if victim.role == "proxy" and not drains:
+            self._undo.callback(_writes_again, victim)
         for pid in self._pids:
-            with suppress(ProcessLookupError):
+            with self._perhaps_gone():
                 before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
                 self._undo.callback(_restore_file_size, pid, before)
         if self._of_rank:  # the other one goes on writing its log
@@ -326,6 +364,7 @@ class Scenario:
         took_s = time.monotonic() - since_s
         refusal = client.refusal
         assert refusal is not None, "it is no answer"
+        assert refusal.code == "upstream_lost", refusal
         again = ask()
         again.wait()
         assert again.refusal is not None
@@ -335,6 +374,7 @@ class Scenario:
         else:
             assert (again.refusal.status, again.refusal.code) == (400, "suspected_request")
             assert refusal.request_id in again.refusal.message
+            assert _says_how(again.refusal.message), again.refusal
         drained = {node.name for node in stage.nodes if node.draining}
 
         def lost() -> list[str]:
@@ -354,6 +394,12 @@ class Scenario:
 def play(stage: Stage, cell: Cell, answers: Answers) -> float:
     """Plays a cell, and returns how long its client has waited for what the fault held up."""
     return Scenario(stage, cell, answers).play()
+
+
+def _says_how(message: str) -> bool:
+    """Whether the message names nodes, and how they were lost with the request."""
+    _, colon, how = message.partition("died of: ")
+    return bool(colon) and any(name in how for name in ("prefill-", "decode-"))
 
 
 def _has_ended(server: Server) -> bool:
@@ -382,6 +428,13 @@ def _was_corrupted(node: Server, before: float) -> None:
 def _restore_file_size(pid: int, before: tuple[int, int]) -> None:
     with suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def _writes_again(proxy: Server) -> None:
+    """Shows that a proxy writes a line for a request, so that it would have written one on the full disk as well."""
+    written = proxy.process.log.stat().st_size
+    eventually(lambda: answers(proxy), f"{proxy.name} answers")
+    eventually(lambda: proxy.process.log.stat().st_size > written, f"{proxy.name} writes a line")
 
 
 def _has_not_grown(log: Path, size: int) -> None:

@@ -32,6 +32,7 @@ PROXY_FLAGS = (
     *("--heartbeat-ms", "300", "--max-in-flight", str(MAX_IN_FLIGHT), "--port", "8000", "--control-port", "8100"),
 )
 END_S = 20.0
+ANSWER_S = 5.0
 
 
 class Logged:
@@ -202,6 +203,9 @@ class Stage:
             self.servers[name].process.reap()
             self.start(name)
         self.until_known()
+        for proxy in self.proxies:
+            # Right after a cut, a proxy may list nodes that it is about to drop, not having heard them for long.
+            eventually(lambda: answers(proxy), f"{proxy.name} answers")  # noqa: B023
         eventually(self._idle, "every node idle, every block free")
 
     def _idle(self) -> bool:
@@ -221,6 +225,14 @@ class Stage:
 
     def engines(self) -> dict[str, int]:
         return {node.name: node.engine for node in self.nodes}
+
+
+def answers(proxy: Server) -> bool:
+    """Whether the proxy answers a short request."""
+    body = {"model": MODEL, "prompt": list(range(10, 22)), "max_tokens": 1}
+    with suppress(OSError):
+        return http(proxy.url + "/v1/completions", body, timeout_s=ANSWER_S).status == 200
+    return False
 
 
 @contextmanager

@@ -27,4 +27,4 @@ def stages(possible: None, demo_model: Path, tmp_path_factory: pytest.TempPathFa
     [pytest.param(cell, id=cell.name, marks=[pytest.mark.nightly] if cell.nightly else []) for cell in TESTED],
 )
 def test_cell(stages: Stages, cell: Cell) -> None:
-    assert stages.play(cell) >= 0.0
+    stages.play(cell)
