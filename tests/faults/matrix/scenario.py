@@ -235,12 +235,15 @@ class Scenario:
         return self._scene_of(client, prefill, decode)
 
     def _decoding(self) -> Scene:
-        self._stage.close_gate()
+        # The proxy would send the other requests past a node that is held. One that drains gets none anyway.
+        goes_on = self._cell.fault is Fault.OUT_OF_KV and self._cell.phase is Phase.DECODE
+        if not goes_on:
+            self._stage.close_gate()
         client = self._client(PLAIN)
 
         def is_held() -> bool:
             assert not client.refusals, client.refusals
-            return len(client.tokens) >= SOME_TOKENS and bool(self._stage.held("decode"))
+            return len(client.tokens) >= SOME_TOKENS and (goes_on or bool(self._stage.held("decode")))
 
         eventually(is_held, "tokens come, and the engine is held in the middle of the answer")
         return self._scene_of(client, self._stage.of_role("prefill")[0], self._decoder())
@@ -284,8 +287,6 @@ class Scenario:
                 path.corrupt = True
                 self._undo.callback(_was_corrupted, scene.decode, _corrupt(scene.decode))
             case Fault.OUT_OF_KV:
-                if self._cell.phase is Phase.DECODE:  # the proxy would send them past a node that is held
-                    self._stage.open_gate()
                 for _ in range(HOGS):
                     self._hog(PLAIN, proxy=1)
                 # A node that drains gets no more requests: the one to which the answer goes does.

@@ -100,7 +100,6 @@ _IN_EVERY_TEST_RUN = {
     (Fault.SLOW, Victim.PROXY, Phase.DECODE),
     (Fault.SLOW, Victim.DECODE, Phase.QUEUED),
     (Fault.CORRUPT, Victim.PREFILL, Phase.TRANSFER),
-    (Fault.OUT_OF_KV, Victim.DECODE, Phase.DECODE),
     (Fault.OUT_OF_KV, Victim.PREFILL, Phase.QUEUED),
     (Fault.DISK_FULL, Victim.PROXY, Phase.QUEUED),
     (Fault.DISK_FULL, Victim.PREFILL, Phase.PREFILL),
