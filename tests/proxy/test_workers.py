@@ -24,7 +24,17 @@ import zmq.asyncio
 from pdserve.config import AdmissionConfig, ProxyConfig, WorkersConfig
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Deregister, NodeHeartbeat, NodeLoad, Register, Role
-from pdserve.wire.proxy_workers import Credentials, KnownNode, Nodes, NodesChanged, Renewed, ToWorker, WorkerHello
+from pdserve.wire.proxy_workers import (
+    Credentials,
+    KnownNode,
+    Nodes,
+    NodesChanged,
+    Renewed,
+    Suspected,
+    SuspectedRequest,
+    ToWorker,
+    WorkerHello,
+)
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.registry.snapshot import Reachability
@@ -364,6 +374,8 @@ class ChannelWorker:
         """How many messages brought all nodes."""
         self.secrets: list[bytes] = []
         """The secrets of the credentials that came."""
+        self.suspects: set[str] = set()
+        """The ids of the suspected requests that came."""
         self.sent = 0
         """How many nodes the messages with changes held."""
         self._socket = context.socket(zmq.DEALER)
@@ -374,6 +386,9 @@ class ChannelWorker:
     async def greet(self) -> None:
         await self._socket.send(msgspec.msgpack.encode(WorkerHello(importlib.metadata.version("pdserve"))))
 
+    async def find(self, suspect: SuspectedRequest) -> None:
+        await self._socket.send(msgspec.msgpack.encode(Suspected((suspect,))))
+
     async def take(self) -> None:
         match decoder.decode(await self._socket.recv()):
             case Nodes() as nodes:
@@ -381,6 +396,8 @@ class ChannelWorker:
                 self.mirror.take(nodes)
             case Renewed(credentials=credentials):
                 self.secrets.append(credentials.secret)
+            case Suspected(requests=requests):
+                self.suspects |= {request.request_id for request in requests}
             case NodesChanged() as changes:
                 assert changes.nodes or changes.gone
                 self.sent += len(changes.nodes)
@@ -435,8 +452,9 @@ async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monke
     registry.handle(Register(info), 0.0)
     with WorkerChannel(address, registry, ProxyMetrics()) as hub, zmq.asyncio.Context() as context:
         hub.expect(b"0.1")
+        hub.expect(b"1.1")
         serving = asyncio.create_task(hub.run())
-        worker = ChannelWorker(context, address)
+        worker, finder = ChannelWorker(context, address), ChannelWorker(context, address, b"1.1")
         await worker.greet()
         async with asyncio.timeout(20.0):
             while not worker.all_nodes:
@@ -446,11 +464,19 @@ async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monke
                 await asyncio.sleep(0)
             registry.handle(Register(late), 2.0)
             hub.renew(Credentials(b"a secret that is new", ()))
-            while worker.names() != ["n", "late"] or not worker.secrets:
+            found: set[str] = set()
+            while b"0.1" not in hub._unaware:
+                found.add(request_id := f"r{len(found)}")
+                await finder.find(
+                    SuspectedRequest(request_id.encode(), 1, request_id, b"", "", time.monotonic() + 60.0)
+                )
+                await asyncio.sleep(0)
+            while worker.names() != ["n", "late"] or not worker.secrets or not found <= worker.suspects:
                 await worker.take()
         assert worker.all_nodes > 1
         assert worker.secrets == [b"a secret that is new"]
         worker.close()
+        finder.close()
         await cancelled(serving)
 
 

@@ -135,6 +135,8 @@ class WorkerChannel:
         registry.on_node(self._touch)
         self._reporter = Reporter(registry.heartbeat_s)
         self._report = SharedReport(self._make_report)
+        self._unaware: set[bytes] = set()
+        """The workers that a message with suspects did not reach: they get all of them with the next nodes."""
         self._suspects = Suspects(0.0)
         """What the workers have found, for those that start later."""
         self._workers: dict[bytes, tuple[Family, ...]] = {}
@@ -174,6 +176,7 @@ class WorkerChannel:
         """Forgets the worker ``name``, which is gone, and keeps what it counted."""
         self._health.pop(name, None)
         self._behind.pop(name, None)
+        self._unaware.discard(name)
         self._outdated.discard(name)
         if self._store is not None:
             self._store.abandon_all(name)
@@ -221,7 +224,8 @@ class WorkerChannel:
                     continue
                 nodes = all_nodes = all_nodes or _encoder.encode(self._nodes())
                 del self._behind[name]
-            if not (await self._tell_credentials(name) and (nodes is None or await self._send_encoded(name, nodes))):
+            told = await self._tell_credentials(name) and await self._tell_suspects(name)
+            if not (told and (nodes is None or await self._send_encoded(name, nodes))):
                 self._behind[name] = now + RETRY_S
 
     async def _tell_credentials(self, name: bytes) -> bool:
@@ -232,6 +236,16 @@ class WorkerChannel:
         sent = await self._send(name, self._renewed)
         if not sent:
             self._outdated.add(name)
+        return sent
+
+    async def _tell_suspects(self, name: bytes) -> bool:
+        """Returns whether the worker knows all suspects, or was sent them."""
+        if name not in self._unaware:
+            return True
+        self._unaware.discard(name)
+        sent = await self._send(name, Suspected(self._suspects.kept()))
+        if not sent:
+            self._unaware.add(name)
         return sent
 
     async def _receive(self) -> None:
@@ -255,7 +269,7 @@ class WorkerChannel:
                     self._outdated.add(name)
                     self._behind[name] = 0.0
                     self._changed.set()
-                    await self._send(name, Suspected(self._suspects.kept()))
+                    self._unaware.add(name)
                 case WorkerReady():
                     health.ready.set()
                 case WorkerPong():
@@ -271,7 +285,10 @@ class WorkerChannel:
                 case Suspected(requests=requests) as suspected:
                     self._suspects.take(requests)
                     for other in self._workers.keys() - {name}:
-                        await self._send(other, suspected)
+                        if not await self._send(other, suspected):
+                            self._unaware.add(other)
+                            self._behind.setdefault(other, 0.0)
+                            self._changed.set()
                 case AskStatus(number=number):
                     self._begin(self._tell_status(name, number))
                 case LanesPart(number=number, lanes=lanes):
