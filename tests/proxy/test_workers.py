@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -477,6 +477,47 @@ async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monke
         assert worker.secrets == [b"a secret that is new"]
         worker.close()
         finder.close()
+        await cancelled(serving)
+
+
+async def test_a_worker_without_room_is_tried_seldom_and_gets_credentials_before_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_channel, "PUBLISH_PAUSE_S", 0.001)
+    monkeypatch.setattr(worker_channel, "RETRY_S", 3600.0)
+    address, registry = f"ipc://{tmp_path}/channel", Registry(1.0, missed_heartbeats=3)
+    info, name = node_info("n", Role.MIXED), b"0.1"
+    registry.handle(Register(info), 0.0)
+    room, refused = True, 0
+    send = WorkerChannel._send_encoded
+
+    async def send_if_room(hub: WorkerChannel, to: bytes, data: bytes) -> bool:
+        nonlocal refused
+        refused += not room
+        return room and await send(hub, to, data)
+
+    monkeypatch.setattr(WorkerChannel, "_send_encoded", send_if_room)
+    with WorkerChannel(address, registry, ProxyMetrics()) as hub, zmq.asyncio.Context() as context:
+        hub.expect(name)
+        serving = asyncio.create_task(hub.run())
+        with closing(ChannelWorker(context, address, name)) as worker:
+            await worker.greet()
+            async with asyncio.timeout(20.0):
+                while not worker.all_nodes:
+                    await worker.take()
+                room = False
+                hub.renew(Credentials(b"a secret that is new", ()))
+                await eventually(lambda: name in hub._behind, "the worker is behind")
+                for number in range(20):
+                    registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=number)), 1.0)
+                    await eventually(lambda: not hub._touched, "the channel has seen the change")
+                assert refused == 1
+                room, hub._behind[name] = True, 0.0
+                registry.handle(NodeHeartbeat(info.boot_id, NodeLoad(running=77)), 2.0)
+                while worker.all_nodes < 2:
+                    await worker.take()
+            assert worker.secrets == [b"a secret that is new"]
+            assert worker.mirror.load(info.boot_id) == NodeLoad(running=77)
         await cancelled(serving)
 
 
