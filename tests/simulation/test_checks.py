@@ -12,6 +12,7 @@ import pytest
 from pdserve.api.server import NodeServer
 from pdserve.errors import PdserveError
 from pdserve_proxy import server as proxy_server
+from tests.simulation import counters
 from tests.simulation.cluster import Node, simulate
 from tests.simulation.network import Network
 from tests.simulation.plan import Fault, FaultKind, Plan, Shape
@@ -123,3 +124,9 @@ def test_a_process_goes_on_when_all_its_stops_are_over(loop: SimLoop) -> None:
     assert not process.running
     process.go_on()
     assert process.running
+
+
+@pytest.mark.integration
+def test_a_metric_that_is_gone_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "AT_REST", counters.AT_REST | {"pdserve_gone"})
+    _finds(Plan(), "does not show pdserve_gone")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -210,3 +215,25 @@ async def test_a_server_has_to_end_as_its_fault_makes_it(
     server.judge_end(await server.process.wait())
     await server.stop()
     assert len(server.surprises) == surprises
+
+
+async def test_a_schedule_that_is_cancelled_lets_a_slowed_server_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, sent = asyncio.Event(), list[signal.Signals]()
+
+    def send(pid: int, number: signal.Signals) -> None:
+        sent.append(number)
+        stopped.set()
+
+    server = cast(Server, SimpleNamespace(name="decode-1", part=Part.DECODE, group=7))
+    faults = FaultSchedule(cast(SoakCluster, None), seed=1, pause_s=0.001, began=0.0)
+    chosen = iter([(server, Fault.STUTTER)])
+    monkeypatch.setattr(faults, "_choose", lambda: next(chosen, None))
+    monkeypatch.setattr("tests.soak.faults._signal", send)
+    running = asyncio.create_task(faults.run(cast(aiohttp.ClientSession, None), time.monotonic() + 60.0))
+    async with asyncio.timeout(30.0):
+        await stopped.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sent == [signal.SIGSTOP, signal.SIGCONT]
+    assert faults.strikes[0].whole
