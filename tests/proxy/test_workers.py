@@ -475,6 +475,7 @@ async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monke
                 await worker.take()
         assert worker.all_nodes > 1
         assert worker.secrets == [b"a secret that is new"]
+        assert found, "a suspect for which there was no room"
         worker.close()
         finder.close()
         await cancelled(serving)
