@@ -14,17 +14,26 @@ import msgspec
 from pdserve.errors import Unavailable
 from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.wire.discovery import NodeInfo
+from pdserve.wire.ids import new_id
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.upstream.node_connection import NodeLost
 from pdserve_proxy.upstream.node_pool import NodePool
 
 HEALTH_PATH = "/health"
-LOOKS = 2
+LOOKS = 4
 BETWEEN_LOOKS_S = 0.25
-"""A node's API may outlive its engine by some milliseconds, and answers until then."""
+"""A node's API may outlive its engine, and an engine one of its ranks, and answers until it notices."""
 LOOK_S = 1.0
 """A node that does not answer for so long counts as lost."""
 MAX_REASON_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LostNode:
+    """A prefill node that is lost with a request. If nobody says which one, it has no name and counts by itself."""
+
+    boot_id: bytes
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +41,8 @@ class GivenBack:
     """A request that a decode node gives back."""
 
     why: str
-    lost: bool
-    """Whether a prefill node is lost. Otherwise only the link to it broke."""
+    lost: tuple[LostNode, ...]
+    """The prefill nodes that are lost. If there is none, only the link to one broke."""
 
 
 class _ErrorDetail(msgspec.Struct, frozen=True):
@@ -57,7 +66,8 @@ async def judge(answer: bytes | None, prefill: Sequence[NodeInfo], registry: Reg
         error = _ErrorDetail("a prefill node was lost with this request")
     meant = [node for node in prefill if error.param in (None, node.name)]
     alive = await asyncio.gather(*(_lives(node, registry, pool) for node in meant))
-    return GivenBack(error.message[:MAX_REASON_CHARS], not (alive and all(alive)))
+    lost = tuple(LostNode(node.boot_id, node.name) for node, lives in zip(meant, alive, strict=True) if not lives)
+    return GivenBack(error.message[:MAX_REASON_CHARS], lost if meant else (LostNode(new_id()),))
 
 
 async def _lives(node: NodeInfo, registry: RegistryView, pool: NodePool) -> bool:

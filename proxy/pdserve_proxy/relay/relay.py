@@ -34,7 +34,7 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
-from pdserve_proxy.relay.given_back import GivenBack
+from pdserve_proxy.relay.given_back import GivenBack, LostNode
 from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.relay.move import PlannedMoves
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
@@ -79,6 +79,8 @@ class AttemptFailure:
     """Whether the failures of nodes behind it are counted already, or are none."""
     given_back: bool = False
     """Whether the node that was asked lives, and has lost its prefill node or the link to it."""
+    prefill_lost: tuple[LostNode, ...] = ()
+    """The prefill nodes that are lost, if it is not the node that was asked."""
     lacks_answer: bool = False
     """Whether the node only does not have the answer that a client asks for again."""
 
@@ -180,7 +182,7 @@ class Relay:
         query = RouteQuery(model, request.body.prompt_start, oldest, key)
         tried: frozenset[bytes] = frozenset()
         failure: AttemptFailure | None = None
-        losses: list[str] = []
+        losses: dict[bytes, str] = {}
         for number in range(MAX_ATTEMPTS):
             try:
                 route = self._dispatch.choose(query, tried)
@@ -202,9 +204,11 @@ class Relay:
             if failure is None or failure.lacks_answer or not result.lacks_answer:
                 failure = result
             if result.kind is AttemptFailureKind.LOST:
-                losses.append(result.error.message)
-                if len(losses) == MAX_LOSSES:
-                    body, told = request.body.data, "; ".join(losses)
+                # Two decode nodes may tell of the same prefill node.
+                for lost in [node.boot_id for node in result.prefill_lost] or [route.decode.boot_id]:
+                    losses.setdefault(lost, result.error.message)
+                if len(losses) >= MAX_LOSSES:
+                    body, told = request.body.data, list(losses.values())
                     raise self._suspects.add(request.path, body, relayed.request_id, told, request.client)
         assert failure is not None
         if failure.answer is None:
@@ -218,11 +222,12 @@ class Relay:
 
     def _note_failure(self, relayed: RelayedRequest, route: Route, number: int, failure: AttemptFailure) -> None:
         level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
-        name = route.decode.name
+        name = ", ".join(node.name for node in failure.prefill_lost if node.name) or route.decode.name
         relayed.attempt_failed(failure.kind.value)
         if not failure.counted:
             self._counts.nodes.failed(route.decode, failure.kind)
-        log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, name, failure.error)
+        decode = route.decode.name
+        log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, decode, failure.error)
         if failure.kind is AttemptFailureKind.UNREACHABLE:
             self._registry.mark_unreachable(route.decode.boot_id)
         if failure.kind is not AttemptFailureKind.REFUSED:
@@ -364,7 +369,7 @@ def _given_back(node: str, request: GivenBack) -> AttemptFailure:
     """Returns the failure of a node that gives a request back. It is a loss only if a prefill node is lost."""
     if request.lost:
         error = BadUpstream(f"{request.why}, says node {node}", code="upstream_lost")
-        return AttemptFailure(AttemptFailureKind.LOST, error, counted=True, given_back=True)
+        return AttemptFailure(AttemptFailureKind.LOST, error, counted=True, given_back=True, prefill_lost=request.lost)
     broken = Unavailable(
         f"node {node} has lost its link to a prefill node, which lives",
         code="upstream_busy",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -28,6 +28,7 @@ from pdserve.wire.version import RESUMED_ANSWERS
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest
+from pdserve_proxy.relay.given_back import LostNode
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
@@ -97,8 +98,8 @@ class Declined:
     why: str
     lost: bool = False
     """Whether the node was lost with the stream, which may be what killed it."""
-    prefill_lost: bool = False
-    """Whether the node gives the stream back because a prefill node was lost with it."""
+    prefill_lost: tuple[LostNode, ...] = ()
+    """The prefill nodes that were lost with the stream, which the node gives back."""
     link_lost: bool = False
     """Whether it gives the stream back because its link to a prefill node broke, which lives."""
 
@@ -282,8 +283,9 @@ class Resumes:
     """Finds the nodes that go on with the streams of one proxy process, for so many streams at a time.
 
     A stream waits for a node for ``resume_wait_s``. When there is one, it waits for its turn until the request's
-    deadline, which does not count: others are being resumed meanwhile. A request with which a second node is lost
-    before it has said anything goes to no third one: it may be what they died of.
+    deadline, which does not count: others are being resumed meanwhile. A request with which a second decode node is
+    lost before it has said anything goes to no third one: it may be what they died of. A stream may lose a prefill
+    node besides, because that one may have died together with its decode node.
     """
 
     def __init__(
@@ -317,11 +319,14 @@ class Resumes:
         asked_again_s: dict[bytes, float] = {}
         if cut is None or cut.reason is not MoveReason.ROOM:
             asked_again_s[stream.node.boot_id] = math.inf
-        refusals, losses = 0, [f"node {stream.node.name} was lost with its answer"]
+        refusals, losses = 0, {stream.node.boot_id: f"node {stream.node.name} was lost with its answer"}
         if cut is not None:
+            losses.clear()  # the node is left in good health
             answer = await self._ask_prepared(stream, cut.to, begin)
             if isinstance(answer, bytes):
                 return answer
+            if answer.lost:
+                losses[cut.to.decode.boot_id] = answer.why
             self._note_declined(stream, cut.to.decode, answer, asked_again_s)
         while True:
             route = await self.route(stream, asked_again_s, until_s)
@@ -337,19 +342,22 @@ class Resumes:
                 try:
                     answer = await self._ask(stream, route, begin)
                 except ResumeFailed as exc:
-                    if exc.lost:
-                        self._suspect(stream, *losses, exc.lost)
-                    raise
+                    if not exc.lost:
+                        raise
+                    losses[route.decode.boot_id] = exc.lost
+                    if len(losses) >= MAX_LOSSES:
+                        self._suspect(stream, losses.values())
+                        raise
+                    answer = Declined(exc.lost)
             if isinstance(answer, bytes):
                 return answer
-            if answer.prefill_lost:
-                losses.append(answer.why)
-                if len(losses) > MAX_LOSSES:
-                    self._suspect(stream, *losses)
-                    raise ResumeFailed(ResumeOutcome.FAILED, answer.why)
-                stream.relayed.begin_resuming()
-                continue
-            if answer.link_lost:  # the same node may go on at once
+            for node in answer.prefill_lost:  # two nodes may tell of the same one
+                losses.setdefault(node.boot_id, answer.why)
+            # Decode and prefill node may have died together: one more may be tried.
+            if len(losses) > MAX_LOSSES:
+                self._suspect(stream, losses.values())
+                raise ResumeFailed(ResumeOutcome.FAILED, answer.why)
+            if answer.link_lost or answer.prefill_lost:  # the same node may go on at once
                 stream.relayed.begin_resuming()
             else:
                 self._note_declined(stream, route.decode, answer, asked_again_s)
@@ -359,10 +367,9 @@ class Resumes:
             if self._loop.time() >= until_s:
                 raise ResumeFailed(ResumeOutcome.NO_NODE, f"{refusals} attempts were refused in {self._wait_s:g} s")
 
-    def _suspect(self, stream: LostStream, *losses: str) -> None:
+    def _suspect(self, stream: LostStream, losses: Iterable[str]) -> None:
         request = stream.request
-        body, told = request.body.data, "; ".join(losses)
-        self._suspects.add(request.path, body, stream.relayed.request_id, told, request.client)
+        self._suspects.add(request.path, request.body.data, stream.relayed.request_id, list(losses), request.client)
 
     def _note_declined(
         self, stream: LostStream, node: NodeInfo, answer: Declined, asked_again_s: dict[bytes, float]
@@ -377,7 +384,7 @@ class Resumes:
         try:
             return await self._ask(stream, route, begin)
         except ResumeFailed as exc:
-            return Declined(str(exc))
+            return Declined(str(exc), lost=bool(exc.lost))
 
     async def _ask(self, stream: LostStream, route: Route, begin: Begin) -> bytes | Declined:
         """Returns the first events of the node of ``route``, or why it does not go on and another one may.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from pdserve.errors import BadUpstream, InvalidRequest
 from pdserve.wire.proxy_workers import SuspectedRequest
@@ -35,20 +35,21 @@ class Suspects:
         self.share: Callable[[SuspectedRequest], None] = lambda _: None
         """Tells the proxy's other processes of one that was found here."""
 
-    def add(self, path: str, body: bytes, request_id: str, losses: str, client: bytes = b"") -> BadUpstream:
+    def add(self, path: str, body: bytes, request_id: str, losses: Sequence[str], client: bytes = b"") -> BadUpstream:
         """Remembers a request with which two nodes were lost, and returns what its client is told.
 
-        ``losses`` says how they were lost. ``client`` stands for the client, who alone may hear of the request's id.
+        ``losses`` says how each was lost. ``client`` stands for the client, who alone may hear of the request's id.
         """
-        told = f"two nodes were lost with this request, {request_id}: {losses}"
+        how = "; ".join(losses)
+        told = f"{len(losses)} nodes were lost with this request, {request_id}: {how}"
         refused = f"; its like is refused for {self._kept_s:g} s" if self._kept_s else ""
         error = BadUpstream(told + refused, code="upstream_lost")
         if self._kept_s:
             until_s = self._clock() + self._kept_s
-            found = SuspectedRequest(_fingerprint(path, body), len(body), request_id, client, losses, until_s)
+            found = SuspectedRequest(_fingerprint(path, body), len(body), request_id, client, how, until_s)
             self.take([found])
             self.share(found)
-            log.warning("request_id=%s: two nodes were lost with it: %s; its like is refused", request_id, losses)
+            log.warning("request_id=%s: nodes were lost with it: %s; its like is refused", request_id, how)
         return error
 
     def take(self, found: Iterable[SuspectedRequest]) -> None:
@@ -85,7 +86,7 @@ class Suspects:
             "a request is refused that is the same as request_id=%s, with which nodes were lost", suspect.request_id
         )
         raise InvalidRequest(
-            f"two nodes were lost with {which} was the same as this one; it is refused for another {left_s:.0f} s, "
+            f"nodes were lost with {which} was the same as this one; it is refused for another {left_s:.0f} s, "
             f"because it may be what they died of{how}",
             code="suspected_request",
         )
