@@ -163,7 +163,6 @@ def test_goodput_is_shown_as_in_the_committed_figures() -> None:
         assert f"{report.machine.measured} UTC" in (goodput_page.DOCS / plot).read_text(), again
 
 
-@pytest.mark.skipif(not soak_page.FIGURES.exists(), reason="no figures of make soak are committed yet")
 def test_the_soak_is_shown_as_in_the_committed_figures() -> None:
     report, text = read_soak(soak_page.FIGURES), soak_page.PAGE.read_text()
     again = "python -m tests.docs.soak_page writes it anew"
