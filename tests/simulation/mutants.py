@@ -360,9 +360,9 @@ RARE = (
     Mutant(
         "an answer that was over when it came goes on",
         0,
-        "pdserve.engine.step_loop.StepLoop",
-        "_submit",
-        "self._scheduler.finish_if_over(member)",
+        "pdserve.engine.scheduling.scheduler.Scheduler",
+        "resumed",
+        "self.finish_if_over(request)",
         "pass",
     ),
     Mutant(

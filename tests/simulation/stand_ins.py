@@ -28,6 +28,7 @@ from random import Random
 from typing import Any, ClassVar
 
 import msgspec
+import uvicorn.server
 import zmq
 import zmq.asyncio
 
@@ -98,6 +99,16 @@ class SimCondition:
                 thread.block(timeout)
         finally:
             self._waiting.remove(thread)
+
+
+class OrderedConnections(dict[Any, None]):
+    """A server's connections, which it closes in the order in which they were made: a set has another one each time."""
+
+    def add(self, connection: Any) -> None:
+        self[connection] = None
+
+    def discard(self, connection: Any) -> None:
+        self.pop(connection, None)
 
 
 class SimFolder:
@@ -292,6 +303,9 @@ def simulated(
         ),
         (ChildProcess, SimChild),
         (_module("pdserve.http.server").bind, lambda config: SimListener(config.host, config.port)),
+        # What this process takes of the machine differs from run to run, and so do the lengths of its numbers.
+        (_module("pdserve.metrics.processes")._usual, lambda pid: ()),
+        (_module("pdserve.metrics.processes")._threads, lambda pid: ()),
     ]
     by_id = {id(real): stand_in for real, stand_in in replaced}
     undo: list[tuple[Any, str, Any]] = []
@@ -310,12 +324,21 @@ def simulated(
         function.__kwdefaults__[name] = by_id[id(default)] if id(default) in by_id else _clock_for(default, wall, loop)
     for function, defaults in _positional.items():
         function.__defaults__ = tuple(_clock_for(default, wall, loop) for default in defaults)
+    state = uvicorn.server.ServerState
+    begin_state = state.__init__
+
+    def begin_ordered_state(self: uvicorn.server.ServerState) -> None:
+        begin_state(self)
+        self.connections = OrderedConnections()  # type: ignore[assignment]
+
+    state.__init__ = begin_ordered_state  # type: ignore[method-assign]
     guard = _module("pdserve.wire.connection_guard").ConnectionGuard
     waiting, guard._waiting = guard._waiting, lambda self, descriptor, port: 0
     try:
         yield descriptors
     finally:
         guard._waiting = waiting
+        state.__init__ = begin_state  # type: ignore[method-assign]
         for module, name, value in reversed(undo):
             setattr(module, name, value)
         for function, name, default in _early():
