@@ -187,7 +187,6 @@ def test_goodput_is_shown_with_verdicts_and_pictures() -> None:
         assert goodput_page.written(text, shown) == text
 
 
-@pytest.mark.skipif(not planning_page.FIGURES.exists(), reason="no figures of pdserve bench plan are committed yet")
 def test_predictions_are_shown_as_in_the_committed_figures() -> None:
     shown = planning_page.figures(read_report(planning_page.FIGURES))
     page = planning_page.PAGE.read_text()
