@@ -7,21 +7,18 @@ import sys
 from pathlib import Path
 
 from tests.deploy_containers.report import markdown, read_report
+from tests.docs.page_part import with_part
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "deploy.md"
 REPORT = ROOT / "docs" / "benchmarks" / "deploy" / "report.json"
 LAST_RUN = ROOT / ".deploy" / "report.json"
 BEGIN = "<!-- written by tests/deploy_containers/page.py from deploy/report.json -->"
-END = "<!-- to here -->"
 
 
 def written(text: str, part: str) -> str:
     """Returns the page's ``text`` with ``part`` in its place."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"the page has no place between {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+    return with_part(text, BEGIN, part)
 
 
 def main() -> int:

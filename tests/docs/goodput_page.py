@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from pdserve.bench.goodput.figures import (
@@ -25,7 +25,8 @@ from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT, write_plot
 from pdserve.bench.goodput.workload import TOLD, Loop, Tightness
 from pdserve.bench.report import Report, Row, number, read_report
 from pdserve.bench_config import BenchGoodputConfig
-from pdserve.settings.setting import settings_of, to_text
+from pdserve.settings.setting import settings_of
+from tests.docs.page_part import command_of, markdown_table, with_part
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "benchmarks"
@@ -33,7 +34,6 @@ README = ROOT / "README.md"
 PAGE = DOCS / "goodput.md"
 FIGURES = DOCS / "goodput.json"
 BEGIN = "<!-- written by tests/docs/goodput_page.py from goodput.json -->"
-END = "<!-- to here -->"
 
 _LOADS = {Loop.CLOSED: "clients", Loop.OPEN: "rate %"}
 _RATIOS = (*(goodput_name(tightness) for tightness in Tightness), OUTPUT_RATIO, TTFT_RATIO, STEADINESS)
@@ -59,13 +59,8 @@ def figures(report: Report) -> str:
 
 def command(report: Report) -> str:
     """Returns the command that made a report, out of the settings that it has kept."""
-    flags = [
-        f"--{setting.flag} {report.settings[setting.env]}"
-        for setting in settings_of(BenchGoodputConfig)
-        if setting.section != "report"
-        and report.settings.get(setting.env, to_text(setting.default)) != to_text(setting.default)
-    ]
-    return " ".join(["pdserve bench goodput", *flags])
+    settings = (setting for setting in settings_of(BenchGoodputConfig) if setting.section != "report")
+    return command_of(report, "pdserve bench goodput", settings)
 
 
 def picture(report: Report) -> str:
@@ -82,17 +77,14 @@ def picture(report: Report) -> str:
 
 def written(text: str, part: str) -> str:
     """Returns a page's ``text`` with ``part`` in its place."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"the page has no place between {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+    return with_part(text, BEGIN, part)
 
 
 def _unloaded(report: Report) -> str:
     names = ("TTFT mean", "ITL p50", "requests at most", "TTFT target", "ITL target tight", "ITL target loose")
     units = ("ms", "ms", "req/s", "ms", "ms", "ms")
     head = ["shape", *(f"{name}, {unit}" for name, unit in zip(names, units, strict=True))]
-    return _table(head, ([str(row.at["shape"]), *_cells(row, names)] for row in report.rows_of(UNLOADED)))
+    return markdown_table(head, ([str(row.at["shape"]), *_cells(row, names)] for row in report.rows_of(UNLOADED)))
 
 
 def _systems(report: Report, loop: Loop) -> str:
@@ -101,7 +93,7 @@ def _systems(report: Report, loop: Loop) -> str:
     head = [loop.value, _LOADS[loop], SYSTEM, *([RATE + ", req/s"] if loop is Loop.OPEN else [])]
     head += [*(f"{name}, req/s" for name in GOODPUTS), "tok/s"]
     head += ["TTFT p50, ms", "TTFT p99", "ITL p50, ms", "ITL p99", "failed"]
-    return _table(
+    return markdown_table(
         head,
         (
             [str(row.at["shape"]), _load(row, loop), str(row.at[SYSTEM]), *_cells(row, names)]
@@ -117,7 +109,7 @@ def _ratios(report: Report) -> str:
             rows.append([str(row.at["shape"]), f"{load} {_load(row, loop)}", *_cells(row, _RATIOS)])
     for row in report.rows_of(AGAINST_BEST):
         rows.append([str(row.at["shape"]), "highest of all loads", *_cells(row, _RATIOS)])
-    return _table(["auto against the better of mixed and always", "load", *_RATIOS], rows) if rows else ""
+    return markdown_table(["auto against the better of mixed and always", "load", *_RATIOS], rows) if rows else ""
 
 
 def _peers(report: Report) -> str:
@@ -126,7 +118,7 @@ def _peers(report: Report) -> str:
     for loop, load in _LOADS.items():
         for row in report.rows_of(f"{AGAINST_PEER}, {loop.value}"):
             rows.append([str(row.at["shape"]), f"{load} {_load(row, loop)}", str(row.at["peer"]), *_cells(row, names)])
-    return _table(["auto against other servers", "load", "peer", *names], rows) if rows else ""
+    return markdown_table(["auto against other servers", "load", "peer", *names], rows) if rows else ""
 
 
 def _load(row: Row, loop: Loop) -> str:
@@ -138,11 +130,6 @@ def _cells(row: Row, names: Iterable[str]) -> list[str]:
     """Returns the figures of ``names``; an empty cell for each that the row lacks."""
     found = {figure.name: number(figure) for figure in row.figures}
     return [found.get(name, "") for name in names]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def main() -> None:

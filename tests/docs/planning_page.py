@@ -9,12 +9,12 @@ from pdserve.bench.plan.benchmark import BESIDE, RATE, SYSTEM, WITHIN, ratio_nam
 from pdserve.bench.plan.forecast_plot import write_plot
 from pdserve.bench.report import Report, Row, number, read_report
 from pdserve.bench_config import BenchPlanConfig
-from pdserve.settings.setting import settings_of, to_text
+from pdserve.settings.setting import settings_of
+from tests.docs.page_part import command_of, markdown_table, with_part
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FIGURES, PLOT = DOCS / "planning.md", DOCS / "planning.json", DOCS / "planning.svg"
 BEGIN = "<!-- written by tests/docs/planning_page.py from planning.json -->"
-END = "<!-- to here -->"
 
 _UNITS = {"output": "tok/s", "TTFT p90": "ms", "ITL p90": "ms"}
 
@@ -35,22 +35,17 @@ def figures(report: Report) -> str:
 
 def command(report: Report) -> str:
     """Returns the command that made a report, out of the settings that it has kept."""
-    flags = [
-        f"--{setting.flag} {report.settings[setting.env]}"
-        for setting in settings_of(BenchPlanConfig)
-        if setting.section == "plan"
-        and setting.metavar != "FILE"
-        and report.settings.get(setting.env, to_text(setting.default)) != to_text(setting.default)
-    ]
-    return " ".join(["pdserve bench plan", *flags])
+    settings = (
+        setting for setting in settings_of(BenchPlanConfig) if setting.section == "plan" and setting.metavar != "FILE"
+    )
+    return command_of(report, "pdserve bench plan", settings)
 
 
 def _table(rows: Sequence[Row]) -> str:
     head = ["system", "rate, req/s"]
     for name, unit in _UNITS.items():
         head += [f"{name} predicted, {unit}", "measured", "ratio"]
-    lines = [head, ["---"] * len(head), *map(_cells, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(head, map(_cells, rows))
 
 
 def _cells(row: Row) -> list[str]:
@@ -63,10 +58,7 @@ def _cells(row: Row) -> list[str]:
 
 def written(text: str, part: str) -> str:
     """Returns the page's ``text`` with ``part`` in its place."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"the page has no place between {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+    return with_part(text, BEGIN, part)
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ The seconds are those of ``reliability.json`` beside the page, which ``python -m
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
+from tests.docs.page_part import markdown_table, with_part
 from tests.faults.matrix.figures import Figures, read_figures
 from tests.faults.matrix.table import CELLS, TESTED, Cell, Fault, Phase, Promise, Victim
 
@@ -16,16 +16,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "reliability.md"
 FIGURES = DOCS / "reliability.json"
 BEGIN = "<!-- written by tests/docs/reliability_page.py from tests/faults/matrix/table.py and reliability.json -->"
-END = "<!-- to here -->"
 
 _MARKS = {Promise.WHOLE: "whole", Promise.ASKS_AGAIN: "asks again", Promise.REFUSED: "refused"}
 
 
 def page_with(text: str, figures: Figures) -> str:
     """Returns ``text`` with its tables replaced by those of the cells, with ``figures``."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables(figures)}\n\n{END}{after}"
+    return with_part(text, BEGIN, tables(figures))
 
 
 def tables(figures: Figures) -> str:
@@ -44,7 +41,7 @@ def _table(fault: Fault, figures: Figures, reasons: list[str]) -> str:
     cells = {(cell.victim, cell.phase): cell for cell in CELLS if cell.fault is fault}
     head = [f"**{fault.value}**", *(phase.value for phase in Phase)]
     rows = [[victim.value, *(_shown(cells[victim, phase], figures, reasons) for phase in Phase)] for victim in Victim]
-    return "\n".join([_row(head), "|" + "---|" * len(head), *map(_row, rows)])
+    return markdown_table(head, rows)
 
 
 def _shown(cell: Cell, figures: Figures, reasons: list[str]) -> str:
@@ -55,10 +52,6 @@ def _shown(cell: Cell, figures: Figures, reasons: list[str]) -> str:
     failures = figures.failures.get(cell.name, 0)
     failed = f", failed {failures} of {failures + len(seconds)}" if failures else ""
     return _MARKS[cell.promise] + measured + failed
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.docs.goodput_page import END
+from tests.docs.page_part import markdown_table, with_part
 from tests.soak.plot import write_plot
 from tests.soak.report import SoakReport, counted, read, show
 
@@ -27,14 +26,14 @@ def figures(report: SoakReport) -> str:
         f"```\n{show(report.verdict)}\n```",
         f"![requests, faults, KV blocks, descriptors, threads and memory over time]({PLOT.relative_to(DOCS)})",
         f"Requests by what their clients did: {counted(report.manners)}.",
-        _table(
+        markdown_table(
             ["fault", "of", "count", "whole again, p50", "at most"],
             (
                 [row.fault, row.part, str(row.count), f"{row.recovery_p50_s:g} s", f"{row.recovery_max_s:g} s"]
                 for row in report.faults
             ),
         ),
-        _table(
+        markdown_table(
             ["rest at", "requests so far", "idle after", *_shown(report)],
             (
                 [
@@ -59,17 +58,9 @@ def _shown(report: SoakReport) -> list[str]:
     return [name for name, held in first.items() if name in last and last[name].pid == held.pid]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
-
-
 def written(text: str, part: str) -> str:
     """Returns the page's ``text`` with ``part`` in its place."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"the page has no place between {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+    return with_part(text, BEGIN, part)
 
 
 def main() -> None:

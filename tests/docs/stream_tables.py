@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.bench.report import Report, Row, read_report
 from pdserve.bench.stream.figures import NODE_COST, OUTPUT, PROXY_COST, TTFT_MEAN, TTFT_P50, Regime
+from tests.docs.page_part import markdown_table, with_part
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 PAGE = DOCS / "streaming.md"
 FIGURES = DOCS / "stream.json"
 BEGIN = "<!-- written by tests/docs/stream_tables.py from stream.json -->"
-END = "<!-- to here -->"
 
 STREAMS = 1024
 VARIANTS = {
@@ -68,9 +68,7 @@ def tables(report: Report) -> str:
 
 def page_with(text: str, report: Report) -> str:
     """Returns ``text`` with its tables replaced by those of ``report``."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables(report)}\n\n{END}{after}"
+    return with_part(text, BEGIN, tables(report))
 
 
 def _variants(runs: Runs) -> str:
@@ -87,7 +85,7 @@ def _variants(runs: Runs) -> str:
         "node, CPU µs a token",
         "proxy, CPU µs a token",
     ]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _asked(runs: Runs) -> str:
@@ -101,7 +99,7 @@ def _asked(runs: Runs) -> str:
             cells += [gain, f"{runs.cost(Regime.SATURATED, without)} → {runs.cost(Regime.SATURATED, having)}"]
         rows.append(cells)
     cost = "CPU µs a token without it → with it, node + proxy"
-    return _table(
+    return markdown_table(
         [f"saturated, {STREAMS:,} streams", "asked for", "gain, others off", cost, "gain, others on", cost], rows
     )
 
@@ -133,16 +131,11 @@ def _streams(runs: Runs) -> str:
         "gap p99, ms",
         "peak MiB, node, proxy",
     ]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _pair(row: Row, one: str, other: str, form: str) -> str:
     return f"{row.figure(one).value:{form}}, {row.figure(other).value:{form}}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 if __name__ == "__main__":
