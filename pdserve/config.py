@@ -12,6 +12,7 @@ from typing import Any
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES
+from pdserve.wire.request_targets import MAX_ITL_MS, MAX_TTFT_MS
 
 
 def setting(
@@ -791,7 +792,7 @@ class TargetsConfig:
         "takes for the prompt alone, and --roles auto at 1000.",
         0.0,
         minimum=0,
-        maximum=600_000,
+        maximum=MAX_TTFT_MS,
         first=True,
     )
     target_itl_ms: float = setting(
@@ -801,7 +802,7 @@ class TargetsConfig:
         "nothing, and --roles auto at 100.",
         0.0,
         minimum=0,
-        maximum=60_000,
+        maximum=MAX_ITL_MS,
         first=True,
     )
 

@@ -49,7 +49,7 @@ class KeptLimits:
     """
 
 
-class Attention(enum.Enum):
+class AnswerUse(enum.Enum):
     """Who has a use for an answer now."""
 
     READ = "read"
@@ -94,23 +94,23 @@ class _Ledger:
     """Counts the answers that nobody reads, so that nothing has to look at all of them."""
 
     def __init__(self) -> None:
-        self._attention: dict[KeptAnswer, Attention] = {}
+        self._uses: dict[KeptAnswer, AnswerUse] = {}
         self.computed = _Tally()
         """The places of the answers that are computed and not read."""
         self.idle = _Tally()
         """The sizes of the idle answers. Here, a client is the owner."""
 
-    def move(self, answer: KeptAnswer, to: Attention) -> None:
-        was = self._attention.pop(answer, None)
-        if was is Attention.COMPUTED:
+    def move(self, answer: KeptAnswer, to: AnswerUse) -> None:
+        was = self._uses.pop(answer, None)
+        if was is AnswerUse.COMPUTED:
             self.computed.remove(answer.client, answer)
-        elif was is Attention.IDLE:
+        elif was is AnswerUse.IDLE:
             self.idle.remove(answer.keep.owner, answer)
-        if to is not Attention.GONE:
-            self._attention[answer] = to
-        if to is Attention.COMPUTED:
+        if to is not AnswerUse.GONE:
+            self._uses[answer] = to
+        if to is AnswerUse.COMPUTED:
             self.computed.add(answer.client, answer, answer.places)
-        elif to is Attention.IDLE:
+        elif to is AnswerUse.IDLE:
             self.idle.add(answer.keep.owner, answer, answer.size)
 
 
@@ -188,7 +188,7 @@ class KeptAnswers:
         kept = KeptAnswer(keep, answer, label, path, client, self)
         self._answers[keep.key] = kept
         self._logs.add(kept)
-        self._ledger.move(kept, Attention.READ)
+        self._ledger.move(kept, AnswerUse.READ)
         self.grew(kept, kept.size)
         kept.task = asyncio.get_running_loop().create_task(self._produce(kept, produce))
         return kept
@@ -207,18 +207,18 @@ class KeptAnswers:
             answer.timer.cancel()
             answer.timer = None
         if answer in self._logs:
-            self._ledger.move(answer, Attention.READ)
+            self._ledger.move(answer, AnswerUse.READ)
 
     def left(self, answer: KeptAnswer) -> None:
         """Notes that nobody reads ``answer`` now. It is kept for a while, and computed on if that is not too much."""
         if self._answers.get(answer.keep.key) is not answer:
             self._release(answer)
         elif answer.over:
-            self._keep_for_a_while(answer, Attention.IDLE)
+            self._keep_for_a_while(answer, AnswerUse.IDLE)
         elif self._draining or answer.leaves:
             self.discard(answer)
         else:
-            self._keep_for_a_while(answer, Attention.COMPUTED)
+            self._keep_for_a_while(answer, AnswerUse.COMPUTED)
             each, computed = self._limits.unread_places, self._ledger.computed
             if computed.of[answer.client] > max(each, 1):
                 self.discard(answer)
@@ -254,7 +254,7 @@ class KeptAnswers:
             elif not answer.readers:
                 self.left(answer)
 
-    def _keep_for_a_while(self, answer: KeptAnswer, attention: Attention) -> None:
+    def _keep_for_a_while(self, answer: KeptAnswer, attention: AnswerUse) -> None:
         if answer.timer is not None:
             answer.timer.cancel()
         answer.timer = asyncio.get_running_loop().call_later(self._limits.keep_s, self.discard, answer)
@@ -273,7 +273,7 @@ class KeptAnswers:
         if answer not in self._logs:
             return
         self._logs.discard(answer)
-        self._ledger.move(answer, Attention.GONE)
+        self._ledger.move(answer, AnswerUse.GONE)
         self._count(-answer.size)
         if answer.timer is not None:
             answer.timer.cancel()

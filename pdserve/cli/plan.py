@@ -143,11 +143,11 @@ class _Found:
 
 def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Found:
     from pdserve.plan.cluster import ClusterShape
-    from pdserve.plan.prediction import Wanted, predict
+    from pdserve.plan.prediction import PlanTargets, predict
     from pdserve.plan.sizing import Sizing, checked_sizing, least_nodes
 
     plan, targets = config.plan, config.targets
-    wanted = Wanted(targets.target_ttft_ms / 1e3, targets.target_itl_ms / 1e3, plan.percentile)
+    wanted = PlanTargets(targets.target_ttft_ms / 1e3, targets.target_itl_ms / 1e3, plan.percentile)
 
     def of(shape: ClusterShape) -> Prediction:
         return predict(profile, shape, requests, wanted, targets, plan.disaggregation)

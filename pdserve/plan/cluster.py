@@ -18,7 +18,7 @@ from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.answer import Answer
 from pdserve.plan.load import PlannedRequest
-from pdserve.plan.node import Order, Prompt, SimulatedNode, Step
+from pdserve.plan.node import NodeStep, Order, PendingPrompt, SimulatedNode
 from pdserve.plan.profile import NodeSpeed, Profile
 from pdserve.wire.discovery import Role
 
@@ -54,7 +54,7 @@ class ClusterShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Gaps:
+class TokenGaps:
     """So many gaps between tokens of the same length."""
 
     seconds: float
@@ -66,7 +66,7 @@ class Lived:
     """What a cluster made of a load."""
 
     answers: list[Answer]
-    gaps: list[Gaps] = field(default_factory=list)
+    gaps: list[TokenGaps] = field(default_factory=list)
     busy_s: dict[Role, float] = field(default_factory=dict)
     """The seconds in which nodes of each role computed."""
     preemptions: int = 0
@@ -110,7 +110,7 @@ class _Engine:
 
     node: SimulatedNode
     machine: list[_Engine]
-    step: Step | None = None
+    step: NodeStep | None = None
     began: float = 0.0
     first_s: float = 0.0
     """What the first of the steps takes."""
@@ -147,7 +147,7 @@ class _Engine:
         return max(0, min(int(steps), self.step.count - 1))
 
 
-def step_s(speed: NodeSpeed, share: float, step: Step) -> tuple[float, float]:
+def step_s(speed: NodeSpeed, share: float, step: NodeStep) -> tuple[float, float]:
     """Returns what a step takes beside that share of the other engines, and what the next one like it takes more."""
     alone, growth = _step_s(speed.steps, step)
     if not share:
@@ -156,7 +156,7 @@ def step_s(speed: NodeSpeed, share: float, step: Step) -> tuple[float, float]:
     return alone + share * (beside - alone), growth + share * (growth_beside - growth)
 
 
-def _step_s(parts: StepParts, step: Step) -> tuple[float, float]:
+def _step_s(parts: StepParts, step: NodeStep) -> tuple[float, float]:
     seconds = parts.step_s(step.rows, step.context_tokens, step.prompt_tokens, step.prompt_context)
     return seconds, step.rows * parts.context_token
 
@@ -180,7 +180,7 @@ class _Simulation:
         self._prefilling = _Turns(engine for engine in self._engines if engine.node.role is not Role.DECODE)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self._gaps: list[Gaps] = []
+        self._gaps: list[TokenGaps] = []
 
     def run(self, load: Sequence[PlannedRequest]) -> Lived:
         answers = [Answer.to(request) for request in load]
@@ -215,7 +215,7 @@ class _Simulation:
             assert engine is not None
             other = self._prefilling.next(but=engine)
             target = None if other is None else other.node.as_target
-            prompt = Prompt(answer, answer.request.prompt_tokens, now, target)
+            prompt = PendingPrompt(answer, answer.request.prompt_tokens, now, target)
             self._tell(engine, now, lambda _: engine.node.wait(prompt))
 
         self._at(answer.request.at_s + self._profile.front.seconds(answer.request.prompt_tokens), come)
@@ -296,23 +296,24 @@ class _Simulation:
             news(now)
         self._begin(engine, now)
 
-    def _give_tokens(self, engine: _Engine, step: Step, now: float) -> None:
+    def _give_tokens(self, engine: _Engine, step: NodeStep, now: float) -> None:
         decoding = engine.node.decoding
         new = decoding.take_new()
         for member in new:
             assert member.since is not None
-            self._gaps.append(Gaps(engine.until(1) - member.since if step.count > 1 else now - member.since, 1))
+            self._gaps.append(TokenGaps(engine.until(1) - member.since if step.count > 1 else now - member.since, 1))
         if step.rows > len(new):
-            self._gaps.append(Gaps(now - engine.last_from, step.rows - len(new)))
+            self._gaps.append(TokenGaps(now - engine.last_from, step.rows - len(new)))
         if step.count > 1:
-            self._gaps.append(Gaps((engine.last_from - engine.began) / (step.count - 1), step.rows * (step.count - 1)))
+            between = step.count - 1
+            self._gaps.append(TokenGaps((engine.last_from - engine.began) / between, step.rows * between))
         for member in decoding.advance(step.count):
             member.answer.end(now)
             engine.node.free_blocks += engine.node.cache.blocks(decoding.context_of(member) - 1)
 
     # ------------------------------------------------------------ prompts
 
-    def _computed(self, engine: _Engine, prompt: Prompt, now: float) -> None:
+    def _computed(self, engine: _Engine, prompt: PendingPrompt, now: float) -> None:
         node, answer = engine.node, prompt.answer
         if prompt.order is not None:
             self._push(engine, prompt, prompt.order, now)
@@ -322,7 +323,7 @@ class _Simulation:
         else:
             # The last chunk of what is computed again gives the next token.
             answer.tokens_left -= 1
-            self._gaps.append(Gaps(now - prompt.since, 1))
+            self._gaps.append(TokenGaps(now - prompt.since, 1))
         if answer.tokens_left:
             node.decoding.join(answer, prompt.tokens, None)
         else:
@@ -331,7 +332,7 @@ class _Simulation:
 
     def _send_order(self, order: Order, now: float) -> None:
         here, there = self._of[order.by], self._of[order.to]
-        prompt = Prompt(order.prompt.answer, order.prompt.tokens, now, order=order)
+        prompt = PendingPrompt(order.prompt.answer, order.prompt.tokens, now, order=order)
 
         def come(time: float) -> None:
             self._tell(there, time, lambda _: order.to.wait(prompt))
@@ -343,7 +344,7 @@ class _Simulation:
         self._at(now, come)
         self._at(now + _ORDER_TIMEOUT_S + order.needed_s, time_out)
 
-    def _push(self, engine: _Engine, prompt: Prompt, order: Order, now: float) -> None:
+    def _push(self, engine: _Engine, prompt: PendingPrompt, order: Order, now: float) -> None:
         """Sends the first token, and then the blocks that have not moved yet, to the node that has ordered them."""
         node, answer = engine.node, prompt.answer
         there, transfer, load = self._of[order.by], self._profile.transfer, node.load

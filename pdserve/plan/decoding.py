@@ -9,7 +9,7 @@ from pdserve.plan.answer import Answer
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class DecodingAnswer:
     """A request that decodes."""
 
     answer: Answer
@@ -32,9 +32,9 @@ class Decoding:
     context_tokens: int = 0
     """The tokens that the next step reads."""
     tick: int = 0
-    _ends: list[tuple[int, int, Member]] = field(default_factory=list)
+    _ends: list[tuple[int, int, DecodingAnswer]] = field(default_factory=list)
     _joined: int = 0
-    _new: list[Member] = field(default_factory=list)
+    _new: list[DecodingAnswer] = field(default_factory=list)
     _growing: list[int] = field(default_factory=list)
     """How many members need a block at each tick, by the tick's remainder."""
 
@@ -43,7 +43,7 @@ class Decoding:
 
     def join(self, answer: Answer, tokens: int, since: float | None) -> None:
         """Adds an answer whose ``tokens`` are in the cache, without the last one of those that its client has."""
-        member = Member(answer, tokens + 1, self.tick, self.tick + answer.tokens_left, since)
+        member = DecodingAnswer(answer, tokens + 1, self.tick, self.tick + answer.tokens_left, since)
         self._joined += 1
         heapq.heappush(self._ends, (member.last_tick, self._joined, member))
         self.rows += 1
@@ -64,12 +64,12 @@ class Decoding:
         cycles, rest = divmod(steps, self.block_size)
         return cycles * self.rows + sum(self._growing[-(self.tick + step) % self.block_size] for step in range(rest))
 
-    def take_new(self) -> list[Member]:
+    def take_new(self) -> list[DecodingAnswer]:
         """Returns the members whose next gap began before the last step ended, once."""
         new, self._new = [member for member in self._new if not member.gone], []
         return new
 
-    def advance(self, steps: int) -> list[Member]:
+    def advance(self, steps: int) -> list[DecodingAnswer]:
         """Gives each member so many tokens, at most ``steps_to_end``. Returns those that have ended."""
         self.tick += steps
         self.context_tokens += steps * self.rows
@@ -81,7 +81,7 @@ class Decoding:
                 ended.append(member)
         return ended
 
-    def evict(self) -> Member:
+    def evict(self) -> DecodingAnswer:
         """Takes the youngest member out. There has to be one."""
         _, _, member = max((entry for entry in self._ends if not entry[2].gone), key=lambda entry: entry[1])
         member.gone = True
@@ -89,14 +89,14 @@ class Decoding:
         self._leave(member)
         return member
 
-    def context_of(self, member: Member) -> int:
+    def context_of(self, member: DecodingAnswer) -> int:
         """Returns the tokens that the member's next step reads."""
         return member.context + self.tick - member.first_tick
 
-    def _leave(self, member: Member) -> None:
+    def _leave(self, member: DecodingAnswer) -> None:
         self.rows -= 1
         self.context_tokens -= self.context_of(member)
         self._growing[self._remainder(member)] -= 1
 
-    def _remainder(self, member: Member) -> int:
+    def _remainder(self, member: DecodingAnswer) -> int:
         return (member.context - 1 - member.first_tick) % self.block_size

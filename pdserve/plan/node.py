@@ -33,7 +33,7 @@ _MAX_TRIED = 32
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class PendingPrompt:
     """The tokens of one answer that are to be computed before it can go on."""
 
     answer: Answer
@@ -66,7 +66,7 @@ class PrefillNodeAt:
 class Order:
     """A prompt that a prefill node is to compute."""
 
-    prompt: Prompt
+    prompt: PendingPrompt
     by: SimulatedNode
     to: SimulatedNode
     known: PrefillNode
@@ -76,12 +76,12 @@ class Order:
 
 
 @dataclass(slots=True)
-class Step:
+class NodeStep:
     """What a node computes next: one step, or several that are alike but for growing contexts."""
 
     rows: int
     context_tokens: int
-    chunks: list[tuple[Prompt, int]] = field(default_factory=list)
+    chunks: list[tuple[PendingPrompt, int]] = field(default_factory=list)
     count: int = 1
 
     @property
@@ -116,8 +116,8 @@ class SimulatedNode:
         disaggregation: Disaggregation,
     ) -> None:
         self.role, self.speed, self.cache = role, speed, cache
-        self.waiting: deque[Prompt] = deque()
-        self.computing: list[Prompt] = []
+        self.waiting: deque[PendingPrompt] = deque()
+        self.computing: list[PendingPrompt] = []
         self.landed: deque[Answer] = deque()
         """The answers whose prompts have come from a prefill node, and that have no place yet."""
         self.pushing = 0
@@ -157,7 +157,7 @@ class SimulatedNode:
         """The load as a prefill node tells it."""
         return PrefillLoad(self.queued_tokens, self.cost.tokens_per_s, self.decoding.rows)
 
-    def wait(self, prompt: Prompt) -> None:
+    def wait(self, prompt: PendingPrompt) -> None:
         """Puts a prompt where it belongs by its time: behind those that came before it."""
         self.queued_tokens += prompt.left
         if not self.waiting or self.waiting[-1].arrived <= prompt.arrived:
@@ -166,7 +166,7 @@ class SimulatedNode:
         later = next(i for i, other in enumerate(self.waiting) if other.arrived > prompt.arrived)
         self.waiting.insert(later, prompt)
 
-    def withdraw(self, prompt: Prompt) -> bool:
+    def withdraw(self, prompt: PendingPrompt) -> bool:
         """Forgets a prompt that waits. Returns False if it waits no more."""
         if prompt not in self.waiting:
             return False
@@ -182,7 +182,7 @@ class SimulatedNode:
         order.prompt.target, order.prompt.has_blocks, order.prompt.arrived = None, True, -math.inf
         self.wait(order.prompt)
 
-    def plan(self, now: float) -> Step | None:
+    def plan(self, now: float) -> NodeStep | None:
         """Returns the next step; None if there is nothing to compute. ``orders`` leave with it."""
         self.orders = []
         self._join_landed()
@@ -194,12 +194,12 @@ class SimulatedNode:
         if self.decoding.rows:
             budget.spend_rows(self.decoding.rows, self.decoding.context_tokens)
             budget.decode_for(NO_OWN_TARGETS)
-        chunks: list[tuple[Prompt, int]] = []
+        chunks: list[tuple[PendingPrompt, int]] = []
         for prompt in self.computing:
             self._chunk(prompt, budget, chunks)
         if self.waiting:
             self._admit(now, budget, chunks)
-        step = Step(self.decoding.rows, self.decoding.context_tokens, chunks)
+        step = NodeStep(self.decoding.rows, self.decoding.context_tokens, chunks)
         if step.rows:
             self.free_blocks -= self.decoding.blocks_for(1)
         elif not chunks:
@@ -218,7 +218,7 @@ class SimulatedNode:
         self.free_blocks -= self.decoding.blocks_for(count) - first
         return count
 
-    def give_back(self, step: Step, steps: int) -> None:
+    def give_back(self, step: NodeStep, steps: int) -> None:
         """Takes the blocks back for which a ``step`` that is cut after so many ``steps`` has no use."""
         self.free_blocks += self.decoding.blocks_for(step.count) - self.decoding.blocks_for(steps)
         step.count = steps
@@ -227,7 +227,7 @@ class SimulatedNode:
     def _has_place(self) -> bool:
         return self.running < self.cache.max_num_seqs
 
-    def _chunk(self, prompt: Prompt, budget: StepBudget, chunks: list[tuple[Prompt, int]]) -> None:
+    def _chunk(self, prompt: PendingPrompt, budget: StepBudget, chunks: list[tuple[PendingPrompt, int]]) -> None:
         allowed = budget.for_prompt(prompt.done)
         if allowed > 0:
             tokens = chunk_tokens(prompt.left, allowed)
@@ -242,9 +242,9 @@ class SimulatedNode:
             answer = self.landed.popleft()
             self.decoding.join(answer, answer.request.prompt_tokens, answer.first_at)
 
-    def _admit(self, now: float, budget: StepBudget, chunks: list[tuple[Prompt, int]]) -> None:
+    def _admit(self, now: float, budget: StepBudget, chunks: list[tuple[PendingPrompt, int]]) -> None:
         ahead = _Ahead(sum(prompt.left for prompt in self.computing))
-        passed: list[Prompt] = []
+        passed: list[PendingPrompt] = []
         while self.waiting and self._has_place and len(passed) < _MAX_TRIED:
             prompt = self.waiting.popleft()
             no_budget = budget.for_prompt() <= 0
@@ -273,7 +273,7 @@ class SimulatedNode:
             self._chunk(prompt, budget, chunks)
         self.waiting.extendleft(reversed(passed))
 
-    def _place(self, prompt: Prompt, to: PrefillNodeAt, ahead: _Ahead, now: float) -> PlacementDecision:
+    def _place(self, prompt: PendingPrompt, to: PrefillNodeAt, ahead: _Ahead, now: float) -> PlacementDecision:
         boot_id = to.target.boot_id
         size = PromptSize(
             prompt.left,
@@ -297,7 +297,7 @@ class SimulatedNode:
             ahead.queued += prompt.left
         return decision
 
-    def _order(self, prompt: Prompt, to: PrefillNodeAt, now: float) -> None:
+    def _order(self, prompt: PendingPrompt, to: PrefillNodeAt, now: float) -> None:
         needed_s = self.placement.needed_s(to.target, prompt.left, 0, now)
         known = self.placement.ordered(to.target, prompt.answer, prompt.left, 0, now)
         self.remote += 1
@@ -307,7 +307,7 @@ class SimulatedNode:
     def _free_fetches(self) -> int:
         return self.cache.max_num_seqs - self.remote - len(self.landed)
 
-    def _has_room(self, prompt: Prompt) -> bool:
+    def _has_room(self, prompt: PendingPrompt) -> bool:
         """Whether a prompt fits, and each running request can still grow by a block."""
         missing = self.cache.blocks(prompt.tokens)
         if self.free_blocks >= missing + self.running:
@@ -322,4 +322,4 @@ class SimulatedNode:
             self.free_blocks += self.cache.blocks(tokens - 1)
             self.preemptions += 1
             since = now if member.since is None or member.first_tick < self.decoding.tick else member.since
-            self.wait(Prompt(member.answer, tokens, member.answer.request.at_s, since=since))
+            self.wait(PendingPrompt(member.answer, tokens, member.answer.request.at_s, since=since))

@@ -10,7 +10,7 @@ import numpy as np
 
 from pdserve.config import Disaggregation, TargetsConfig
 from pdserve.plan.answer import Answer
-from pdserve.plan.cluster import ClusterShape, Gaps, live
+from pdserve.plan.cluster import ClusterShape, TokenGaps, live
 from pdserve.plan.load import PlannedRequest
 from pdserve.plan.profile import Profile
 from pdserve.wire.discovery import Role
@@ -31,7 +31,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlanTargets:
     """Latencies that a share of the tokens and answers is to keep."""
 
     ttft_s: float
@@ -76,7 +76,7 @@ def predict(
     profile: Profile,
     shape: ClusterShape,
     load: Sequence[PlannedRequest],
-    wanted: Wanted,
+    wanted: PlanTargets,
     targets: TargetsConfig | None = None,
     disaggregation: Disaggregation = Disaggregation.AUTO,
 ) -> Prediction:
@@ -113,7 +113,7 @@ def _under_way(answers: Sequence[Answer], at_s: float) -> int:
     return sum(answer.request.at_s <= at_s < answer.last_at for answer in answers)
 
 
-def gap_quantiles(gaps: Sequence[Gaps], spread: Sequence[float], percentile: float) -> Quantiles:
+def gap_quantiles(gaps: Sequence[TokenGaps], spread: Sequence[float], percentile: float) -> Quantiles:
     """Returns the quantiles of gaps, each of which is as long as it says but for the ``spread`` of steps."""
     if not gaps:
         return Quantiles(0.0, 0.0, 0.0, 0.0)

@@ -13,7 +13,7 @@ from pdserve.bench.plan.benchmark import SYSTEMS, Outcome, report_of, requests_o
 from pdserve.bench.report import read_report
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.bench_config import BenchPlanConfig
-from pdserve.plan.prediction import Wanted, predict
+from pdserve.plan.prediction import PlanTargets, predict
 from pdserve.plan.profile import read_profile
 from tests.docs import planning_page
 from tests.plan.profiles import profile_of
@@ -38,7 +38,7 @@ def outcomes() -> list[Outcome]:
     for name, shape in SYSTEMS.items():
         for percent in (30, 90):
             load = requests_of(config, 1.0, percent)
-            predicted = predict(profile_of(slower_beside=1.5), shape, load, Wanted(0.0, 0.0))
+            predicted = predict(profile_of(slower_beside=1.5), shape, load, PlanTargets(0.0, 0.0))
             found.append(Outcome(name, percent, 1.0, predicted, summarise(streams(30, 0.2, 0.02))))
     return found
 

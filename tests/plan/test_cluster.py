@@ -16,7 +16,7 @@ from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape, Lived, live
 from pdserve.plan.load import Lengths, PlannedRequest, poisson_load, read_lengths
-from pdserve.plan.prediction import Wanted, gap_quantiles, predict
+from pdserve.plan.prediction import PlanTargets, gap_quantiles, predict
 from pdserve.plan.profile import Profile
 from pdserve.wire.discovery import Role
 from tests.examples import examples
@@ -24,7 +24,7 @@ from tests.plan.profiles import CACHE, PARTS, profile_of
 
 MIXED = ClusterShape(mixed=1)
 PAIR = ClusterShape(prefill=1, decode=1)
-ANY = Wanted(0.0, 0.0)
+ANY = PlanTargets(0.0, 0.0)
 SHAPES = (MIXED, ClusterShape(mixed=3), PAIR, ClusterShape(2, 3), ClusterShape(1, 1, nodes_per_machine=2))
 
 
@@ -207,8 +207,8 @@ def test_what_cannot_be_served_is_refused(shape: ClusterShape, load: Sequence[Pl
 def test_a_prediction_counts_good_answers_and_keeps_or_misses_targets() -> None:
     profile: Profile = profile_of()
     load = [one(200, 11, at) for at in (0.0, 10.0, 20.0, 20.01)]
-    strict = predict(profile, MIXED, load, Wanted(0.15, 0.0), None)
-    lax = predict(profile, MIXED, load, Wanted(1.0, 1.0), None)
+    strict = predict(profile, MIXED, load, PlanTargets(0.15, 0.0), None)
+    lax = predict(profile, MIXED, load, PlanTargets(1.0, 1.0), None)
     assert not strict.meets and lax.meets
     seconds = max(answer.last_at for answer in live(profile, MIXED, load).answers)
     assert lax.requests_per_s == pytest.approx(4 / seconds)
@@ -233,7 +233,7 @@ def test_machines_for_two_have_a_prefill_and_a_decode_node_where_there_are_enoug
 
 
 def test_a_cluster_that_falls_behind_does_not_keep_its_targets() -> None:
-    wanted, targets = Wanted(0.0, 0.2), TargetsConfig(target_itl_ms=200.0)
+    wanted, targets = PlanTargets(0.0, 0.2), TargetsConfig(target_itl_ms=200.0)
     load = poisson_load(20.0, 600, read_lengths("256"), read_lengths("64"), seed=0)
     few, many = (predict(profile_of(), ClusterShape(mixed=nodes), load, wanted, targets) for nodes in (1, 12))
     assert few.keeps_itl and not few.keeps_up and not few.meets

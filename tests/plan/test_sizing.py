@@ -11,7 +11,7 @@ from pdserve.config import TargetsConfig
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
-from pdserve.plan.prediction import Prediction, Wanted, predict
+from pdserve.plan.prediction import PlanTargets, Prediction, predict
 from pdserve.plan.sizing import Sizing, checked_sizing, neighbours
 from tests.plan.profiles import profile_of
 
@@ -20,7 +20,7 @@ def load_of(rate: float) -> list[PlannedRequest]:
     return poisson_load(rate, 250, read_lengths("256"), read_lengths("64"), seed=2)
 
 
-def sizing(load: Sequence[PlannedRequest], wanted: Wanted, most: int = 16) -> tuple[Sizing, list[ClusterShape]]:
+def sizing(load: Sequence[PlannedRequest], wanted: PlanTargets, most: int = 16) -> tuple[Sizing, list[ClusterShape]]:
     asked: list[ClusterShape] = []
 
     def of(shape: ClusterShape) -> Prediction:
@@ -31,7 +31,7 @@ def sizing(load: Sequence[PlannedRequest], wanted: Wanted, most: int = 16) -> tu
 
 
 def test_the_smallest_cluster_keeps_the_targets_and_one_node_less_does_not() -> None:
-    load, wanted = load_of(12.0), Wanted(ttft_s=0.5, itl_s=0.08)
+    load, wanted = load_of(12.0), PlanTargets(ttft_s=0.5, itl_s=0.08)
     finder, asked = sizing(load, wanted)
     sized = checked_sizing(finder, "both")
     assert sized.chosen is not None
@@ -45,20 +45,20 @@ def test_the_smallest_cluster_keeps_the_targets_and_one_node_less_does_not() -> 
 
 
 def test_little_load_needs_a_single_node() -> None:
-    finder, _ = sizing(load_of(0.2), Wanted(1.0, 0.5))
+    finder, _ = sizing(load_of(0.2), PlanTargets(1.0, 0.5))
     assert finder.find().chosen == ClusterShape(mixed=1)
 
 
 def test_a_target_that_no_cluster_keeps_is_an_error_with_the_best_there_is() -> None:
-    finder, _ = sizing(load_of(2.0), Wanted(ttft_s=0.01, itl_s=0.0), most=4)
+    finder, _ = sizing(load_of(2.0), PlanTargets(ttft_s=0.01, itl_s=0.0), most=4)
     with pytest.raises(PlanError, match=r"no cluster that was tried keeps a TTFT.*--max-nodes"):
         checked_sizing(finder, "a TTFT of 10 ms")
 
 
 @pytest.mark.parametrize(
-    ("rate", "wanted"), [(6.0, Wanted(0.6, 0.04)), (6.0, Wanted(0.4, 0.06)), (8.0, Wanted(2.0, 0.2))]
+    ("rate", "wanted"), [(6.0, PlanTargets(0.6, 0.04)), (6.0, PlanTargets(0.4, 0.06)), (8.0, PlanTargets(2.0, 0.2))]
 )
-def test_no_smaller_cluster_of_any_shape_would_do(rate: float, wanted: Wanted) -> None:
+def test_no_smaller_cluster_of_any_shape_would_do(rate: float, wanted: PlanTargets) -> None:
     load = poisson_load(rate, 80, read_lengths("64-1024"), read_lengths("16-128"), seed=3)
     targets = TargetsConfig(target_ttft_ms=wanted.ttft_s * 1e3, target_itl_ms=wanted.itl_s * 1e3)
 
@@ -74,7 +74,7 @@ def test_no_smaller_cluster_of_any_shape_would_do(rate: float, wanted: Wanted) -
 
 @pytest.mark.parametrize(("prefill", "decode", "mixed"), [(3, 9, 20), (11, 2, 14), (30, 30, 13), (9, 20, 60)])
 def test_among_large_clusters_the_smallest_is_found(prefill: int, decode: int, mixed: int) -> None:
-    some = predict(profile_of(), ClusterShape(mixed=1), load_of(0.2)[:2], Wanted(0.0, 0.0))
+    some = predict(profile_of(), ClusterShape(mixed=1), load_of(0.2)[:2], PlanTargets(0.0, 0.0))
 
     def of(shape: ClusterShape) -> Prediction:
         enough = shape.mixed >= mixed if shape.mixed else shape.prefill >= prefill and shape.decode >= decode

@@ -58,7 +58,7 @@ class RackFigures:
     known_s: float
     """From the kill until the proxy has dropped all of them."""
     p99_ms: float
-    """Of the requests that came from the kill until a second after that."""
+    """The 99th percentile of the requests that came from the kill until a second after that."""
     failed: int
 
 
@@ -72,7 +72,7 @@ class Figures:
     """From when a proxy at the old addresses takes connections until it knows all nodes, which find it themselves."""
     restart_cpu_s: float
     idle_percent: float
-    """Of a core, by heartbeats alone."""
+    """The share of a core that heartbeats alone take."""
     rss_mib: float
     pages_ms: dict[str, float]
     """CPU time of one answer of each page."""

@@ -30,7 +30,7 @@ from pdserve.core_ledger import private_ledger
 from pdserve.errors import BenchError
 from pdserve.plan.cluster import ClusterShape, live
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
-from pdserve.plan.prediction import Prediction, Wanted, predict
+from pdserve.plan.prediction import PlanTargets, Prediction, predict
 from pdserve.plan.profile import Profile, read_profile, write_profile
 from pdserve.settings import to_environ
 
@@ -39,7 +39,7 @@ BESIDE = "predicted and measured"
 SYSTEMS = {"mixed": ClusterShape(mixed=1), "1P1D": ClusterShape(prefill=1, decode=1, nodes_per_machine=2)}
 WITHIN = {"output": 0.10, "TTFT p90": 0.20, "ITL p90": 0.20}
 """How far a prediction may be from what is measured, as a share of that."""
-_ANY = Wanted(0.0, 0.0)
+_ANY = PlanTargets(0.0, 0.0)
 _SATURATING = 200
 """So many requests that come at once show what a node can answer at most."""
 _WARM_UP = 8
