@@ -197,7 +197,7 @@ class StepLoop:
             if misfit is not None:
                 self._scheduler.finish(member, FinishReason.ERROR, misfit)
             else:
-                self._scheduler.resumed(member)
+                self._scheduler.finish_if_resumed_over(member)
 
     def _abort(self, local_id: int) -> None:
         request = self._scheduler.find(local_id)
@@ -329,7 +329,7 @@ class StepLoop:
             links=LinkCounts.of(transfers.links),
             queue_s=max(
                 scheduler.longest_wait_s(now),
-                scheduler.queued_prompt_tokens / self._placement.tokens_per_s(*scheduler.decoding, scheduler.own_itl),
+                scheduler.queued_prompt_tokens / self._placement.tokens_per_s(*scheduler.decoding),
             ),
             prefill=self._placement.stats(now),
             step=self._watch.stats(),

@@ -147,7 +147,7 @@ class FakeEngine:
             request.add_child(seed, local_id + i, tokens)
         self.scheduler.add(request)
         for member in [request, *request.children]:
-            self.scheduler.resumed(member)
+            self.scheduler.finish_if_resumed_over(member)
         return request
 
     def step(self) -> BatchPlan:

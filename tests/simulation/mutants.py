@@ -361,7 +361,7 @@ RARE = (
         "an answer that was over when it came goes on",
         0,
         "pdserve.engine.scheduling.scheduler.Scheduler",
-        "resumed",
+        "finish_if_resumed_over",
         "self.finish_if_over(request)",
         "pass",
     ),

@@ -190,7 +190,7 @@ class PushingConnector:
     def _load(self, scheduler: Scheduler) -> PrefillLoad:
         known = self._placement.step_cost.rate_known
         # Beside streams of its own, this node's steps take fewer tokens of prompts, and longer.
-        rate = self._placement.tokens_per_s(*scheduler.decoding, scheduler.own_itl) if known else 0.0
+        rate = self._placement.tokens_per_s(*scheduler.decoding) if known else 0.0
         return PrefillLoad(scheduler.queued_prompt_tokens, rate, scheduler.num_streams)
 
     def _push_early(self, request: Request) -> None:

@@ -251,8 +251,7 @@ class BatchAdmission:
         return max(len(found), request.num_computed_tokens // self._blocks.block_size)
 
     def _ahead(self) -> _Ahead:
-        rows, context_tokens = self._queues.decoding
-        return _Ahead(self._queues.uncomputed_prompt_tokens, rows, context_tokens, self._queues.own_itl)
+        return _Ahead(self._queues.uncomputed_prompt_tokens, *self._queues.decoding)
 
     def _place(self, request: Request, found: Sequence[int], ahead: _Ahead, now: float) -> PlacementDecision | None:
         """Decides where a prompt is computed, and notes it in ``ahead`` for the next one.

@@ -45,21 +45,14 @@ class Queues:
         return sum(tokens for request in self.running if (tokens := request.num_uncomputed_tokens) > 1)
 
     @property
-    def decoding(self) -> tuple[int, int]:
-        """The number of running requests that decode, and the number of tokens of their contexts.
+    def decoding(self) -> tuple[int, int, OwnItl]:
+        """The number of running requests that decode, that of the tokens of their contexts, and their own ITL targets.
 
         An order of another node does not decode, though it is running until its first token is sent.
         """
-        contexts = [request.num_computed_tokens for request in self._decoding()]
-        return len(contexts), sum(contexts)
-
-    @property
-    def own_itl(self) -> OwnItl:
-        """The ITL targets that those requests have of their own."""
-        return OwnItl.of(request.own_targets for request in self._decoding())
-
-    def _decoding(self) -> Iterator[Request]:
-        return (request for request in self.running if request.prompt_is_computed and not request.serves_push)
+        decoding = [request for request in self.running if request.prompt_is_computed and not request.serves_push]
+        context_tokens = sum(request.num_computed_tokens for request in decoding)
+        return len(decoding), context_tokens, OwnItl.of(request.own_targets for request in decoding)
 
     @property
     def num_children(self) -> int:

@@ -94,14 +94,9 @@ class Scheduler:
         return sum(not request.serves_push for request in self._queues.running)
 
     @property
-    def decoding(self) -> tuple[int, int]:
-        """Returns the number of running requests that decode, and the number of tokens of their contexts."""
+    def decoding(self) -> tuple[int, int, OwnItl]:
+        """Returns what ``Queues.decoding`` does."""
         return self._queues.decoding
-
-    @property
-    def own_itl(self) -> OwnItl:
-        """Returns the ITL targets that those requests have of their own."""
-        return self._queues.own_itl
 
     @property
     def num_remote(self) -> int:
@@ -243,7 +238,7 @@ class Scheduler:
                 failed += [request, *request.children]
             else:
                 self._settle_children(request)
-                self._finish_if_resumed_over(request)
+                self.finish_if_resumed_over(request)
         return failed
 
     def _note_chunks(self, plan: BatchPlan, now: float) -> None:
@@ -305,7 +300,7 @@ class Scheduler:
         self._blocks.computed(request, request.num_prompt_tokens)
         self._queues.move(request, Status.RUNNING if self._admission.has_place else Status.WAITING)
         self._settle_children(request)
-        self._finish_if_resumed_over(request)
+        self.finish_if_resumed_over(request)
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
         """Queues a request again whose fetch has failed after ``computed_tokens``; the request keeps its blocks."""
@@ -334,17 +329,14 @@ class Scheduler:
         if reason is not None:
             self.finish(request, reason)
 
-    def resumed(self, request: Request) -> None:
+    def finish_if_resumed_over(self, request: Request) -> None:
         """Ends a resumed request whose last token the client has, unless log probabilities of its prompt are missing.
 
         Then the request ends when it has those.
         """
-        if request.num_emitted_tokens and not request.needs_scores:
+        goes_on = request.num_generated_tokens > request.num_emitted_tokens or request.needs_scores
+        if request.num_emitted_tokens and not goes_on and not request.ended:
             self.finish_if_over(request)
-
-    def _finish_if_resumed_over(self, request: Request) -> None:
-        if not request.ended and request.num_generated_tokens == request.num_emitted_tokens:
-            self.resumed(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and tells its client why."""
