@@ -33,6 +33,7 @@ from pdserve.config import (
     LogConfig,
     ModelConfig,
     NodeConfig,
+    ParallelConfig,
     ProxyConfig,
     RegistryConfig,
     RelayConfig,
@@ -40,17 +41,20 @@ from pdserve.config import (
     SchedulerConfig,
     TransferConfig,
 )
+from pdserve.engine.tp.tp_ranks import RANK_COMMAND
+from pdserve.errors import PdserveError
 from pdserve.http.tls import Trust
 from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
 from pdserve.wire.command import NodeChange
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.frame import Secrets
 from pdserve_kvtransfer.both_sides import BothSides
+from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.sides import LocalEngine
 from pdserve_proxy import server as proxy_server
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 from tests.simulation.clients import MODEL, ClientRequest, ask
-from tests.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RunningEngine
+from tests.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RankProgram, RunningEngine, rank_model
 from tests.simulation.invariants import wrong_blocks
 from tests.simulation.links import Fabric, LinkTransport
 from tests.simulation.network import Network
@@ -87,6 +91,10 @@ LATE_S = 5.0
 COLLECT_EVERY = 20
 """What runs have left is collected after so many of them: it takes as long as a small run."""
 _runs = itertools.count(1)
+RANK_TIMEOUT_MS = 1_000
+"""A rank that keeps the others waiting for longer hangs."""
+RESTART_S = 0.5
+"""What starts nodes again that have ended because of a rank takes so long."""
 CHECK_EVERY_TURNS = 32
 """All blocks are counted after so many turns of the loop."""
 
@@ -150,11 +158,15 @@ class Node:
         self.pace = Pace(cluster.random, cluster.shape.step_s)
         self.engine: RunningEngine | None = None
         self.process: SimProcess
-        self._engine_killed = self._told_to_end = self._may_fail = False
+        self._engine_killed = self._told_to_end = self._may_fail = self._may_lose_rank = False
 
     @property
     def name(self) -> str:
         return f"{self.role.value}{self.number}"
+
+    @property
+    def tp_size(self) -> int:
+        return self.cluster.shape.tp_size(self.number)
 
     @property
     def alive(self) -> bool:
@@ -162,7 +174,7 @@ class Node:
 
     def start(self) -> None:
         self.starts += 1
-        self._engine_killed = self._told_to_end = self._may_fail = False
+        self._engine_killed = self._told_to_end = self._may_fail = self._may_lose_rank = False
         self.process = SimProcess(self.cluster.loop, f"{self.name}.{self.starts}", self.host)
         self.process.on_end[self._ended] = None
         self.cluster.events.add(f"{self.process.name} starts")
@@ -187,6 +199,7 @@ class Node:
             ),
             request=RequestConfig(timeout_s=shape.timeout_s),
             cpu=CpuConfig(),
+            parallel=ParallelConfig(tensor_parallel_size=self.tp_size, timeout_ms=RANK_TIMEOUT_MS),
             log=LogConfig(),
             kept=KeptConfig(keep_s=KEEP_S),
         )
@@ -197,12 +210,30 @@ class Node:
         """Notes an end for which there is no reason."""
         status = self.process.status
         expected = (status == 0 and self._told_to_end) or (status == 1 and self._may_fail)
-        if not (status == -9 or self._engine_killed or expected):
+        lost_rank = status == 1 and self._may_lose_rank
+        if not (status == -9 or self._engine_killed or expected or lost_rank):
             self.cluster.violated(f"{self.process.name} ended by itself with {status}")
+        if lost_rank and not self._engine_killed:
+            self._start_again_later()
+
+    def _start_again_later(self) -> None:
+        """Does what a supervisor does, unless a fault does it."""
+        ended = self.process
+
+        def start() -> None:
+            if self.process is ended:
+                self.start()
+
+        self.cluster.loop.call_later(RESTART_S, start)
 
     def processes(self) -> list[SimProcess]:
         child = self.process.child
-        return [self.process, *([child] if child is not None else [])]
+        return [self.process, *([child] if child is not None else []), *self.ranks()]
+
+    def ranks(self) -> list[SimProcess]:
+        """Returns the processes of the ranks from 1 on."""
+        engine = self.process.child
+        return [] if engine is None else engine.children
 
     def kill(self) -> None:
         """Kills the API process, and with it the engine, as the kernel does."""
@@ -215,6 +246,14 @@ class Node:
     def engine_dies(self) -> None:
         """Notes that the engine is killed, for which the node has to end."""
         self._engine_killed = True
+
+    @property
+    def may_lose_rank(self) -> bool:
+        return self._may_lose_rank or self._engine_killed
+
+    def rank_may_hang(self) -> None:
+        """Notes that a rank may keep the others waiting for longer than they wait."""
+        self._may_lose_rank = self.tp_size > 1
 
     def may_fail(self) -> None:
         """Notes that the node lacks what it needs to start."""
@@ -253,6 +292,8 @@ class Cluster:
         self.witness = Witness(self.violated, self._clocks_agree)
         self.sides: dict[SimProcess, BothSides] = {}
         """The transfers of each engine."""
+        self.rank_threads: dict[SimProcess, RankThread] = {}
+        """The transfer thread of each rank from 1 on."""
         self.on_transfer_state: dict[Callable[[SimProcess, TransferState], None], None] = {}
         self.fabric: Fabric
         self.proxies = [Proxy(self, number) for number in range(shape.proxies)]
@@ -341,6 +382,11 @@ class Cluster:
         sides = self.sides[present_process()] = BothSides(engine)
         return sides
 
+    def make_rank_thread(self, **arguments: Any) -> RankThread:
+        """Makes a rank's transfer thread, and keeps it to be looked at."""
+        thread = self.rank_threads[present_process()] = RankThread(**arguments)
+        return thread
+
     def connections_of(self, process: SimProcess) -> list[str]:
         """Returns the names of the processes at the other ends."""
         return [end.peer.process.name for end in self.network.ends if end.process is process]
@@ -351,7 +397,12 @@ class Cluster:
             watch(process, state)
 
     def engine_failed(self, process: SimProcess, exc: Exception) -> None:
-        self.violated(f"{process.name} failed: {type(exc).__name__}: {exc}")
+        """Notes the failure of an engine's process or of a rank's: only a rank that is gone or hangs is a reason."""
+        what = f"{process.name} failed: {type(exc).__name__}: {exc}"
+        if isinstance(exc, PdserveError) and self.node_at(process.host).may_lose_rank:
+            self.events.add(what)
+        else:
+            self.violated(what)
 
     def pace(self, process: SimProcess) -> Pace:
         return self.node_at(process.host).pace
@@ -424,23 +475,26 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
     gc.freeze()
     cluster = Cluster(seed, shape)
     program = EngineProgram(
-        cluster.pace, shape.num_blocks, MAX_MODEL_LEN, cluster.engine_started, cluster.engine_failed
+        cluster.pace, shape.num_blocks, MAX_MODEL_LEN, shape.kv_heads, cluster.engine_started, cluster.engine_failed
     )
+    rank_program = RankProgram(cluster.engine_failed)
     try:
         with (
             simulated(
                 cluster.loop,
                 cluster.network,
                 Random(cluster.random.getrandbits(64)),
-                {tuple(ENGINE_COMMAND): program},
+                {tuple(ENGINE_COMMAND): program, tuple(RANK_COMMAND): rank_program},
                 lambda: cluster.clocks.wrong_s(present_process().host),
                 pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
                 pdserve__api__server__TicketGate=cluster.witness.gate(),
                 pdserve_proxy__serving__TicketSigner=cluster.witness.signer(),
                 pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
-                pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, **__: partial(
-                    LinkTransport, cluster.fabric
+                pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, rank, **__: partial(
+                    LinkTransport, cluster.fabric, rank
                 ),
+                pdserve__engine__kv_connector__tp_rank_transfer__RankThread=cluster.make_rank_thread,
+                **rank_model(shape.kv_heads, cluster.pace),
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
             ) as descriptors,
             watched_transfers(cluster.transfer_is),

@@ -143,7 +143,10 @@ def _wrong_ends(cluster: Cluster) -> Iterator[str]:
 def _wrong_transfers(engines: Sequence[SimProcess], nodes: Sequence[Metrics], fabric: Fabric) -> Iterator[str]:
     """Yields where engines show other KV blocks than have landed, in a run in which no engine has ended."""
     for engine, metrics in zip(engines, nodes, strict=True):
-        for direction, seen in (("sent", fabric.sent_bytes[engine]), ("received", fabric.landed_bytes[engine])):
+        for direction, seen in (
+            ("sent", fabric.sent_bytes[engine.host]),
+            ("received", fabric.landed_bytes[engine.host]),
+        ):
             shown = metrics.total("pdserve_kv_transfer_bytes_total", direction=direction)
             if shown != seen:
                 yield f"{metrics.process.name} shows {shown:.0f} bytes {direction}, and {seen} were"

@@ -3,19 +3,27 @@
 The model's cache is real memory that real transfers read and write. A slot has a token and a digest of the salt and of
 all tokens up to it, computed from the slot before. A step reads its whole context: a block that was shared, moved,
 evicted or overwritten wrongly breaks the chain of digests, and one that does not break it gives a wrong answer.
+
+Each KV head has slots of its own, which also know the head. A tensor-parallel rank has those of its heads, and reads
+them in each step as rank 0 does: a piece that is missing, or another rank's, is noticed on the rank that lacks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from llguidance import LLTokenizer
 
-from pdserve.config import EngineLaunch, Switch
+from pdserve.config import EngineConfig, EngineLaunch, RankLaunch, Switch
+from pdserve.core_share import CoreShare
 from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.assembly import warm_up
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.placement.latency_targets import LatencyTargets
@@ -25,31 +33,47 @@ from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
+from pdserve.engine.tp.rank_channel import OrderChannel
+from pdserve.engine.tp.rank_program import run_rank
+from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
+from pdserve.engine.tp.tp_runner import TpRunner, joined_group
 from pdserve.engine.wake_up import WakeUp
+from pdserve.models.backend import CPU
 from pdserve.models.runner import Score, StepRow
-from pdserve.wire.engine import Ready, Starting
+from pdserve.models.tp.shares import TpGroup
+from pdserve.wire.engine import EngineFailed, Ready, Starting
 from pdserve.wire.frame import Secrets
+from pdserve.wire.rank import Loaded, LoadModel, RankFailed
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
+from pdserve_kvtransfer.pieces import heads_of
 from tests.simulation.messaging import SimContext
+from tests.simulation.rank_group import SimGroup
 from tests.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
 from tests.simulation.virtual_time import SimProcess, present_process, present_thread
 
 BLOCK_SIZE = 4
 SLOT_WORDS = 2
-BLOCK_BYTES = BLOCK_SIZE * SLOT_WORDS * 8
-SPEC = EngineSpec(
-    protocol=PROTOCOL_VERSION,
-    oldest_protocol=OLDEST_PROTOCOL,
-    fingerprint="f" * 64,
-    dtype="bf16",
-    block_size=BLOCK_SIZE,
-    num_layers=1,
-    kv_heads=1,
-    head_dim=8,
-    tp_size=1,
-)
+HEAD_WORDS = BLOCK_SIZE * SLOT_WORDS
+"""The words that a block has for each KV head."""
+HEAD_BYTES = HEAD_WORDS * 8
+FINGERPRINT = "f" * 64
+WARM_UP_TOKENS = 4
 LINGER_S = 0.5
+
+
+def engine_spec(kv_heads: int, tp_size: int) -> EngineSpec:
+    return EngineSpec(
+        protocol=PROTOCOL_VERSION,
+        oldest_protocol=OLDEST_PROTOCOL,
+        fingerprint=FINGERPRINT,
+        dtype="bf16",
+        block_size=BLOCK_SIZE,
+        num_layers=1,
+        kv_heads=kv_heads,
+        head_dim=8,
+        tp_size=tp_size,
+    )
 
 
 class WrongCache(Exception):
@@ -57,57 +81,79 @@ class WrongCache(Exception):
 
 
 class SimRunner:
-    """Computes steps, each of which takes its time."""
+    """Computes one rank's part of steps, each of which takes its time."""
 
-    def __init__(self, memory: memoryview, pace: Pace) -> None:
-        self._slots = memory.cast("q")
+    def __init__(self, num_blocks: int, kv_heads: int, group: TpGroup, pace: Pace) -> None:
+        self._heads = heads_of(group.rank, group.size, kv_heads)
+        self._block_words = HEAD_WORDS * len(self._heads)
+        self.kv_cache = torch.zeros(num_blocks, 8 * self._block_words, dtype=torch.uint8)
+        self._slots = _memory_of(self.kv_cache).cast("q")
+        self._group = group if isinstance(group, SimGroup) else None
         self._pace = pace
         self.live: Callable[[], Iterable[Request]] = tuple
         """The requests of the engine, of which a row has only the block table."""
 
     def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
+        begin = self._shown([self._beginning(row) for row in rows])[0]
         present_thread().block(self._pace.step_s(sum(len(row.token_ids) for row in rows)))
-        last: list[int] = []
-        scored: list[int] = []
-        for row in rows:
-            digests = self._compute(row)
-            scored += [digests[place] for place in row.scored]
-            if row.wants_logits:
-                last.append(digests[-1])
+        computed = [self._compute(row, digest) for row, digest in zip(rows, begin, strict=True)]
+        if any(other != computed for other in self._shown(computed)):
+            raise WrongCache("the ranks have not computed the same")
         if score is not None:
-            score(_logits(scored))
-        return _logits(last)
+            score(
+                _logits([digests[place] for row, digests in zip(rows, computed, strict=True) for place in row.scored])
+            )
+        return _logits([digests[-1] for row, digests in zip(rows, computed, strict=True) if row.wants_logits])
 
-    def _compute(self, row: StepRow) -> list[int]:
+    def _shown(self, digests: object) -> list[Any]:
+        """Returns what each rank shows, of which this one shows ``digests``."""
+        return [digests] if self._group is None else self._group.exchange(digests)
+
+    def _beginning(self, row: StepRow) -> int:
+        """Returns the digest before a row's first token. Rank 0 alone knows it."""
+        for request in self.live():
+            if request.block_table is row.block_table:
+                return beginning(request.cache_salt)
+        return beginning("")
+
+    def _compute(self, row: StepRow, digest: int) -> list[int]:
         """Computes a row's tokens. Returns the digest after each."""
-        slots = self._slots
-        salts = [request.cache_salt for request in self.live() if request.block_table is row.block_table]
-        digest, digests = beginning(*salts), []
-        table = [block * BLOCK_SIZE * SLOT_WORDS for block in row.block_table]
+        slots, first, digests = self._slots, self._heads.start, list[int]()
+        others = [(head, HEAD_WORDS * number) for number, head in enumerate(self._heads)][1:]
+        table = [block * self._block_words for block in row.block_table]
         for position in range(row.start):
             place = table[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
-            digest = after(digest, slots[place])
-            if slots[place + 1] != digest:
-                raise WrongCache(f"token {position} of a context of {row.start} is not that of the request")
+            digest = after(digest, token := slots[place])
+            if slots[place + 1] != digest ^ first:
+                raise _wrong_slot(position, row, first)
+            for head, away in others:
+                if slots[place + away] != token or slots[place + away + 1] != digest ^ head:
+                    raise _wrong_slot(position, row, head)
         for position, token in enumerate(row.token_ids, row.start):
             place = table[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
             digest = after(digest, token)
-            slots[place], slots[place + 1] = token, digest
+            slots[place], slots[place + 1] = token, digest ^ first
+            for head, away in others:
+                slots[place + away], slots[place + away + 1] = token, digest ^ head
             digests.append(digest)
         return digests
 
     def clear(self, blocks: Sequence[int]) -> None:
-        words = BLOCK_SIZE * SLOT_WORDS
+        words = self._block_words
         for block in blocks:
             for word in range(block * words, (block + 1) * words):
                 self._slots[word] = 0
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        words = BLOCK_SIZE * SLOT_WORDS
+        words = self._block_words
         read = [self._slots[block * words : (block + 1) * words].tolist() for block in sources]
         for destination, content in zip(destinations, read, strict=True):
             for i, word in enumerate(content):
                 self._slots[destination * words + i] = word
+
+
+def _wrong_slot(position: int, row: StepRow, head: int) -> WrongCache:
+    return WrongCache(f"head {head} of token {position} of a context of {row.start} is not that of the request")
 
 
 def _logits(digests: Sequence[int]) -> torch.Tensor:
@@ -140,6 +186,7 @@ class RunningEngine:
     blocks: BlockManager
     loop: StepLoop
     connector: KvConnector
+    ready: Ready
     taken: list[int] = field(default_factory=list)
     """Blocks that a fault has taken."""
 
@@ -159,46 +206,78 @@ class EngineProgram:
     pace: Callable[[SimProcess], Pace]
     num_blocks: int
     max_model_len: int
+    kv_heads: int
     started: Callable[[RunningEngine], None]
     failed: Callable[[SimProcess, Exception], None]
 
     def __call__(self, launch: EngineLaunch) -> None:
         with SimContext() as context:
             channel = ApiChannel(context, launch.address)  # type: ignore[arg-type]
+            failed = False
             try:
                 channel.send(Starting("loading libraries"))
                 self._serve(launch, channel)
             except Exception as exc:
                 self.failed(present_process(), exc)
-                raise
+                channel.send(EngineFailed(str(exc)))
+                failed = True
             finally:
                 channel.close(LINGER_S)
+        if failed:
+            present_process().exit(1)
 
     def _serve(self, launch: EngineLaunch, channel: ApiChannel) -> None:
-        config, process = launch.config, present_process()
-        wake_up = WakeUp()
-        kv_cache = torch.zeros(self.num_blocks, BLOCK_BYTES, dtype=torch.uint8)
+        with ExitStack() as stack:
+            wake_up = WakeUp()
+            stack.callback(wake_up.close)
+            ranks: Ranks | None = None
+            if (size := launch.config.parallel.tensor_parallel_size) > 1:
+                shares = [CoreShare((), 1)] * size
+                ranks = stack.enter_context(running_ranks(launch.config, launch.folder, shares, wake_up.fd))
+            group = stack.enter_context(joined_group(launch.config, ranks, CPU))
+            engine = self._open(launch.config, channel, wake_up, ranks, group)
+            stack.callback(engine.connector.close)
+            if ranks is not None:
+                ranks.notify(engine.loop.stop)
+            self.started(engine)
+            channel.send(engine.ready)
+            engine.loop.run()
+            if ranks is not None:
+                ranks.check()
+
+    def _open(
+        self, config: EngineConfig, channel: ApiChannel, wake_up: WakeUp, ranks: Ranks | None, group: TpGroup
+    ) -> RunningEngine:
+        """Puts the engine together as ``assemble`` does."""
+        process = present_process()
+        if ranks is not None:
+            ranks.tell(LoadModel(self.num_blocks, self.max_model_len))
+        own = SimRunner(self.num_blocks, self.kv_heads, group, self.pace(process))
+        runner: SimRunner | TpRunner = own
+        if ranks is not None:
+            ranks.wait_for(Loaded)
+            runner = TpRunner(own, ranks, group)  # type: ignore[arg-type]
+            warm_up(runner, WARM_UP_TOKENS, BLOCK_SIZE)
+            runner.warmed_up()
         blocks = BlockManager(self.num_blocks, BLOCK_SIZE, prefix_cache=config.cache.prefix_cache is Switch.ON)
         prompts = PromptRule(VOCAB, self.max_model_len)
         step_cost = StepCost()
         targets = LatencyTargets(config.targets, step_cost, config.role, config.scheduler.batching)
-        placement = Placement(
-            step_cost, config.transfer, config.scheduler, BLOCK_SIZE, BLOCK_BYTES / BLOCK_SIZE, targets
-        )
+        token_bytes = HEAD_BYTES * self.kv_heads / BLOCK_SIZE
+        placement = Placement(step_cost, config.transfer, config.scheduler, BLOCK_SIZE, token_bytes, targets)
         secrets = Secrets(config.secret)
         connector, control = open_connector(
             config,
-            spec=SPEC,
-            kv_cache=kv_cache,
+            spec=engine_spec(self.kv_heads, group.size),
+            kv_cache=own.kv_cache,
             shared=None,
             blocks=blocks,
             prompts=prompts,
             placement=placement,
-            ranks=None,
+            ranks=ranks,
             secrets=secrets,
             wake=wake_up.set,
         )
-        runner = SimRunner(_memory_of(kv_cache), self.pace(process))
         try:
             loop = StepLoop(
                 api=channel,
@@ -213,24 +292,69 @@ class EngineProgram:
                 renew=secrets.renew,
                 grammars=GrammarOpener(_no_vocabulary, wake_up.set),
             )
-            runner.live = loop._scheduler.live
-            self.started(RunningEngine(process, config.boot_id, blocks, loop, connector))
-            channel.send(
-                Ready(
-                    control=control,
-                    fingerprint=SPEC.fingerprint,
-                    num_blocks=self.num_blocks,
-                    block_size=BLOCK_SIZE,
-                    max_model_len=self.max_model_len,
-                    max_running=config.scheduler.max_num_seqs,
-                    vocab_size=VOCAB,
-                    kernels="simulated",
-                )
-            )
-            loop.run()
-        finally:
+        except BaseException:
             connector.close()
-            wake_up.close()
+            raise
+        own.live = loop._scheduler.live
+        ready = Ready(
+            control=control,
+            fingerprint=FINGERPRINT,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=self.max_model_len,
+            max_running=config.scheduler.max_num_seqs,
+            vocab_size=VOCAB,
+            kernels="simulated",
+        )
+        return RunningEngine(process, config.boot_id, blocks, loop, connector, ready)
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The program of all ranks but the engines' own, as ``rank_program.main`` has it."""
+
+    failed: Callable[[SimProcess, Exception], None]
+
+    def __call__(self, launch: RankLaunch) -> None:
+        with SimContext() as context:
+            channel = OrderChannel(context, launch.address)  # type: ignore[arg-type]
+            failed: RankFailed | None = None
+            try:
+                run_rank(launch, channel)
+            except Exception as exc:
+                self.failed(present_process(), exc)
+                failed = RankFailed(f"{type(exc).__name__}: {exc}")
+            if failed is not None:
+                channel.send(failed)
+            channel.close(LINGER_S)
+        if failed is not None:
+            present_process().exit(1)
+
+
+def rank_model(kv_heads: int, pace: Callable[[SimProcess], Pace]) -> dict[str, Any]:
+    """Returns what ``run_rank`` loads in place of a real model's part, by its modules and names."""
+
+    def load_runner(
+        config: EngineConfig, decoder: Any, num_blocks: int, max_len: int, tp: TpGroup, *_: Any
+    ) -> SimRunner:
+        return SimRunner(num_blocks, kv_heads, tp, pace(present_process()))
+
+    loading = "pdserve__engine__runner_loading__"
+    return {
+        f"{loading}load_runner": load_runner,
+        f"{loading}rank_backend": lambda *_: None,
+        f"{loading}rank_device": lambda *_: CPU,
+        f"{loading}kept_block_kernels": lambda *_: None,
+        "pdserve__models__checkpoint__decoder_config__read_decoder_config": lambda _: SimpleNamespace(
+            kv_heads=kv_heads
+        ),
+        "pdserve__models__runner__kv_layout": lambda *_: SimpleNamespace(block_bytes=0),
+        "pdserve__engine__kv_connector__transfer_memory__shared_memory": lambda *_: None,
+        "pdserve__models__tp__tp_opening__open_group": SimGroup.open,
+        "pdserve__engine__tp__tp_runner__open_group": SimGroup.open,
+        # It would begin to look for garbage in the middle of the run.
+        "pdserve__engine__tp__rank_program__loading_libraries": nullcontext,
+    }
 
 
 def _memory_of(kv_cache: torch.Tensor) -> memoryview:

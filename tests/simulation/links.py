@@ -17,7 +17,10 @@ from pdserve_kvtransfer.region import Memory, host_bytes
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage
 from tests.simulation.messaging import Descriptors
 from tests.simulation.network import Flow, Network
-from tests.simulation.virtual_time import SimProcess, present_process
+from tests.simulation.virtual_time import present_process
+
+SLOW_S = 0.4
+"""By how much messages to a rank whose way is slow come later."""
 
 
 class BlockFault(enum.Enum):
@@ -55,26 +58,37 @@ class Fabric:
     links: dict[bytes, SimLink] = field(default_factory=dict)
     faults: Counter[BlockFault] = field(default_factory=Counter)
     """What happens to so many of the next messages."""
-    sent_bytes: Counter[SimProcess] = field(default_factory=Counter)
-    """How much of each engine's memory others have got, or thrown away."""
-    landed_bytes: Counter[SimProcess] = field(default_factory=Counter)
-    """How much of other engines' memory each engine has got into its own."""
+    rank_faults: Counter[tuple[str, int, BlockFault]] = field(default_factory=Counter)
+    """What happens to so many of the next messages that one rank of a host sends."""
+    slow: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How many faults make all messages to one rank of a host late."""
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    """How much of the memory of each host's engine others have got, or thrown away."""
+    landed_bytes: Counter[str] = field(default_factory=Counter)
+    """How much of other engines' memory each host's engine has got into its own."""
 
-    def next_fault(self) -> BlockFault | None:
-        fault = next((fault for fault in BlockFault if self.faults[fault] > 0), None)
-        if fault is not None:
-            self.faults[fault] -= 1
-        return fault
+    def next_fault(self, sender: SimLink) -> BlockFault | None:
+        """Returns what happens to the message that this link sends now."""
+        for fault in BlockFault:
+            if self.faults[fault] > 0:
+                self.faults[fault] -= 1
+                return fault
+            if self.rank_faults[sender.process.host, sender.rank, fault] > 0:
+                self.rank_faults[sender.process.host, sender.rank, fault] -= 1
+                return fault
+        return None
 
 
 class SimLink:
-    def __init__(self, fabric: Fabric, memory: memoryview) -> None:
+    def __init__(self, fabric: Fabric, memory: memoryview, rank: int) -> None:
         self.memory = memory
+        self.rank = rank
         self.process = present_process()
         self.address = f"link {len(fabric.links)}".encode()
         self._fabric = fabric
         self._bell = fabric.descriptors.eventfd()
         self._open = True
+        self._busy_until = 0.0
         self._failed = False
         self._peers: list[SimLink] = []
         self._flows: dict[SimLink, Flow] = {}
@@ -101,7 +115,7 @@ class SimLink:
             self._send(peer, MovedMessage(label, place, length))
 
     def _send(self, peer: SimLink, moved: MovedMessage) -> None:
-        flow, fault = self._flow(peer), self._fabric.next_fault()
+        flow, fault = self._flow(peer), self._fabric.next_fault(self)
         if fault is BlockFault.BREAK:
             self.fail()
             peer.fail()
@@ -117,8 +131,19 @@ class SimLink:
 
     def _flow(self, peer: SimLink) -> Flow:
         if peer not in self._flows:
-            self._flows[peer] = Flow(self._fabric.network, self.process, peer.process, peer._take)
+            self._flows[peer] = Flow(self._fabric.network, self.process, peer.process, peer._arrive)
         return self._flows[peer]
+
+    def _arrive(self, item: object) -> None:
+        """Takes what another link has sent, later if this rank's way is slow."""
+        loop = self.process.loop
+        late_s = SLOW_S if self._fabric.slow[self.process.host, self.rank] else 0.0
+        if late_s or loop.time() < self._busy_until:
+            # What comes later may not overtake it.
+            self._busy_until = max(self._busy_until, loop.time() + late_s)
+            loop.call_at(self._busy_until, self._take, item, context=self.process.context)
+        else:
+            self._take(item)
 
     def _take(self, item: object) -> None:
         if not self._open:
@@ -163,10 +188,10 @@ class SimLink:
             self.memory[place : place + length] = sender.memory[moved.place : moved.place + length]
             if message.fault is BlockFault.CORRUPT:
                 self.memory[place] ^= 1
-            self._fabric.landed_bytes[self.process] += length
+            self._fabric.landed_bytes[self.process.host] += length
             self._landed.append(MovedMessage(moved.label, place, length))
         if not message.repeated:
-            self._fabric.sent_bytes[sender.process] += moved.length
+            self._fabric.sent_bytes[sender.process.host] += moved.length
             self._flow(sender).send(moved)
 
     def sent(self) -> Sequence[MovedMessage]:
@@ -207,16 +232,17 @@ class SimLink:
 
 
 class LinkTransport:
-    """The maker of one engine's links."""
+    """The maker of one rank's links."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, rank: int = 0) -> None:
         self._fabric = fabric
+        self._rank = rank
         self._links: list[SimLink] = []
 
     def open_link(self, memory: Memory) -> SimLink:
         own = host_bytes(memory)
         assert own is not None
-        self._links.append(SimLink(self._fabric, own))
+        self._links.append(SimLink(self._fabric, own, self._rank))
         return self._links[-1]
 
     def close(self) -> None:

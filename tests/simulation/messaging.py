@@ -85,6 +85,18 @@ class EventFd(Pollable):
         return value
 
 
+class PidFd(Pollable):
+    """A descriptor that is readable once a process has ended."""
+
+    def __init__(self, process: SimProcess) -> None:
+        super().__init__()
+        self._process = process
+        process.on_end[self.notify] = None
+
+    def events(self) -> int:
+        return POLLIN if self._process.ended else 0
+
+
 class Descriptors:
     """The descriptors of all simulated processes."""
 
@@ -302,6 +314,8 @@ class SimZmqSocket(Pollable):
         return None
 
     def recv(self, flags: int = 0, copy: bool = True) -> Any:
+        if not (self._parts or self._inbox or flags & zmq.NOBLOCK):
+            self.poll()
         if not self._parts:
             parts, connection = self._pop()
             last = len(parts) - 1
@@ -447,10 +461,10 @@ class SimPoller:
     descriptors: Descriptors
 
     def __init__(self) -> None:
-        self._registered: dict[Any, int] = {}
+        self._registered: dict[Any, tuple[Pollable, int]] = {}
 
     def register(self, pollable: Any, flags: int) -> None:
-        self._registered[pollable] = int(flags)
+        self._registered[pollable] = self._pollable(pollable), int(flags)
 
     def poll(self, timeout: float | None = None) -> list[tuple[Any, int]]:
         ready = self._ready()
@@ -459,7 +473,7 @@ class SimPoller:
         thread = present_thread()
         loop = thread._loop
         until = None if timeout is None or timeout < 0 else loop.time() + timeout / 1000
-        watched = [self._pollable(pollable) for pollable in self._registered]
+        watched = [pollable for pollable, _ in self._registered.values()]
         for pollable in watched:
             pollable.watch(thread)
         try:
@@ -477,9 +491,18 @@ class SimPoller:
     def _ready(self) -> list[tuple[Any, int]]:
         return [
             (registered, events)
-            for registered, flags in self._registered.items()
-            if (events := self._pollable(registered).events() & flags)
+            for registered, (pollable, flags) in self._registered.items()
+            if (events := pollable.events() & flags)
         ]
+
+
+def select_sockets(readable: Sequence[Any], writable: Sequence[Any], failed: Sequence[Any], timeout: float) -> None:
+    """Does what ``zmq.select`` does for sockets that are to be read, for callers that look themselves."""
+    assert not writable and not failed
+    poller = SimPoller()
+    for socket in readable:
+        poller.register(socket, POLLIN)
+    poller.poll(timeout * 1000)
 
 
 def _parsed(address: str, process: SimProcess, network: Network) -> Address:

@@ -32,6 +32,9 @@ class Shape:
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     proxies: int = 1
+    tp_sizes: tuple[int, ...] = ()
+    """How many tensor-parallel ranks each node has; 1 if there is no number for it."""
+    kv_heads: int = 1
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
@@ -49,6 +52,9 @@ class Shape:
     """The requests that may wait at a node."""
     buffer_bytes: int = 64 * 1024
     """What a program writes before it is told that the other side does not read. Short answers need a small one."""
+
+    def tp_size(self, node: int) -> int:
+        return self.tp_sizes[node] if node < len(self.tp_sizes) else 1
 
     @property
     def turns_away(self) -> bool:

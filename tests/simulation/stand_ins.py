@@ -16,6 +16,7 @@ import os
 import pkgutil
 import random
 import secrets
+import select
 import sys
 import tempfile
 import threading
@@ -32,14 +33,19 @@ import uvicorn.server
 import zmq
 import zmq.asyncio
 
+from pdserve.engine.tp.tp_ranks import RankProcess
+from pdserve.models.tp.rank_board import RankBoard
 from pdserve.process import ChildProcess
 from tests.simulation.messaging import (
     Descriptors,
+    PidFd,
     SimAsyncContext,
     SimContext,
     SimPoller,
+    select_sockets,
 )
 from tests.simulation.network import Network, SimListener
+from tests.simulation.rank_group import SimBoard
 from tests.simulation.virtual_time import WALL_S, SimLoop, SimProcess, SimThread, present_process, present_thread
 
 PACKAGES = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
@@ -101,6 +107,35 @@ class SimCondition:
             self._waiting.remove(thread)
 
 
+class SimEvent:
+    """An event for which simulated threads wait."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: list[SimThread] = []
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        for thread in self._waiting:
+            thread.wake()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._is_set:
+            return True
+        thread = present_thread()
+        until = None if timeout is None else thread.now() + timeout
+        self._waiting.append(thread)
+        try:
+            while not self._is_set and (until is None or thread.now() < until):
+                thread.block(None if until is None else until - thread.now())
+        finally:
+            self._waiting.remove(thread)
+        return self._is_set
+
+
 class OrderedConnections(dict[Any, None]):
     """A server's connections, which it closes in the order in which they were made: a set has another one each time."""
 
@@ -137,12 +172,16 @@ class SimChild:
     programs: dict[tuple[str, ...], Callable[[Any], None]]
     """What runs as each command. The program gets the launch message."""
 
-    def __init__(self, name: str, command: Any, *, launch: Any, own_session: bool = False) -> None:
+    def __init__(
+        self, name: str, command: Any, *, launch: Any, own_session: bool = False, pass_fds: tuple[int, ...] = ()
+    ) -> None:
         parent = present_process()
         program = SimChild.programs[tuple(command)]
         self.name = name
-        self.process = SimProcess(parent.loop, f"{parent.name}'s engine", parent.host)
+        short_name = name.removeprefix("the ").removesuffix(" process")
+        self.process = SimProcess(parent.loop, f"{parent.name}'s {short_name}", parent.host)
         self.pid = 1
+        self.pidfd = SimContext.descriptors.add(PidFd(self.process))
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(launch), type=type(launch))
         self._ended = asyncio.Event()
 
@@ -155,7 +194,7 @@ class SimChild:
 
         self.process.on_end[died] = None
         parent.on_end[kill] = None
-        parent.child = self.process
+        parent.children.append(self.process)
 
         def run() -> None:
             status = 1
@@ -166,7 +205,7 @@ class SimChild:
                 if not SimThread.over:
                     self.process.end(status)
 
-        self.process.start_thread(run, "engine")
+        self.process.start_thread(run, short_name)
         if parent.ended:
             kill()
 
@@ -185,6 +224,16 @@ class SimChild:
             self.process.end(-9)
             await self.wait()
         return by_itself
+
+    def ended(self, within_s: float = 0.0) -> bool:
+        poller = SimPoller()
+        poller.register(self.pidfd, zmq.POLLIN)
+        return bool(poller.poll(within_s * 1000))
+
+    def reap(self, grace_s: float) -> None:
+        if not self.ended(grace_s):
+            self.process.end(-9)
+        SimContext.descriptors.close(self.pidfd)
 
     def describe_end(self) -> str:
         return f"{self.name} ended with {self.process.status}"
@@ -285,10 +334,11 @@ def simulated(
                 eventfd_read=lambda fd: descriptors.fd(fd).read(),
                 close=close,
                 urandom=chance.randbytes,
+                _exit=lambda status: present_process().exit(status),
             ),
         ),
         (fcntl, Likeness(fcntl, ioctl=lambda fd, *_: network.unread_bytes(fd).to_bytes(4, sys.byteorder))),
-        (threading, Likeness(threading, Thread=SimThread, Condition=SimCondition)),
+        (threading, Likeness(threading, Thread=SimThread, Condition=SimCondition, Event=SimEvent)),
         (concurrent.futures.Future, SimFuture),
         (tempfile, Likeness(tempfile, TemporaryDirectory=SimFolder)),
         (
@@ -297,11 +347,14 @@ def simulated(
                 zmq,
                 Context=SimContext,
                 Poller=SimPoller,
+                select=select_sockets,
                 Socket=types.SimpleNamespace(shadow=lambda sim: sim),
                 asyncio=Likeness(zmq.asyncio, Context=SimAsyncContext),
             ),
         ),
+        (select, Likeness(select, poll=SimPoller)),
         (ChildProcess, SimChild),
+        (RankBoard, SimBoard),
         (_module("pdserve.http.server").bind, lambda config: SimListener(config.host, config.port)),
         # What this process takes of the machine differs from run to run, and so do the lengths of its numbers.
         (_module("pdserve.metrics.processes")._usual, lambda pid: ()),
@@ -332,12 +385,14 @@ def simulated(
         self.connections = OrderedConnections()  # type: ignore[assignment]
 
     state.__init__ = begin_ordered_state  # type: ignore[method-assign]
+    RankProcess.__bases__ = (SimChild,)
     guard = _module("pdserve.wire.connection_guard").ConnectionGuard
     waiting, guard._waiting = guard._waiting, lambda self, descriptor, port: 0
     try:
         yield descriptors
     finally:
         guard._waiting = waiting
+        RankProcess.__bases__ = (ChildProcess,)
         state.__init__ = begin_state  # type: ignore[method-assign]
         for module, name, value in reversed(undo):
             setattr(module, name, value)

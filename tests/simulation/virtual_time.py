@@ -250,8 +250,8 @@ class SimProcess:
         self.handlers: dict[int, Callable[[], object]] = {}
         self.on_end: dict[Callable[[], None], None] = {}
         """What happens when the process has ended: the kernel closes what it had open."""
-        self.child: SimProcess | None = None
-        """The process that it has started, if there is one."""
+        self.children: list[SimProcess] = []
+        """The processes that it has started, whether they have ended or not."""
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
         loop.processes.append(self)
@@ -260,6 +260,11 @@ class SimProcess:
         self.on_crash: Callable[[], None] = lambda: None
         self._held: deque[asyncio.Handle] = deque()
         self._stops = 0
+
+    @property
+    def child(self) -> SimProcess | None:
+        """The process that it has started last, if there is one."""
+        return self.children[-1] if self.children else None
 
     def hold(self, handle: asyncio.Handle) -> None:
         if not self.ended:
@@ -330,6 +335,11 @@ class SimProcess:
         if greenlet.getcurrent() is not self.loop.hub:
             self.loop.hub.switch()
 
+    def exit(self, status: int) -> None:
+        """Does what ``os._exit`` does, for the thread that runs."""
+        self.end(status)
+        self.loop.hub.switch()
+
     def signal(self, number: int) -> None:
         handler = self.handlers.get(number)
         if handler is not None:
@@ -393,6 +403,9 @@ class SimThread:
         until = None if timeout is None else self._loop.time() + timeout
         while self.is_alive() and (until is None or self._loop.time() < until):
             waiting.block(None if until is None else until - self._loop.time())
+
+    def now(self) -> float:
+        return self._loop.time()
 
     def block(self, timeout_s: float | None) -> None:
         """Waits until ``wake`` is called, or for so long. Only the thread itself calls it."""
