@@ -8,6 +8,7 @@ asks it of the 99th percentile of the answer's gaps, which shows stalls that a m
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,16 @@ def goodput_name(tightness: Tightness, at_p99: bool = False) -> str:
 
 GOODPUTS = tuple(goodput_name(tightness, at_p99) for tightness in Tightness for at_p99 in (False, True))
 OUTPUT_RATIO, TTFT_RATIO, STEADINESS = "output : mixed", "TTFT p50 : mixed", "ITL p99 : p50"
+
+
+LOW, HIGH = ", low", ", high"
+"""The ends of a ratio's interval, behind the name of the ratio."""
+
+_SERVED = 0.1
+"""If not even this share of the answers to a load is good in any system, a ratio of goodputs says nothing."""
+_DRAWS = 1000
+_TAIL = 0.05
+"""A ratio lies below its interval, or above it, with this probability."""
 
 
 def against(loop: Loop) -> str:
@@ -70,14 +81,17 @@ class ShapeOutcome:
 
     def goodputs(self, point: LoadPoint, runs: Sequence[GoodputRun]) -> dict[str, float]:
         """Returns the good answers a second by the name of their figure, over all ``runs`` together."""
+        seconds = sum(run.seconds for run in runs)
+        return {name: sum(good) / seconds for name, good in self.good(point, runs).items()}
+
+    def good(self, point: LoadPoint, runs: Sequence[GoodputRun]) -> dict[str, list[int]]:
+        """Returns the number of good answers in each run by the name of the figure."""
         met: dict[str, Callable[[Stream], bool]] = {}
         for tightness in point.measured_by:
             targets = self.targets[tightness]
             met[goodput_name(tightness)] = targets.met_in_mean
             met[goodput_name(tightness, at_p99=True)] = targets.met_at_p99
-        streams = [stream for run in runs for stream in run.streams]
-        seconds = sum(run.seconds for run in runs)
-        return {name: sum(map(is_met, streams)) / seconds for name, is_met in met.items()}
+        return {name: [sum(map(is_met, run.streams)) for run in runs] for name, is_met in met.items()}
 
 
 def rows(outcomes: Iterable[ShapeOutcome]) -> list[Row]:
@@ -131,7 +145,7 @@ def _ratio_rows(outcome: ShapeOutcome, point: LoadPoint) -> list[Row]:
     if ours is None:
         return []
     goodputs = {system: outcome.goodputs(point, runs) for system, runs in by_system.items()}
-    figures = [*_against_better(goodputs)]
+    figures = [figure for name in goodputs[AUTO] for figure in _against_better_with_interval(outcome, point, name)]
     if MIXED in by_system:
         figures += _paired(ours, by_system[MIXED], MIXED)
     itl = _together(ours).itl_s
@@ -155,6 +169,36 @@ def _best_rows(outcome: ShapeOutcome) -> list[Row]:
                 own[name] = max(own[name], value)
     figures = measured(*_against_better(best)) if AUTO in best else ()
     return [Row(AGAINST_BEST, {"shape": outcome.shape}, figures)] if figures else []
+
+
+def _against_better_with_interval(outcome: ShapeOutcome, point: LoadPoint, name: str) -> list[Figure]:
+    """Returns a load's ratio of goodputs and its interval; nothing where no system serves the load within the targets.
+
+    The interval comes from rounds that are drawn anew, with replacement, for both systems alike (the bootstrap).
+    """
+    by_system = outcome.runs[point]
+    systems = [system for system in (AUTO, MIXED, ALWAYS) if system in by_system]
+    good = {system: outcome.good(point, by_system[system])[name] for system in systems}
+    shares = [sum(good[system]) / sum(len(run.streams) for run in by_system[system]) for system in good]
+    if len(systems) < 2 or max(shares) < _SERVED:
+        return []
+    seconds = {system: [run.seconds for run in by_system[system]] for system in good}
+    better = max(systems[1:], key=lambda other: sum(good[other]) / sum(seconds[other]))
+    chance = random.Random(0)  # noqa: S311  # rounds must be drawn alike, not secretly
+
+    def ratio(rounds: Sequence[int]) -> float:
+        ours, theirs = (
+            sum(good[system][i] for i in rounds) / sum(seconds[system][i] for i in rounds) for system in (AUTO, better)
+        )
+        return _ratio(ours, theirs)
+
+    rounds = range(len(good[AUTO]))
+    drawn = sorted(value for _ in range(_DRAWS) if math.isfinite(value := ratio(chance.choices(rounds, k=len(rounds)))))
+    figures = [Figure(name, ratio(rounds), Unit.RATIO, Better.HIGHER)]
+    if drawn:
+        tail = int(_TAIL * len(drawn))
+        figures += [Figure(name + LOW, drawn[tail], Unit.RATIO), Figure(name + HIGH, drawn[-1 - tail], Unit.RATIO)]
+    return figures
 
 
 def _against_better(goodputs: Mapping[str, Mapping[str, float]]) -> list[Figure]:
@@ -206,21 +250,29 @@ class Wanted:
     def verdict(self, report_rows: Iterable[Row]) -> str:
         """Returns a sentence that says where the bound holds, and the worst place; empty without such a ratio."""
         values = [
-            (figure.value, ", ".join(f"{name} {value}" for name, value in row.at.items()))
+            (
+                found[self.figure],
+                found.get(self.figure + HIGH),
+                ", ".join(f"{name} {at}" for name, at in row.at.items()),
+            )
             for row in report_rows
-            if row.what in self.rows
-            for figure in row.figures
-            if figure.name == self.figure
+            if row.what in self.rows and self.figure in (found := {each.name: each.value for each in row.figures})
         ]
         if not values:
             return ""
-        worst, where = min(values) if self.better is Better.HIGHER else max(values)
-        held = sum(self.holds(value) for value, _ in values)
+        worst, _, where = sorted(values, key=lambda each: each[0])[0 if self.better is Better.HIGHER else -1]
+        held = sum(self.holds(value) for value, *_ in values)
+        undecided = sum(not self.holds(value) and high is not None and self.holds(high) for value, high, _ in values)
         sign = "at least" if self.better is Better.HIGHER else "at most"
+        verdict = "MISSED" if held + undecided < len(values) else "undecided" if undecided else "met"
         return (
-            f"{'met' if held == len(values) else 'MISSED'}: {self.meaning}, wanted {sign} {self.bound:g}, "
-            f"holds at {held} of {len(values)}; the worst is {worst:.2f} ({where})"
+            f"{verdict}: {self.meaning}, wanted {sign} {self.bound:g}, holds at {held} of {len(values)}"
+            f"{f', undecided at {undecided}' if undecided else ''}; the worst is {worst:.2f} ({where})"
         )
+
+
+def _place(row: Row) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.at.items())
 
 
 _LOADS = tuple(map(against, Loop))

@@ -10,6 +10,8 @@ from pdserve.bench.compare import changes
 from pdserve.bench.goodput.figures import (
     AGAINST_BEST,
     AGAINST_PEER,
+    HIGH,
+    LOW,
     UNLOADED,
     GoodputRun,
     against,
@@ -94,6 +96,37 @@ def test_a_ratio_to_nothing_is_left_out() -> None:
     found = rows([outcome({CLOSED: {"mixed": [goodput_run([0.9])], "auto": [goodput_run([0.02])]}})])
     row = only(found, against(Loop.CLOSED))
     assert goodput_name(T.TIGHT) not in row
+    assert "output : mixed" in row
+
+
+def test_a_ratio_at_a_load_has_an_interval_that_more_rounds_make_smaller() -> None:
+    good, bad = goodput_run([0.02, 0.02]), goodput_run([0.02, 0.9])
+
+    def interval(rounds: int) -> float:
+        by_system = {"mixed": [good, bad] * rounds, "auto": [bad, good] * rounds}
+        row = only(rows([outcome({CLOSED: by_system})]), against(Loop.CLOSED))
+        assert row["goodput tight" + LOW] < row["goodput tight"] == 1 < row["goodput tight" + HIGH]
+        return row["goodput tight" + HIGH] - row["goodput tight" + LOW]
+
+    assert interval(20) < interval(2)
+    same = only(rows([outcome({CLOSED: {"mixed": [good] * 3, "auto": [bad] * 3}})]), against(Loop.CLOSED))
+    assert same["goodput tight" + LOW] == same["goodput tight"] == same["goodput tight" + HIGH] == 0.5
+
+
+def test_what_more_rounds_would_decide_is_not_said_to_be_missed() -> None:
+    good, bad = goodput_run([0.02, 0.02]), goodput_run([0.02, 0.9])
+    (verdict,) = (
+        told
+        for told in verdicts(rows([outcome({CLOSED: {"mixed": [good, bad, good], "auto": [bad, good, bad]}})]))
+        if "tight : the better other's" in told and "highest" not in told
+    )
+    assert verdict.startswith("undecided: ") and "holds at 0 of 1, undecided at 1; the worst is 0.80" in verdict
+
+
+def test_a_load_that_no_system_serves_within_the_targets_has_no_ratio_of_goodputs() -> None:
+    lucky = [goodput_run([0.02, *[0.9] * 10])] * 2
+    row = only(rows([outcome({CLOSED: {"mixed": lucky, "auto": lucky}})]), against(Loop.CLOSED))
+    assert not [name for name in row if name.startswith("goodput")]
     assert "output : mixed" in row
 
 
