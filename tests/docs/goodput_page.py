@@ -1,5 +1,7 @@
-"""Writes the tables of goodput.md in docs/benchmarks, the plots beside it and the README's picture from goodput.json:
-``python -m tests.docs.goodput_page``.
+"""Writes what goodput.md in docs/benchmarks shows, and the README's picture: ``python -m tests.docs.goodput_page``.
+
+``goodput.json`` has the systems beside other servers, and no request names a target; the plots show it. In
+``goodput-told.json`` every request does (``--tell on``).
 """
 
 from __future__ import annotations
@@ -35,21 +37,27 @@ DOCS = ROOT / "docs" / "benchmarks"
 README = ROOT / "README.md"
 PAGE = DOCS / "goodput.md"
 FIGURES = DOCS / "goodput.json"
-BEGIN = "<!-- written by tests/docs/goodput_page.py from goodput.json -->"
+TOLD_FIGURES = DOCS / "goodput-told.json"
 
 _LOADS = {Loop.CLOSED: "clients", Loop.OPEN: "rate %"}
 _RATIOS = (*(goodput_name(tightness) for tightness in Tightness), OUTPUT_RATIO, TTFT_RATIO, STEADINESS)
 
 
-def figures(report: Report) -> str:
-    """Returns what the report says as Markdown, with its plots."""
+def plots() -> str:
+    """Returns both plots as Markdown."""
+    return (
+        f"![TTFT against ITL of each system, by the number of clients]({LATENCY_PLOT})\n\n"
+        f"![good answers a second over the rate of requests]({GOODPUT_PLOT})"
+    )
+
+
+def figures(report: Report, file: Path) -> str:
+    """Returns what the report in ``file`` says as Markdown."""
     machine = report.machine
     parts = [
-        f"![TTFT against ITL of each system, by the number of clients]({LATENCY_PLOT})",
-        f"![good answers a second over the rate of requests]({GOODPUT_PLOT})",
         f"`{command(report)}` on {machine.cores} cores ({machine.cpu}, torch {machine.torch}), {machine.measured} UTC: "
         f"{'; '.join(note for note in report.notes if note not in verdicts(report.rows))}. "
-        f"[All figures]({FIGURES.name}).",
+        f"[All figures]({file.name}).",
         "\n".join(f"* {verdict}" for verdict in verdicts(report.rows)),
         _unloaded(report),
         *(_systems(report, loop) for loop in Loop if report.rows_of(loop.value)),
@@ -77,9 +85,15 @@ def picture(report: Report) -> str:
     )
 
 
-def written(text: str, part: str) -> str:
-    """Returns a page's ``text`` with ``part`` in its place."""
-    return with_part(text, BEGIN, part)
+def written(text: str, part: str, file: Path) -> str:
+    """Returns a page's ``text`` with ``part``, which is made of ``file``, in its place."""
+    return with_part(text, f"<!-- written by tests/docs/goodput_page.py from {file.name} -->", part)
+
+
+def page_with(text: str, beside: Report, told: Report) -> str:
+    """Returns the page's ``text`` with all parts."""
+    text = written(text, f"{plots()}\n\n{figures(beside, FIGURES)}", FIGURES)
+    return written(text, figures(told, TOLD_FIGURES), TOLD_FIGURES)
 
 
 def _unloaded(report: Report) -> str:
@@ -146,8 +160,8 @@ def _cells(row: Row, names: Iterable[str]) -> list[str]:
 def main() -> None:
     report = read_report(FIGURES)
     write_plot(report, DOCS)
-    for page, part in ((PAGE, figures(report)), (README, picture(report))):
-        page.write_text(written(page.read_text(), part))
+    PAGE.write_text(page_with(PAGE.read_text(), report, read_report(TOLD_FIGURES)))
+    README.write_text(written(README.read_text(), picture(report), FIGURES))
 
 
 if __name__ == "__main__":

@@ -150,15 +150,13 @@ def test_the_page_of_faults_has_every_cell_and_the_committed_figures() -> None:
     assert sum(not cell.nightly for cell in TESTED) == int(re.findall(r"(\d+) of the tests run in", text)[0])
 
 
-@pytest.mark.skipif(not goodput_page.FIGURES.exists(), reason="no figures of pdserve bench goodput are committed yet")
 def test_goodput_is_shown_as_in_the_committed_figures() -> None:
-    report = read_report(goodput_page.FIGURES)
+    report, told = read_report(goodput_page.FIGURES), read_report(goodput_page.TOLD_FIGURES)
     again = "python -m tests.docs.goodput_page writes them anew"
-    for page, part in (
-        (goodput_page.PAGE, goodput_page.figures(report)),
-        (goodput_page.README, goodput_page.picture(report)),
-    ):
-        assert goodput_page.written(page.read_text(), part) == page.read_text(), again
+    page, readme = goodput_page.PAGE.read_text(), goodput_page.README.read_text()
+    assert goodput_page.page_with(page, report, told) == page, again
+    assert goodput_page.written(readme, goodput_page.picture(report), goodput_page.FIGURES) == readme, again
+    assert told.settings["PDSERVE_TELL"] == "on"
     for plot in (GOODPUT_PLOT, LATENCY_PLOT):
         assert f"{report.machine.measured} UTC" in (goodput_page.DOCS / plot).read_text(), again
 
@@ -173,18 +171,19 @@ def test_the_soak_is_shown_as_in_the_committed_figures() -> None:
 
 
 def test_goodput_is_shown_with_verdicts_and_pictures() -> None:
-    shown = goodput_page.figures(goodput_report())
+    file = goodput_page.FIGURES
+    shown = goodput_page.figures(goodput_report(), file)
     assert "* met: auto's goodput tight : the better other's" in shown
     assert f"| {SHAPE} | 4 | mixed | 0.25 |" in shown
     assert f"| {SHAPE} | 75 | auto | 1.50 | 0.75 |" in shown
-    assert f"]({LATENCY_PLOT})" in shown
+    assert f"]({LATENCY_PLOT})" in goodput_page.plots()
     settings = {"PDSERVE_JSON": "goodput.json", "PDSERVE_SHAPES": "256/64", "PDSERVE_REPEATS": "5"}
     assert goodput_page.command(msgspec.structs.replace(goodput_report(), settings=settings)) == (
         "pdserve bench goodput --shapes 256/64"
     )
     for page in (goodput_page.PAGE, goodput_page.README):
-        text = goodput_page.written(page.read_text(), shown)
-        assert goodput_page.written(text, shown) == text
+        text = goodput_page.written(page.read_text(), shown, file)
+        assert goodput_page.written(text, shown, file) == text
 
 
 def test_predictions_are_shown_as_in_the_committed_figures() -> None:
