@@ -122,6 +122,11 @@ class ChildProcess:
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(int(within_s * 1000)))
 
+    @property
+    def ended_by_signal(self) -> bool:
+        """Whether a signal ended the process, which must have ended."""
+        return self._status() < 0
+
     def describe_end(self) -> str:
         """Returns the process's name and how it ended. The process must have ended."""
         return f"{self.name} {exit_words(self._status())}"

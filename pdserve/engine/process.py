@@ -39,33 +39,45 @@ def main(around: Callable[[StepRunner], StepRunner] | None = None) -> int:
     ``around`` puts a runner of its own around the model's; only benchmarks do.
 
     After a failure, which the API process is told, this process ends at once with status 1: a GPU may be waiting for a
-    rank that is gone, and would keep libraries from being unloaded.
+    rank that is gone, and would keep libraries from being unloaded. Peers see that the node is lost. A farewell would
+    hide that from them, and they would send the request on that the engine may have died of.
     """
     ignore_hangup()
     launch = read_launch(EngineLaunch)
     set_up_logging(launch.config.log, "engine", node=launch.config.node)
-    failed: str | None = None
     with zmq.Context() as context:
         batched = launch.config.stream.batched_dispatch is Switch.ON
         channel = ApiChannel(context, launch.address, batched=batched)
         try:
             channel.send(Starting("loading libraries"))
             serve(launch, channel, around)
-        except PdserveError as exc:
-            log.error("%s", exc)
-            failed = str(exc)
         except Exception as exc:
-            log.exception("the engine failed")
-            failed = f"{type(exc).__name__}: {exc}"
-        if failed is not None:
-            _report_failure(channel, failed)
+            _report_failure(channel, exc.failure if isinstance(exc, _ServingFailed) else exc)
+            channel.close(LINGER_S)
+            context.term()
+            os._exit(1)
         channel.close(LINGER_S)
-    if failed is not None:
-        os._exit(1)
     return 0
 
 
-def _report_failure(channel: ApiChannel, message: str) -> None:
+class _ServingFailed(Exception):
+    """The engine failed after it had begun to serve."""
+
+    def __init__(self, failure: Exception, left_open: ExitStack) -> None:
+        """``left_open`` is to stay open until the process ends."""
+        super().__init__(str(failure))
+        self.failure = failure
+        self.left_open = left_open
+
+
+def _report_failure(channel: ApiChannel, failure: Exception) -> None:
+    """Writes why the engine failed, and tells the API process."""
+    if isinstance(failure, PdserveError):
+        log.error("%s", failure)
+        message = str(failure)
+    else:
+        log.error("the engine failed", exc_info=failure)
+        message = f"{type(failure).__name__}: {failure}"
     # An API process that has stopped reading notices the end of this process.
     with suppress(EngineError):
         channel.send(EngineFailed(message))
@@ -74,7 +86,7 @@ def _report_failure(channel: ApiChannel, message: str) -> None:
 def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunner], StepRunner] | None = None) -> None:
     """Loads the model and runs the step loop until it is stopped.
 
-    Raises PdserveError if the engine cannot start or go on.
+    Raises an error if the engine cannot start, and _ServingFailed if it cannot go on.
     """
     config = launch.config
     with ExitStack() as stack:
@@ -117,9 +129,12 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         if ranks is not None:
             ranks.notify(engine.loop.stop)
         channel.send(msgspec.structs.replace(engine.ready, compute=compute))
-        engine.loop.run()
-        if ranks is not None:
-            ranks.check()
+        try:
+            engine.loop.run()
+            if ranks is not None:
+                ranks.check()
+        except Exception as exc:
+            raise _ServingFailed(exc, stack.pop_all()) from exc
 
 
 def _compute_cores(shares: Sequence[CoreShare], allowed: Sequence[int], own_threads: int) -> ComputeCores:

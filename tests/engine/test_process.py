@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from pdserve.config import (
 )
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
-from pdserve.wire.engine import FromEngine, StepOutput
+from pdserve.wire.engine import EngineFailed, FromEngine, StepOutput
 from pdserve.wire.ids import new_id
 
 WAIT_MS = 30_000
@@ -38,6 +40,37 @@ process.serve = lambda launch, channel, _: channel.send(StepOutput([RequestOutpu
 sys.exit(process.main())
 """
 """A program that runs the real process, whose engine computes one step of five requests."""
+
+FAILS = """
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from pdserve.engine import process
+from pdserve.wire.engine import Ready
+
+def fail():
+    raise RuntimeError("a step failed")
+
+def say_farewell():
+    print("farewell", flush=True)
+
+numbers = dict.fromkeys(("num_blocks", "block_size", "max_model_len", "max_running", "vocab_size"), 1)
+engine = SimpleNamespace(
+    loop=SimpleNamespace(run=fail, stop=None),
+    cores=SimpleNamespace(close=say_farewell),
+    connector=SimpleNamespace(close=say_farewell),
+    ready=Ready(control="", fingerprint="", **numbers),
+)
+process.import_torch = lambda: None
+sys.modules |= {
+    "torch": SimpleNamespace(set_num_threads=lambda _: None, get_num_threads=lambda: 1),
+    "pdserve.engine.assembly": SimpleNamespace(assemble=lambda *_: engine),
+    "pdserve.engine.runner_loading": SimpleNamespace(rank_device=lambda *_: SimpleNamespace(type="cpu")),
+    "pdserve.engine.tp.tp_runner": SimpleNamespace(joined_group=lambda *_: nullcontext()),
+}
+sys.exit(process.main())
+"""
+"""A program that runs the real process, whose engine fails in its first step. To load libraries would take seconds."""
 
 CONFIG = EngineConfig(
     role=Role.MIXED,
@@ -56,22 +89,44 @@ CONFIG = EngineConfig(
 
 @pytest.mark.parametrize(("switch", "sizes"), [(Switch.ON, [5]), (Switch.OFF, [1] * 5)])
 def test_the_setting_says_whether_a_step_is_one_message(switch: Switch, sizes: list[int], tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/engine"
-    launch = EngineLaunch(address, replace(CONFIG, stream=StreamConfig(batched_dispatch=switch)))
+    launch = replace(CONFIG, stream=StreamConfig(batched_dispatch=switch))
+    with launched(ONE_STEP, launch, tmp_path) as (done, messages):
+        assert done.returncode == 0, done.stderr
+        found: list[int] = []
+        while sum(found) < sum(sizes):
+            message = next(messages)
+            if isinstance(message, StepOutput):
+                found.append(len(message.outputs))
+    assert found == sizes
+
+
+def test_an_engine_that_fails_says_so_to_its_node_and_to_no_peer(tmp_path: Path) -> None:
+    """A farewell would hide from its peers that the node is lost with the request that they are waiting for."""
+    with launched(FAILS, CONFIG, tmp_path) as (done, messages):
+        assert (done.returncode, done.stdout) == (1, b""), done.stderr
+        failure = next(message for message in messages if isinstance(message, EngineFailed))
+    assert failure.message == "RuntimeError: a step failed"
+    assert b"Traceback" in done.stderr
+
+
+@contextmanager
+def launched(
+    program: str, config: EngineConfig, folder: Path
+) -> Iterator[tuple[subprocess.CompletedProcess[bytes], Iterator[FromEngine]]]:
+    """Runs a program to its end, and yields that and the messages that it has sent."""
+    address = f"ipc://{folder}/engine"
     with zmq.Context() as context, context.socket(zmq.PAIR) as api:
         api.bind(address)
+
+        def messages() -> Iterator[FromEngine]:
+            while api.poll(WAIT_MS):
+                yield msgspec.msgpack.decode(api.recv(), type=FromEngine)
+
         done = subprocess.run(
-            [sys.executable, "-c", ONE_STEP],
-            input=msgspec.msgpack.encode(launch),
+            [sys.executable, "-c", program],
+            input=msgspec.msgpack.encode(EngineLaunch(address, config)),
             capture_output=True,
             timeout=120,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        found: list[int] = []
-        while sum(found) < sum(sizes):
-            assert api.poll(WAIT_MS)
-            message = msgspec.msgpack.decode(api.recv(), type=FromEngine)
-            if isinstance(message, StepOutput):
-                found.append(len(message.outputs))
-    assert found == sizes
+        yield done, messages()

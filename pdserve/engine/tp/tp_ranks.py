@@ -236,8 +236,8 @@ def running_ranks(config: EngineConfig, folder: str, shares: Sequence[CoreShare]
 
 
 def _how_it_ended(process: RankProcess, channel: RankChannel) -> str:
-    # The rank's last message may still be on its way through ZMQ.
-    while channel.socket.poll(LAST_MESSAGE_MS):
+    # The last message of a rank that failed may still be on its way through ZMQ. One that was killed has sent none.
+    while channel.socket.poll(0 if process.ended_by_signal else LAST_MESSAGE_MS):
         message = channel.receive()
         if isinstance(message, RankFailed):
             return _failed(process, message)

@@ -31,6 +31,8 @@ from pdserve_proxy.upstream.node_pool import NodePool
 REFUSALS = (401, PrefillLost.status, 503)
 """Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
 
+MAX_BROKEN_LINKS = 2
+"""A request that has lost links to so many prefill nodes goes without one. To look at each of them takes time."""
 SPARE_SHARE = 8
 """A node keeps one of so many blocks free when an answer moves there for want of room, or it would soon be the next."""
 
@@ -73,9 +75,17 @@ class Dispatch:
         self._pool = pool
         self._nodes = nodes
 
-    def choose(self, query: RouteQuery, excluded: frozenset[bytes]) -> Route:
-        """Returns a route by what is known of the nodes now. Raises Unavailable if there is none."""
-        return self._router.choose(self._registry.serving(), query, excluded)
+    def choose(self, relayed: RelayedRequest, query: RouteQuery, excluded: frozenset[bytes]) -> Route:
+        """Returns a route by what is known of the nodes now. Raises Unavailable if there is none.
+
+        A prefill node to which this request has lost a link is no part of it: each further try could cost another
+        node. After ``MAX_BROKEN_LINKS`` of them, the decode node computes the prompt itself.
+        """
+        route, broken = self._router.choose(self._registry.serving(), query, excluded), relayed.broken_links
+        if not broken:
+            return route
+        linked = tuple(node for node in route.prefill if node.boot_id not in broken)
+        return msgspec.structs.replace(route, prefill=linked if len(broken) < MAX_BROKEN_LINKS else ())
 
     def begin(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
         """Begins an attempt, which counts as load of its nodes until the next one, or until the request's end."""
@@ -149,7 +159,7 @@ class Dispatch:
             storing=request.storing,
             trace=relayed.attempt_trace if node.protocol >= TRACES else None,
             keep=keep if node.protocol >= KEPT_ANSWERS else None,
-            gives_back=node.protocol >= GIVEN_BACK and not prepare and not relayed.link_lost,
+            gives_back=node.protocol >= GIVEN_BACK and not prepare,
         )
         headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
@@ -165,11 +175,11 @@ class Dispatch:
     async def given_back(self, relayed: RelayedRequest, answer: bytes | None) -> GivenBack:
         """Returns why a node gives the request back, and asks its prefill node whether it lives.
 
-        If only the link between the two broke, no node gives the request back once more.
+        If only the link between the two broke, no node asks this prefill node for the request again.
         """
         prefill = relayed.route.prefill if relayed.route is not None else ()
         found = await judge(answer, prefill, self._registry, self._pool)
-        relayed.link_lost |= not found.lost
+        relayed.broken_links |= found.unlinked
         return found
 
 

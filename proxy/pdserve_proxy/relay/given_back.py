@@ -43,6 +43,8 @@ class GivenBack:
     why: str
     lost: tuple[LostNode, ...]
     """The prefill nodes that are lost. If there is none, only the link to one broke."""
+    unlinked: frozenset[bytes] = frozenset()
+    """The boot ids of prefill nodes that live, and to which the link broke."""
 
 
 class _ErrorDetail(msgspec.Struct, frozen=True):
@@ -67,7 +69,8 @@ async def judge(answer: bytes | None, prefill: Sequence[NodeInfo], registry: Reg
     meant = [node for node in prefill if error.param in (None, node.name)]
     alive = await asyncio.gather(*(_lives(node, registry, pool) for node in meant))
     lost = tuple(LostNode(node.boot_id, node.name) for node, lives in zip(meant, alive, strict=True) if not lives)
-    return GivenBack(error.message[:MAX_REASON_CHARS], lost if meant else (LostNode(new_id()),))
+    unlinked = frozenset() if lost else frozenset(node.boot_id for node in meant)
+    return GivenBack(error.message[:MAX_REASON_CHARS], lost if meant else (LostNode(new_id()),), unlinked)
 
 
 async def _lives(node: NodeInfo, registry: RegistryView, pool: NodePool) -> bool:

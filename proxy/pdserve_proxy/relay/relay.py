@@ -185,7 +185,7 @@ class Relay:
         losses: dict[bytes, str] = {}
         for number in range(MAX_ATTEMPTS):
             try:
-                route = self._dispatch.choose(query, tried)
+                route = self._dispatch.choose(relayed, query, tried)
             except RequestError:
                 if failure is None:
                     raise

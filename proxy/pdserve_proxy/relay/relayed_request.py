@@ -158,11 +158,11 @@ class RelayedRequest:
         "admitted_s",
         "answered_by",
         "attempts",
+        "broken_links",
         "cut_short",
         "ended_s",
         "error",
         "first_byte_at_s",
-        "link_lost",
         "node_first_byte_s",
         "outcome",
         "path",
@@ -219,8 +219,8 @@ class RelayedRequest:
         self._attempt: Attempt | None = None
         self.attempts = 0
         """The number of attempts that have begun."""
-        self.link_lost = False
-        """Whether it was given back though its prefill node lives: decode nodes then compute its prompt themselves."""
+        self.broken_links: frozenset[bytes] = frozenset()
+        """The boot ids of the prefill nodes that live, and to which a decode node lost the link with this request."""
         self.sent_s: float | None = None
         """When the first attempt began."""
         self._attempt_began_s: float | None = None

@@ -445,7 +445,7 @@ class Resumes:
                 kind=Kind(node.fingerprint, node.capacity.max_model_len, kernels),
             )
             with suppress(Unavailable):
-                return self._dispatch.choose(query, excluded)
+                return self._dispatch.choose(stream.relayed, query, excluded)
         return None
 
     def takes_work(self, query: RouteQuery, node: NodeInfo) -> bool:

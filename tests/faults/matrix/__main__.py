@@ -1,6 +1,7 @@
 """Measures how soon requests recover: ``python -m tests.faults.matrix --repeats 5 --json docs/reliability.json``.
 
 It plays the cells of the table one after the other, and says what fails. It needs root, as the tests of hosts do.
+Some runs may go on at the same time, of other cells, and add to the same file.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pdserve.errors import InvalidRequest, PrefillLost
 from pdserve.tracing.kept_lanes import KeptLanes
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Credentials
+from pdserve.wire.ticket import Ticket
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
@@ -36,7 +37,16 @@ from tests.proxy.cluster import (
     proxy_config,
 )
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, answer_ok
-from tests.proxy.relay.journaling_nodes import SHOWN, complete, die_at_once, dies_at, lose_engine, nodes, ticket_in
+from tests.proxy.relay.journaling_nodes import (
+    SHOWN,
+    Nodes,
+    complete,
+    die_at_once,
+    dies_at,
+    lose_engine,
+    nodes,
+    ticket_in,
+)
 
 
 def test_only_the_same_request_is_refused_and_only_for_a_while() -> None:
@@ -264,7 +274,7 @@ async def test_a_prefill_node_that_the_proxy_has_dropped_is_lost_whoever_answers
 
 @pytest.mark.parametrize("back", [give_back, give_back_in_another_form])
 async def test_a_broken_link_between_two_nodes_that_live_is_no_loss(back: Behaviour) -> None:
-    """The decode node is asked once more, and to compute the prompt itself where the link fails it again."""
+    """The decode node is asked once more, without this prefill node, and computes the prompt itself."""
     async with (
         cluster() as running,
         with_prefill_node(running, *[answer_ok] * LOOKS),
@@ -273,7 +283,61 @@ async def test_a_broken_link_between_two_nodes_that_live_is_no_loss(back: Behavi
         for _ in range(2):
             async with running.chat(stream=True) as response:
                 assert (response.status, await response.read()) == (200, SHOWN)
-        assert [ticket.gives_back for ticket in found.tickets] == [True, False, False, True]
+        assert [names_of(ticket) for ticket in found.tickets] == [["p"], [], [], ["p"]]
+
+
+def names_of(ticket: Ticket) -> list[str]:
+    """Returns the names of the prefill nodes that may be asked."""
+    return [target.name for target in ticket.prefill]
+
+
+async def give_back_for_the_first(exchange: Exchange) -> None:
+    """Does what a decode node does that has lost the first prefill node of its ticket, or the link to it."""
+    name = ticket_in(exchange.request).prefill[0].name
+    error = msgspec.json.encode({"error": {"message": f"prefill node {name} was lost", "param": name}})
+    await exchange.answer(PrefillLost.status, error, connection="close")
+
+
+@asynccontextmanager
+async def four_prefill_nodes(
+    running: Cluster, decode: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Nodes, dict[str, AsyncExitStack]]]:
+    """Yields one decode node that does ``decode``, and the prefill nodes, each of which ends with its stack."""
+    monkeypatch.setattr("pdserve_proxy.relay.given_back.BETWEEN_LOOKS_S", 0.0)
+    async with AsyncExitStack() as stack:
+        ends = {name: await stack.enter_async_context(AsyncExitStack()) for name in "pqrs"}
+        for name, end in ends.items():
+            node = await end.enter_async_context(FakeNode(answer_ok))
+            await running.add(node_info(name, Role.PREFILL, node.url))
+        yield await stack.enter_async_context(nodes(running, *[decode] * 4, count=1, role=Role.DECODE)), ends
+
+
+async def test_a_broken_link_does_not_hide_the_prefill_nodes_that_die_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a request that kills nodes would go on to further prefill nodes, and its decode nodes would be next."""
+
+    async def lose_all_but_the_first(exchange: Exchange) -> None:
+        if len(found.tickets) > 1:
+            await ends[ticket_in(exchange.request).prefill[0].name].aclose()
+        await give_back_for_the_first(exchange)
+
+    async with cluster() as running, four_prefill_nodes(running, lose_all_but_the_first, monkeypatch) as (found, ends):
+        async with running.chat(stream=True) as response:
+            assert response.status == 502
+        asked = [names_of(ticket) for ticket in found.tickets]
+        assert len({names[0] for names in asked}) == len(asked) == 3
+        assert asked[0][0] not in asked[1] + asked[2]
+
+
+async def test_a_request_that_has_lost_two_links_goes_without_a_prefill_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lose_links(exchange: Exchange) -> None:
+        await (give_back_for_the_first if names_of(ticket_in(exchange.request)) else complete)(exchange)
+
+    async with cluster() as running, four_prefill_nodes(running, lose_links, monkeypatch) as (found, _):
+        async with running.chat(stream=True) as response:
+            assert (response.status, await response.read()) == (200, SHOWN)
+        first, second, third = map(names_of, found.tickets)
+        assert first[0] != second[0]
+        assert third == []
 
 
 async def test_a_stream_that_goes_on_outlives_a_broken_link_too() -> None:
@@ -287,7 +351,7 @@ async def test_a_stream_that_goes_on_outlives_a_broken_link_too() -> None:
         for _ in range(2):
             async with running.chat(stream=True) as response:
                 assert (response.status, await response.read()) == (200, SHOWN)
-        assert [ticket.gives_back for ticket in found.tickets] == [True, True, False, False, True]
+        assert [names_of(ticket) for ticket in found.tickets] == [["p"], ["p"], [], [], ["p"]]
 
 
 async def test_a_request_whose_prefill_node_is_lost_is_asked_for_again_at_the_same_node() -> None:
