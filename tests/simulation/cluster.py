@@ -82,6 +82,8 @@ CLIENTS = "10.0.1.1"
 OPERATOR = "10.0.1.2"
 HTTP_PORT = 8000
 CONTROL_PORT = 9000
+SUSPECT_S = 5.0
+"""A request with which two nodes were lost is refused for so long: a client that comes back outlasts that."""
 RETURNS_S = 35.0
 """A client that comes back until its answer is whole gives up after this time."""
 KEEP_S = 20.0
@@ -131,7 +133,7 @@ class Proxy:
         config = ProxyConfig(
             http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
             registry=RegistryConfig(control_host=self.host, control_port=CONTROL_PORT),
-            relay=RelayConfig(),
+            relay=RelayConfig(suspect_s=SUSPECT_S),
             admission=AdmissionConfig(max_in_flight=shape.max_in_flight, max_queued=shape.max_queued),
             request=RequestConfig(timeout_s=shape.timeout_s),
         )

@@ -318,19 +318,25 @@ class Network:
         def established(end: End) -> None:
             if ready.done():  # the caller has given up
                 end.reset()
-            else:
-                ready.set_result(end)
+                return
+            # At once: what comes next, an end included, may come before the caller goes on.
+            protocol = factory()
+            transport = SimTransport(self.loop, end, protocol, (process.host, end.number), (host, port))
+            protocol.connection_made(transport)
+            ready.set_result((transport, protocol))
 
         def refused() -> None:
             if not ready.done():
                 ready.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, f"{host}:{port} refuses"))
 
         self.dial(process, (host, port), established, refused)
-        end = await ready
-        protocol = factory()
-        transport = SimTransport(self.loop, end, protocol, (process.host, end.number), (host, port))
-        protocol.connection_made(transport)
-        return transport, protocol
+        try:
+            made: tuple[SimTransport, Any] = await ready
+        except asyncio.CancelledError:
+            if ready.done() and not ready.cancelled() and ready.exception() is None:
+                ready.result()[0].abort()
+            raise
+        return made
 
     async def _serve(self, factory: Callable[[], Any], sock: SimListener) -> SimServer:
         def accept(end: End) -> None:
