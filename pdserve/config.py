@@ -1512,7 +1512,7 @@ class PredictionConfig:
     mixed: int = setting("mixed", "It has this many mixed nodes.", 0, minimum=0, maximum=1024, first=True)
     most_nodes: int = setting("max-nodes", "No larger cluster is looked at.", 64, minimum=1, maximum=1024, first=True)
     nodes_per_machine: int = setting(
-        "nodes-per-machine", "So many nodes divide the cores of one machine.", 1, minimum=1, maximum=64, first=True
+        "nodes-per-machine", "So many nodes divide the cores of one machine.", 1, minimum=1, maximum=2, first=True
     )
     disaggregation: Disaggregation = setting(
         "disaggregation", "Decode nodes give these prompts to prefill nodes.", Disaggregation.AUTO

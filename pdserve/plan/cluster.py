@@ -95,11 +95,15 @@ def live(
         raise PlanError("there is no request to predict anything for")
     if not shape.decode + shape.mixed:
         raise PlanError(f"a cluster of {str(shape) or 'no nodes'} answers nothing; it needs a decode or a mixed node")
-    most = max(request.prompt_tokens + request.output_tokens for request in load)
-    room = profile.cache.num_blocks * profile.cache.block_size
-    if most > room:
+    if shape.prefill and profile.transfer is None:
         raise PlanError(
-            f"a request of {most} tokens never fits into a KV cache of {room}; --kv-cache-mib makes it larger"
+            f"{shape}: the profile says nothing of transfers from prefill nodes; `pdserve plan profile --nodes 2` does"
+        )
+    most = max(request.prompt_tokens + request.output_tokens for request in load)
+    if most > profile.cache.room:
+        raise PlanError(
+            f"a request of {most} tokens never fits into a KV cache of {profile.cache.room}; "
+            "--kv-cache-mib makes it larger"
         )
     return _Simulation(profile, shape, targets or TargetsConfig(), disaggregation).run(load)
 
@@ -283,6 +287,7 @@ class _Simulation:
         assert step is not None
         engine.step = None
         engine.busy_s += now - engine.began
+        node.learn(step, now - engine.began, now)
         if step.rows:
             self._give_tokens(engine, step, now)
         for prompt, tokens in step.chunks:
@@ -348,6 +353,7 @@ class _Simulation:
         """Sends the first token, and then the blocks that have not moved yet, to the node that has ordered them."""
         node, answer = engine.node, prompt.answer
         there, transfer, load = self._of[order.by], self._profile.transfer, node.load
+        assert transfer is not None
         node.pushing += 1
         tokens = prompt.tokens
         if tokens >= _EARLY_TOKENS:

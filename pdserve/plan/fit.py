@@ -16,6 +16,8 @@ from pdserve.errors import PlanError
 _PARTS = StepParts.__struct_fields__
 _LEAST_S = 1e-7
 """No step and no token of a prompt takes less, however noisy the machine was."""
+_PLACES, _OF_EACH = 20, 100
+"""The quantiles of a spread, and those of each batch that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,18 @@ def _least_squares(counts: np.ndarray) -> np.ndarray:
     return best
 
 
-def spread_of(ratios: Sequence[float], places: int = 10) -> tuple[float, ...]:
-    """Returns evenly spaced quantiles of ``ratios``, each in the middle of its share, with a mean of 1."""
-    if not ratios:
+def spread_of(batches: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Returns evenly spaced quantiles of ratios, each in the middle of its share, with a mean of 1.
+
+    Each batch counts as much as another: the many gaps of large ones would hide by how much small ones differ.
+    """
+    if not batches:
         return (1.0,)
-    found = np.quantile(np.array(ratios), (np.arange(places) + 0.5) / places)
+    evenly = np.concatenate([np.quantile(np.array(ratios), _middles(_OF_EACH)) for ratios in batches])
+    found = np.quantile(evenly, _middles(_PLACES))
     return tuple(float(value) for value in found / found.mean())
+
+
+def _middles(places: int) -> np.ndarray:
+    middles: np.ndarray = (np.arange(places) + 0.5) / places
+    return middles

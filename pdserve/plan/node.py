@@ -6,7 +6,9 @@ are computed, is asked of the parts that an engine itself asks: ``StepBudget``, 
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -30,6 +32,8 @@ from pdserve.wire.transfer import PrefillLoad
 
 _MAX_TRIED = 32
 """As many waiting prompts as an engine looks at before a step."""
+_MOST_LEARNT = 32
+"""More steps that are alike tell an engine nothing new."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,8 +138,11 @@ class SimulatedNode:
         scheduler = SchedulerConfig(
             max_num_seqs=cache.max_num_seqs, max_num_batched_tokens=cache.max_num_batched_tokens
         )
-        # An engine learns from all of its steps, those beside neighbours that compute and the others.
         self.cost = StepCost.of(speed.steps.mean(speed.beside), cache.max_num_batched_tokens, speed.mean_spread)
+        self._learns = speed.steps != speed.beside
+        self._source = random.Random(number)  # noqa: S311  # it must be repeatable, not secret
+        if self._learns:
+            self._learn_from_before()
         self.targets = LatencyTargets(targets, self.cost, role)
         self.placement = Placement(
             self.cost,
@@ -147,6 +154,30 @@ class SimulatedNode:
         )
         boot_id = BootId(number.to_bytes(16, "big"))
         self.as_target = PrefillNodeAt(self, PrefillTarget(f"{role.value}-{number}", "", boot_id))
+
+    def _learn_from_before(self) -> None:
+        """Has the node's estimates rest on steps of all sizes, with busy neighbours as often as with idle ones."""
+        longest = self.cache.max_num_batched_tokens
+        sizes = itertools.product((0, 1, 4, 16), (64, 512), (0, min(32, longest), longest))
+        for rows, context, prompt_tokens in sizes:
+            for parts in (self.speed.steps, self.speed.beside):
+                self.cost.observe(
+                    rows, rows * context, prompt_tokens, parts.step_s(rows, rows * context, prompt_tokens)
+                )
+
+    def learn(self, step: NodeStep, seconds: float, now: float) -> None:
+        """Learns what steps take from some that took ``seconds`` together, as an engine does from each.
+
+        A node that has its machine for itself knows it: its steps take what the profile says.
+        """
+        if not self._learns:
+            return
+        mean_s, context = seconds / step.count, step.context_tokens + step.rows * (step.count - 1) // 2
+        for _ in range(min(step.count, _MOST_LEARNT)):
+            took_s = mean_s * self._source.choice(self.speed.spread)
+            self.cost.observe(
+                step.rows, context, step.prompt_tokens, took_s, prompt_context=step.prompt_context, now=now
+            )
 
     @property
     def running(self) -> int:

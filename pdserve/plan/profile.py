@@ -15,6 +15,8 @@ from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 
 VERSION = 1
+MOST_NODES = 2
+"""A profile knows machines with so many nodes at most."""
 
 
 class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,9 +74,18 @@ class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def bytes_per_token(self) -> float:
         return self.block_bytes / self.block_size
 
+    @property
+    def room(self) -> int:
+        """The tokens that it holds."""
+        return self.num_blocks * self.block_size
+
     def blocks(self, tokens: int) -> int:
         """Returns the number of blocks that so many tokens need."""
         return -(-tokens // self.block_size)
+
+    def holds(self, requests: int, tokens: int) -> bool:
+        """Whether so many requests of so many tokens fit, each of which may grow by a block."""
+        return requests * (self.blocks(tokens) + 1) <= self.num_blocks
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,7 +100,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The date and time of the measurement, in UTC."""
     speeds: tuple[NodeSpeed, ...]
     """One for each number of nodes on the machine that was measured."""
-    transfer: TransferCost
+    transfer: TransferCost | None
+    """None if no transfer was measured."""
     front: FrontCost
     cache: CacheGeometry
 
@@ -107,10 +119,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             if speed.nodes == nodes:
                 return speed
         known = ", ".join(str(speed.nodes) for speed in self.speeds)
-        raise PlanError(
-            f"the profile says nothing of {nodes} nodes on one machine, only of {known}; "
-            f"`pdserve plan profile --nodes {nodes}` measures it"
-        )
+        advice = f"`pdserve plan profile --nodes {nodes}` measures it" if nodes <= MOST_NODES else "two are the most"
+        raise PlanError(f"the profile says nothing of {nodes} nodes on one machine, only of {known}; {advice}")
 
 
 def read_profile(path: Path) -> Profile:
@@ -152,7 +162,9 @@ def _wrong(profile: Profile) -> str:
                 return "steps that take no time"
         if not speed.spread or not all(0 < times < math.inf for times in speed.spread):
             return "a spread that is not a list of positive numbers"
-    costs = (profile.transfer.fixed_s, profile.transfer.byte_s, profile.front.request_s, profile.front.token_s)
+    costs = [profile.front.request_s, profile.front.token_s]
+    if profile.transfer is not None:
+        costs += [profile.transfer.fixed_s, profile.transfer.byte_s]
     if not all(0 <= cost < math.inf for cost in costs):
         return "negative times of transfers or requests"
     for name, number in msgspec.structs.asdict(profile.cache).items():

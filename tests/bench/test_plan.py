@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from pdserve.bench.machine import this_machine
+from pdserve.bench.plan.battery import batches_within, beside_within, steps_of
 from pdserve.bench.plan.benchmark import SYSTEMS, Outcome, report_of, requests_of, verdict
+from pdserve.bench.plan.profiling import check_cache
 from pdserve.bench.report import read_report
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.bench_config import BenchPlanConfig
+from pdserve.errors import PlanError
 from pdserve.plan.prediction import PlanTargets, predict
-from pdserve.plan.profile import read_profile
+from pdserve.plan.profile import CacheGeometry, read_profile
 from tests.docs import planning_page
 from tests.plan.profiles import profile_of
 from tests.processes import clean_environ
@@ -75,6 +78,28 @@ def test_the_requests_of_a_run_are_the_same_for_the_same_seed() -> None:
     assert requests_of(config, 2.0, 50) == requests_of(config, 2.0, 50)
     assert requests_of(config, 2.0, 50) != requests_of(config, 2.0, 70)
     assert len(requests_of(config, 2.0, 50)) == round(2.0 * config.plan.seconds)
+
+
+def cache(tokens: int, streams: int, chunk: int) -> CacheGeometry:
+    return CacheGeometry(
+        block_size=16, num_blocks=tokens // 16, block_bytes=1, max_num_seqs=streams, max_num_batched_tokens=chunk
+    )
+
+
+@pytest.mark.parametrize(("tokens", "streams", "chunk"), [(65_536, 64, 512), (2048, 3, 18), (4096, 64, 512)])
+def test_only_what_a_node_computes_at_once_is_measured(tokens: int, streams: int, chunk: int) -> None:
+    node = cache(tokens, streams, chunk)
+    check_cache(node)
+    for rows, prompt_tokens in batches_within(node):
+        assert rows <= min(streams, chunk) and rows * (prompt_tokens + steps_of(rows, prompt_tokens, chunk)) <= tokens
+    for rows, prompt_tokens in beside_within(node):
+        assert rows < streams and 0 < prompt_tokens <= chunk - rows
+
+
+@pytest.mark.parametrize(("tokens", "streams", "chunk"), [(65_536, 2, 512), (65_536, 64, 8), (256, 64, 512)])
+def test_a_node_that_cannot_be_measured_is_refused_before_it_starts(tokens: int, streams: int, chunk: int) -> None:
+    with pytest.raises(PlanError, match="At least 3, 18 and 2048"):
+        check_cache(cache(tokens, streams, chunk))
 
 
 @pytest.mark.integration

@@ -62,7 +62,7 @@ def test_a_given_cluster_is_predicted_for_a_trace(
         (["--rate", "1"], 2, "what is wanted? Give --target-ttft-ms"),
         (["--rate", "1", "--prefill", "1"], 1, "it needs a decode or a mixed node"),
         (["--rate", "1", "--mixed", "1", "--prompt-lengths", "many"], 1, "'many' is no length"),
-        (["--rate", "1", "--mixed", "2", "--nodes-per-machine", "4"], 1, "the profile says nothing of 4 nodes"),
+        (["--rate", "1", "--mixed", "2", "--nodes-per-machine", "4"], 2, "a whole number from 1 to 2"),
         (["--from", "http://127.0.0.1:9", "--mixed", "1"], 1, "does not say what its nodes are"),
         (["--rate", "1", "--mixed", "1", "--json", "/absent/plan.json"], 2, "there is no folder"),
         (["profil"], 2, "or the word profile"),

@@ -16,6 +16,7 @@ from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape, Lived, live
 from pdserve.plan.load import Lengths, PlannedRequest, poisson_load, read_lengths
+from pdserve.plan.node import NodeStep, SimulatedNode
 from pdserve.plan.prediction import PlanTargets, gap_quantiles, predict
 from pdserve.plan.profile import Profile
 from pdserve.wire.discovery import Role
@@ -59,6 +60,7 @@ def test_a_prompt_that_goes_to_a_prefill_node_comes_later_by_the_transfer() -> N
     there = live(profile, PAIR, [one(200, 3)], disaggregation=Disaggregation.ALWAYS)
     here = live(profile, PAIR, [one(200, 3)], disaggregation=Disaggregation.NEVER)
     transfer, blocks = profile.transfer, profile.cache.blocks(200)
+    assert transfer is not None
     (late,), (soon,) = there.answers, here.answers
     assert late.ttft_s - soon.ttft_s == pytest.approx(transfer.fixed_s)
     moved_s = blocks * profile.cache.block_bytes * transfer.byte_s
@@ -187,6 +189,29 @@ def test_when_blocks_run_out_an_answer_is_computed_again_and_none_is_lost() -> N
     roomy = live(profile_of(), MIXED, [one(32, 200)] * 6)
     assert roomy.preemptions == 0
     assert lived.ended_at > roomy.ended_at
+
+
+def test_without_a_measured_transfer_no_prefill_node_is_predicted() -> None:
+    alone = msgspec.structs.replace(profile_of(), transfer=None)
+    assert live(alone, MIXED, [one(16, 2)]).answers[0].done
+    with pytest.raises(PlanError, match=r"nothing of transfers.*--nodes 2"):
+        live(alone, PAIR, [one(16, 2)])
+
+
+def test_nodes_that_share_a_machine_learn_how_busy_their_neighbours_are() -> None:
+    speed = profile_of(slower_beside=2.0).speed(2)
+    busy, idle = (SimulatedNode(0, Role.DECODE, speed, CACHE, TargetsConfig(), Disaggregation.AUTO) for _ in range(2))
+    step = NodeStep(4, 1000, count=20)
+    for second in range(20):
+        busy.learn(step, 20 * speed.beside.step_s(4, 1000, 0), float(second))
+        idle.learn(step, 20 * speed.steps.step_s(4, 1000, 0), float(second))
+    assert busy.cost.estimate_s(4, 1000, 0) == pytest.approx(speed.beside.step_s(4, 1000, 0), rel=0.1)
+    assert idle.cost.estimate_s(4, 1000, 0) == pytest.approx(speed.steps.step_s(4, 1000, 0), rel=0.1)
+    # Where each step finds the neighbour otherwise than the last one, estimates are less sure, and chunks are shorter.
+    unsure = SimulatedNode(0, Role.DECODE, speed, CACHE, TargetsConfig(), Disaggregation.AUTO)
+    for second, parts in enumerate([speed.steps, speed.beside] * 100):
+        unsure.learn(NodeStep(4, 1000), parts.step_s(4, 1000, 0), float(second))
+    assert unsure.cost.spread > busy.cost.spread + 0.1
 
 
 @pytest.mark.parametrize(

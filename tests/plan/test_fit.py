@@ -68,7 +68,13 @@ def test_what_was_not_measured_is_named() -> None:
 
 
 def test_a_spread_has_a_mean_of_one_and_is_in_order() -> None:
-    spread = spread_of([0.9, 1.0, 1.1, 1.0, 1.0, 3.0])
+    spread = spread_of([[0.9, 1.0, 1.1, 1.0, 1.0, 3.0]])
     assert sum(spread) / len(spread) == pytest.approx(1.0)
     assert list(spread) == sorted(spread)
     assert spread_of([]) == (1.0,)
+
+
+def test_each_batch_counts_as_much_in_a_spread_however_many_streams_it_has() -> None:
+    spread = spread_of([[0.5, 1.5] * 10, [1.0] * 10_000])
+    assert spread[0] == pytest.approx(0.5, abs=0.1) and spread[-1] == pytest.approx(1.5, abs=0.1)
+    assert sum(times == pytest.approx(1.0) for times in spread) == len(spread) // 2

@@ -68,5 +68,8 @@ def test_no_part_of_a_step_is_negative_or_endless(tmp_path: Path, part: str, sec
 def test_a_missing_file_and_an_unmeasured_layout_say_what_would_be_right(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot read the profile"):
         read_profile(tmp_path / "absent.json")
-    with pytest.raises(PlanError, match="--nodes 3"):
+    with pytest.raises(PlanError, match="two are the most"):
         profile_of().speed(3)
+    alone = msgspec.structs.replace(profile_of(), speeds=profile_of().speeds[:1])
+    with pytest.raises(PlanError, match="--nodes 2"):
+        alone.speed(2)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import statistics
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -20,11 +20,12 @@ from pdserve.bench.load import Job, Target, run_job, uniform_jobs
 from pdserve.bench.streamed_answer import Stream
 from pdserve.errors import BenchError
 from pdserve.plan.fit import Observed, decode_step, lone_prompt, mixed_step
+from pdserve.plan.profile import CacheGeometry
 
 LONE_PROMPTS = (16, 64, 160, 256, 512, 1024)
 LONE_REPEATS = 3
-BATCHES = ((1, 32), (2, 32), (4, 32), (8, 32), (16, 32), (32, 16), (4, 640))
-"""Numbers of streams, and the tokens of their prompts."""
+BATCHES = ((1, 32), (8, 32), (1, 256), (2, 256), (4, 256), (8, 256), (16, 256), (32, 64), (2, 768), (4, 640))
+"""Numbers of streams, and the tokens of their prompts: most have contexts such as requests have."""
 STEPS = 26
 _LEAST_STEPS = 8
 """So many steps of a batch tell what one takes."""
@@ -34,7 +35,13 @@ BESIDE_REPEATS = 3
 _OUTLIER = 3.0
 """A gap of more than so many medians is none of the engine's making."""
 _PROMPT, _STREAM = 32, 4000
-"""The tokens of streams beside which something else is measured: they outlast it."""
+"""The tokens of streams beside which something else is measured. One that ends is followed by another."""
+_LEAST_BESIDE = 16
+"""A shorter prompt takes hardly longer than a step without it."""
+_LEAST_STREAM = 200
+"""Shorter streams end before a prompt beside them is computed."""
+_BEGIN_S = 60.0
+"""Streams get so long to begin."""
 _NEEDED = 16
 """The most tokens of a prompt's answer."""
 
@@ -45,20 +52,24 @@ class Battery:
 
     session: aiohttp.ClientSession
     target: Target
-    chunk: int
-    """The most tokens that one of its steps computes."""
+    cache: CacheGeometry
     longest: int
     """The most tokens that a prompt and its answer may have together."""
     vocab_size: int
     seed: str
     observed: list[Observed] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    """Gaps of streams in step, as multiples of their mean."""
+    ratios: list[list[float]] = field(default_factory=list)
+    """The gaps of each batch of streams in step, as multiples of their mean."""
     _numbers: Callable[[], int] = field(default_factory=lambda: itertools.count().__next__)
 
     def again(self) -> Battery:
         """Returns a battery for the same node that has measured nothing yet, with prompts of its own."""
-        return Battery(self.session, self.target, self.chunk, self.longest, self.vocab_size, f"{self.seed}:again")
+        return Battery(self.session, self.target, self.cache, self.longest, self.vocab_size, f"{self.seed}:again")
+
+    @property
+    def chunk(self) -> int:
+        """The most tokens that one of its steps computes."""
+        return self.cache.max_num_batched_tokens
 
     async def warm_up(self) -> None:
         """Has the node compute what a process computes more slowly the first time."""
@@ -70,8 +81,8 @@ class Battery:
             self.observed.append(lone_prompt(prompt_tokens, self.chunk, statistics.median(times)))
 
     async def decode_steps(self) -> None:
-        for rows, prompt_tokens in BATCHES:
-            steps = STEPS + rows * prompt_tokens // self.chunk
+        for rows, prompt_tokens in batches_within(self.cache):
+            steps = steps_of(rows, prompt_tokens, self.chunk)
             if prompt_tokens + steps <= self.longest:
                 self.observed.append(await self._together(rows, prompt_tokens, steps))
 
@@ -80,7 +91,7 @@ class Battery:
 
         Streams of a fast engine may end before the last one begins, so they get longer until they do not.
         """
-        while prompt_tokens + steps <= self.longest:
+        while prompt_tokens + steps <= self.longest and self.cache.holds(rows, prompt_tokens + steps):
             streams = await asyncio.gather(*(self.ask(prompt_tokens, steps) for _ in range(rows)))
             gaps, contexts = _common_gaps(streams, prompt_tokens)
             if len(gaps) >= _LEAST_STEPS * rows:
@@ -96,55 +107,63 @@ class Battery:
         mean_s = statistics.fmean(kept)
         if not mean_s:
             raise BenchError("all tokens came at once: the client was too late to time any step")
-        self.ratios += [gap / mean_s for gap in kept]
+        self.ratios.append([gap / mean_s for gap in kept])
         return mean_s
 
     async def prompts_beside_streams(self) -> None:
-        for rows, most in BESIDE:
-            prompt_tokens = min(most, self.chunk - rows)
+        for rows, prompt_tokens in beside_within(self.cache):
             async with self.streaming(rows) as streams:
-                longest, contexts = [], []
-                for _ in range(BESIDE_REPEATS):
-                    prompt = await self.ask(prompt_tokens, 2)
-                    begin, end = prompt.started, prompt.arrivals[0]
-                    # The step that has the prompt begins after the prompt came, and gives its first token.
-                    around = [
-                        after - before
-                        for stream in streams
-                        for before, after in itertools.pairwise(stream.arrivals)
-                        if before >= begin - 0.05 and abs(after - end) < 0.05
-                    ]
-                    if around:
-                        longest.append(max(around))
-                        contexts.append(sum(_PROMPT + len(stream.arrivals) for stream in streams))
+                found = [await self._beside(streams, prompt_tokens) for _ in range(BESIDE_REPEATS)]
+            longest = [gap for gap in found if gap is not None]
             if not longest:
                 raise BenchError(f"{rows} streams had no gap when a prompt came beside them")
-            self.observed.append(
-                mixed_step(rows, statistics.fmean(contexts), prompt_tokens, statistics.median(longest))
-            )
+            contexts = statistics.fmean(gap.context_tokens for gap in longest)
+            seconds = statistics.median(gap.seconds for gap in longest)
+            self.observed.append(mixed_step(rows, contexts, prompt_tokens, seconds))
+
+    async def _beside(self, streaming: Sequence[Stream], prompt_tokens: int) -> _LongGap | None:
+        """Returns the gap that a prompt makes in streams beside it; None if there is none, or not beside all."""
+        streams = list(streaming)
+        prompt = await self.ask(prompt_tokens, 2)
+        begin, end = prompt.started, prompt.arrivals[0]
+        if not all(stream.arrivals and stream.arrivals[0] < begin for stream in streams) or any(
+            now is not before for now, before in zip(streaming, streams, strict=True)
+        ):
+            return None
+        # The step that has the prompt begins after the prompt came, and gives its first token.
+        around = [
+            after - before
+            for stream in streams
+            for before, after in itertools.pairwise(stream.arrivals)
+            if before >= begin - 0.05 and abs(after - end) < 0.05
+        ]
+        context_tokens = sum(_PROMPT + len(stream.arrivals) for stream in streams)
+        return _LongGap(max(around), context_tokens) if around else None
 
     @asynccontextmanager
-    async def streaming(self, rows: int) -> AsyncIterator[list[Stream]]:
-        """Yields streams that have all begun and go on until the block ends."""
+    async def streaming(self, rows: int) -> AsyncIterator[Sequence[Stream]]:
+        """Yields as many streams that have all begun. Another one takes the place of any that ends in the block."""
         streams = [Stream(0.0) for _ in range(rows)]
-        jobs = self._jobs(rows, _PROMPT, min(_STREAM, self.longest - _PROMPT))
-        asking = [
-            asyncio.create_task(run_job(self.session, self.target, job, stream))
-            for job, stream in zip(jobs, streams, strict=True)
-        ]
-        try:
-            async with asyncio.timeout(60):
-                while not all(len(stream.arrivals) > 1 for stream in streams):
-                    if any(stream.error for stream in streams):
-                        raise BenchError(f"a stream failed: {[stream.error for stream in streams if stream.error]}")
-                    await asyncio.sleep(0.005)
+        tokens = min(_STREAM, self.longest - _PROMPT, self.cache.room // (2 * rows) - _PROMPT)
+
+        async def ask_on(place: int) -> None:
+            while True:
+                (job,) = self._jobs(1, _PROMPT, tokens)
+                await run_job(self.session, self.target, job, streams[place])
+                if streams[place].error:
+                    raise BenchError(f"{self.target.url} did not go on: {streams[place].error}")
+                streams[place] = Stream(0.0)
+
+        async with _in_background(ask_on(place) for place in range(rows)) as asking:
+            try:
+                async with asyncio.timeout(_BEGIN_S):
+                    while not all(len(stream.arrivals) > 1 for stream in streams):
+                        for failed in (task for task in asking if task.done()):
+                            failed.result()
+                        await asyncio.sleep(0.005)
+            except TimeoutError as exc:
+                raise BenchError(f"{rows} streams did not begin in {_BEGIN_S:g} s") from exc
             yield streams
-        except TimeoutError as exc:
-            raise BenchError(f"{rows} streams did not begin in 60 s") from exc
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
 
     @asynccontextmanager
     async def prefilling(self) -> AsyncIterator[None]:
@@ -154,16 +173,8 @@ class Battery:
             while True:
                 await self.ask(min(512, self.longest - _NEEDED), 1)
 
-        asking = [asyncio.create_task(ask_on()) for _ in range(2)]
-        try:
+        async with _in_background(ask_on() for _ in range(2)):
             yield
-        finally:
-            for task in asking:
-                task.cancel()
-            ended = await asyncio.gather(*asking, return_exceptions=True)
-        for failure in ended:
-            if isinstance(failure, BenchError):
-                raise failure
 
     async def ask(self, prompt_tokens: int, output_tokens: int) -> Stream:
         """Returns the whole answer to a prompt that nobody has asked before. Raises BenchError."""
@@ -179,6 +190,56 @@ class Battery:
     def _jobs(self, count: int, prompt_tokens: int, output_tokens: int) -> list[Job]:
         seed = f"plan:{self.seed}:{self._numbers()}"
         return uniform_jobs(count, prompt_tokens, output_tokens, self.vocab_size, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _LongGap:
+    """A gap between tokens of streams in which a prompt was computed, too."""
+
+    seconds: float
+    context_tokens: int
+
+
+@asynccontextmanager
+async def _in_background(asking: Iterable[Coroutine[None, None, None]]) -> AsyncIterator[Sequence[asyncio.Task[None]]]:
+    """Asks until the block ends. Raises BenchError if a server did not answer meanwhile."""
+    tasks = [asyncio.create_task(ask) for ask in asking]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for failure in ended:
+        if isinstance(failure, BenchError):
+            raise failure
+
+
+def steps_of(rows: int, prompt_tokens: int, chunk: int) -> int:
+    """Returns how many tokens each of a batch's answers has: the first one goes on while others are computed."""
+    return STEPS + rows * prompt_tokens // chunk
+
+
+def batches_within(cache: CacheGeometry) -> list[tuple[int, int]]:
+    """Returns the batches of which a node decodes all streams at once."""
+    chunk = cache.max_num_batched_tokens
+    return [
+        (rows, prompt_tokens)
+        for rows, prompt_tokens in BATCHES
+        if rows <= min(cache.max_num_seqs, chunk)
+        and cache.holds(rows, prompt_tokens + steps_of(rows, prompt_tokens, chunk))
+    ]
+
+
+def beside_within(cache: CacheGeometry) -> list[tuple[int, int]]:
+    """Returns the streams with the prompts that a node computes in one step beside them."""
+    return [
+        (rows, min(most, cache.max_num_batched_tokens - rows))
+        for rows, most in BESIDE
+        if rows < cache.max_num_seqs
+        and cache.max_num_batched_tokens - rows >= _LEAST_BESIDE
+        and cache.holds(2 * rows + 1, _PROMPT + max(_LEAST_STREAM, most))
+    ]
 
 
 def _common_gaps(streams: Sequence[Stream], prompt_tokens: int) -> tuple[list[float], list[int]]:

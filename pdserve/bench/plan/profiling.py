@@ -19,7 +19,7 @@ import aiohttp
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Target, first_model
 from pdserve.bench.machine import this_machine
-from pdserve.bench.plan.battery import Battery, quiet_seed
+from pdserve.bench.plan.battery import Battery, batches_within, beside_within, quiet_seed
 from pdserve.bench.programs import mixed_node, running
 from pdserve.bench_config import PlanProfileConfig
 from pdserve.config import Disaggregation, Switch
@@ -29,7 +29,7 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.plan.fit import fit, lone_prompt_s, spread_of
-from pdserve.plan.profile import VERSION, CacheGeometry, FrontCost, NodeSpeed, Profile, TransferCost
+from pdserve.plan.profile import MOST_NODES, VERSION, CacheGeometry, FrontCost, NodeSpeed, Profile, TransferCost
 from pdserve.process import partition_cores
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
@@ -38,6 +38,8 @@ _MIB = 2**20
 _MOVED = (64, 256, 512, 1024)
 """Prompts of so many tokens show what a transfer takes."""
 _MOVES = 3
+LEAST_ROOM = 2048
+"""A KV cache of so many tokens holds the streams and prompts that a profile needs."""
 LEAST_POSITIONS = 512
 """Two chunks of a prompt tell what tokens read that are before them."""
 
@@ -52,12 +54,15 @@ def measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str])
 
 async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
     machine, own = this_machine(), {**environ, **to_environ(config)}
-    cache, longest = cache_geometry(config, folder), longest_request(config, folder)
+    cache = cache_geometry(config, folder)
+    check_cache(cache)
+    longest = min(longest_request(config, folder), cache.room // 2)
     async with asyncio.timeout(config.profile.limit_s):
-        alone, front_s = await _one_node(config, own, longest)
-        speeds, transfer = [alone], TransferCost(fixed_s=0.0, byte_s=0.0)
-        if config.profile.nodes == 2:
-            speeds.append(await _two_nodes(config, own, longest))
+        alone, front_s = await _one_node(config, own, cache, longest)
+        speeds: list[NodeSpeed] = [alone]
+        transfer = None
+        if config.profile.nodes == MOST_NODES:
+            speeds.append(await _two_nodes(config, own, cache, longest))
             transfer = await _transfers(config, own, cache, speeds[-1], front_s, longest)
     return Profile(
         version=VERSION,
@@ -85,6 +90,16 @@ def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
     )
 
 
+def check_cache(cache: CacheGeometry) -> None:
+    """Raises PlanError if such a node cannot be measured."""
+    if not batches_within(cache) or not beside_within(cache):
+        raise PlanError(
+            f"a node with --max-num-seqs {cache.max_num_seqs}, --max-num-batched-tokens {cache.max_num_batched_tokens} "
+            f"and a KV cache of {cache.room} tokens cannot be measured: prompts have to be computed beside streams. "
+            f"At least 3, 18 and {LEAST_ROOM} are right; --kv-cache-mib makes the cache larger"
+        )
+
+
 def longest_request(config: PlanProfileConfig, folder: Path) -> int:
     """Returns how many tokens a prompt and its answer may have together. Raises PlanError if they are too few."""
     positions = read_decoder_config(folder).max_positions
@@ -99,15 +114,17 @@ def _cores(config: PlanProfileConfig) -> list[int]:
 
 
 @asynccontextmanager
-async def _asking(config: PlanProfileConfig, longest: int, targets: Sequence[str]) -> AsyncIterator[list[Battery]]:
+async def _asking(
+    config: PlanProfileConfig, cache: CacheGeometry, longest: int, targets: Sequence[str]
+) -> AsyncIterator[list[Battery]]:
     """Yields a battery for each server of ``targets``, which has answered a few requests."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    seed, chunk = quiet_seed(), config.scheduler.max_num_batched_tokens
+    seed = quiet_seed()
     async with aiohttp.ClientSession(connector=connector) as session:
         found = []
         for url in targets:
             target = Target(url, await first_model(url))
-            found.append(Battery(session, target, chunk, longest, config.profile.vocab_size, f"{seed}:{url}"))
+            found.append(Battery(session, target, cache, longest, config.profile.vocab_size, f"{seed}:{url}"))
             await found[-1].warm_up()
         yield found
 
@@ -122,10 +139,12 @@ def _lending(config: PlanProfileConfig, environ: Mapping[str, str]) -> Iterator[
         yield {**environ, "PDSERVE_CORE_LEDGER": str(ledger)}
 
 
-async def _one_node(config: PlanProfileConfig, environ: Mapping[str, str], longest: int) -> tuple[NodeSpeed, float]:
+async def _one_node(
+    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, longest: int
+) -> tuple[NodeSpeed, float]:
     """Returns the speed of a node that has all cores, and what a request takes besides its steps."""
     started = running_cluster("profile", [Role.MIXED], _cores(config), environ, config.profile.startup_timeout_s)
-    async with started as cluster, _asking(config, longest, [cluster.url]) as (battery,):
+    async with started as cluster, _asking(config, cache, longest, [cluster.url]) as (battery,):
         _say("a node with all cores")
         await _whole(battery)
     steps, front_s = fit(battery.observed)
@@ -138,21 +157,24 @@ async def _whole(battery: Battery) -> None:
     await battery.prompts_beside_streams()
 
 
-async def _two_nodes(config: PlanProfileConfig, environ: Mapping[str, str], longest: int) -> NodeSpeed:
+async def _two_nodes(
+    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, longest: int
+) -> NodeSpeed:
     """Returns the speed of each of two nodes that divide the cores."""
     async with AsyncExitStack() as stack:
         own = stack.enter_context(_lending(config, environ))
         shares = partition_cores(_cores(config), 2)
         nodes = [mixed_node(f"profile, node {number}", own, share) for number, share in enumerate(shares)]
         started = await stack.enter_async_context(running(nodes, config.profile.startup_timeout_s))
-        one, other = await stack.enter_async_context(_asking(config, longest, [node.listening.url for node in started]))
+        urls = [node.listening.url for node in started]
+        one, other = await stack.enter_async_context(_asking(config, cache, longest, urls))
         _say("two nodes that divide the cores, one of them asleep")
         await _whole(one)
         _say("two nodes that divide the cores, both at work")
         busy = one.again()
         async with other.prefilling():
             await busy.decode_steps()
-        async with other.streaming(8):
+        async with other.streaming(max(rows for rows, _ in beside_within(cache))):
             await busy.lone_prompts()
             await busy.prompts_beside_streams()
     # What a request takes besides its steps is known from a node behind a proxy.
@@ -175,7 +197,7 @@ async def _transfers(
         own = {**lending, "PDSERVE_DISAGGREGATION": Disaggregation.ALWAYS.value}
         roles = [Role.PREFILL, Role.DECODE]
         started = running_cluster("profile", roles, _cores(config), own, config.profile.startup_timeout_s)
-        async with started as cluster, _asking(config, longest, [cluster.url]) as (battery,):
+        async with started as cluster, _asking(config, cache, longest, [cluster.url]) as (battery,):
             _say("transfers")
             for tokens in (tokens for tokens in _MOVED if tokens + _MOVES < longest):
                 streams = [await battery.ask(tokens, 3) for _ in range(_MOVES)]

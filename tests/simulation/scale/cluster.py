@@ -282,7 +282,9 @@ class Scale:
                 self.found.ttft.append((now, now - stream.arrived_s))
         tokens = stream.prompt + int(stream.written)
         size = tokens * self._profile.cache.bytes_per_token
-        self.events.after(self._profile.transfer.seconds(round(size)), lambda: self._decode(stream, life))
+        transfer = self._profile.transfer
+        assert transfer is not None
+        self.events.after(transfer.seconds(round(size)), lambda: self._decode(stream, life))
 
     def _decode(self, stream: Stream, life: int) -> None:
         if stream.life != life or stream.route is None:
