@@ -96,6 +96,10 @@ class Cause(enum.Enum):
     NOT_KEPT = "its answer was kept by a node that was lost (410)"
 
 
+_KEEPING_ID = frozenset({Cause.PROXY_LOST, Cause.COME_AGAIN, Cause.NOT_ASKED})
+"""Where a client that has the id of an event goes on behind that event."""
+
+
 class Unpromised(Exception):
     """Something that no promise allows."""
 
@@ -283,7 +287,7 @@ class Client:
                 if what := prefix_difference(asked.answer, wanted):
                     raise BrokenAnswer(f"{exc}, and before that it had {what}") from None
                 self._tally.causes[exc.cause] += 1
-                if not asked.last_id or exc.cause not in (Cause.PROXY_LOST, Cause.NOT_ASKED):
+                if not asked.last_id or exc.cause not in _KEEPING_ID:
                     asked.afresh()
                 if exc.cause in (Cause.TWO_NODES, Cause.NOT_KEPT):
                     asked = self._asked(ask, manner, f"{label}-{self._dice.getrandbits(32):x}", asked.began)

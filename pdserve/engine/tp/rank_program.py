@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from pdserve.config import RankLaunch
+from pdserve.engine.freed_memory import give_freed_memory_back
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, PdserveError
 from pdserve.models.lean_torch import import_torch
@@ -59,6 +60,7 @@ def main() -> int:
     # Rank 0 decides when its ranks end; a signal to a whole process group must not end them under a running step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    give_freed_memory_back()
     launch = read_launch(RankLaunch)
     rank = f"rank {launch.rank}"
     set_up_logging(launch.config.log, rank, node=launch.config.node, prefix=f"{rank}: ")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -36,16 +37,18 @@ from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, wr
 from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.given_back import GivenBack, LostNode
 from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
+from pdserve_proxy.relay.missed_nodes import MissedNodes
 from pdserve_proxy.relay.move import PlannedMoves
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
 from pdserve_proxy.relay.resume import STREAMED, ResumeFailed, Resumes, Resumption
+from pdserve_proxy.relay.route_wait import RouteWait
 from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
 from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
-from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable, media_type
+from pdserve_proxy.upstream.node_connection import NodeLost, NodeRefused, NodeResponse, NodeUnreachable, media_type
 from pdserve_proxy.upstream.node_pool import NodePool
 
 log = logging.getLogger(__name__)
@@ -83,6 +86,8 @@ class AttemptFailure:
     """The prefill nodes that are lost, if it is not the node that was asked."""
     lacks_answer: bool = False
     """Whether the node only does not have the answer that a client asks for again."""
+    may_come_back: bool = False
+    """Whether the node that could not be asked may be there again soon, with the answers that it keeps."""
 
 
 class Relay:
@@ -120,7 +125,9 @@ class Relay:
         self._counts.watch(self._registry, self._attempts)
         nodes = self._counts.nodes
         self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool, nodes)
-        self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts, self._suspects)
+        waits = RouteWait(self._registry)
+        self._missed = MissedNodes(relay, self._dispatch, waits)
+        self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts, self._suspects, waits)
         self._moves = PlannedMoves(relay, self._registry, self._dispatch, self._resumes, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
         self._deadlines: ExpiryQueue[RelayedRequest] = ExpiryQueue(
@@ -181,15 +188,21 @@ class Relay:
                 )
         query = RouteQuery(model, request.body.prompt_start, oldest, key)
         tried: frozenset[bytes] = frozenset()
-        failure: AttemptFailure | None = None
+        failures: dict[bytes, AttemptFailure] = {}
+        """The last failure of each node, in their order."""
         losses: dict[bytes, str] = {}
+        until_s = 0.0
         for number in range(MAX_ATTEMPTS):
             try:
                 route = self._dispatch.choose(relayed, query, tried)
             except RequestError:
-                if failure is None:
+                if not failures:
                     raise
-                break
+                until_s = until_s or self._missed.until_s()
+                found = await self._missed_node(relayed, request, query, failures, until_s)
+                if found is None:
+                    break
+                route = found
             if number:
                 self._counts.retried()
             self._dispatch.begin(relayed, request.body, route)
@@ -200,9 +213,8 @@ class Relay:
             if not result.given_back:
                 tried |= {route.decode.boot_id}
             self._note_failure(relayed, route, number, result)
-            # A node that has a kept answer may be the one that could not be asked: then the client may try again.
-            if failure is None or failure.lacks_answer or not result.lacks_answer:
-                failure = result
+            failures.pop(route.decode.boot_id, None)
+            failures[route.decode.boot_id] = result
             if result.kind is AttemptFailureKind.LOST:
                 # Two decode nodes may tell of the same prefill node.
                 for lost in [node.boot_id for node in result.prefill_lost] or [route.decode.boot_id]:
@@ -210,10 +222,29 @@ class Relay:
                 if len(losses) >= MAX_LOSSES:
                     body, told = request.body.data, list(losses.values())
                     raise self._suspects.add(request.path, body, relayed.request_id, told, request.client)
-        assert failure is not None
+        # A node that has a kept answer may be the one that could not be asked: then the client may try again.
+        asked = list(failures.values())
+        failure = next((one for one in reversed(asked) if not one.lacks_answer), asked[-1])
         if failure.answer is None:
             raise failure.error
         return failure.answer
+
+    async def _missed_node(
+        self,
+        relayed: RelayedRequest,
+        request: NodeRequest,
+        query: RouteQuery,
+        failures: Mapping[bytes, AttemptFailure],
+        until_s: float,
+    ) -> Route | None:
+        """Returns a route to a node that may keep the answer and could not be asked, when it is there again.
+
+        Returns None if there is none until ``until_s``, or the client asks for no such answer.
+        """
+        if request.keep is None or request.keep.after is None:
+            return None
+        asked = frozenset(boot_id for boot_id, failure in failures.items() if not failure.may_come_back)
+        return await self._missed.route(relayed, query, asked, until_s) if len(asked) < len(failures) else None
 
     def _keeps_answers(self, model: str) -> bool:
         """Returns whether a node keeps answers, if there is any at all that serves ``model`` now."""
@@ -241,11 +272,12 @@ class Relay:
         node = route.decode
         try:
             response = await self._dispatch.post(relayed, request, route)
-        except NodeUnreachable:
+        except NodeUnreachable as exc:
             error = Unavailable(
                 f"node {node.name} cannot be reached", code="upstream_unreachable", retry_after_s=RETRY_AFTER_S
             )
-            return AttemptFailure(AttemptFailureKind.UNREACHABLE, error)
+            gone = isinstance(exc, NodeRefused)
+            return AttemptFailure(AttemptFailureKind.UNREACHABLE, error, may_come_back=not gone)
         except NodeLost as exc:
             return _lost(node.name, exc)
         relayed.own_response(response)
@@ -379,6 +411,5 @@ def _given_back(node: str, request: GivenBack) -> AttemptFailure:
 
 
 def _lost(node: str, exc: NodeLost | ResumeFailed) -> AttemptFailure:
-    return AttemptFailure(
-        AttemptFailureKind.LOST, BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost")
-    )
+    error = BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost")
+    return AttemptFailure(AttemptFailureKind.LOST, error, may_come_back=True)

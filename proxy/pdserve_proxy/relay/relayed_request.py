@@ -352,6 +352,13 @@ class RelayedRequest:
         self._release_place = release
         self.admitted_s = time.monotonic()
 
+    def give_place_back(self) -> None:
+        """Leaves its place to others and ends its attempt: it waits for a node, and nothing is computed for it."""
+        self._end_attempt()
+        release, self._release_place = self._release_place, None
+        if release is not None:
+            release()
+
     def after_next_event(self, within_s: float, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once if there is a response: after its next event, or after ``within_s``."""
         if self._response is not None:
@@ -452,9 +459,7 @@ class RelayedRequest:
         if self._journal is not None:
             self._journal.free()
             self._journal = None
-        self._end_attempt()
-        if self._release_place is not None:
-            self._release_place()
+        self.give_place_back()
         self._on_end(self)
 
     def cut(self, why: CutReason) -> None:

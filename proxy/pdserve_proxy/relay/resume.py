@@ -32,6 +32,7 @@ from pdserve_proxy.relay.given_back import LostNode
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
+from pdserve_proxy.relay.route_wait import RouteWait
 from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Kind, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
@@ -44,8 +45,6 @@ MAX_HOLDERS = 4
 """The nodes that are asked for a stream's blocks, one after another."""
 REFUSALS_IN_A_ROW = 4
 """After so many nodes have refused a stream, it waits: where so many are busy, more attempts only add to their load."""
-PAUSE_S = 0.1
-"""Seconds between a change of the registry and the next look at it: changes of many nodes come together."""
 NEXT_EVENT_S = 0.25
 """A stream leaves its node behind the next event, or after so many seconds without one."""
 
@@ -295,6 +294,7 @@ class Resumes:
         dispatch: Dispatch,
         counts: RequestCounts,
         suspects: Suspects,
+        waits: RouteWait,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._wait_s = config.resume_wait_s
@@ -303,10 +303,7 @@ class Resumes:
         self.counts = counts
         self._suspects = suspects
         self._turns = asyncio.Semaphore(config.max_resumes)
-        self._changed = asyncio.Event()
-        """Set when the registry has changed since a stream last looked for a node."""
-        registry.on_change(self._changed.set)
-        registry.on_node(lambda boot_id: self._changed.set())
+        self._waits = waits
 
     async def resume(self, stream: LostStream, begin: Begin, cut: PlannedCut | None = None) -> bytes:
         """Returns the first events of the node that goes on with ``stream``. Raises ResumeFailed.
@@ -419,19 +416,10 @@ class Resumes:
 
     async def route(self, stream: LostStream, asked_again_s: Mapping[bytes, float], until_s: float) -> Route:
         """Returns a route to a node that may be asked now, when there is one. Raises ResumeFailed."""
-        while True:
-            self._changed.clear()
-            route = self.choose(stream, asked_again_s)
-            if route is not None:
-                return route
-            now_s = self._loop.time()
-            if now_s >= until_s:
-                raise ResumeFailed(ResumeOutcome.NO_NODE, f"no other node could go on within {self._wait_s:g} s")
-            later_s = [at_s for at_s in asked_again_s.values() if at_s > now_s]
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(until_s, *later_s)):
-                    await self._changed.wait()
-                    await asyncio.sleep(PAUSE_S)
+        route = await self._waits.route(lambda: self.choose(stream, asked_again_s), until_s, asked_again_s.values())
+        if route is None:
+            raise ResumeFailed(ResumeOutcome.NO_NODE, f"no other node could go on within {self._wait_s:g} s")
+        return route
 
     def choose(self, stream: LostStream, asked_again_s: Mapping[bytes, float]) -> Route | None:
         """Returns a route to a node that may be asked now, if there is one: if possible one with the same kernels."""

@@ -44,6 +44,10 @@ class NodeUnreachable(NodeLost):
     """No connection could be made."""
 
 
+class NodeRefused(NodeUnreachable):
+    """No connection could be made: nobody listens at the node's address."""
+
+
 class NodeResponse:
     """A node's response to one request, for one reader, who has to call ``close`` in the end."""
 

@@ -12,7 +12,14 @@ from urllib.parse import urlsplit
 from pdserve.errors import Unavailable
 from pdserve.http.tls import Trust
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
-from pdserve_proxy.upstream.node_connection import NodeClosed, NodeConnection, NodeLost, NodeResponse, NodeUnreachable
+from pdserve_proxy.upstream.node_connection import (
+    NodeClosed,
+    NodeConnection,
+    NodeLost,
+    NodeRefused,
+    NodeResponse,
+    NodeUnreachable,
+)
 
 IDLE_S = 60.0
 """Seconds for which an idle connection is kept: fewer than nodes keep one, so that none is reused while it closes."""
@@ -126,7 +133,8 @@ class NodePool:
                     code="no_connection_left",
                     retry_after_s=1,
                 ) from exc
-            raise NodeUnreachable(str(exc) or "no connection in time") from exc
+            kind = NodeRefused if isinstance(exc, ConnectionRefusedError) else NodeUnreachable
+            raise kind(str(exc) or "no connection in time") from exc
         finally:
             wanted = self._connecting.pop(attempt, None) is not None
         self._open[connection] = url
