@@ -64,6 +64,15 @@ class Host:
         """Returns the beginning of the command line of a program that is to run on this host."""
         return "ip", "netns", "exec", self.namespace
 
+    @property
+    def received_bytes(self) -> int:
+        """The bytes that the kernel has received on this host's interface."""
+        with self.inside():
+            shown = Path("/proc/thread-self/net/dev").read_text()
+        return next(
+            int(line.split(":")[1].split()[0]) for line in shown.splitlines() if line.strip().startswith("eth0:")
+        )
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """During the block, this thread, and the threads and processes that it starts, have their sockets here."""

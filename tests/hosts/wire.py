@@ -29,6 +29,7 @@ _BUFFER_BYTES = 16 * 2**20
 _LARGEST_FRAME = 2**16 + 64
 _FRAMES_AT_ONCE = 64
 _FULL_FRAME = 1_400
+SETTLE_S = 30.0
 
 
 @dataclass(slots=True)
@@ -43,6 +44,8 @@ class Path:
     """The bytes of frames that have passed since the start."""
     lost: int = 0
     """The number of frames that were lost since the start."""
+    delayed: int = 0
+    """The number of frames that were delayed since the start."""
     cut_at: float = math.inf
     """The value of ``passed`` at which the path is cut."""
     corrupt: bool = False
@@ -103,6 +106,8 @@ class Wire:
         self._delayed: list[tuple[float, int, Port, bytes]] = []
         self._numbers = itertools.count()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
         self._thread.start()
 
@@ -121,22 +126,34 @@ class Wire:
         for path in self._paths.values():
             path.mend()
 
+    def settle(self) -> None:
+        """Returns when what the test has set holds for every frame that is passed on from now on."""
+        self._settled.clear()
+        os.eventfd_write(self._wake, 1)
+        if not self._settled.wait(SETTLE_S):
+            raise TimeoutError(f"the wire has passed nothing on for {SETTLE_S:g} s")
+
     def close(self) -> None:
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         os.close(self._stop)
+        os.close(self._wake)
         for port in self._ports.values():
             port.socket.close()
 
     def _run(self) -> None:
         poll = select.poll()
-        for fd in (self._stop, *self._ports):
+        for fd in (self._stop, self._wake, *self._ports):
             poll.register(fd, select.POLLIN)
         while True:
             for fd, _ in poll.poll(self._until_due_ms()):
                 if fd == self._stop:
                     return
-                self._read(self._ports[fd])
+                if fd == self._wake:
+                    os.eventfd_read(fd)
+                    self._settled.set()
+                else:
+                    self._read(self._ports[fd])
             self._deliver()
 
     def _until_due_ms(self) -> int | None:
@@ -162,6 +179,7 @@ class Wire:
             middle = len(frame) // 2
             frame = frame[:middle] + bytes([frame[middle] ^ 0x10]) + frame[middle + 1 :]
         if path.delay_s:
+            path.delayed += 1
             heapq.heappush(self._delayed, (time.monotonic() + path.delay_s, next(self._numbers), target, frame))
         else:
             _put(target, frame)

@@ -8,15 +8,24 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tests.eventually import eventually
 from tests.faults.matrix.client import Client
-from tests.faults.matrix.engine_program import CLOSED, HOLD, POISON, POISONED_POSITION
-from tests.faults.matrix.stage import KV_CACHE_MIB, MAX_IN_FLIGHT, Server, Stage, answers, children_of
+from tests.faults.matrix.effects import (
+    FullDisk,
+    hears_nothing,
+    is_slow,
+    is_still_stopped,
+    runs_short,
+    stops,
+    was_killed,
+)
+from tests.faults.matrix.engine_program import HOLD, POISON, POISONED_POSITION
+from tests.faults.matrix.stage import KV_CACHE_MIB, MAX_IN_FLIGHT, Server, Stage, children_of
 from tests.faults.matrix.table import Cell, Fault, Phase, Promise, Victim
 from tests.tiny_models import VOCAB_SIZE, Reference
 
@@ -31,6 +40,7 @@ SOME_BYTES = PROMPT_TOKENS // 16 * BLOCK_BYTES // 3
 BLOCKS = -(-PROMPT_TOKENS // 16)
 """The blocks of a prompt."""
 NODE_BLOCKS = KV_CACHE_MIB * 2**20 // BLOCK_BYTES
+PROMPT_SHARE = BLOCKS / NODE_BLOCKS
 HOGS = MAX_IN_FLIGHT
 MAX_LOST = 2
 
@@ -44,6 +54,7 @@ def _prompt(length: int = PROMPT_TOKENS, **at: int) -> tuple[int, ...]:
 
 
 PLAIN = _prompt()
+ANY = _prompt(12)
 HELD_AT_ONCE = _prompt(hold=3)
 """Its engine is held before any block is computed."""
 HELD_IN_THE_END = _prompt(hold=-3)
@@ -90,7 +101,9 @@ class Scenario:
         self._answers = answers
         self._hogs: list[Client] = []
         self._pids: list[int] = []
-        """The processes that the fault is for: those of the victim, or its last rank."""
+        """The processes that the fault is for: those of the victim, or its last rank, which shares the node's disk."""
+        self._short: list[Server] = []
+        """The nodes of which one runs out of blocks."""
         self._undo = ExitStack()
 
     def play(self) -> float:
@@ -99,18 +112,21 @@ class Scenario:
             return self._play_poison()
         with self._undo:
             scene = self._scene()
-            # A victim that drains may be gone before the fault comes.
+            # Those of a victim that drains are not all there for long.
             self._pids = self._struck(scene.victim)
             self._drain(scene)
             since_s = time.monotonic()
             self._inject(scene)
-            # The gate is open if the fault itself is other requests.
-            held = (self._stage.folder / CLOSED).exists()
-            assert not (held and scene.client.over), "the answer had its end before the fault came"
+            assert not scene.client.over, "the answer had its end before the fault came"
             for client in (scene.client, *self._hogs):
                 if len(client.urls) > 1:
                     client.lose_patience()
             self._stage.open_gate()
+            if self._short:
+                eventually(
+                    lambda: any(runs_short(node, PROMPT_SHARE) for node in self._short),
+                    "a request waits for blocks",
+                )
             scene.client.wait()
             self._check_whole(scene.client)
             if self._cell.promise is Promise.ASKS_AGAIN:
@@ -135,7 +151,7 @@ class Scenario:
                 ranks = children_of(victim.engine) if self._of_rank else []
                 assert chosen in (victim.engine, *ranks), "the engine has most memory"
                 return [chosen]
-            case _ if self._of_rank:
+            case _ if self._of_rank and self._cell.fault is not Fault.DISK_FULL:
                 # A stage of ranks has two: the engine is one, and its child the last.
                 (rank,) = children_of(victim.engine)
                 return [rank]
@@ -235,15 +251,12 @@ class Scenario:
         return self._scene_of(client, prefill, decode)
 
     def _decoding(self) -> Scene:
-        # The proxy would send the other requests past a node that is held. One that drains gets none anyway.
-        goes_on = self._cell.fault is Fault.OUT_OF_KV and self._cell.phase is Phase.DECODE
-        if not goes_on:
-            self._stage.close_gate()
+        self._stage.close_gate()
         client = self._client(PLAIN)
 
         def is_held() -> bool:
             assert not client.refusals, client.refusals
-            return len(client.tokens) >= SOME_TOKENS and (goes_on or bool(self._stage.held("decode")))
+            return len(client.tokens) >= SOME_TOKENS and bool(self._stage.held("decode"))
 
         eventually(is_held, "tokens come, and the engine is held in the middle of the answer")
         return self._scene_of(client, self._stage.of_role("prefill")[0], self._decoder())
@@ -276,10 +289,12 @@ class Scenario:
                 self._undo.callback(wire.mend)
                 for path in wire.around(victim.name):
                     path.cut = True
+                self._undo.callback(hears_nothing(self._stage, victim))
             case Fault.SLOW:
                 self._undo.callback(wire.mend)
                 for path in wire.around(victim.name):
                     path.delay_s = SLOW_S
+                self._undo.callback(is_slow(self._stage, victim))
             case Fault.CORRUPT:
                 assert scene.prefill is not None
                 assert scene.decode is not None
@@ -291,9 +306,10 @@ class Scenario:
                     self._hog(PLAIN, proxy=1)
                 # A node that drains gets no more requests: the one to which the answer goes does.
                 drains = self._cell.phase is Phase.DRAIN
-                nodes = self._stage.of_role(self._role()) if drains else [victim]
+                self._short = self._stage.of_role(self._role()) if drains else [victim]
                 eventually(
-                    lambda: any(map(self._wants_too_much, nodes)), "a node has to have more blocks than there are"
+                    lambda: any(map(self._wants_too_much, self._short)),
+                    "a node has to have more blocks than there are",
                 )
             case Fault.DISK_FULL:
                 self._fill_disk(victim)
@@ -308,36 +324,30 @@ class Scenario:
     def _of_rank(self) -> bool:
         return self._cell.victim is Victim.RANK
 
-    def _perhaps_gone(self) -> AbstractContextManager[None]:
-        """A victim that drains may be gone before the fault comes. No other may."""
-        return suppress(ProcessLookupError) if self._cell.phase is Phase.DRAIN else nullcontext()
-
     def _kill(self, victim: Server, pid: int) -> None:
-        with self._perhaps_gone():
-            os.kill(pid, signal.SIGKILL)
-        self._undo.callback(eventually, lambda: victim.process.ended, f"{victim.name} has ended")
+        os.kill(pid, signal.SIGKILL)
+        self._undo.callback(was_killed, victim, pid)
 
     def _stop(self, victim: Server) -> None:
         for pid in self._pids:
-            with self._perhaps_gone():
-                os.kill(pid, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             self._undo.callback(_go_on, pid)
-        if self._of_rank:
+        for pid in self._pids:
+            stops(pid)
+        if self._of_rank:  # the node ends itself, and then its rank
             self._undo.callback(eventually, lambda: victim.process.ended, f"{victim.name} has ended")
+        else:
+            for pid in self._pids:
+                self._undo.callback(is_still_stopped, pid)
 
     def _fill_disk(self, victim: Server) -> None:
         """Lets no file of the victim grow, as a disk without space would not."""
-        drains = self._cell.phase is Phase.DRAIN
-        if victim.role == "proxy" and not drains:
-            self._undo.callback(_writes_again, victim)
+        before = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)) for pid in self._pids}
+        disk = FullDisk(self._stage, victim, PLAIN if victim.role == "prefill" else ANY)
+        self._undo.callback(disk.check_room)
         for pid in self._pids:
-            with self._perhaps_gone():
-                before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-                self._undo.callback(_restore_file_size, pid, before)
-        if self._of_rank:  # the other one goes on writing its log
-            return
-        written = victim.process.log.stat().st_size
-        self._undo.callback(_has_not_grown, victim.process.log, written)
+            self._undo.callback(_restore_file_size, pid, before[pid])
+        self._undo.callback(disk.check)
 
     # ------------------------------------------------------------ a request that ends engines
 
@@ -429,14 +439,3 @@ def _was_corrupted(node: Server, before: float) -> None:
 def _restore_file_size(pid: int, before: tuple[int, int]) -> None:
     with suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-
-
-def _writes_again(proxy: Server) -> None:
-    """Shows that a proxy writes a line for a request, so that it would have written one on the full disk as well."""
-    written = proxy.process.log.stat().st_size
-    eventually(lambda: answers(proxy), f"{proxy.name} answers")
-    eventually(lambda: proxy.process.log.stat().st_size > written, f"{proxy.name} writes a line")
-
-
-def _has_not_grown(log: Path, size: int) -> None:
-    assert log.stat().st_size == size, "the disk was not full"

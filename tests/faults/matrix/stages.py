@@ -24,6 +24,8 @@ class Stages:
         self._open = ExitStack()
         self._ranks = 0
         self._stage: Stage | None = None
+        self.folder = Path()
+        """Where the logs of the last cluster are."""
 
     def __enter__(self) -> Stages:
         return self
@@ -36,7 +38,8 @@ class Stages:
         ranks = 2 if cell.victim is Victim.RANK else 1
         if self._stage is None or ranks != self._ranks:
             self._close()
-            self._stage = self._open.enter_context(stage(self._model, self._folders(), ranks=ranks))
+            self.folder = self._folders()
+            self._stage = self._open.enter_context(stage(self._model, self.folder, ranks=ranks))
             self._ranks = ranks
         try:
             return play(self._stage, cell, self._answers)
