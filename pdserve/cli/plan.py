@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 PROFILE = "profile"
 _MOST_REQUESTS = 1_000_000
+_SILENT_S = 2.0
+"""A search that takes no longer says nothing before its end."""
 _PLOT_MODULE = "pdserve.bench.plan.forecast_plot"
 _DESCRIPTION = (
     "Says how many prefill and decode nodes a load needs, or mixed ones, to keep targets of TTFT and ITL, and what to "
@@ -143,8 +147,9 @@ class _Found:
 
 def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Found:
     from pdserve.plan.cluster import ClusterShape
-    from pdserve.plan.prediction import PlanTargets, predict
-    from pdserve.plan.sizing import Sizing, checked_sizing, least_nodes
+    from pdserve.plan.demand import least_nodes
+    from pdserve.plan.prediction import PlanTargets, predict, predict_if_good
+    from pdserve.plan.sizing import Sizing, checked_sizing
 
     plan, targets = config.plan, config.targets
     wanted = PlanTargets(targets.target_ttft_ms / 1e3, targets.target_itl_ms / 1e3, plan.percentile)
@@ -169,9 +174,29 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
         raise ConfigError(
             "what is wanted? Give --target-ttft-ms, --target-itl-ms or both, or a cluster: --prefill, --decode, --mixed"
         )
-    least = least_nodes(profile, requests, plan.nodes_per_machine)
-    sized = checked_sizing(Sizing(of, plan.most_nodes, plan.nodes_per_machine, least), kept)
-    return _Found(sized.tried, f"the smallest cluster that keeps {kept}: {sized.chosen}", sized.chosen)
+    progress = _Progress()
+
+    def if_good(shape: ClusterShape) -> Prediction | None:
+        found = predict_if_good(profile, shape, requests, wanted, targets, plan.disaggregation)
+        progress.tried(shape, found is not None)
+        return found
+
+    least = least_nodes(profile, requests, plan.nodes_per_machine, wanted.itl_s, plan.percentile)
+    apart = profile.transfer is not None
+    sized = checked_sizing(Sizing(of, if_good, plan.most_nodes, plan.nodes_per_machine, least, apart=apart), kept)
+    only = "" if apart else " (the profile says nothing of transfers, so only mixed nodes were looked at)"
+    return _Found(sized.tried, f"the smallest cluster that keeps {kept}: {sized.chosen}{only}", sized.chosen)
+
+
+class _Progress:
+    """Says on stderr what a long search has tried."""
+
+    def __init__(self) -> None:
+        self._from = time.monotonic() + _SILENT_S
+
+    def tried(self, shape: ClusterShape, good: bool) -> None:
+        if time.monotonic() >= self._from:
+            print(f"plan: {shape}: {'enough' if good else 'not enough'}", file=sys.stderr, flush=True)
 
 
 def _profile(argv: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -17,6 +17,7 @@ from pdserve.config import Disaggregation, TargetsConfig, TransferConfig
 from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.answer import Answer
+from pdserve.plan.bounds import Bounds
 from pdserve.plan.load import PlannedRequest
 from pdserve.plan.node import NodeStep, Order, PendingPrompt, SimulatedNode
 from pdserve.plan.profile import NodeSpeed, Profile
@@ -91,6 +92,26 @@ def live(
 
     Raises PlanError if the cluster can serve no such request, or if the profile does not know such machines.
     """
+    lived = live_within(profile, shape, load, None, targets, disaggregation)
+    assert lived is not None
+    return lived
+
+
+def live_within(
+    profile: Profile,
+    shape: ClusterShape,
+    load: Sequence[PlannedRequest],
+    bounds: Bounds | None,
+    targets: TargetsConfig | None = None,
+    disaggregation: Disaggregation = Disaggregation.AUTO,
+) -> Lived | None:
+    """Returns the same, or None as soon as there is no hope to keep ``bounds``. Raises PlanError."""
+    _check(profile, shape, load)
+    return _Simulation(profile, shape, targets or TargetsConfig(), disaggregation, bounds).run(load)
+
+
+def _check(profile: Profile, shape: ClusterShape, load: Sequence[PlannedRequest]) -> None:
+    """Raises PlanError if the cluster can serve no such request, or if the profile does not know its nodes."""
     if not load:
         raise PlanError("there is no request to predict anything for")
     if not shape.decode + shape.mixed:
@@ -105,7 +126,6 @@ def live(
             f"a request of {most} tokens never fits into a KV cache of {profile.cache.room}; "
             "--kv-cache-mib makes it larger"
         )
-    return _Simulation(profile, shape, targets or TargetsConfig(), disaggregation).run(load)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,9 +187,15 @@ def _step_s(parts: StepParts, step: NodeStep) -> tuple[float, float]:
 
 class _Simulation:
     def __init__(
-        self, profile: Profile, shape: ClusterShape, targets: TargetsConfig, disaggregation: Disaggregation
+        self,
+        profile: Profile,
+        shape: ClusterShape,
+        targets: TargetsConfig,
+        disaggregation: Disaggregation,
+        bounds: Bounds | None,
     ) -> None:
         self._profile = profile
+        self._bounds = bounds
         self._engines: list[_Engine] = []
         machine: list[_Engine] = []
         for number, role in enumerate(shape.roles()):
@@ -186,13 +212,19 @@ class _Simulation:
         self._order = itertools.count()
         self._gaps: list[TokenGaps] = []
 
-    def run(self, load: Sequence[PlannedRequest]) -> Lived:
+    def run(self, load: Sequence[PlannedRequest]) -> Lived | None:
         answers = [Answer.to(request) for request in load]
         coming = iter(answers)
         self._next_request(coming)
+        bounds = self._bounds
+        if bounds is not None:
+            self._at(load[len(load) // 2].at_s, lambda _: bounds.middle(answers))
+            self._at(load[-1].at_s, lambda _: bounds.last(answers))
         while self._events:
             now, _, event = heapq.heappop(self._events)
             event(now)
+            if bounds is not None and bounds.hopeless:
+                return None
         busy: dict[Role, float] = {}
         for engine in self._engines:
             busy[engine.node.role] = busy.get(engine.node.role, 0.0) + engine.busy_s
@@ -217,7 +249,7 @@ class _Simulation:
             self._next_request(coming)
             engine = self._answering.next()
             assert engine is not None
-            other = self._prefilling.next(but=engine)
+            other = self._prefilling.next(but=engine) if self._profile.transfer is not None else None
             target = None if other is None else other.node.as_target
             prompt = PendingPrompt(answer, answer.request.prompt_tokens, now, target)
             self._tell(engine, now, lambda _: engine.node.wait(prompt))
@@ -306,15 +338,24 @@ class _Simulation:
         new = decoding.take_new()
         for member in new:
             assert member.since is not None
-            self._gaps.append(TokenGaps(engine.until(1) - member.since if step.count > 1 else now - member.since, 1))
+            self._note_gaps(engine.until(1) - member.since if step.count > 1 else now - member.since, 1)
         if step.rows > len(new):
-            self._gaps.append(TokenGaps(now - engine.last_from, step.rows - len(new)))
+            self._note_gaps(now - engine.last_from, step.rows - len(new))
         if step.count > 1:
             between = step.count - 1
-            self._gaps.append(TokenGaps((engine.last_from - engine.began) / between, step.rows * between))
+            self._note_gaps((engine.last_from - engine.began) / between, step.rows * between)
         for member in decoding.advance(step.count):
             member.answer.end(now)
             engine.node.free_blocks += engine.node.cache.blocks(decoding.context_of(member) - 1)
+
+    def _note_gaps(self, seconds: float, count: int) -> None:
+        self._gaps.append(TokenGaps(seconds, count))
+        if self._bounds is not None:
+            self._bounds.gap(seconds, count)
+
+    def _note_begun(self, answer: Answer) -> None:
+        if self._bounds is not None:
+            self._bounds.begun(answer)
 
     # ------------------------------------------------------------ prompts
 
@@ -325,10 +366,11 @@ class _Simulation:
             return
         if prompt.since is None:
             answer.first_at = now
+            self._note_begun(answer)
         else:
             # The last chunk of what is computed again gives the next token.
             answer.tokens_left -= 1
-            self._gaps.append(TokenGaps(now - prompt.since, 1))
+            self._note_gaps(now - prompt.since, 1)
         if answer.tokens_left:
             node.decoding.join(answer, prompt.tokens, None)
         else:
@@ -364,6 +406,7 @@ class _Simulation:
 
         def first_token(seen: float) -> None:
             answer.first_at = answer.last_at = seen
+            self._note_begun(answer)
             order.known.answered(answer, 0, load, seen)
 
         def landed(seen: float) -> None:

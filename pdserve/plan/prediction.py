@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,21 +9,20 @@ import numpy as np
 
 from pdserve.config import Disaggregation, TargetsConfig
 from pdserve.plan.answer import Answer
-from pdserve.plan.cluster import ClusterShape, TokenGaps, live
+from pdserve.plan.bounds import Bounds, falls_behind
+from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, live, live_within
 from pdserve.plan.load import PlannedRequest
 from pdserve.plan.profile import Profile
 from pdserve.wire.discovery import Role
 
-_BEHIND = 0.05
-"""A cluster that leaves more of the requests behind does not keep up."""
-
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """What a half, nine tenths and 99 of 100 values do not exceed, in seconds. All are 0 without values."""
+    """What a half, 90, 95 and 99 of 100 values do not exceed, in seconds. All are 0 without values."""
 
     p50: float
     p90: float
+    p95: float
     p99: float
     asked: float
     """What the asked share of the values does not exceed."""
@@ -82,7 +80,34 @@ def predict(
 ) -> Prediction:
     """Returns what becomes of ``load``, whose nodes have ``targets``. Raises PlanError."""
     lived = live(profile, shape, load, targets, disaggregation)
+    return _prediction(lived, shape, load, wanted, profile.speed(shape.nodes_per_machine).spread)
+
+
+def predict_if_good(
+    profile: Profile,
+    shape: ClusterShape,
+    load: Sequence[PlannedRequest],
+    wanted: PlanTargets,
+    targets: TargetsConfig | None = None,
+    disaggregation: Disaggregation = Disaggregation.AUTO,
+) -> Prediction | None:
+    """Returns the same, but None as soon as it is certain that what is ``wanted`` is missed. Raises PlanError."""
     spread = profile.speed(shape.nodes_per_machine).spread
+    bounds = Bounds(wanted.ttft_s, wanted.itl_s, wanted.percentile, load, spread)
+    lived = live_within(profile, shape, load, bounds, targets, disaggregation)
+    if lived is None:
+        return None
+    prediction = _prediction(lived, shape, load, wanted, spread)
+    return prediction if prediction.meets else None
+
+
+def _prediction(
+    lived: Lived,
+    shape: ClusterShape,
+    load: Sequence[PlannedRequest],
+    wanted: PlanTargets,
+    spread: Sequence[float],
+) -> Prediction:
     ttft = quantiles(np.array([answer.ttft_s for answer in lived.answers]), wanted.percentile)
     itl = gap_quantiles(lived.gaps, spread, wanted.percentile)
     seconds = lived.ended_at - load[0].at_s
@@ -104,9 +129,8 @@ def predict(
 
 def keeps_up(answers: Sequence[Answer]) -> bool:
     """Returns whether the requests that are under way grow by no more than chance from the middle to the last one."""
-    came = len(answers) - len(answers) // 2
     middle, last = (_under_way(answers, answers[at].request.at_s) for at in (len(answers) // 2, -1))
-    return last - middle <= max(_BEHIND * came, 3 * math.sqrt(middle + 1))
+    return not falls_behind(len(answers), middle, last)
 
 
 def _under_way(answers: Sequence[Answer], at_s: float) -> int:
@@ -116,7 +140,7 @@ def _under_way(answers: Sequence[Answer], at_s: float) -> int:
 def gap_quantiles(gaps: Sequence[TokenGaps], spread: Sequence[float], percentile: float) -> Quantiles:
     """Returns the quantiles of gaps, each of which is as long as it says but for the ``spread`` of steps."""
     if not gaps:
-        return Quantiles(0.0, 0.0, 0.0, 0.0)
+        return Quantiles(0.0, 0.0, 0.0, 0.0, 0.0)
     seconds = np.array([gap.seconds for gap in gaps])
     counts = np.array([gap.count for gap in gaps], dtype=float)
     times = np.array(spread)
@@ -128,6 +152,6 @@ def quantiles(values: np.ndarray, percentile: float, weights: np.ndarray | None 
     upto = np.cumsum(weights[order] if weights is not None else np.ones(len(values)))
     found = [
         float(values[order][min(int(np.searchsorted(upto, share / 100 * upto[-1])), len(values) - 1)])
-        for share in (50, 90, 99, percentile)
+        for share in (50, 90, 95, 99, percentile)
     ]
     return Quantiles(*found)

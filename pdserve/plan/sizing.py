@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
-from pdserve.plan.load import PlannedRequest
+from pdserve.plan.demand import LeastNodes
 from pdserve.plan.prediction import Prediction
-from pdserve.plan.profile import Profile
 
 _FEW = 8
 """Every cluster of so many nodes and fewer is tried."""
-_MANY = 100
-"""Fewer requests may come to an end although their nodes are too few."""
-_OVERLOADED = 1.5
-"""Nodes with so many times the work that they can do fall behind, whatever chance brings."""
+ANY_NODES = LeastNodes(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,40 +21,62 @@ class Sized:
 
     chosen: ClusterShape | None
     tried: tuple[Prediction, ...]
-    """The choice, its neighbours and as many mixed nodes, the smaller first; all that were tried without a choice."""
+    """The choice, its neighbours and as many mixed nodes, the smaller first; some of the largest without a choice."""
 
 
 class Sizing:
-    """Asks for the prediction of one cluster after the other, and of none twice."""
+    """Asks of one cluster after the other whether it does, and of none twice."""
 
     def __init__(
-        self, predict: Callable[[ClusterShape], Prediction], most_nodes: int, nodes_per_machine: int, least: int = 1
+        self,
+        predict: Callable[[ClusterShape], Prediction],
+        predict_if_good: Callable[[ClusterShape], Prediction | None],
+        most_nodes: int,
+        nodes_per_machine: int,
+        least: LeastNodes = ANY_NODES,
+        *,
+        apart: bool = True,
     ) -> None:
-        """Fewer than ``least`` nodes are not looked at."""
-        self._predict, self._most, self._per_machine = predict, most_nodes, nodes_per_machine
-        self._least = min(least, most_nodes)
-        self._known: dict[ClusterShape, Prediction] = {}
+        """Fewer than ``least`` nodes are not looked at, and none of their own for prompts unless ``apart``."""
+        self._predict, self._predict_if_good = predict, predict_if_good
+        self._most, self._per_machine = most_nodes, nodes_per_machine
+        self._least = least
+        self._apart_too = apart
+        self._known: dict[ClusterShape, Prediction | None] = {}
 
     def find(self) -> Sized:
-        """Returns the smallest cluster: of equal ones, that with the most goodput."""
+        """Returns the smallest cluster: of equal ones, that with the most goodput. Raises PlanError."""
+        if self._least.all > self._most:
+            raise PlanError(
+                f"{self._most} nodes are too few: the tokens of the load alone keep {self._least.all} nodes busy. "
+                "Allow more with --max-nodes"
+            )
         chosen = self._among_all() or self._among_large()
-        if chosen is None:
-            return Sized(None, tuple(self._known.values()))
-        shown = {chosen, *(near for near in neighbours(chosen) if near.nodes <= self._most)}
-        shown.add(self._mixed(chosen.nodes))
+        shown = self._around(chosen) if chosen is not None else self._largest()
         tried = sorted(
-            map(self.of, shown),
+            map(self._of, shown),
             key=lambda prediction: (prediction.shape.nodes, prediction.shape.mixed, prediction.shape.prefill),
         )
         return Sized(chosen, tuple(tried))
 
+    def _around(self, chosen: ClusterShape) -> set[ClusterShape]:
+        near = {near for near in neighbours(chosen) if near.nodes <= self._most}
+        return {chosen, self._mixed(chosen.nodes), *near}
+
+    def _largest(self) -> set[ClusterShape]:
+        """Returns some clusters of as many nodes as there may be."""
+        quarters = {max(1, self._most * quarter // 4) for quarter in (1, 2, 3)} if self._apart_too else set()
+        apart = {self._apart(prefill, self._most - prefill) for prefill in quarters if prefill < self._most}
+        return {self._mixed(self._most), *apart}
+
     def _among_all(self) -> ClusterShape | None:
         """Tries every cluster of few nodes."""
-        for nodes in range(self._least, min(self._most, _FEW) + 1):
-            apart = [self._apart(prefill, nodes - prefill) for prefill in range(1, nodes)]
-            enough = [shape for shape in (self._mixed(nodes), *apart) if self.of(shape).meets]
-            if enough:
-                return max(enough, key=lambda shape: self.of(shape).goodput)
+        for nodes in range(min(self._least.all, self._most), min(self._most, _FEW) + 1):
+            prefill_too = range(1, nodes if self._apart_too else 1)
+            apart = [self._apart(prefill, nodes - prefill) for prefill in prefill_too]
+            good = [found for shape in (self._mixed(nodes), *apart) if (found := self._good(shape)) is not None]
+            if good:
+                return max(good, key=lambda prediction: prediction.goodput).shape
         return None
 
     def _among_large(self) -> ClusterShape | None:
@@ -66,55 +84,53 @@ class Sizing:
         if self._most <= _FEW:
             return None
         best = self._smallest_mixed()
-        prefill, decode = 1, (self._most if best is None else best.nodes) - 1
+        if not self._apart_too:
+            return None if best is None else best.shape
+        prefill, decode = 1, (self._most if best is None else best.shape.nodes) - 1
         while decode:
-            shape = self._apart(prefill, decode)
-            if self.of(shape).meets:
-                if best is None or (shape.nodes, -self.of(shape).goodput) < (best.nodes, -self.of(best).goodput):
-                    best = shape
+            found = self._good(self._apart(prefill, decode))
+            if found is not None:
+                if best is None or (found.shape.nodes, -found.goodput) < (best.shape.nodes, -best.goodput):
+                    best = found
                 decode -= 1
             else:
                 prefill += 1
-            decode = min(decode, (self._most if best is None else best.nodes) - prefill)
-        return best
+            decode = min(decode, (self._most if best is None else best.shape.nodes) - prefill)
+        return None if best is None else best.shape
 
-    def of(self, shape: ClusterShape) -> Prediction:
+    def _good(self, shape: ClusterShape) -> Prediction | None:
+        """Returns what is expected of a cluster if it does; None otherwise."""
         if shape not in self._known:
-            self._known[shape] = self._predict(shape)
+            too_few = shape.nodes < self._least.all or (shape.decode and shape.decode < self._least.decode)
+            self._known[shape] = None if too_few else self._predict_if_good(shape)
         return self._known[shape]
 
-    def _smallest_mixed(self) -> ClusterShape | None:
-        """Doubles the nodes until they do, and then halves the interval. More nodes are never taken to be worse."""
-        enough = min(max(2 * _FEW, self._least), self._most)
-        while not self.of(self._mixed(enough)).meets:
+    def _of(self, shape: ClusterShape) -> Prediction:
+        """Returns what is expected of a cluster, whether it does or not."""
+        return self._known.get(shape) or self._predict(shape)
+
+    def _smallest_mixed(self) -> Prediction | None:
+        """Takes more and more nodes until they do, and then halves the interval."""
+        too_few = max(_FEW, self._least.all - 1)
+        enough, more = min(too_few + 1, self._most), 1
+        while (found := self._good(self._mixed(enough))) is None:
             if enough == self._most:
                 return None
-            enough = min(2 * enough, self._most)
-        too_few = max(_FEW, self._least - 1, min(enough // 2, enough - 1))
+            too_few, more = enough, 2 * more
+            enough = min(enough + more, self._most)
         while enough - too_few > 1:
             middle = (enough + too_few) // 2
-            if self.of(self._mixed(middle)).meets:
-                enough = middle
+            if (smaller := self._good(self._mixed(middle))) is not None:
+                enough, found = middle, smaller
             else:
                 too_few = middle
-        return self._mixed(enough)
+        return found
 
     def _mixed(self, nodes: int) -> ClusterShape:
         return ClusterShape(mixed=nodes, nodes_per_machine=self._per_machine)
 
     def _apart(self, prefill: int, decode: int) -> ClusterShape:
         return ClusterShape(prefill, decode, nodes_per_machine=self._per_machine)
-
-
-def least_nodes(profile: Profile, load: Sequence[PlannedRequest], nodes_per_machine: int) -> int:
-    """Returns how many nodes cannot be enough, and one more: full batches and nothing else would take them too long."""
-    parts, rows = profile.speed(nodes_per_machine).steps, profile.cache.max_num_seqs
-    seconds = load[-1].at_s - load[0].at_s
-    if len(load) < _MANY or not seconds:
-        return 1
-    row_s = parts.step_s(rows, 0, 0) / rows
-    work_s = sum(request.prompt_tokens * parts.prompt_token + (request.output_tokens - 1) * row_s for request in load)
-    return max(1, int(work_s / seconds / _OVERLOADED))
 
 
 def neighbours(shape: ClusterShape) -> list[ClusterShape]:

@@ -72,6 +72,8 @@ def test_a_spread_has_a_mean_of_one_and_is_in_order() -> None:
     assert sum(spread) / len(spread) == pytest.approx(1.0)
     assert list(spread) == sorted(spread)
     assert spread_of([]) == (1.0,)
+    # Of tokens that come at once because the client reads late, none takes no time.
+    assert min(spread_of([[0.0, 0.0, 3.0]])) > 0
 
 
 def test_each_batch_counts_as_much_in_a_spread_however_many_streams_it_has() -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.config import TargetsConfig
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
+from pdserve.plan.demand import LeastNodes, least_nodes
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
-from pdserve.plan.prediction import PlanTargets, Prediction, predict
+from pdserve.plan.node import PendingPrompt, SimulatedNode
+from pdserve.plan.prediction import PlanTargets, Prediction, predict, predict_if_good
 from pdserve.plan.sizing import Sizing, checked_sizing, neighbours
+from tests.examples import examples
 from tests.plan.profiles import profile_of
 
 
@@ -24,10 +31,17 @@ def sizing(load: Sequence[PlannedRequest], wanted: PlanTargets, most: int = 16) 
     asked: list[ClusterShape] = []
 
     def of(shape: ClusterShape) -> Prediction:
-        asked.append(shape)
         return predict(profile_of(), shape, load, wanted)
 
-    return Sizing(of, most, 1), asked
+    def if_good(shape: ClusterShape) -> Prediction | None:
+        asked.append(shape)
+        return predict_if_good(profile_of(), shape, load, wanted)
+
+    return Sizing(of, if_good, most, 1), asked
+
+
+def good(prediction: Prediction) -> Prediction | None:
+    return prediction if prediction.meets else None
 
 
 def test_the_smallest_cluster_keeps_the_targets_and_one_node_less_does_not() -> None:
@@ -65,7 +79,7 @@ def test_no_smaller_cluster_of_any_shape_would_do(rate: float, wanted: PlanTarge
     def of(shape: ClusterShape) -> Prediction:
         return predict(profile_of(), shape, load, wanted, targets)
 
-    chosen = Sizing(of, 12, 1).find().chosen
+    chosen = Sizing(of, lambda shape: good(of(shape)), 12, 1, least_nodes(profile_of(), load, 1)).find().chosen
     assert chosen is not None and of(chosen).meets
     for nodes in range(1, chosen.nodes):
         smaller = [ClusterShape(mixed=nodes), *(ClusterShape(p, nodes - p) for p in range(1, nodes))]
@@ -80,5 +94,84 @@ def test_among_large_clusters_the_smallest_is_found(prefill: int, decode: int, m
         enough = shape.mixed >= mixed if shape.mixed else shape.prefill >= prefill and shape.decode >= decode
         return dataclasses.replace(some, shape=shape, keeps_up=enough)
 
-    chosen = Sizing(of, 64, 1).find().chosen
+    chosen = Sizing(of, lambda shape: good(of(shape)), 64, 1).find().chosen
     assert chosen is not None and chosen.nodes == min(mixed, prefill + decode)
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    st.floats(2.0, 30.0),
+    st.sampled_from(
+        [PlanTargets(0.5, 0.0), PlanTargets(0.0, 0.05), PlanTargets(1.0, 0.06, 99.0), PlanTargets(0.0, 0.5)]
+    ),
+    st.sampled_from([ClusterShape(mixed=1), ClusterShape(mixed=3), ClusterShape(1, 1), ClusterShape(2, 2)]),
+    st.integers(0, 1000),
+)
+def test_only_what_misses_the_targets_is_given_up_early(
+    rate: float, wanted: PlanTargets, shape: ClusterShape, seed: int
+) -> None:
+    load = poisson_load(rate, 150, read_lengths("64-512"), read_lengths("1-64"), seed)
+    whole = predict(profile_of(), shape, load, wanted)
+    assert predict_if_good(profile_of(), shape, load, wanted) == good(whole)
+
+
+def test_a_hopeless_cluster_is_given_up_long_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = 0
+    wait = SimulatedNode.wait
+
+    def counting(node: SimulatedNode, prompt: PendingPrompt) -> None:
+        nonlocal begun
+        begun += 1
+        wait(node, prompt)
+
+    monkeypatch.setattr(SimulatedNode, "wait", counting)
+    load = poisson_load(40.0, 1000, read_lengths("256"), read_lengths("64"), 0)
+    assert predict_if_good(profile_of(), ClusterShape(mixed=1), load, PlanTargets(1.0, 0.0)) is None
+    assert begun < len(load)
+
+
+@settings(max_examples=examples(6), deadline=None)
+@given(st.floats(4.0, 20.0), st.sampled_from((0.0, 0.03, 0.06)), st.sampled_from((1, 2)), st.integers(0, 1000))
+def test_fewer_nodes_than_the_least_do_not_keep_up(rate: float, itl_s: float, per_machine: int, seed: int) -> None:
+    load = poisson_load(rate, 400, read_lengths("64-512"), read_lengths("16-128"), seed)
+    profile, wanted = profile_of(slower_beside=1.5), PlanTargets(0.0, itl_s)
+    least = least_nodes(profile, load, per_machine, itl_s)
+    fewer = []
+    if least.all > 1:
+        fewer.append(ClusterShape(mixed=least.all - 1, nodes_per_machine=per_machine))
+    if least.decode > 1:
+        fewer.append(ClusterShape(8, least.decode - 1, nodes_per_machine=per_machine))
+    for shape in fewer:
+        targets = TargetsConfig(target_itl_ms=1e3 * itl_s)
+        assert predict_if_good(profile, shape, load, wanted, targets) is None
+
+
+def test_the_least_nodes_of_a_large_load_are_not_far_from_enough() -> None:
+    load, wanted = poisson_load(60.0, 3600, read_lengths("256"), read_lengths("64"), 0), PlanTargets(2.0, 0.1)
+    least = least_nodes(profile_of(), load, 1, wanted.itl_s)
+    targets = TargetsConfig(target_ttft_ms=2000.0, target_itl_ms=100.0)
+    assert least.all > 8
+    assert predict_if_good(profile_of(), ClusterShape(mixed=math.ceil(1.6 * least.all)), load, wanted, targets)
+
+
+def test_more_work_than_the_most_nodes_can_do_is_said_at_once() -> None:
+    def never(shape: ClusterShape) -> Prediction:
+        raise AssertionError(f"{shape} was tried")
+
+    with pytest.raises(PlanError, match=r"4 nodes are too few: .* 9 nodes busy.*--max-nodes"):
+        Sizing(never, never, 4, 1, LeastNodes(9, 3)).find()
+
+
+def test_without_transfers_only_mixed_nodes_are_looked_at() -> None:
+    load, wanted = load_of(12.0), PlanTargets(ttft_s=0.5, itl_s=0.08)
+    alone = msgspec.structs.replace(profile_of(), transfer=None)
+    finder = Sizing(
+        lambda shape: predict(alone, shape, load, wanted),
+        lambda shape: predict_if_good(alone, shape, load, wanted),
+        16,
+        1,
+        apart=False,
+    )
+    sized = finder.find()
+    assert sized.chosen is not None and sized.chosen.mixed > 1
+    assert all(prediction.shape.mixed for prediction in sized.tried)

@@ -33,8 +33,10 @@ def figures_of(prediction: Prediction) -> tuple[Figure, ...]:
     latencies = [
         Figure(f"{name} p{share}", seconds * 1e3, Unit.MS, Better.LOWER)
         for name, found in (("TTFT", prediction.ttft), ("ITL", prediction.itl))
-        for share, seconds in ((50, found.p50), (90, found.p90), (99, found.p99))
+        for share, seconds in ((50, found.p50), (90, found.p90), (95, found.p95), (99, found.p99))
     ]
+    preempted = prediction.preemptions
+    preemptions = [Figure("preemptions", preempted, Unit.COUNT, Better.LOWER)] if preempted else []
     busy = [Figure(f"{role.value} busy", 100 * share, Unit.PERCENT) for role, share in prediction.busy.items()]
     return (
         *latencies,
@@ -42,4 +44,5 @@ def figures_of(prediction: Prediction) -> tuple[Figure, ...]:
         Figure("requests", prediction.requests_per_s, Unit.REQUESTS_PER_S, Better.HIGHER),
         Figure("goodput", prediction.goodput, Unit.REQUESTS_PER_S, Better.HIGHER),
         *busy,
+        *preemptions,
     )

@@ -1,0 +1,63 @@
+"""Says during a simulation that a cluster misses what is wanted, as soon as nothing to come can change that."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from pdserve.plan.answer import Answer
+from pdserve.plan.load import PlannedRequest
+
+_BEHIND = 0.05
+"""A cluster that leaves more of the requests behind does not keep up."""
+
+
+class Bounds:
+    """Counts what comes too late. Targets are in seconds, 0 for any."""
+
+    def __init__(
+        self, ttft_s: float, itl_s: float, percentile: float, load: Sequence[PlannedRequest], spread: Sequence[float]
+    ) -> None:
+        self.hopeless = False
+        """Whether the cluster misses what is wanted, whatever happens from now on."""
+        self._ttft_s, self._itl_s = ttft_s or math.inf, itl_s or math.inf
+        share, gaps = 1 - percentile / 100, sum(request.output_tokens - 1 for request in load)
+        # One more than the share, so that no rounding decides.
+        self._answers_left, self._gaps_left = share * len(load) + 1, share * gaps + 1
+        self._spread = sorted(spread)
+        self._at_middle = 0
+
+    def begun(self, answer: Answer) -> None:
+        """Notes that an answer has its first token."""
+        if answer.ttft_s > self._ttft_s:
+            self._answers_left -= 1
+            self.hopeless |= self._answers_left < 0
+
+    def gap(self, seconds: float, count: int) -> None:
+        """Notes so many gaps between tokens, which are as long as that but for the spread of steps."""
+        if seconds <= 0:
+            return
+        late = len(self._spread) - bisect_right(self._spread, self._itl_s / seconds)
+        if late:
+            self._gaps_left -= count * late / len(self._spread)
+            self.hopeless |= self._gaps_left < 0
+
+    def middle(self, answers: Sequence[Answer]) -> None:
+        """Notes that the middle one of ``answers`` has just come."""
+        self._at_middle = under_way_now(answers[: len(answers) // 2 + 1])
+
+    def last(self, answers: Sequence[Answer]) -> None:
+        """Notes that the last one of them has just come."""
+        self.hopeless |= falls_behind(len(answers), self._at_middle, under_way_now(answers))
+
+
+def under_way_now(answers: Sequence[Answer]) -> int:
+    """Returns how many of the ``answers`` that have been asked for have not ended."""
+    return sum(not (answer.done or (answer.begun and not answer.tokens_left)) for answer in answers)
+
+
+def falls_behind(requests: int, at_middle: int, at_last: int) -> bool:
+    """Returns whether the requests under way grow by more than chance from the middle to the last one of them."""
+    came = requests - requests // 2
+    return at_last - at_middle > max(_BEHIND * came, 3 * math.sqrt(at_middle + 1))

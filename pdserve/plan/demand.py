@@ -1,0 +1,80 @@
+"""Says how many nodes a load needs at least, by the work that its tokens are: fewer are not worth a simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.engine.placement.step_parts import StepParts
+from pdserve.plan.fit import chunks_of
+from pdserve.plan.load import PlannedRequest
+from pdserve.plan.profile import CacheGeometry, Profile
+
+_LEFT = 0.15
+"""This share of the work may be left at the end although a cluster keeps up: it is under way."""
+_CHANCE = 3.0
+"""Of few requests, chance may leave more: this divided by the square root of their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeastNodes:
+    """Fewer nodes cannot keep up."""
+
+    all: int
+    """Of any kind."""
+    decode: int
+    """Decode nodes beside prefill nodes."""
+
+
+def least_nodes(
+    profile: Profile,
+    load: Sequence[PlannedRequest],
+    nodes_per_machine: int,
+    itl_s: float = 0.0,
+    percentile: float = 90.0,
+) -> LeastNodes:
+    """Returns the least numbers of nodes whose steps could do the work of ``load`` while it comes.
+
+    Their batches are as full as the ITL target of ``itl_s`` (0 for none) and the KV cache allow. Raises PlanError.
+    """
+    seconds = load[-1].at_s - load[0].at_s
+    share = 1 - _LEFT - _CHANCE / math.sqrt(len(load))
+    if share <= 0 or not seconds:
+        return LeastNodes(1, 1)
+    speed, cache = profile.speed(nodes_per_machine), profile.cache
+    # A node computes with all cores for one share of the time, or with its own all the time: each part is no less.
+    parts = _least(speed.steps.times(nodes_per_machine), speed.beside)
+    row_share = itl_s / min(speed.spread) if itl_s else math.inf
+    decoding_s = _decoding_s(parts, load, cache, row_share, percentile / 100)
+    prompts_s = sum(_prompt_s(parts, request.prompt_tokens, cache.max_num_batched_tokens) for request in load)
+    needed = [max(1, math.ceil(share * work_s / seconds)) for work_s in (decoding_s + prompts_s, decoding_s)]
+    return LeastNodes(*needed)
+
+
+def _least(one: StepParts, other: StepParts) -> StepParts:
+    names = StepParts.__struct_fields__
+    return StepParts(**{name: min(getattr(one, name), getattr(other, name)) for name in names})
+
+
+def _prompt_s(parts: StepParts, prompt_tokens: int, chunk: int) -> float:
+    """Returns what a prompt adds to steps at least, where others share the rest of its last chunk."""
+    read = sum(done * tokens for done, tokens in chunks_of(prompt_tokens, chunk))
+    fixed_s = min(parts.chunk_alone, parts.chunk_beside) * prompt_tokens / chunk
+    return fixed_s + prompt_tokens * parts.prompt_token + read * parts.prompt_token_read
+
+
+def _decoding_s(
+    parts: StepParts, load: Sequence[PlannedRequest], cache: CacheGeometry, longest_s: float, share: float
+) -> float:
+    """Returns what the tokens after the first take at least, of which ``share`` come in steps of ``longest_s``."""
+    tokens = sum(request.output_tokens - 1 for request in load)
+    contexts = sum(
+        (request.output_tokens - 1) * (request.prompt_tokens + request.output_tokens / 2) for request in load
+    )
+    rows = cache.max_num_seqs
+    steps = max(tokens / rows, contexts / cache.room)
+    if parts.batch + rows * parts.request > longest_s:
+        rows_in_time = max(1.0, (longest_s - parts.batch) / max(parts.request, 1e-9))
+        steps = max(steps, tokens * (share / rows_in_time + (1 - share) / rows))
+    return steps * parts.batch + tokens * parts.request + contexts * parts.context_token
