@@ -17,6 +17,8 @@ ITL_FACTOR = 2.0
 """A decode node's step may take so many times what it takes without prompts, if the operator has set no target."""
 TTFT_FACTOR = 2.0
 """A first token may take so many times what its prompt takes alone on this node, if the operator has set no target."""
+TTFT_AIM = 0.7
+"""A first token is planned for this share of its target, where chunks in this node's own steps keep the ITL target."""
 
 LEAST_PROMPT_TOKENS = 8
 """So many tokens of prompts are computed in a step however long it takes."""
@@ -117,3 +119,24 @@ class LatencyTargets:
     def ttft_s(self, alone_s: float) -> float:
         """Returns how long the first token of a prompt may take that takes ``alone_s`` on this node alone."""
         return self._ttft_s or TTFT_FACTOR * alone_s
+
+    def ttft_aim_s(
+        self, alone_s: float, own_ms: float | None, rows: int, context_tokens: int, own_itl: OwnItl = NONE_OWN
+    ) -> float:
+        """Returns how long the first token of such a prompt is planned to take on a prefill node, at most.
+
+        ``own_ms`` is the target of the request itself, if it has one. Queues grow while prompts are in them, so the aim
+        is below a target that somebody has set: this node computes a prompt rather than let it come late. But it takes
+        the whole time where its own steps are too long for more than ``LEAST_PROMPT_TOKENS`` as it is.
+        """
+        if own_ms is None and not self._ttft_s:
+            return self.ttft_s(alone_s)
+        ttft_s = self._ttft_s if own_ms is None else own_ms / 1000
+        return TTFT_AIM * ttft_s if self._chunks_keep_itl(rows, context_tokens, own_itl) else ttft_s
+
+    def _chunks_keep_itl(self, rows: int, context_tokens: int, own: OwnItl) -> bool:
+        """Returns whether a step may take ``ITL_FACTOR`` times what it takes without prompts, by the targets set."""
+        set_ = [self._itl_s] if self._itl_s and not own.all_have else []
+        if own.tightest_s is not None:
+            set_.append(own.tightest_s)
+        return not set_ or min(set_) >= (self._doubled_s(rows, context_tokens) or 0.0)

@@ -65,10 +65,14 @@ class Placement:
         here = self._here(prompt, node, now)
         there = node.measures(now, self.bytes_per_token, here.tokens_per_s)
         self._times = estimate(prompt, here, there, self._max_num_batched_tokens)
-        node_ttft_s = self.targets.ttft_s(here.alone_s(prompt.missing_tokens))
-        ttft_s = node_ttft_s if prompt.own_ttft_ms is None else prompt.own_ttft_ms / 1000
+        alone_s = here.alone_s(prompt.missing_tokens)
+        ttft_s = self.targets.ttft_aim_s(
+            alone_s, prompt.own_ttft_ms, prompt.rows, prompt.context_tokens, prompt.own_itl
+        )
         # A short prompt that waits does not let the prefill node run dry before long ones.
-        most_queued_s = max(node_ttft_s, TTFT_FACTOR * self._max_num_batched_tokens / here.tokens_per_s)
+        most_queued_s = max(
+            self.targets.ttft_s(alone_s), TTFT_FACTOR * self._max_num_batched_tokens / here.tokens_per_s
+        )
         return place(prompt, self._times, ttft_s, most_queued_s, there.streams)
 
     def _chunk_tokens(self, rows: int, context_tokens: int, own_itl: OwnItl, prompt_context: int = 0) -> int:

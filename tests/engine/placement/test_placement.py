@@ -104,6 +104,20 @@ def test_a_requests_own_target_decides_what_is_late_for_it() -> None:
     assert placement.decide(replace(patient, may_wait=True), TARGET, 1.0) == replace(IN_TIME, source=None)
 
 
+def test_a_prompt_goes_where_it_surely_comes_in_time_if_streams_here_can_bear_its_chunks() -> None:
+    placement = measured()
+    for _ in range(8):
+        placement.step_cost.observe(4, 0, 0, 0.01)
+    placement.ordered(TARGET, "ahead", 512, 0, 1.0)
+    beside = replace(BESIDE_STREAMS, rows=4, own_itl=OwnItl(0.1, all_have=True))
+    # The prefill node has to compute 768 tokens first, in 0.384 s.
+    assert placement.decide(replace(beside, own_ttft_ms=500.0), TARGET, 1.0) == LOCAL
+    assert placement.decide(replace(beside, own_ttft_ms=600.0), TARGET, 1.0) == IN_TIME
+    # Where a step takes most of what its streams want, its prompts would be cut into pieces that break it, too.
+    short = replace(beside, own_ttft_ms=500.0, own_itl=OwnItl(0.015, all_have=True))
+    assert placement.decide(short, TARGET, 1.0) == IN_TIME
+
+
 def test_a_short_prompt_may_take_twice_what_a_short_step_takes() -> None:
     """A step takes 50 ms however short it is, so the rate of long chunks says nothing of it."""
     step_cost = StepCost()
