@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pdserve.plan.answer import Answer
 from pdserve.plan.load import PlannedRequest
+from pdserve.plan.profile import NodeSpeed
 
 _BEHIND = 0.05
 """A cluster that leaves more of the requests behind does not keep up."""
@@ -17,7 +18,7 @@ class Bounds:
     """Counts what comes too late. Targets are in seconds, 0 for any."""
 
     def __init__(
-        self, ttft_s: float, itl_s: float, percentile: float, load: Sequence[PlannedRequest], spread: Sequence[float]
+        self, ttft_s: float, itl_s: float, percentile: float, load: Sequence[PlannedRequest], speed: NodeSpeed
     ) -> None:
         self.hopeless = False
         """Whether the cluster misses what is wanted, whatever happens from now on."""
@@ -25,7 +26,7 @@ class Bounds:
         share, gaps = 1 - percentile / 100, sum(request.output_tokens - 1 for request in load)
         # One more than the share, so that no rounding decides.
         self._answers_left, self._gaps_left = share * len(load) + 1, share * gaps + 1
-        self._spread = sorted(spread)
+        self._spreads = {beside: sorted(speed.spread_of(beside)) for beside in (False, True)}
         self._at_middle = 0
 
     def begun(self, answer: Answer) -> None:
@@ -34,13 +35,14 @@ class Bounds:
             self._answers_left -= 1
             self.hopeless |= self._answers_left < 0
 
-    def gap(self, seconds: float, count: int) -> None:
+    def gap(self, seconds: float, count: int, beside: bool) -> None:
         """Notes so many gaps between tokens, which are as long as that but for the spread of steps."""
         if seconds <= 0:
             return
-        late = len(self._spread) - bisect_right(self._spread, self._itl_s / seconds)
+        spread = self._spreads[beside]
+        late = len(spread) - bisect_right(spread, self._itl_s / seconds)
         if late:
-            self._gaps_left -= count * late / len(self._spread)
+            self._gaps_left -= count * late / len(spread)
             self.hopeless |= self._gaps_left < 0
 
     def middle(self, answers: Sequence[Answer]) -> None:

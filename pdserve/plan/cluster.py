@@ -60,6 +60,8 @@ class TokenGaps:
 
     seconds: float
     count: int
+    beside: bool = False
+    """Whether others on the machine computed, too."""
 
 
 @dataclass(slots=True)
@@ -319,7 +321,7 @@ class _Simulation:
         assert step is not None
         engine.step = None
         engine.busy_s += now - engine.began
-        node.learn(step, now - engine.began, now)
+        node.learn(step, now - engine.began, engine.share > 0, now)
         if step.rows:
             self._give_tokens(engine, step, now)
         for prompt, tokens in step.chunks:
@@ -338,20 +340,21 @@ class _Simulation:
         new = decoding.take_new()
         for member in new:
             assert member.since is not None
-            self._note_gaps(engine.until(1) - member.since if step.count > 1 else now - member.since, 1)
+            self._note_gaps(engine, engine.until(1) - member.since if step.count > 1 else now - member.since, 1)
         if step.rows > len(new):
-            self._note_gaps(now - engine.last_from, step.rows - len(new))
+            self._note_gaps(engine, now - engine.last_from, step.rows - len(new))
         if step.count > 1:
             between = step.count - 1
-            self._note_gaps((engine.last_from - engine.began) / between, step.rows * between)
+            self._note_gaps(engine, (engine.last_from - engine.began) / between, step.rows * between)
         for member in decoding.advance(step.count):
             member.answer.end(now)
             engine.node.free_blocks += engine.node.cache.blocks(decoding.context_of(member) - 1)
 
-    def _note_gaps(self, seconds: float, count: int) -> None:
-        self._gaps.append(TokenGaps(seconds, count))
+    def _note_gaps(self, engine: _Engine, seconds: float, count: int) -> None:
+        beside = engine.share > 0
+        self._gaps.append(TokenGaps(seconds, count, beside))
         if self._bounds is not None:
-            self._bounds.gap(seconds, count)
+            self._bounds.gap(seconds, count, beside)
 
     def _note_begun(self, answer: Answer) -> None:
         if self._bounds is not None:
@@ -370,7 +373,7 @@ class _Simulation:
         else:
             # The last chunk of what is computed again gives the next token.
             answer.tokens_left -= 1
-            self._note_gaps(now - prompt.since, 1)
+            self._note_gaps(engine, now - prompt.since, 1)
         if answer.tokens_left:
             node.decoding.join(answer, prompt.tokens, None)
         else:

@@ -45,7 +45,7 @@ def least_nodes(
     speed, cache = profile.speed(nodes_per_machine), profile.cache
     # A node computes with all cores for one share of the time, or with its own all the time: each part is no less.
     parts = _least(speed.steps.times(nodes_per_machine), speed.beside)
-    row_share = itl_s / min(speed.spread) if itl_s else math.inf
+    row_share = itl_s / speed.least_spread if itl_s else math.inf
     decoding_s = _decoding_s(parts, load, cache, row_share, percentile / 100)
     prompts_s = sum(_prompt_s(parts, request.prompt_tokens, cache.max_num_batched_tokens) for request in load)
     needed = [max(1, math.ceil(share * work_s / seconds)) for work_s in (decoding_s + prompts_s, decoding_s)]

@@ -165,16 +165,17 @@ class SimulatedNode:
                     rows, rows * context, prompt_tokens, parts.step_s(rows, rows * context, prompt_tokens)
                 )
 
-    def learn(self, step: NodeStep, seconds: float, now: float) -> None:
+    def learn(self, step: NodeStep, seconds: float, beside: bool, now: float) -> None:
         """Learns what steps take from some that took ``seconds`` together, as an engine does from each.
 
         A node that has its machine for itself knows it: its steps take what the profile says.
         """
         if not self._learns:
             return
-        mean_s, context = seconds / step.count, step.context_tokens + step.rows * (step.count - 1) // 2
+        mean_s, spread = seconds / step.count, self.speed.spread_of(beside)
+        context = step.context_tokens + step.rows * (step.count - 1) // 2
         for _ in range(min(step.count, _MOST_LEARNT)):
-            took_s = mean_s * self._source.choice(self.speed.spread)
+            took_s = mean_s * self._source.choice(spread)
             self.cost.observe(
                 step.rows, context, step.prompt_tokens, took_s, prompt_context=step.prompt_context, now=now
             )

@@ -12,7 +12,7 @@ from pdserve.plan.answer import Answer
 from pdserve.plan.bounds import Bounds, falls_behind
 from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, live, live_within
 from pdserve.plan.load import PlannedRequest
-from pdserve.plan.profile import Profile
+from pdserve.plan.profile import NodeSpeed, Profile
 from pdserve.wire.discovery import Role
 
 
@@ -80,7 +80,7 @@ def predict(
 ) -> Prediction:
     """Returns what becomes of ``load``, whose nodes have ``targets``. Raises PlanError."""
     lived = live(profile, shape, load, targets, disaggregation)
-    return _prediction(lived, shape, load, wanted, profile.speed(shape.nodes_per_machine).spread)
+    return _prediction(lived, shape, load, wanted, profile.speed(shape.nodes_per_machine))
 
 
 def predict_if_good(
@@ -92,12 +92,12 @@ def predict_if_good(
     disaggregation: Disaggregation = Disaggregation.AUTO,
 ) -> Prediction | None:
     """Returns the same, but None as soon as it is certain that what is ``wanted`` is missed. Raises PlanError."""
-    spread = profile.speed(shape.nodes_per_machine).spread
-    bounds = Bounds(wanted.ttft_s, wanted.itl_s, wanted.percentile, load, spread)
+    speed = profile.speed(shape.nodes_per_machine)
+    bounds = Bounds(wanted.ttft_s, wanted.itl_s, wanted.percentile, load, speed)
     lived = live_within(profile, shape, load, bounds, targets, disaggregation)
     if lived is None:
         return None
-    prediction = _prediction(lived, shape, load, wanted, spread)
+    prediction = _prediction(lived, shape, load, wanted, speed)
     return prediction if prediction.meets else None
 
 
@@ -106,10 +106,10 @@ def _prediction(
     shape: ClusterShape,
     load: Sequence[PlannedRequest],
     wanted: PlanTargets,
-    spread: Sequence[float],
+    speed: NodeSpeed,
 ) -> Prediction:
     ttft = quantiles(np.array([answer.ttft_s for answer in lived.answers]), wanted.percentile)
-    itl = gap_quantiles(lived.gaps, spread, wanted.percentile)
+    itl = gap_quantiles(lived.gaps, speed, wanted.percentile)
     seconds = lived.ended_at - load[0].at_s
     counts = {Role.PREFILL: shape.prefill, Role.DECODE: shape.decode, Role.MIXED: shape.mixed}
     return Prediction(
@@ -137,14 +137,18 @@ def _under_way(answers: Sequence[Answer], at_s: float) -> int:
     return sum(answer.request.at_s <= at_s < answer.last_at for answer in answers)
 
 
-def gap_quantiles(gaps: Sequence[TokenGaps], spread: Sequence[float], percentile: float) -> Quantiles:
-    """Returns the quantiles of gaps, each of which is as long as it says but for the ``spread`` of steps."""
+def gap_quantiles(gaps: Sequence[TokenGaps], speed: NodeSpeed, percentile: float) -> Quantiles:
+    """Returns the quantiles of gaps, each of which is as long as it says but for the spread of steps."""
     if not gaps:
         return Quantiles(0.0, 0.0, 0.0, 0.0, 0.0)
-    seconds = np.array([gap.seconds for gap in gaps])
-    counts = np.array([gap.count for gap in gaps], dtype=float)
-    times = np.array(spread)
-    return quantiles(np.outer(seconds, times).ravel(), percentile, np.repeat(counts / len(times), len(times)))
+    values, weights = [], []
+    for beside in (False, True):
+        seconds = np.array([gap.seconds for gap in gaps if gap.beside is beside])
+        counts = np.array([gap.count for gap in gaps if gap.beside is beside], dtype=float)
+        times = np.array(speed.spread_of(beside))
+        values.append(np.outer(seconds, times).ravel())
+        weights.append(np.repeat(counts / len(times), len(times)))
+    return quantiles(np.concatenate(values), percentile, np.concatenate(weights))
 
 
 def quantiles(values: np.ndarray, percentile: float, weights: np.ndarray | None = None) -> Quantiles:

@@ -29,11 +29,23 @@ class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """While the others compute. The same as ``steps`` for a node that has the machine for itself."""
     spread: tuple[float, ...] = (1.0,)
     """Evenly spaced quantiles of how steps differ from their estimates, as multiples of these."""
+    spread_beside: tuple[float, ...] = ()
+    """The same while the others compute; empty if that makes no difference."""
+
+    def spread_of(self, beside: bool) -> tuple[float, ...]:
+        """Returns how steps differ from their estimates while the others compute, or sleep."""
+        return self.spread_beside if beside and self.spread_beside else self.spread
 
     @property
     def mean_spread(self) -> float:
-        """By how much of its estimate a step differs from it, on average."""
-        return sum(abs(times - 1) for times in self.spread) / len(self.spread)
+        """By how much of its estimate a step differs from it, on average over both."""
+        both = (self.spread, self.spread_of(True))
+        return sum(sum(abs(times - 1) for times in spread) / len(spread) for spread in both) / len(both)
+
+    @property
+    def least_spread(self) -> float:
+        """The least multiple of its estimate that a step takes."""
+        return min(self.spread + self.spread_beside)
 
 
 class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -160,7 +172,7 @@ def _wrong(profile: Profile) -> str:
                     return f"a step's part {name} of {seconds} s, where a time of 0 or more is right"
             if not parts.prompt_token or not parts.step_s(1, 1, 0):
                 return "steps that take no time"
-        if not speed.spread or not all(0 < times < math.inf for times in speed.spread):
+        if not speed.spread or not all(0 < times < math.inf for times in speed.spread + speed.spread_beside):
             return "a spread that is not a list of positive numbers"
     costs = [profile.front.request_s, profile.front.token_s]
     if profile.transfer is not None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.config import Disaggregation, TargetsConfig
 from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
-from pdserve.plan.cluster import ClusterShape, Lived, live
+from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, live
 from pdserve.plan.load import Lengths, PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import NodeStep, SimulatedNode
 from pdserve.plan.prediction import PlanTargets, gap_quantiles, predict
@@ -203,14 +203,14 @@ def test_nodes_that_share_a_machine_learn_how_busy_their_neighbours_are() -> Non
     busy, idle = (SimulatedNode(0, Role.DECODE, speed, CACHE, TargetsConfig(), Disaggregation.AUTO) for _ in range(2))
     step = NodeStep(4, 1000, count=20)
     for second in range(20):
-        busy.learn(step, 20 * speed.beside.step_s(4, 1000, 0), float(second))
-        idle.learn(step, 20 * speed.steps.step_s(4, 1000, 0), float(second))
+        busy.learn(step, 20 * speed.beside.step_s(4, 1000, 0), True, float(second))
+        idle.learn(step, 20 * speed.steps.step_s(4, 1000, 0), False, float(second))
     assert busy.cost.estimate_s(4, 1000, 0) == pytest.approx(speed.beside.step_s(4, 1000, 0), rel=0.1)
     assert idle.cost.estimate_s(4, 1000, 0) == pytest.approx(speed.steps.step_s(4, 1000, 0), rel=0.1)
     # Where each step finds the neighbour otherwise than the last one, estimates are less sure, and chunks are shorter.
     unsure = SimulatedNode(0, Role.DECODE, speed, CACHE, TargetsConfig(), Disaggregation.AUTO)
     for second, parts in enumerate([speed.steps, speed.beside] * 100):
-        unsure.learn(NodeStep(4, 1000), parts.step_s(4, 1000, 0), float(second))
+        unsure.learn(NodeStep(4, 1000), parts.step_s(4, 1000, 0), parts is speed.beside, float(second))
     assert unsure.cost.spread > busy.cost.spread + 0.1
 
 
@@ -245,11 +245,22 @@ def test_a_prediction_counts_good_answers_and_keeps_or_misses_targets() -> None:
 
 def test_the_spread_of_steps_widens_the_quantiles_of_gaps() -> None:
     lived = live(profile_of(), MIXED, [one(16, 100)])
-    even = gap_quantiles(lived.gaps, (1.0,), 90)
-    wide = gap_quantiles(lived.gaps, (0.8, 0.9, 1.0, 1.1, 1.2), 90)
+    speed, wider = profile_of().speed(1), (0.8, 0.9, 1.0, 1.1, 1.2)
+    even = gap_quantiles(lived.gaps, speed, 90)
+    wide = gap_quantiles(lived.gaps, msgspec.structs.replace(speed, spread=wider), 90)
     assert wide.p50 == pytest.approx(even.p50)
     assert wide.p90 == pytest.approx(1.2 * even.p90)
-    assert gap_quantiles([], (1.0,), 90).p99 == 0.0
+    assert gap_quantiles([], speed, 90).p99 == 0.0
+
+
+def test_gaps_beside_a_neighbour_have_a_spread_of_their_own() -> None:
+    speed = msgspec.structs.replace(profile_of().speed(2), spread=(0.9, 1.1), spread_beside=(0.5, 1.5))
+    found = gap_quantiles([TokenGaps(0.010, 90), TokenGaps(0.020, 10, beside=True)], speed, 96)
+    assert (found.p50, found.p90, found.asked) == pytest.approx((0.010, 0.011, 0.030))
+    only_alone = gap_quantiles(
+        [TokenGaps(0.010, 90, beside=True)], msgspec.structs.replace(speed, spread_beside=()), 96
+    )
+    assert only_alone.asked == pytest.approx(0.011)
 
 
 def test_machines_for_two_have_a_prefill_and_a_decode_node_where_there_are_enough() -> None:

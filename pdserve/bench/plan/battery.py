@@ -24,7 +24,7 @@ from pdserve.plan.profile import CacheGeometry
 
 LONE_PROMPTS = (16, 64, 160, 256, 512, 1024)
 LONE_REPEATS = 3
-BATCHES = ((1, 32), (8, 32), (1, 256), (2, 256), (4, 256), (8, 256), (16, 256), (32, 64), (2, 768), (4, 640))
+BATCHES = ((1, 32), (8, 32), (1, 256), (2, 256), (4, 256), (8, 256), (16, 128), (32, 32), (1, 768), (4, 512))
 """Numbers of streams, and the tokens of their prompts: most have contexts such as requests have."""
 STEPS = 26
 _LEAST_STEPS = 8

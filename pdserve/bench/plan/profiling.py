@@ -180,7 +180,8 @@ async def _two_nodes(
     # What a request takes besides its steps is known from a node behind a proxy.
     steps, _ = fit(one.observed)
     beside, _ = fit(busy.observed)
-    return NodeSpeed(nodes=2, steps=steps, beside=beside, spread=spread_of([*one.ratios, *busy.ratios]))
+    spread, spread_beside = spread_of(one.ratios), spread_of(busy.ratios)
+    return NodeSpeed(nodes=2, steps=steps, beside=beside, spread=spread, spread_beside=spread_beside)
 
 
 async def _transfers(
