@@ -63,12 +63,6 @@ def is_slow(stage: Stage, server: Server) -> Callable[[], None]:
     return check
 
 
-def runs_short(node: Server, prompt_share: float) -> bool:
-    """Whether a request waits at a node whose free blocks are too few for a prompt, which takes such a share."""
-    waiting, used = node.metric("num_requests_waiting"), node.metric("kv_cache_usage_perc")
-    return waiting > 0 and 1 - used < prompt_share
-
-
 class FullDisk:
     """A server whose files cannot grow from now on.
 

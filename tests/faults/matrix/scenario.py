@@ -20,7 +20,6 @@ from tests.faults.matrix.effects import (
     hears_nothing,
     is_slow,
     is_still_stopped,
-    runs_short,
     stops,
     was_killed,
 )
@@ -40,7 +39,6 @@ SOME_BYTES = PROMPT_TOKENS // 16 * BLOCK_BYTES // 3
 BLOCKS = -(-PROMPT_TOKENS // 16)
 """The blocks of a prompt."""
 NODE_BLOCKS = KV_CACHE_MIB * 2**20 // BLOCK_BYTES
-PROMPT_SHARE = BLOCKS / NODE_BLOCKS
 HOGS = MAX_IN_FLIGHT
 MAX_LOST = 2
 
@@ -102,8 +100,6 @@ class Scenario:
         self._hogs: list[Client] = []
         self._pids: list[int] = []
         """The processes that the fault is for: those of the victim, or its last rank, which shares the node's disk."""
-        self._short: list[Server] = []
-        """The nodes of which one runs out of blocks."""
         self._undo = ExitStack()
 
     def play(self) -> float:
@@ -122,11 +118,6 @@ class Scenario:
                 if len(client.urls) > 1:
                     client.lose_patience()
             self._stage.open_gate()
-            if self._short:
-                eventually(
-                    lambda: any(runs_short(node, PROMPT_SHARE) for node in self._short),
-                    "a request waits for blocks",
-                )
             scene.client.wait()
             self._check_whole(scene.client)
             if self._cell.promise is Promise.ASKS_AGAIN:
@@ -306,10 +297,9 @@ class Scenario:
                     self._hog(PLAIN, proxy=1)
                 # A node that drains gets no more requests: the one to which the answer goes does.
                 drains = self._cell.phase is Phase.DRAIN
-                self._short = self._stage.of_role(self._role()) if drains else [victim]
+                nodes = self._stage.of_role(self._role()) if drains else [victim]
                 eventually(
-                    lambda: any(map(self._wants_too_much, self._short)),
-                    "a node has to have more blocks than there are",
+                    lambda: any(map(self._wants_too_much, nodes)), "a node has to have more blocks than there are"
                 )
             case Fault.DISK_FULL:
                 self._fill_disk(victim)
