@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,6 +108,11 @@ def network(*names: str) -> Iterator[Network]:
     macs = {name: f"02:00:00:00:00:{i:02x}" for i, name in enumerate(names, 1)}
     try:
         ip(f"netns add {switch}")
+        with Host("switch", switch, "").inside():
+            # The kernel would send hosts IPv6 messages of its own, past the wire.
+            for interfaces in ("all", "default"):
+                with suppress(FileNotFoundError):
+                    Path(f"/proc/sys/net/ipv6/conf/{interfaces}/disable_ipv6").write_text("1")
         for i, (name, host) in enumerate(hosts.items(), 1):
             inner, port = host.namespace, f"port{i}"
             ip(f"netns add {inner}")
