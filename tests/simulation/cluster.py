@@ -40,6 +40,7 @@ from pdserve.config import (
     RequestConfig,
     SchedulerConfig,
     TransferConfig,
+    WorkersConfig,
 )
 from pdserve.engine.tp.tp_ranks import RANK_COMMAND
 from pdserve.errors import PdserveError
@@ -53,12 +54,14 @@ from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.sides import LocalEngine
 from pdserve_proxy import server as proxy_server
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
+from pdserve_proxy.workers import worker
 from tests.simulation.clients import MODEL, ClientRequest, ask
 from tests.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RankProgram, RunningEngine, rank_model
 from tests.simulation.invariants import wrong_blocks
 from tests.simulation.links import Fabric, LinkTransport
 from tests.simulation.network import Network
 from tests.simulation.plan import Shape
+from tests.simulation.proxy_processes import ProxyProcesses
 from tests.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
 from tests.simulation.returning_client import ask_until_whole
 from tests.simulation.stand_ins import simulated
@@ -92,11 +95,13 @@ LATE_S = 5.0
 """A request has ended so long after its deadline at the latest."""
 COLLECT_EVERY = 20
 """What runs have left is collected after so many of them: it takes as long as a small run."""
+UNANSWERED_PINGS = 3
+"""A worker that answers so many pings in a row not counts as hung: faults last for seconds."""
 _runs = itertools.count(1)
 RANK_TIMEOUT_MS = 1_000
 """A rank that keeps the others waiting for longer hangs."""
 RESTART_S = 0.5
-"""What starts nodes again that have ended because of a rank takes so long."""
+"""What starts a node again that has ended because of a rank, or a proxy because of a worker, takes so long."""
 CHECK_EVERY_TURNS = 32
 """All blocks are counted after so many turns of the loop."""
 
@@ -111,17 +116,38 @@ class Proxy:
         self.host = f"10.0.0.{1 + number}"
         self.process: SimProcess
         self._stopping: asyncio.Event
-        self._may_end = False
+        self._may_end = self._worker_dies = False
 
     @property
     def alive(self) -> bool:
         return not self.process.ended
 
+    def processes(self) -> list[SimProcess]:
+        """Returns the proxy's process, and those of its workers that run."""
+        return [self.process, *self.workers]
+
+    @property
+    def workers(self) -> list[SimProcess]:
+        return [child for child in self.process.children if not child.ended]
+
     def start(self) -> None:
-        self._may_end = False
+        self._may_end = self._worker_dies = False
         self.process = SimProcess(self.cluster.loop, self.name, self.host)
         self.process.on_end[self._ended] = None
         self.process.start(self._main)
+
+    def worker_dies(self) -> None:
+        """Notes that a worker is killed. If it was just starting, the proxy has to end."""
+        self._worker_dies = True
+
+    def worker_started(self, worker: SimProcess) -> None:
+        """Notes that a worker runs. It may end when its proxy ends, or because of a fault."""
+
+        def ended() -> None:
+            if worker.status != -9 and not self._may_end and not self.process.ended:
+                self.cluster.violated(f"{worker.name} ended by itself with {worker.status}")
+
+        worker.on_end[ended] = None
 
     def stop(self) -> None:
         """Ends it in good order."""
@@ -136,6 +162,7 @@ class Proxy:
             relay=RelayConfig(suspect_s=SUSPECT_S),
             admission=AdmissionConfig(max_in_flight=shape.max_in_flight, max_queued=shape.max_queued),
             request=RequestConfig(timeout_s=shape.timeout_s),
+            workers=WorkersConfig(shape.workers),
         )
         self._stopping = asyncio.Event()
         await proxy_server.run(config, SECRET, self._stopping)
@@ -144,8 +171,15 @@ class Proxy:
     def _ended(self) -> None:
         """Notes an end for which there is no reason."""
         status = self.process.status
-        if not (status == -9 or (status == 0 and self._may_end)):
+        if status == 1 and self._worker_dies:
+            self.cluster.loop.call_later(RESTART_S, self._start_again, self.process)
+        elif not (status == -9 or (status == 0 and self._may_end)):
             self.cluster.violated(f"the {self.name} ended by itself with {status}")
+
+    def _start_again(self, process: SimProcess) -> None:
+        """Does what a service manager does."""
+        if self.process is process:
+            self.start()
 
 
 class Node:
@@ -297,6 +331,7 @@ class Cluster:
         self.rank_threads: dict[SimProcess, RankThread] = {}
         """The transfer thread of each rank from 1 on."""
         self.on_transfer_state: dict[Callable[[SimProcess, TransferState], None], None] = {}
+        self.proxy_processes = ProxyProcesses()
         self.fabric: Fabric
         self.proxies = [Proxy(self, number) for number in range(shape.proxies)]
         self.nodes = [Node(self, number, role) for number, role in enumerate(shape.roles)]
@@ -359,6 +394,14 @@ class Cluster:
                 if not request.serves_push and request.request_id not in self.witness.labels[node.process]:
                     self.violated(f"{node.name} serves {request}, for which it has taken no ticket")
 
+    def check_limits(self) -> None:
+        """Checks that the processes of each proxy keep its limits together."""
+        for proxy in self.proxies:
+            serving = proxy.workers or [proxy.process]
+            over = self.proxy_processes.over_limit(serving, self.shape.max_in_flight, self.shape.max_queued)
+            if over is not None:
+                self.violated(f"the {proxy.name} has {over}")
+
     def _clocks_agree(self) -> bool:
         hosts = [*(node.host for node in self.nodes), *(proxy.host for proxy in self.proxies)]
         return not any(map(self.clocks.wrong_s, hosts))
@@ -371,6 +414,7 @@ class Cluster:
     def _after_turn(self) -> None:
         if self.loop.turns % CHECK_EVERY_TURNS == 0:
             self.check_blocks()
+            self.check_limits()
 
     def violated(self, what: str) -> None:
         self.events.add(f"VIOLATION {what}")
@@ -408,6 +452,13 @@ class Cluster:
 
     def pace(self, process: SimProcess) -> Pace:
         return self.node_at(process.host).pace
+
+    async def work(self, launch: worker.WorkerLaunch) -> int:
+        """Runs a proxy's worker."""
+        process = present_process()
+        next(proxy for proxy in self.proxies if proxy.host == process.host).worker_started(process)
+        await worker._main(launch)
+        return 0
 
     def node_at(self, host: str) -> Node:
         return next(node for node in self.nodes if node.host == host)
@@ -486,7 +537,11 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 cluster.loop,
                 cluster.network,
                 Random(cluster.random.getrandbits(64)),
-                {tuple(ENGINE_COMMAND): program, tuple(RANK_COMMAND): rank_program},
+                {
+                    tuple(ENGINE_COMMAND): program,
+                    tuple(RANK_COMMAND): rank_program,
+                    worker.WORKER_COMMAND: cluster.work,
+                },
                 lambda: cluster.clocks.wrong_s(present_process().host),
                 pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
                 pdserve__api__server__TicketGate=cluster.witness.gate(),
@@ -498,6 +553,8 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve__engine__kv_connector__tp_rank_transfer__RankThread=cluster.make_rank_thread,
                 **rank_model(shape.kv_heads, cluster.pace),
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
+                pdserve_proxy__workers__worker_channel__MAX_UNANSWERED=UNANSWERED_PINGS,
+                **cluster.proxy_processes.stand_ins(),
             ) as descriptors,
             watched_transfers(cluster.transfer_is),
         ):

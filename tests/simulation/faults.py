@@ -88,7 +88,9 @@ class Faults:
             case FaultKind.STOP_ENGINE:
                 self._stop(node.processes()[1:], undo)
             case FaultKind.STOP_PROXY:
-                self._stop([proxy.process], undo)
+                self._stop(proxy.processes() if fault.amount % 2 else [proxy.process], undo)
+            case FaultKind.KILL_WORKER | FaultKind.STOP_WORKER | FaultKind.CRASH_WORKER if proxy.workers:
+                self._disturb_worker(fault, proxy, undo)
             case FaultKind.RESET:
                 self.cluster.network.reset(node.host)
             case FaultKind.CRASH | FaultKind.CRASH_ENGINE | FaultKind.CRASH_PROXY:
@@ -111,6 +113,20 @@ class Faults:
         for process in processes:
             process.stop()
             undo.callback(process.go_on)
+
+    def _disturb_worker(self, fault: Fault, proxy: Proxy, undo: ExitStack) -> None:
+        """Does something to a worker, whose supervisor has to see to it that there is another one."""
+        worker = proxy.workers[fault.other % len(proxy.workers)]
+        match fault.kind:
+            case FaultKind.KILL_WORKER:
+                proxy.worker_dies()
+                worker.end(-9)
+            case FaultKind.STOP_WORKER:
+                proxy.worker_dies()
+                self._stop([worker], undo)
+            case _:
+                worker.crash_after, worker.on_crash = fault.amount, proxy.worker_dies
+                undo.callback(worker.crash_no_more)
 
     # ------------------------------------------------------------ resources
 

@@ -1,7 +1,7 @@
 """ZMQ's sockets as the product uses them, between simulated processes: PAIR, DEALER, ROUTER, monitors and pollers.
 
-What is simulated is the contract: whole messages in order, routes that the ROUTER chooses, reconnection, high-water
-marks at which a sender that does not wait gets ``Again``, and the events of a monitor.
+What is simulated is the contract: whole messages in order, routes that the ROUTER or its client chooses, reconnection,
+high-water marks at which a sender that does not wait gets ``Again``, and the events of a monitor.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class SimZmqSocket(Pollable):
                 self._attempt = object()
                 self._retry(zmq.EVENT_CONNECT_RETRIED)
 
-        self._network.dial(self._process, self._address, established, refused)
+        self._network.dial(self._process, self._address, established, refused, self._options.get(zmq.IDENTITY, b""))
         limit_ms = self._options.get(zmq.CONNECT_TIMEOUT) or 60_000
         self._network.loop.call_later(limit_ms / 1000, refused, context=self._process.context)
 
@@ -241,7 +241,10 @@ class SimZmqSocket(Pollable):
         route = b""
         if self._kind == zmq.ROUTER:
             self._next_route += 1
-            route = b"\0" + struct.pack(">I", self._next_route)
+            route = end.peer.greeting or b"\0" + struct.pack(">I", self._next_route)
+            if route in self._routes:
+                end.reset()
+                return
             self._routes[route] = end
         else:
             self._end = end
@@ -301,6 +304,8 @@ class SimZmqSocket(Pollable):
         message = [bytes(part) for part in parts]
         if self._kind == zmq.ROUTER:
             end = self._routes.get(message[0])
+            if self._options.get(zmq.ROUTER_MANDATORY):
+                self._check_room(end)
             if end is not None:
                 end.send(message[1:])
             return None
@@ -312,6 +317,13 @@ class SimZmqSocket(Pollable):
             raise zmq.Again
         self._unsent.append(message)
         return None
+
+    def _check_room(self, end: End | None) -> None:
+        """Raises what a ROUTER does that must not lose a message unseen: there is no such route, or it is full."""
+        if end is None:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        if end.underway >= (self._options.get(zmq.SNDHWM, 1000) or _NO_LIMIT):
+            raise zmq.Again
 
     def recv(self, flags: int = 0, copy: bool = True) -> Any:
         if not (self._parts or self._inbox or flags & zmq.NOBLOCK):
@@ -403,13 +415,30 @@ class SimAsyncSocket(SimZmqSocket):
     def poll(self, timeout: float | None = None, flags: int = POLLIN) -> Any:
         return _poll_async(self, timeout, flags)
 
+    async def send(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
+        SimZmqSocket.send_multipart(self, [data], flags)
+
     async def send_multipart(self, parts: Sequence[bytes], flags: int = 0) -> Any:
         SimZmqSocket.send_multipart(self, parts, flags)
+
+    async def recv(self, flags: int = 0, copy: bool = True) -> Any:
+        (data,) = await self.recv_multipart()
+        return data
 
     async def recv_multipart(self, flags: int = 0) -> Any:
         while not self._inbox:
             await self.wait_async(None)
         return self._pop()[0]
+
+
+class SimShadow:
+    """A socket of ``zmq.asyncio`` as one that does not wait, from which code reads."""
+
+    def __init__(self, socket: SimZmqSocket) -> None:
+        self._socket = socket
+
+    def recv(self, flags: int = 0, copy: bool = True) -> Any:
+        return SimZmqSocket.recv(self._socket, flags, copy)
 
 
 class SimAsyncMonitor(SimMonitor):

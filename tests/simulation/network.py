@@ -15,9 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
-from tests.simulation.virtual_time import SimLoop, SimProcess, present_process
+from tests.simulation.virtual_time import PROCESS, SimLoop, SimProcess, present_process
 
 Address: TypeAlias = tuple[str, int | str]
 """The host and the port, or the path of a socket of this host."""
@@ -61,6 +61,7 @@ class EndOfStream:
 
 FIRST_SOCKET = 2_000_000
 """The number of the first connection's socket."""
+FIRST_SHARED_SOCKET = 3_000_000
 RESET, EOF = Reset(), EndOfStream()
 
 
@@ -86,6 +87,9 @@ class Flow:
 
     def _deliver(self) -> None:
         """Delivers what is due, unless the way is blocked; then ``Network.open`` calls again."""
+        if PROCESS.get() is not self.target:  # a process has taken the connection meanwhile
+            self.again()
+            return
         if self.network.is_blocked(self.source.host, self.target.host):
             self.network.waiting[self] = None
             return
@@ -94,6 +98,11 @@ class Flow:
             item = self._items.popleft()[1]
             self.network.loop.events.delivered(self.source.name, self.target.name, _summary(item))
             self.arrive(item)
+
+    @property
+    def underway(self) -> int:
+        """The items that the other side has not got yet. A process that is stopped gets none."""
+        return len(self._items)
 
     def again(self) -> None:
         self.network.loop.call_soon(self._deliver, context=self.target.context)
@@ -119,6 +128,8 @@ class End:
         self.network = network
         self.process = process
         self.number = number
+        self.greeting = b""
+        """What the other side learns as soon as it has accepted the connection."""
         self.open = True
         self.receive: Callable[[Any], None] = lambda item: None
         self.lost: Callable[[], None] = lambda: None
@@ -127,6 +138,19 @@ class End:
     def join(self, peer: End) -> None:
         self.peer = peer
         self._flow = Flow(self.network, self.process, peer.process, peer._arrived)
+
+    def pass_to(self, process: SimProcess) -> None:
+        """Gives this end to the process that accepts the connection."""
+        self.network.numbers[self.process].discard(self.number)
+        self.process.on_end.pop(self.reset, None)
+        self.process, self.number = process, self.network.new_number(process)
+        process.on_end[self.reset] = None
+        self._flow.source = self.peer._flow.target = process
+
+    @property
+    def underway(self) -> int:
+        """The items that were sent and have not arrived."""
+        return self._flow.underway
 
     def send(self, item: object) -> None:
         self.process.step()
@@ -166,10 +190,105 @@ class End:
             self.receive(item)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Listener:
+    """A process that takes connections."""
+
     process: SimProcess
     accept: Callable[[End], None]
+
+    def meet(self, near: End) -> None:
+        """Takes a connection. The kernel accepts, even if the process is stopped."""
+        far = near.network.end_of(self.process)
+        near.join(far)
+        far.join(near)
+        near.network.loop.call_soon(self.accept, far, context=self.process.context)
+
+
+class SharedSocket:
+    """One of several listening sockets on a port. It is there as long as a process holds it.
+
+    Connections wait in it until the process that serves on it takes them, or that one's successor.
+    """
+
+    def __init__(self, network: Network, port: SharedPort) -> None:
+        self.network = network
+        self.port = port
+        self._holders: dict[SimProcess, Callable[[], None]] = {}
+        self._listener: Listener | None = None
+        self._waiting: deque[tuple[End, list[Any]]] = deque()
+        """The connections that wait, with what has come over them."""
+
+    def hold(self, process: SimProcess) -> None:
+        """Gives a process the socket."""
+
+        def let_go() -> None:
+            self.let_go(process)
+
+        self._holders[process] = let_go
+        process.on_end[let_go] = None
+
+    def let_go(self, process: SimProcess) -> None:
+        """Takes the socket from a process. The last one closes it, and breaks the connections that wait."""
+        let_go = self._holders.pop(process, None)
+        if let_go is None:
+            return
+        process.on_end.pop(let_go, None)
+        if self._listener is not None and self._listener.process is process:
+            self._listener = None
+        if not self._holders:
+            self.port.close(self)
+            for far, _ in self._waiting:
+                far.reset()
+            self._waiting.clear()
+
+    def serve(self, listener: Listener) -> None:
+        """Lets a process that holds the socket take the connections."""
+        assert listener.process in self._holders, f"{listener.process.name} has not inherited the socket"
+        self._listener = listener
+        self._tell()
+
+    def meet(self, near: End) -> None:
+        """Takes a connection."""
+        far = self.network.end_of(self.network.kernel(self.port.address[0]))
+        near.join(far)
+        far.join(near)
+        came: list[Any] = []
+        far.receive = came.append
+        self._waiting.append((far, came))
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self.network.loop.call_soon(self._accept, self._listener, context=self._listener.process.context)
+
+    def _accept(self, listener: Listener) -> None:
+        while self._waiting and self._listener is listener:
+            far, came = self._waiting.popleft()
+            if not far.open:
+                continue
+            far.pass_to(listener.process)
+            listener.accept(far)
+            for item in came:
+                far.receive(item)
+
+
+class SharedPort:
+    """A port on which several sockets listen. The kernel gives each new connection to one of them."""
+
+    def __init__(self, network: Network, address: tuple[str, int]) -> None:
+        self.network = network
+        self.address = address
+        self.sockets: list[SharedSocket] = []
+
+    def meet(self, near: End) -> None:
+        self.network.random.choice(self.sockets).meet(near)
+
+    def close(self, socket: SharedSocket) -> None:
+        """Takes out a socket that nobody holds any more."""
+        self.sockets.remove(socket)
+        if not self.sockets:
+            del self.network.listeners[self.address]
 
 
 class Network:
@@ -180,7 +299,9 @@ class Network:
         self.random = random
         self.delay_s = delay_s
         """The mean of the delays between hosts."""
-        self.listeners: dict[Address, Listener] = {}
+        self.listeners: dict[Address, Listener | SharedPort] = {}
+        self.shared: dict[int, SharedSocket] = {}
+        """All sockets that several processes may hold, by their descriptors."""
         self.waiting: dict[Flow, None] = {}
         self.blocked: dict[tuple[str, str], float] = {}
         """When each direction was blocked."""
@@ -273,42 +394,67 @@ class Network:
         address: Address,
         established: Callable[[End], None],
         refused: Callable[[], None],
+        greeting: bytes = b"",
     ) -> None:
-        """Connects the process to an address. One of the two functions is called, unless a block lasts for ever."""
+        """Connects the process to an address. One of the two functions is called, unless a block lasts for ever.
+
+        The other side learns ``greeting``.
+        """
         process.step()
         if process.ended:
             return
-        kernel = self._kernel(str(address[0]))
+        kernel = self.kernel(str(address[0]))
 
         def answer() -> None:
             listener = self.listeners.get(address)
             if listener is None:
                 Flow(self, kernel, process, lambda _: refused()).send(None)
                 return
-            near, far = self._end(process), self._end(listener.process)
-            near.join(far)
-            far.join(near)
-            # The kernel accepts, even if the process is stopped.
-            self.loop.call_soon(listener.accept, far, context=listener.process.context)
+            near = self.end_of(process)
+            near.greeting = greeting
+            listener.meet(near)
             # The other process may have ended meanwhile.
             Flow(self, kernel, process, lambda _: established(near) if near.open else refused()).send(None)
 
         Flow(self, process, kernel, lambda _: answer()).send(None)
 
-    def _kernel(self, host: str) -> SimProcess:
+    def share(self, process: SimProcess, host: str, port: int, count: int) -> list[SharedListener]:
+        """Returns ``count`` listening sockets on one port. Raises OSError if the address is in use."""
+        address = (host, port)
+        if address in self.listeners:
+            raise OSError(errno.EADDRINUSE, f"{address} is in use")
+        shared = self.listeners[address] = SharedPort(self, address)
+        made = []
+        for _ in range(count):
+            number = FIRST_SHARED_SOCKET + len(self.shared)
+            self.shared[number] = SharedSocket(self, shared)
+            shared.sockets.append(self.shared[number])
+            self.shared[number].hold(process)
+            made.append(SharedListener(self.shared[number], number, process))
+        return made
+
+    def inherited(self, fileno: int) -> SharedListener:
+        """Returns the socket that the present process has inherited with this number."""
+        return SharedListener(self.shared[fileno], fileno, present_process())
+
+    def kernel(self, host: str) -> SimProcess:
         """Returns what answers at a host whatever its processes do."""
         if host not in self._kernels:
             self._kernels[host] = SimProcess(self.loop, f"kernel of {host}", host)
         return self._kernels[host]
 
-    def _end(self, process: SimProcess) -> End:
-        used = self.numbers.setdefault(process, set())
-        # As a kernel does, this gives a number again as soon as it is free.
-        number = next(n for n in range(10, 100_000) if n not in used)
-        used.add(number)
-        end = End(self, process, number)
+    def end_of(self, process: SimProcess) -> End:
+        """Returns a new end of a connection."""
+        end = End(self, process, self.new_number(process))
         self.ends[end] = None
         return end
+
+    def new_number(self, process: SimProcess) -> int:
+        """Returns a connection's number. As a kernel does, this gives a number again as soon as it is free."""
+        used = self.numbers.setdefault(process, set())
+        number = next(n for n in range(10, 100_000) if n not in used)
+        used.add(number)
+        return number
 
     # ------------------------------------------------------------ asyncio's side
 
@@ -338,13 +484,13 @@ class Network:
             raise
         return made
 
-    async def _serve(self, factory: Callable[[], Any], sock: SimListener) -> SimServer:
+    async def _serve(self, factory: Callable[[], Any], sock: SimListener | SharedListener) -> SimServer:
         def accept(end: End) -> None:
             protocol = factory()
             transport = SimTransport(self.loop, end, protocol, sock.address, (end.peer.process.host, end.peer.number))
             protocol.connection_made(transport)
 
-        return SimServer(self.listen(present_process(), sock.address, accept))
+        return SimServer(sock.serve(self, present_process(), accept))
 
 
 class SimServer:
@@ -362,17 +508,42 @@ class SimListener:
     def __init__(self, host: str, port: int) -> None:
         self.address = (host, port)
 
+    def serve(self, network: Network, process: SimProcess, accept: Callable[[End], None]) -> Callable[[], None]:
+        """Takes connections. Returns what ends that. Raises OSError if the address is in use."""
+        return network.listen(process, self.address, accept)
+
     def getsockname(self) -> tuple[str, int]:
         return self.address
 
     def close(self) -> None:
         pass
 
-    def __enter__(self) -> SimListener:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.close()
+
+
+class SharedListener(SimListener):
+    """A listening socket that several processes may hold, as one of them has it."""
+
+    def __init__(self, socket: SharedSocket, number: int, process: SimProcess) -> None:
+        super().__init__(*socket.port.address)
+        self._socket = socket
+        self._number = number
+        self._process = process
+
+    def serve(self, network: Network, process: SimProcess, accept: Callable[[End], None]) -> Callable[[], None]:
+        if not process.ended:
+            self._socket.serve(Listener(process, accept))
+        return self.close
+
+    def fileno(self) -> int:
+        return self._number
+
+    def close(self) -> None:
+        self._socket.let_go(self._process)
 
 
 class SimSocket:

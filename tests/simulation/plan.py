@@ -35,6 +35,8 @@ class Shape:
     tp_sizes: tuple[int, ...] = ()
     """How many tensor-parallel ranks each node has; 1 if there is no number for it."""
     kv_heads: int = 1
+    workers: int = 1
+    """The processes in which each proxy serves clients."""
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
@@ -172,7 +174,7 @@ class FaultKind(enum.Enum):
     SKEW = "the node's wall clock is wrong by minutes"
     FAR = "everything takes a long way"
     KILL_PROXY = "the proxy is killed"
-    STOP_PROXY = "the proxy is stopped"
+    STOP_PROXY = "the proxy is stopped, or of several processes only the supervisor"
     SKEW_PROXY = "the proxy's wall clock is wrong"
     CUT_ONE_PROXY = "nothing passes between the node and one proxy"
     CUT_RECEIVING = "nothing that others send arrives at the node"
@@ -196,14 +198,20 @@ class FaultKind(enum.Enum):
     COMMAND_DRAIN = "the operator drains the node"
     NO_BLOCKS = "the node's engine has no free block"
     NO_DISK = "the node has died, and cannot start because its disk is full"
+    KILL_WORKER = "a worker of the proxy is killed"
+    STOP_WORKER = "a worker of the proxy is stopped"
+    CRASH_WORKER = "a worker of the proxy is killed in the middle of what it does"
 
 
-AT_PROXY = frozenset({FaultKind.KILL_PROXY, FaultKind.STOP_PROXY, FaultKind.SKEW_PROXY, FaultKind.CRASH_PROXY})
+AT_WORKER = (FaultKind.KILL_WORKER, FaultKind.STOP_WORKER, FaultKind.CRASH_WORKER)
+AT_PROXY = frozenset(
+    {FaultKind.KILL_PROXY, FaultKind.STOP_PROXY, FaultKind.SKEW_PROXY, FaultKind.CRASH_PROXY, *AT_WORKER}
+)
 """What happens to a proxy. Everything else happens to a node."""
 FIRST = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.STOP_PROXY)]
 RESOURCES = (FaultKind.NO_BLOCKS, FaultKind.NO_DISK)
 """Something that a node needs is used up."""
-WIDER = tuple(kind for kind in FaultKind if kind not in FIRST and kind not in RESOURCES)
+WIDER = tuple(kind for kind in FaultKind if kind not in (*FIRST, *RESOURCES, *AT_WORKER))
 
 
 @dataclass(frozen=True)
@@ -216,7 +224,7 @@ class Fault:
     lasts_s: float
     proxy: int = 0
     other: int = 1
-    """The second node, of those that are not the first one."""
+    """The second node, of those that are not the first one, or the worker."""
     amount: int = 0
     """Which one, or how much: the steps before a crash, the seconds of a clock, the number of blocks or of a role."""
 
@@ -297,7 +305,8 @@ def plan_of(seed: int) -> Plan:
     plan = Plan(_limited(chance, shape), varied, faults + short if faults else (), intrusions)
     if Random(f"calm {seed}").random() < CALM_SHARE:
         return plan.calmed()
-    return _widened(plan, Random(f"cluster {seed}"))
+    wider = _widened(plan, Random(f"cluster {seed}"))
+    return plan if wider is plan else _with_workers(wider, Random(f"workers {seed}"))
 
 
 def _limited(random: Random, shape: Shape) -> Shape:
@@ -350,6 +359,27 @@ def _widened(plan: Plan, random: Random) -> Plan:
     faults = tuple(replace(fault, proxy=random.randrange(proxies)) for fault in plan.faults)
     more = tuple(_wider_fault(random, len(plan.shape.roles), proxies) for _ in range(random.choice((0, 1, 1, 2, 2, 3))))
     return replace(plan, shape=replace(plan.shape, proxies=proxies), requests=requests, faults=faults + more)
+
+
+def _with_workers(plan: Plan, random: Random) -> Plan:
+    """Returns the plan with several workers at each proxy, to which things happen too; two thirds of plans as is."""
+    if random.random() < 2 / 3:
+        return plan
+    shape = replace(plan.shape, workers=random.choice((2, 2, 3)))
+    more = tuple(_worker_fault(random, shape) for _ in range(random.choice((0, 1, 1, 2, 3))))
+    return replace(plan, shape=shape, faults=plan.faults + more)
+
+
+def _worker_fault(random: Random, shape: Shape) -> Fault:
+    return Fault(
+        at_s=random.uniform(0.0, 2.5),
+        kind=random.choice(AT_WORKER),
+        node=0,
+        lasts_s=random.choice((0.1, 0.7, 2.0, 5.0)),
+        proxy=random.randrange(shape.proxies),
+        other=random.randrange(shape.workers),
+        amount=int(10 ** random.uniform(0.0, 2.5)),
+    )
 
 
 def _wider_fault(random: Random, nodes: int, proxies: int) -> Fault:

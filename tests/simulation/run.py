@@ -15,7 +15,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.intrusions import intrude
 from tests.simulation.plan import PROBE, SETTLED_S, Manner, Plan, PlannedRequest
 from tests.simulation.rest import left_in, left_transfers, tasks_of
-from tests.simulation.virtual_time import PROCESS, START_S, Events
+from tests.simulation.virtual_time import PROCESS, START_S, Events, SimProcess
 from tests.simulation.witness import Witness
 
 ANSWERED_S = 45.0
@@ -56,7 +56,7 @@ class Run:
         cluster, plan = self.cluster, self.plan
         cluster.start()
         await asyncio.sleep(SETTLED_S)
-        self.settled = {type(server): tasks_of(server.process) for server in cluster.servers}
+        self.settled = {kind: tasks_of(process) for kind, process in self._processes()}
         clients = asyncio.gather(*(self._client(i, request) for i, request in enumerate(plan.requests)))
         serves = not plan.faults
         intrusions = asyncio.gather(*(intrude(cluster, one, serves=serves) for one in plan.intrusions))
@@ -75,6 +75,14 @@ class Run:
         self._at_rest()
         await self._check_counters()
         await self._stopped()
+
+    def _processes(self) -> Iterator[tuple[str, SimProcess]]:
+        """Yields the processes with an event loop, and what each is to the cluster."""
+        for server in self.cluster.servers:
+            yield type(server).__name__, server.process
+        for proxy in self.cluster.proxies:
+            for worker in proxy.workers:
+                yield "Worker", worker
 
     async def _client(self, number: int, planned: PlannedRequest) -> None:
         await asyncio.sleep(planned.at_s)
@@ -133,9 +141,16 @@ class Run:
     def _at_rest(self) -> None:
         cluster = self.cluster
         cluster.check_blocks()
-        for server in cluster.servers:
-            for what in left_in(server.process, self.settled[type(server)]):
-                cluster.violated(f"{server.name} has at rest {what}")
+        for kind, process in self._processes():
+            for what in left_in(process, self.settled[kind]):
+                cluster.violated(f"{process.name} has at rest {what}")
+        for proxy in cluster.proxies if self.plan.shape.workers > 1 else ():
+            if len(proxy.workers) != self.plan.shape.workers:
+                cluster.violated(f"the {proxy.name} has {len(proxy.workers)} workers at rest")
+            if not self.plan.faults and len(proxy.process.children) > self.plan.shape.workers:
+                cluster.violated(f"a worker of the {proxy.name} was replaced, without any fault")
+            for what in cluster.proxy_processes.disagreements(proxy.process, proxy.workers):
+                cluster.violated(what)
         if cluster.clients.tasks or cluster.connections_of(cluster.clients):
             cluster.violated("a client's connection is still open at rest")
         for node in cluster.nodes:
@@ -160,13 +175,15 @@ class Run:
     async def _stopped(self) -> None:
         """Ends every process in good order: each lets go of everything."""
         cluster = self.cluster
+        running = {proxy: proxy.workers for proxy in cluster.proxies}
         for node in cluster.nodes:
             node.drain()
         await asyncio.sleep(STOPPED_S / 2)
         for proxy in cluster.proxies:
             proxy.stop()
         await asyncio.sleep(STOPPED_S / 2)
-        for process in [server.process for server in cluster.servers]:
+        workers = [worker for proxy in cluster.proxies for worker in running[proxy]]
+        for process in [*(server.process for server in cluster.servers), *workers]:
             if not process.ended:
                 cluster.violated(f"{process.name} does not end")
             elif process.status != 0:

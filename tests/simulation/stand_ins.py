@@ -12,19 +12,22 @@ import errno
 import fcntl
 import functools
 import importlib
+import inspect
 import os
 import pkgutil
 import random
 import secrets
 import select
+import socket
 import sys
 import tempfile
 import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -42,7 +45,7 @@ from tests.simulation.messaging import (
     SimAsyncContext,
     SimContext,
     SimPoller,
-    select_sockets,
+    SimShadow,
 )
 from tests.simulation.network import Network, SimListener
 from tests.simulation.rank_group import SimBoard
@@ -162,26 +165,36 @@ class SimFolder:
     def cleanup(self) -> None:
         pass
 
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *_: object) -> None:
+        self.cleanup()
+
 
 class SimChild:
-    """A child process, as ``ChildProcess`` has it, of a program that is a thread.
+    """A child process, as ``ChildProcess`` has it.
 
     As with the real one, the kernel kills the child when its parent ends.
     """
 
-    programs: dict[tuple[str, ...], Callable[[Any], None]]
-    """What runs as each command. The program gets the launch message."""
+    programs: dict[tuple[str, ...], Callable[[Any], Any]]
+    """What runs as each command: a coroutine function, or one that runs in a thread. It gets the launch message."""
+    network: Network
 
     def __init__(
-        self, name: str, command: Any, *, launch: Any, own_session: bool = False, pass_fds: tuple[int, ...] = ()
+        self, name: str, command: Any, *, launch: Any, pass_fds: Sequence[int] = (), own_session: bool = False
     ) -> None:
         parent = present_process()
         program = SimChild.programs[tuple(command)]
         self.name = name
-        short_name = name.removeprefix("the ").removesuffix(" process")
+        short_name = name.removeprefix("the ").removesuffix(" process").removesuffix(" of the proxy")
         self.process = SimProcess(parent.loop, f"{parent.name}'s {short_name}", parent.host)
         self.pid = 1
         self.pidfd = SimContext.descriptors.add(PidFd(self.process))
+        for number in pass_fds:
+            if number in SimChild.network.shared:
+                SimChild.network.shared[number].hold(self.process)
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(launch), type=type(launch))
         self._ended = asyncio.Event()
 
@@ -195,19 +208,31 @@ class SimChild:
         self.process.on_end[died] = None
         parent.on_end[kill] = None
         parent.children.append(self.process)
+        if inspect.iscoroutinefunction(program):
+            self.process.start(partial(program, message))
+        else:
+            self._start_thread(partial(program, message), short_name)
+        if parent.ended:
+            kill()
 
+    def _start_thread(self, main: Callable[[], None], name: str) -> None:
         def run() -> None:
             status = 1
             try:
-                program(message)
+                main()
                 status = 0
             finally:
                 if not SimThread.over:
                     self.process.end(status)
 
-        self.process.start_thread(run, short_name)
-        if parent.ended:
-            kill()
+        self.process.start_thread(run, name)
+
+    def terminate(self) -> None:
+        if not self.process.ended:
+            self.process.terminate()
+
+    def kill(self) -> None:
+        self.process.end(-9)
 
     async def wait(self) -> int:
         await self._ended.wait()
@@ -286,7 +311,7 @@ def simulated(
     loop: SimLoop,
     network: Network,
     chance: Random,
-    programs: dict[tuple[str, ...], Callable[[Any], None]],
+    programs: dict[tuple[str, ...], Callable[[Any], Any]],
     skew_s: Callable[[], float],
     **names: Any,
 ) -> Iterator[Descriptors]:
@@ -298,7 +323,7 @@ def simulated(
     """
     descriptors = Descriptors()
     SimContext.network, SimContext.descriptors, SimPoller.descriptors = network, descriptors, descriptors
-    SimChild.programs = programs
+    SimChild.programs, SimChild.network = programs, network
     SimThread.over = False
     SimFolder._count = 0
     SimFolder.full.clear()
@@ -347,8 +372,7 @@ def simulated(
                 zmq,
                 Context=SimContext,
                 Poller=SimPoller,
-                select=select_sockets,
-                Socket=types.SimpleNamespace(shadow=lambda sim: sim),
+                Socket=types.SimpleNamespace(shadow=SimShadow),
                 asyncio=Likeness(zmq.asyncio, Context=SimAsyncContext),
             ),
         ),
@@ -356,10 +380,15 @@ def simulated(
         (ChildProcess, SimChild),
         (RankBoard, SimBoard),
         (_module("pdserve.http.server").bind, lambda config: SimListener(config.host, config.port)),
+        (
+            _module("pdserve.http.server").bind_shared,
+            lambda config, count: network.share(present_process(), config.host, config.port, count),
+        ),
         # What this process takes of the machine differs from run to run, and so do the lengths of its numbers.
         (_module("pdserve.metrics.processes")._usual, lambda pid: ()),
         (_module("pdserve.metrics.processes")._threads, lambda pid: ()),
     ]
+    names["pdserve_proxy__workers__worker__socket"] = Likeness(socket, socket=network.inherited)
     by_id = {id(real): stand_in for real, stand_in in replaced}
     undo: list[tuple[Any, str, Any]] = []
     for module in _product():

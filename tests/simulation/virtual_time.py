@@ -15,6 +15,7 @@ import contextvars
 import hashlib
 import heapq
 import itertools
+import signal
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -258,6 +259,8 @@ class SimProcess:
         self.crash_after = 0
         """After so many more steps it is killed in the middle of what it does; never if 0."""
         self.on_crash: Callable[[], None] = lambda: None
+        self.was_stopped = False
+        """Whether it was ever stopped."""
         self._held: deque[asyncio.Handle] = deque()
         self._stops = 0
 
@@ -279,7 +282,7 @@ class SimProcess:
             except Exception as exc:
                 if SimThread.over:
                     return
-                what = f"{self.name} fails: {type(exc).__name__}: {exc}"
+                what = f"{self.name} fails: {'; '.join(f'{type(each).__name__}: {each}' for each in _leaves(exc))}"
                 self.loop.events.add(what)
                 # The command line says in one line what a PdserveError is about. Any other one is a crash.
                 if not isinstance(exc, PdserveError):
@@ -302,6 +305,7 @@ class SimProcess:
     def stop(self) -> None:
         """Does what SIGSTOP does, until ``go_on`` has been called as often."""
         self._stops += 1
+        self.was_stopped = True
         self.running = False
 
     def go_on(self) -> None:
@@ -345,6 +349,13 @@ class SimProcess:
         if handler is not None:
             handler()
 
+    def terminate(self) -> None:
+        """Sends SIGTERM, which ends a process that does not handle it."""
+        if signal.SIGTERM in self.handlers:
+            self.signal(signal.SIGTERM)
+        else:
+            self.end(-signal.SIGTERM)
+
     def end(self, status: int) -> None:
         """Ends the process at once, wherever it is."""
         if self.ended:
@@ -355,6 +366,13 @@ class SimProcess:
         for action in list(self.on_end):
             action()
         self.on_end.clear()
+
+
+def _leaves(exc: BaseException) -> list[BaseException]:
+    """Returns the exceptions of a group, or the one that is none."""
+    if isinstance(exc, BaseExceptionGroup):
+        return [leaf for each in exc.exceptions for leaf in _leaves(each)]
+    return [exc]
 
 
 def present_process() -> SimProcess:
