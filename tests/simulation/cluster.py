@@ -38,7 +38,10 @@ from pdserve.config import (
     RegistryConfig,
     RelayConfig,
     RequestConfig,
+    RoleChoice,
+    RolesConfig,
     SchedulerConfig,
+    TargetsConfig,
     TransferConfig,
     WorkersConfig,
 )
@@ -64,6 +67,7 @@ from tests.simulation.plan import Shape
 from tests.simulation.proxy_processes import ProxyProcesses
 from tests.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
 from tests.simulation.returning_client import ask_until_whole
+from tests.simulation.role_moves import watched_decider
 from tests.simulation.stand_ins import simulated
 from tests.simulation.transfer_states import TransferState, watched_transfers
 from tests.simulation.virtual_time import (
@@ -95,6 +99,12 @@ LATE_S = 5.0
 """A request has ended so long after its deadline at the latest."""
 COLLECT_EVERY = 20
 """What runs have left is collected after so many of them: it takes as long as a small run."""
+HEARTBEAT_MS = 1_000
+SILENT_MS = 3_000
+"""A node that sends no heartbeat for so long is gone."""
+ROLES_INTERVAL_MS = 200
+"""A proxy that moves roles looks at its nodes so often, and hears their loads half as often."""
+ROLES_REST_S = 1.0
 UNANSWERED_PINGS = 3
 """A worker that answers so many pings in a row not counts as hung: faults last for seconds."""
 _runs = itertools.count(1)
@@ -156,13 +166,26 @@ class Proxy:
 
     async def _main(self) -> int:
         shape = self.cluster.shape
+        heartbeat_ms = 2 * ROLES_INTERVAL_MS if shape.moves_roles else HEARTBEAT_MS
         config = ProxyConfig(
             http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
-            registry=RegistryConfig(control_host=self.host, control_port=CONTROL_PORT),
+            registry=RegistryConfig(
+                control_host=self.host,
+                control_port=CONTROL_PORT,
+                heartbeat_ms=heartbeat_ms,
+                missed_heartbeats=SILENT_MS // heartbeat_ms,
+            ),
             relay=RelayConfig(suspect_s=SUSPECT_S),
             admission=AdmissionConfig(max_in_flight=shape.max_in_flight, max_queued=shape.max_queued),
             request=RequestConfig(timeout_s=shape.timeout_s),
             workers=WorkersConfig(shape.workers),
+            targets=TargetsConfig(shape.target_ttft_ms, shape.target_itl_ms),
+            roles=RolesConfig(
+                RoleChoice.AUTO if shape.moves_roles and self.number == 0 else RoleChoice.FIXED,
+                interval_ms=ROLES_INTERVAL_MS,
+                looks=2,
+                rest_s=ROLES_REST_S,
+            ),
         )
         self._stopping = asyncio.Event()
         await proxy_server.run(config, SECRET, self._stopping)
@@ -554,6 +577,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 **rank_model(shape.kv_heads, cluster.pace),
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
                 pdserve_proxy__workers__worker_channel__MAX_UNANSWERED=UNANSWERED_PINGS,
+                pdserve_proxy__roles__controller__RoleDecider=watched_decider(cluster.violated),
                 **cluster.proxy_processes.stand_ins(),
             ) as descriptors,
             watched_transfers(cluster.transfer_is),

@@ -37,6 +37,9 @@ class Shape:
     kv_heads: int = 1
     workers: int = 1
     """The processes in which each proxy serves clients."""
+    target_ttft_ms: float = 0.0
+    """With a target, the first proxy moves nodes between the roles."""
+    target_itl_ms: float = 0.0
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
@@ -62,6 +65,10 @@ class Shape:
     def turns_away(self) -> bool:
         """Whether a burst of requests is more than the cluster takes."""
         return self.max_in_flight < 64 or self.max_waiting < 32
+
+    @property
+    def moves_roles(self) -> bool:
+        return bool(self.target_ttft_ms)
 
     @property
     def in_a_hurry(self) -> bool:
@@ -251,7 +258,7 @@ class Plan:
     def is_calm(self) -> bool:
         """Whether each request is answered at its first try, by one node."""
         shape, asked = self.shape, self.requests
-        undisturbed = not self.faults and not shape.turns_away and not shape.in_a_hurry
+        undisturbed = not self.faults and not (shape.turns_away or shape.in_a_hurry or shape.moves_roles)
         return undisturbed and all(request.stays and not (request.key or request.returns) for request in asked)
 
     def calmed(self) -> Plan:
@@ -280,6 +287,8 @@ class Plan:
 
 
 CALM_SHARE = 0.1
+MORE_REQUESTS = 8
+"""So many more requests are a load for which nodes change their roles."""
 
 
 def plan_of(seed: int) -> Plan:
@@ -306,7 +315,9 @@ def plan_of(seed: int) -> Plan:
     if Random(f"calm {seed}").random() < CALM_SHARE:
         return plan.calmed()
     wider = _widened(plan, Random(f"cluster {seed}"))
-    return plan if wider is plan else _with_workers(wider, Random(f"workers {seed}"))
+    if wider is plan:
+        return plan
+    return _with_roles(_with_workers(wider, Random(f"workers {seed}")), Random(f"roles {seed}"))
 
 
 def _limited(random: Random, shape: Shape) -> Shape:
@@ -368,6 +379,23 @@ def _with_workers(plan: Plan, random: Random) -> Plan:
     shape = replace(plan.shape, workers=random.choice((2, 2, 3)))
     more = tuple(_worker_fault(random, shape) for _ in range(random.choice((0, 1, 1, 2, 3))))
     return replace(plan, shape=shape, faults=plan.faults + more)
+
+
+def _with_roles(plan: Plan, random: Random) -> Plan:
+    """Returns the plan with four nodes that move between roles by their load; most plans as is."""
+    if random.random() < 0.9:
+        return plan
+    roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+    # A step takes more than the one target, or a prompt waits for longer than the other.
+    for_answers = random.random() < 0.5
+    shape = replace(
+        plan.shape,
+        roles=roles,
+        target_ttft_ms=5000.0 if for_answers else 1.0,
+        target_itl_ms=1000 * plan.shape.step_s * (0.1 if for_answers else 20.0),
+    )
+    more = tuple(_request(random) for _ in range(MORE_REQUESTS))
+    return replace(plan, shape=shape, requests=plan.requests + more)
 
 
 def _worker_fault(random: Random, shape: Shape) -> Fault:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import SuspectedRequest
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.registry.snapshot import RegistryView
@@ -56,6 +57,7 @@ class ProxyProcesses:
         """Returns what has to stand in the place of each name, so that the parts are known here."""
         workers = "pdserve_proxy__workers__"
         return {
+            "pdserve_proxy__server__Registry": _noted(self.registries, Registry),
             f"{workers}supervisor__Registry": _noted(self.registries, Registry),
             f"{workers}worker__RegistryMirror": _noted(self.registries, RegistryMirror),
             f"{workers}worker_channel__Suspects": _noted(self.suspects, WatchedSuspects),
@@ -82,6 +84,11 @@ class ProxyProcesses:
                 yield f"{worker.name} knows the nodes {known}, and its supervisor {nodes}"
             if suspects is not None and not (worker.was_stopped or supervisor.was_stopped):
                 yield from self.suspects[worker].differences(worker.name, suspects)
+
+    def lacks_role(self, process: SimProcess) -> bool:
+        """Returns whether a process knows no node that computes prompts, or none that answers."""
+        roles = {node.info.role for node in self.registries[process].snapshot().nodes}
+        return not ({Role.PREFILL, Role.MIXED} & roles and {Role.DECODE, Role.MIXED} & roles)
 
     def _nodes(self, process: SimProcess) -> list[tuple[str, str, str, int]]:
         """Returns the name, role, state and number of proxies of each node that a process knows."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from tests.simulation.clients import COME_BACK, ClientRequest, Outcome
-from tests.simulation.cluster import Cluster, simulate
+from tests.simulation.cluster import Cluster, Proxy, simulate
 from tests.simulation.counters import wrong_counters
 from tests.simulation.faults import Faults
 from tests.simulation.intrusions import intrude
@@ -79,7 +79,8 @@ class Run:
     def _processes(self) -> Iterator[tuple[str, SimProcess]]:
         """Yields the processes with an event loop, and what each is to the cluster."""
         for server in self.cluster.servers:
-            yield type(server).__name__, server.process
+            # Only the first proxy moves nodes between the roles.
+            yield server.name if isinstance(server, Proxy) else "Node", server.process
         for proxy in self.cluster.proxies:
             for worker in proxy.workers:
                 yield "Worker", worker
@@ -144,6 +145,8 @@ class Run:
         for kind, process in self._processes():
             for what in left_in(process, self.settled[kind]):
                 cluster.violated(f"{process.name} has at rest {what}")
+        if self.plan.shape.moves_roles and cluster.proxy_processes.lacks_role(cluster.proxies[0].process):
+            cluster.violated("a role has no node at rest")
         for proxy in cluster.proxies if self.plan.shape.workers > 1 else ():
             if len(proxy.workers) != self.plan.shape.workers:
                 cluster.violated(f"the {proxy.name} has {len(proxy.workers)} workers at rest")
