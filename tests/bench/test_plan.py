@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdserve.bench.machine import this_machine
@@ -67,6 +68,13 @@ def test_a_verdict_says_in_how_many_runs_a_prediction_was_near_enough_and_the_fa
     assert f"holds in {near} of 4 runs" in told
     assert f"the farthest is {farthest:.2f}" in told
     assert told.startswith("met" if near == 4 else "MISSED")
+
+
+def test_latencies_of_an_overloaded_node_are_shown_but_not_judged() -> None:
+    rows = list(report_of(BenchPlanConfig(), profile_of(), outcomes()).rows)
+    crowded = [msgspec.structs.replace(row, at={**row.at, "rate %": 120}) for row in rows]
+    assert "of 4 runs" in verdict(rows + crowded, "TTFT p90")
+    assert "of 8 runs" in verdict(rows + crowded, "output")
 
 
 def test_a_verdict_of_no_runs_is_not_met() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdserve.bench.plan.benchmark import BESIDE, RATE, SYSTEM, WITHIN, ratio_name, verdict
+from pdserve.bench.plan.benchmark import BESIDE, RATE, SYSTEM, VERDICTS, WITHIN, ratio_name, verdict
 from pdserve.bench.plan.forecast_plot import write_plot
 from pdserve.bench.report import Report, Row, number, read_report
 from pdserve.bench_config import BenchPlanConfig
@@ -26,7 +26,7 @@ def figures(report: Report) -> str:
     parts = [
         f"![TTFT, ITL and output over the rate, predicted and measured]({PLOT.name})",
         f"`{command(report)}` on {machine.cores} cores ({machine.cpu}), {machine.measured} UTC: "
-        f"{'; '.join(note for note in report.notes if note not in verdicts)}. [All figures]({FIGURES.name}).",
+        f"{'; '.join(note for note in report.notes if not note.startswith(VERDICTS))}. [All figures]({FIGURES.name}).",
         "\n".join(f"* {text}" for text in verdicts),
         _table(report.rows_of(BESIDE)),
     ]
