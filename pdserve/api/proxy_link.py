@@ -10,6 +10,10 @@
 
 When the node's role changes, a heartbeat that names it is due at once, and all later ones name it too.
 
+Nodes that were started together, or that a proxy's restart made register together, do not beat together: the first
+heartbeat comes at any moment of the interval, and each later one up to ``JITTER`` of the interval sooner than it must.
+None comes later, because nodes do not know after how many intervals the proxy drops them: it may be one.
+
 A node cannot know whether the proxy is of pdserve 0.1, which has no ``NodeHello``. So while it greets, it sends with
 every ``NodeHello`` a ``Register`` as 0.1 reads it; each proxy answers the one that is meant for it.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 import msgspec
 
@@ -41,6 +46,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.version import SPOKEN, Spoken
 
 MISSED_ACKS = 3
+JITTER = 0.1
 
 
 class RegistrationState(enum.Enum):
@@ -86,8 +92,12 @@ class ProxyLink:
         load: Callable[[], NodeLoad],
         now: float,
         all_proxies: Callable[[], tuple[bytes, ...]] = tuple,
+        chance: Callable[[], float] | None = None,
     ) -> None:
-        """``all_proxies`` returns the boot ids of the proxies that know this node, whichever link they are at."""
+        """``all_proxies`` returns the boot ids of the proxies that know this node, whichever link they are at.
+
+        ``chance`` returns a number from 0 on and below 1, of which 0 is no jitter.
+        """
         self.state = RegistrationState.GREETING
         self.refusal = ""
         """Why the proxy does not take this node; empty if it has not said no."""
@@ -99,6 +109,8 @@ class ProxyLink:
         self._configured_s = self._heartbeat_s = heartbeat_s
         self._load = load
         self._all_proxies = all_proxies
+        # A boot id is random already: nodes differ, and none asks for more randomness.
+        self._chance = chance or Random(node.boot_id).random  # noqa: S311 (nothing secret hangs on it)
         self._due_s = now
         self._heard_s = now
         self._turned_away = False
@@ -149,7 +161,8 @@ class ProxyLink:
         """Returns the messages that are due now."""
         if now < self._due_s:
             return ()
-        self._due_s = now + self._heartbeat_s
+        sooner = JITTER * self._chance() if self.state is RegistrationState.REGISTERED else 0.0
+        self._due_s = now + self._heartbeat_s * (1.0 - sooner)
         if self.state is RegistrationState.REGISTERED and now - self._heard_s >= MISSED_ACKS * self._heartbeat_s:
             self._greet(now)
         match self.state:
@@ -208,8 +221,10 @@ class ProxyLink:
         if proxy == self._proxy and ack.known:
             self._heard_s = now
             self.known_role = ack.role
-            if self._draining and self.state is not RegistrationState.REGISTERED:
-                self._due_s = now  # the registration did not say so
+            if self.state is not RegistrationState.REGISTERED:
+                # If it drains, the registration did not say so.
+                sooner_s = self._heartbeat_s * self._chance()
+                self._due_s = now if self._draining else max(now, self._due_s - sooner_s)
             self.state = RegistrationState.REGISTERED
             self.refusal = ""
         elif not ack.known and self.state is RegistrationState.REGISTERED:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, RegistrationState, RegistrationStatus
+from pdserve.api.proxy_link import JITTER, MISSED_ACKS, ProxyLink, RegistrationState, RegistrationStatus
 from pdserve.api.registration import Registration
 from pdserve.errors import ConfigError, WrongReceiver
 from pdserve.wire.discovery import (
@@ -71,7 +73,12 @@ class Proxy:
 
 @pytest.fixture
 def link() -> ProxyLink:
-    return ProxyLink(NODE, heartbeat_s=1.0, load=lambda: NodeLoad(running=7), now=0.0)
+    """Returns a link without jitter, so that times are exact."""
+    return linked(lambda: 0.0)
+
+
+def linked(chance: Callable[[], float] | None, node: NodeInfo = NODE) -> ProxyLink:
+    return ProxyLink(node, heartbeat_s=1.0, load=lambda: NodeLoad(running=7), now=0.0, chance=chance)
 
 
 @pytest.fixture
@@ -107,6 +114,30 @@ def test_the_proxy_says_how_often_it_wants_to_hear_of_it(link: ProxyLink, proxy:
     proxy.ack(True, 0.35)
     assert link.tick(0.4) == (HEARTBEAT,)
     assert [len(link.tick(at)) for at in (0.61, 0.82, 1.03)] == [1, 1, 2], "it greets after three of its intervals"
+
+
+def test_nodes_that_register_together_do_not_beat_together_and_none_beats_late() -> None:
+    firsts, gaps = [], []
+    for _ in range(100):
+        node = msgspec.structs.replace(NODE, boot_id=new_id())
+        link = linked(None, node)
+        (hello, _) = link.tick(0.0)
+        assert isinstance(hello, NodeHello)
+        welcome = ProxyWelcome(node.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, 1000)
+        link.answered(Opened(welcome, PROXY, True), 0.0)
+        assert len(link.tick(0.0)) == 1
+        beats = [0.0]
+        for _ in range(4):
+            link.answered(Opened(Ack(node.boot_id, True), PROXY, True), beats[-1])
+            beats.append(link.due_s)
+            assert isinstance(link.tick(beats[-1])[0], NodeHeartbeat)
+        firsts.append(beats[1])
+        gaps += [later - earlier for earlier, later in itertools.pairwise(beats[1:])]
+    firsts.sort()
+    assert all(0.0 <= at_s <= 1.0 for at_s in firsts)
+    assert max(later - earlier for earlier, later in itertools.pairwise([0.0, *firsts, 1.0])) < 0.3
+    assert all(1.0 - JITTER <= gap_s <= 1.0 + 1e-9 for gap_s in gaps)
+    assert len({round(gap_s, 6) for gap_s in gaps}) > len(gaps) / 2
 
 
 def test_a_drain_is_told_at_once_and_in_every_heartbeat(link: ProxyLink, proxy: Proxy) -> None:
