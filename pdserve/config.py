@@ -930,7 +930,11 @@ class RelayConfig:
         maximum=86_400,
     )
     max_resumes: int = setting(
-        "max-resumes", "At most this many streams are being resumed at once; others wait for their turn.", 32, minimum=1
+        "max-resumes",
+        "At most this many streams are being resumed at once; others wait for their turn. 0: two for each node that "
+        "computes prompts, which all proxies of the cluster share.",
+        0,
+        minimum=0,
     )
     max_moves: int = setting(
         "max-moves",

@@ -42,6 +42,7 @@ from pdserve_proxy.relay.move import PlannedMoves
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
 from pdserve_proxy.relay.resume import STREAMED, ResumeFailed, Resumes, Resumption
+from pdserve_proxy.relay.resume_turns import ResumeLimit, ResumeTurns
 from pdserve_proxy.relay.route_wait import RouteWait
 from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
 from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
@@ -127,7 +128,9 @@ class Relay:
         self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool, nodes)
         waits = RouteWait(self._registry)
         self._missed = MissedNodes(relay, self._dispatch, waits)
-        self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts, self._suspects, waits)
+        turns = ResumeTurns(ResumeLimit(relay.max_resumes, self._registry, self._config.workers.count))
+        self._registry.on_change(turns.give)
+        self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts, self._suspects, waits, turns)
         self._moves = PlannedMoves(relay, self._registry, self._dispatch, self._resumes, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
         self._deadlines: ExpiryQueue[RelayedRequest] = ExpiryQueue(

@@ -32,6 +32,7 @@ from pdserve_proxy.relay.given_back import LostNode
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
+from pdserve_proxy.relay.resume_turns import ResumeTurns
 from pdserve_proxy.relay.route_wait import RouteWait
 from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Kind, Route, RouteQuery
@@ -295,6 +296,7 @@ class Resumes:
         counts: RequestCounts,
         suspects: Suspects,
         waits: RouteWait,
+        turns: ResumeTurns,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._wait_s = config.resume_wait_s
@@ -302,7 +304,7 @@ class Resumes:
         self._dispatch = dispatch
         self.counts = counts
         self._suspects = suspects
-        self._turns = asyncio.Semaphore(config.max_resumes)
+        self._turns = turns
         self._waits = waits
 
     async def resume(self, stream: LostStream, begin: Begin, cut: PlannedCut | None = None) -> bytes:
@@ -328,7 +330,7 @@ class Resumes:
         while True:
             route = await self.route(stream, asked_again_s, until_s)
             # A stream that no node can go on with takes no turn from others.
-            waits, began_s = self._turns.locked(), self._loop.time()
+            waits, began_s = self._turns.none_left, self._loop.time()
             async with self._turns:
                 if waits:
                     until_s += self._loop.time() - began_s
