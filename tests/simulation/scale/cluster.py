@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,8 @@ START_S = 5.0
 """The streams come within so many seconds."""
 LOOK_S = 1.0
 """The balance is looked at so often."""
+FOLLOWED_S = 600.0
+"""After a loss the run goes on until all streams have gone on, for at most so many seconds more than planned."""
 NORMAL = 1.25
 """After a loss, times to the first token are normal again when a second's p99 is at most so many times what it was."""
 
@@ -54,7 +57,7 @@ class Plan:
     seed: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
     """What came of it. Times are virtual, but for the costs."""
 
@@ -64,6 +67,8 @@ class Report:
     decode_imbalance: float
     """The requests at the busiest decode node, as a multiple of the mean; the mean over the time."""
     prefill_imbalance: float
+    prefill_mean: float
+    """The mean requests at a prefill node, over the time."""
     ttft_s: tuple[float, float]
     """p50 and p99."""
     gap_s: tuple[float, float]
@@ -74,26 +79,37 @@ class Report:
     costs: CostReport
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossReport:
     """What a loss of many nodes did."""
 
     nodes: int
-    noticed_s: float
-    """When the last proxy had dropped the last of them."""
+    noticed_s: float | None
+    """When the last proxy had dropped the last of them; None if some were left at the end."""
+    streams: int
+    """The streams that had an answer under way there."""
     resumed: int
+    """Those of them that went on; all do, unless the cluster that is left is too small for them."""
     pause_s: tuple[float, float]
     """p50 and p99 of how long the streams of lost nodes stood still."""
+    most_resumed_s: float | None
+    """When 99 % of them had gone on; None if fewer did."""
     last_resumed_s: float
+    standing: list[int]
+    """How many of them still stood still, after each second."""
     surge: float
     """The most requests at a decode node that is left, as a multiple of the mean there before."""
+    ttft_before_s: float
+    """The p99 of other requests' time to the first token before."""
+    ttft_s: tuple[float, float]
+    """p50 and p99 of that from the loss until the last stream has gone on."""
     worst_ttft_s: float
     """The worst p99 of a second."""
-    normal_after_s: float
-    """When times to the first token were normal again; not a number if they were not in the time."""
+    normal_after_s: float | None
+    """When times to the first token were normal again; None if they were not in the time."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CostReport:
     """What the product's code really took on this machine."""
 
@@ -144,8 +160,9 @@ class Found:
     follow_ups: int = 0
     decode_peaks: list[float] = field(default_factory=list)
     prefill_peaks: list[float] = field(default_factory=list)
+    prefill_means: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
-    last_resumed_s: float = math.nan
+    lost: int = 0
     surge: int = 0
 
 
@@ -175,6 +192,7 @@ class Scale:
             CoarseProxy(self.events, plan.policy, Random(self._chance.random()), relay, self.costs)
             for _ in range(plan.proxies)
         ]
+        self._proxy_ids = tuple(number.to_bytes(16, "big") for number in range(plan.proxies))
 
     def run(self) -> Report:
         plan = self._plan
@@ -197,6 +215,8 @@ class Scale:
             lost = self._lose()
             before = self._balance(DecodeModel)[1]
             self.events.run_until(end_s)
+            while len(self.found.pauses) < self.found.lost and self.events.now < end_s + FOLLOWED_S:
+                self.events.run_until(self.events.now + LOOK_S)
             return self._report(self._loss_report(lost, before))
         self.events.run_until(end_s)
         return self._report(None)
@@ -272,13 +292,13 @@ class Scale:
         if stream.has_turn:
             stream.has_turn = False
             stream.proxy.end_turn()
-        if not math.isnan(stream.lost_s):
+        was_lost = not math.isnan(stream.lost_s)
+        if was_lost:
             self.found.pauses.append(now - stream.lost_s)
-            self.found.last_resumed_s = now
             stream.lost_s = math.nan
         if not stream.began_s:
             stream.began_s = now
-            if self._measuring:
+            if self._measuring and not was_lost:
                 self.found.ttft.append((now, now - stream.arrived_s))
         tokens = stream.prompt + int(stream.written)
         size = tokens * self._profile.cache.bytes_per_token
@@ -324,6 +344,7 @@ class Scale:
         if stream.began_s:
             stream.written = min(stream.answer - 1.0, stream.written + max(0.0, node.steps_so_far() - stream.steps))
         stream.attempt.end_everywhere()
+        self.found.lost += math.isnan(stream.lost_s)
         stream.lost_s = self._lost_at_s
         stream.life += 1
 
@@ -341,7 +362,7 @@ class Scale:
     def _beat(self, node: CoarseNode, heartbeat_s: float) -> None:
         if not node.alive:
             return
-        heartbeat = node.heartbeat()
+        heartbeat = node.heartbeat(self._proxy_ids)
         for proxy in self.proxies:
             proxy.hear(heartbeat)
         self.events.after(heartbeat_s, lambda: self._beat(node, heartbeat_s))
@@ -365,6 +386,8 @@ class Scale:
             most, mean = self._balance(kind)
             if mean and self.events.now < self._lost_at_s:
                 peaks.append(most / mean)
+                if kind is PrefillModel:
+                    self.found.prefill_means.append(mean)
             elif kind is DecodeModel:
                 self.found.surge = max(self.found.surge, most)
         self.events.after(LOOK_S, self._look)
@@ -372,6 +395,8 @@ class Scale:
     def _loss_report(self, lost: int, mean_before: float) -> LossReport:
         found, at_s = self.found, self._lost_at_s
         before = percentile([took for when, took in found.ttft if when < at_s], 0.99)
+        pauses = sorted(found.pauses)
+        last_s = pauses[-1] if pauses else 0.0
         seconds: dict[int, list[float]] = {}
         for when, took in found.ttft:
             if when >= at_s:
@@ -379,32 +404,39 @@ class Scale:
         worst = {second: percentile(times, 0.99) for second, times in seconds.items()}
         late = [second for second, p99 in worst.items() if p99 > NORMAL * before]
         normal_s = max(late, default=-1) + 1.0
+        most = math.ceil(0.99 * found.lost)
         return LossReport(
             nodes=lost,
             noticed_s=self._noticed_s(),
-            resumed=len(found.pauses),
-            pause_s=shares(found.pauses),
-            last_resumed_s=found.last_resumed_s - at_s,
+            streams=found.lost,
+            resumed=len(pauses),
+            pause_s=shares(pauses),
+            most_resumed_s=pauses[most - 1] if 0 < most <= len(pauses) else None,
+            last_resumed_s=last_s,
+            standing=[found.lost - bisect_right(pauses, second) for second in range(1, math.ceil(last_s) + 1)],
             surge=found.surge / mean_before if mean_before else math.nan,
+            ttft_before_s=before,
+            ttft_s=shares([took for when, took in found.ttft if at_s <= when <= at_s + last_s]),
             worst_ttft_s=max(worst.values(), default=math.nan),
-            normal_after_s=normal_s if normal_s < int(self.events.now - at_s) else math.nan,
+            normal_after_s=normal_s if normal_s < int(self.events.now - at_s) else None,
         )
 
-    def _noticed_s(self) -> float:
+    def _noticed_s(self) -> float | None:
         """Returns how long after its last heartbeat a node is dropped, which is when its loss is known."""
         config = RegistryConfig()
         dead = [node.info.boot_id for node in self.nodes if not node.alive]
         left = any(proxy.registry.node(boot_id) is not None for proxy in self.proxies for boot_id in dead)
-        return math.nan if left else config.heartbeat_ms * config.missed_heartbeats / 1000
+        return None if left else config.heartbeat_ms * config.missed_heartbeats / 1000
 
     def _report(self, loss: LossReport | None) -> Report:
         found = self.found
         return Report(
             policy=self._plan.policy.value,
             answers=found.answers,
-            tokens_per_s=found.tokens / self._plan.seconds,
+            tokens_per_s=found.tokens / (self.events.now - self._plan.warm_up_s),
             decode_imbalance=_mean(found.decode_peaks),
             prefill_imbalance=_mean(found.prefill_peaks),
+            prefill_mean=_mean(found.prefill_means),
             ttft_s=shares([took for when, took in found.ttft if when < self._lost_at_s]),
             gap_s=shares(found.gaps),
             same_node=found.same / max(1, found.follow_ups),
@@ -428,7 +460,7 @@ class Scale:
             began = time.thread_time()
             proxy.registry.snapshot()
             snapshot.append(time.thread_time() - began)
-            proxy.hear(node.heartbeat())  # so that it serves again
+            proxy.hear(node.heartbeat(self._proxy_ids))  # so that it serves again
         return CostReport(
             decisions_per_s,
             heartbeat_us,

@@ -47,8 +47,10 @@ class CoarseNode:
     def waiting(self) -> int:
         raise NotImplementedError
 
-    def heartbeat(self) -> NodeHeartbeat:
-        return NodeHeartbeat(self.info.boot_id, NodeLoad(self.running, self.waiting, self._cache.num_blocks))
+    def heartbeat(self, proxies: tuple[bytes, ...]) -> NodeHeartbeat:
+        """Returns what the node says now to ``proxies``, all of which know it."""
+        load = NodeLoad(self.running, self.waiting, self._cache.num_blocks)
+        return NodeHeartbeat(self.info.boot_id, load, proxies=proxies)
 
     def die(self) -> None:
         """Does nothing more, and tells nobody."""

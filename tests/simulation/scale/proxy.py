@@ -19,6 +19,7 @@ import msgspec
 from pdserve.config import RegistryConfig, RelayConfig, RoutingPolicy
 from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, Register, ToProxy
 from pdserve_proxy.registry.registry import Registry
+from pdserve_proxy.relay.resume_turns import ResumeLimit
 from pdserve_proxy.routing.attempts import Attempt, Attempts
 from pdserve_proxy.routing.router import Route, RouteQuery, Router
 from tests.simulation.scale.events import Events
@@ -51,11 +52,13 @@ class CoarseProxy:
         self._router = Router(policy, self.attempts, chance)
         self._costs = costs
         self._connect_timeout_s = relay.connect_timeout_s
-        self._turns = relay.max_resumes
+        self._limit = ResumeLimit(relay.max_resumes, self.registry, processes=1)
+        self._resuming = 0
         self._lost: deque[Callable[[], object]] = deque()
         self._at: dict[bytes, dict[object, Callable[[], object]]] = {}
         """What has to be told when a node is lost, by the node and by whom it is told."""
         self.registry.on_loss(self._node_lost)
+        self.registry.on_change(self._give_turns)
 
     def register(self, node: NodeInfo) -> None:
         self.registry.handle(Register(node), self._events.now)
@@ -103,13 +106,19 @@ class CoarseProxy:
         self._give_turns()
 
     def end_turn(self) -> None:
-        self._turns += 1
+        self._resuming -= 1
         self._give_turns()
 
+    @property
+    def waiting(self) -> int:
+        """The streams that wait for their turn."""
+        return len(self._lost)
+
     def _give_turns(self) -> None:
-        while self._turns and self._lost:
-            self._turns -= 1
-            self._lost.popleft()()
+        most = self._limit.now() if self._lost else 0
+        while self._lost and self._resuming < most:
+            self._resuming += 1
+            self._events.after(0.0, self._lost.popleft())
 
     def _node_lost(self, node: NodeInfo) -> None:
         for lost in self._at.pop(node.boot_id, {}).values():

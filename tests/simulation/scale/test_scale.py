@@ -36,7 +36,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
 def test_every_stream_has_one_attempt_or_waits_for_its_turn(policy: RoutingPolicy, lose: float) -> None:
     scale = Scale(replace(SMALL, policy=policy, lose=lose, max_resumes=64), profile_of())
     report = scale.run()
-    waiting = sum(len(proxy._lost) for proxy in scale.proxies)
+    waiting = sum(proxy.waiting for proxy in scale.proxies)
     decode = [node for node in scale.nodes if isinstance(node, DecodeModel)]
     under_way = sum(proxy.attempts.under_way(node.info.boot_id) for proxy in scale.proxies for node in decode)
     assert under_way + waiting == SMALL.streams
@@ -109,12 +109,15 @@ def test_a_dead_node_ends_nothing() -> None:
 
 
 def test_streams_of_a_lost_node_go_on_so_many_at_a_time() -> None:
-    proxy = CoarseProxy(Events(), RoutingPolicy.ROUND_ROBIN, None, RelayConfig(max_resumes=2), RealCosts())
+    events = Events()
+    proxy = CoarseProxy(events, RoutingPolicy.ROUND_ROBIN, None, RelayConfig(max_resumes=2), RealCosts())
     began: list[int] = []
     for number in range(5):
         proxy.take_turn(lambda number=number: began.append(number))  # type: ignore[misc]
+    events.run_until(0.1)
     assert began == [0, 1]
     proxy.end_turn()
+    events.run_until(0.2)
     assert began == [0, 1, 2]
 
 
