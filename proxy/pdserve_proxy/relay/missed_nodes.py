@@ -15,14 +15,17 @@ from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.relay.route_wait import PAUSE_S, RouteWait
 from pdserve_proxy.routing.router import Route, RouteQuery
 
+MAX_WAITS = 32
+"""The requests of one process that wait at once."""
+
 
 class MissedNodes:
-    """The waits of one proxy process, of which there are at most ``max_resumes`` at a time."""
+    """The waits of one proxy process."""
 
     def __init__(self, config: RelayConfig, dispatch: Dispatch, waits: RouteWait) -> None:
         self._loop = asyncio.get_running_loop()
         self._wait_s = config.resume_wait_s
-        self._room = config.max_resumes
+        self._room = MAX_WAITS
         self._dispatch = dispatch
         self._waits = waits
 

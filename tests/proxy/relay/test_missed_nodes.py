@@ -12,6 +12,7 @@ from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.kept_answer import event_id_start
 from pdserve.wire.version import PROTOCOL_VERSION
+from pdserve_proxy.relay import missed_nodes
 from pdserve_proxy.relay.route_wait import PAUSE_S
 from tests.proxy.cluster import (
     Cluster,
@@ -31,9 +32,9 @@ BODY = b'{"model": "m", "prompt": "p", "stream": true}'
 EVENT_ID = (event_id_start(b"k" * 16, "0a1b") + b"7").decode()
 
 
-def config(base: ProxyConfig | None = None, *, wait_s: float = 10.0, max_resumes: int = 32) -> ProxyConfig:
+def config(base: ProxyConfig | None = None, *, wait_s: float = 10.0) -> ProxyConfig:
     base = base or proxy_config()
-    relay = dataclasses.replace(base.relay, resume_wait_s=wait_s, max_resumes=max_resumes)
+    relay = dataclasses.replace(base.relay, resume_wait_s=wait_s)
     return dataclasses.replace(base, relay=relay)
 
 
@@ -99,10 +100,11 @@ async def test_a_node_whose_process_is_gone_is_not_waited_for() -> None:
         assert (status, error_of(body)["code"]) == (503, "upstream_unreachable")
 
 
-@pytest.mark.parametrize(("wait_s", "max_resumes", "most"), [(4 * PAUSE_S, 32, 4), (0.0, 32, 1), (10.0, 0, 1)])
-async def test_the_wait_ends(wait_s: float, max_resumes: int, most: int) -> None:
-    """Without a turn at all, it is as if so many requests waited already."""
-    async with cluster(config(wait_s=wait_s, max_resumes=max_resumes)) as running, FakeNode(die_at_once) as node:
+@pytest.mark.parametrize(("wait_s", "waits", "most"), [(4 * PAUSE_S, 32, 4), (0.0, 32, 1), (10.0, 0, 1)])
+async def test_the_wait_ends(wait_s: float, waits: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none may wait, it is as if too many did already."""
+    monkeypatch.setattr(missed_nodes, "MAX_WAITS", waits)
+    async with cluster(config(wait_s=wait_s)) as running, FakeNode(die_at_once) as node:
         await running.add(node_info("cut", Role.MIXED, node.url))
         status, body = await ask(running)
         assert (status, error_of(body)["code"]) == (502, "upstream_lost")
