@@ -38,6 +38,6 @@ class RouteWait:
                 return route
             later_s = [at_s for at_s in look_at_s if at_s > now_s]
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(until_s, *later_s)):
+                async with asyncio.timeout_at(min([until_s, *later_s])):
                     await self._changed.wait()
                     await asyncio.sleep(PAUSE_S)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.bench.machine import this_machine
-from pdserve.bench.report import Machine
+from pdserve.bench.machine import Machine, this_machine
 from tests.simulation.scale.cluster import Plan, Report
 
 
