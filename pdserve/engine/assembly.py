@@ -16,6 +16,7 @@ import torch
 from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
+from pdserve.engine.freed_memory import give_freed_memory_back
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import cache_blocks
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
@@ -148,6 +149,7 @@ def assemble(
         renew=secrets.renew,
         grammars=grammars,
         cores=cores,
+        give_back=give_freed_memory_back,
         recorder=LaneRecorder() if config.records else None,
     )
     ready = Ready(

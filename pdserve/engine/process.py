@@ -15,7 +15,6 @@ import zmq
 from pdserve.config import EngineLaunch, Switch
 from pdserve.core_share import CoreShare, cpu_quota, machine_id, quota_note, share_cores
 from pdserve.engine.api_channel import ApiChannel
-from pdserve.engine.freed_memory import give_freed_memory_back
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
@@ -44,7 +43,6 @@ def main(around: Callable[[StepRunner], StepRunner] | None = None) -> int:
     hide that from them, and they would send the request on that the engine may have died of.
     """
     ignore_hangup()
-    give_freed_memory_back()
     launch = read_launch(EngineLaunch)
     set_up_logging(launch.config.log, "engine", node=launch.config.node)
     with zmq.Context() as context:

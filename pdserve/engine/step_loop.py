@@ -19,6 +19,7 @@ import zmq
 from pdserve.config import SchedulerConfig
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, OwnCores
+from pdserve.engine.freed_memory import REST_S
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.lane_recorder import LaneRecorder
@@ -39,6 +40,7 @@ from pdserve.wire.transfer import FailureCause
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
+REST_MS = int(REST_S * 1000)
 
 NOT_FINITE = "the model's logits are not finite"
 NO_BLOCKS = "overloaded: all blocks wait for prompts that other nodes compute"
@@ -63,11 +65,13 @@ class StepLoop:
         renew: Callable[[bytes], None] = lambda _: None,
         grammars: GrammarOpener,
         cores: Cores | None = None,
+        give_back: Callable[[], object] | None = None,
         recorder: LaneRecorder | None = None,
     ) -> None:
         """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
         Everything else that writes to the KV cache then has to do it behind the steps that were launched before.
+        ``give_back`` gives free memory back. It is called once when nothing was to be done for a while.
         ``renew`` takes a new cluster secret. Without a ``recorder`` no timelines are noted.
         """
         self._api = api
@@ -88,7 +92,8 @@ class StepLoop:
         self._placement = placement
         self._watch = StepWatch(placement.step_cost, placement.targets)
         self._eos_token_ids = stop.eos_token_ids
-        self._steps = 0
+        self._give_back = give_back
+        self._steps, self._steps_at_rest = 0, -1  # loading a model, too, leaves free memory
         self._stats_sent = EngineStats()
         self._stats_at = 0.0
         self._stopping = False
@@ -136,9 +141,19 @@ class StepLoop:
             self._send_stats(idle=True)
             deadline = self._scheduler.next_deadline()
             timeout_ms = -1 if deadline is None else max(0, int((deadline - time.monotonic()) * 1000) + 1)
+        if self._give_back is not None and self._steps != self._steps_at_rest and not 0 <= timeout_ms <= REST_MS:
+            if not self._poll(REST_MS):
+                self._give_back()
+                self._steps_at_rest = self._steps
+            return
+        self._poll(timeout_ms)
+
+    def _poll(self, timeout_ms: int) -> bool:
+        """Waits for something to do. Returns whether there is."""
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake_up.fd in ready:
             self._wake_up.clear()
+        return bool(ready)
 
     def _receive(self) -> None:
         for message in self._api.receive():

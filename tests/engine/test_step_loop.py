@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from pdserve.config import Dtype, SchedulerConfig
+from pdserve.engine import step_loop
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
@@ -201,6 +202,7 @@ def engine(
     own_runner: ModelRunner | None = None,
     prefix_cache: bool = True,
     placement: Placement | None = None,
+    give_back: Callable[[], object] | None = None,
 ) -> Iterator[Client]:
     """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``."""
     config = read_decoder_config(folder)
@@ -223,6 +225,7 @@ def engine(
             placement=placement or make_placement(BLOCK_SIZE),
             ahead_runner=runner if overlap else None,
             grammars=GrammarOpener(lambda: tiny_vocabulary(folder), wake_up.set),
+            give_back=give_back,
         )
 
         def run() -> None:
@@ -277,6 +280,18 @@ def test_a_step_is_one_message_however_many_requests_it_holds(folder: Path, over
         answers = client.ask(prompt(9), range(1, 9), max_tokens=10)
         assert sum(map(len, answers)) == 80
         assert client.crossings == 10
+
+
+def test_an_engine_gives_memory_back_once_each_time_that_it_rests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_loop, "REST_MS", 1)
+    rests = threading.Semaphore(0)
+    with engine(folder, overlap=False, give_back=rests.release) as client:
+        for _ in range(3):
+            assert rests.acquire(timeout=PATIENCE_MS / 1000)
+            assert not rests.acquire(timeout=0.05), "it sleeps until there is work"
+            client.ask(prompt(9), [1], "fresh")
 
 
 def test_an_idle_engine_ends_what_is_only_fetched_with_all_its_children(folder: Path, overlap: bool) -> None:

@@ -282,6 +282,11 @@ class Life:
         return statistics.linear_regression(thousands, [span.own_mib for span in self.spans]).slope
 
     @property
+    def step_mib(self) -> float:
+        """The most by which it has grown from one span to the next: what grows with requests has no large steps."""
+        return max(after.own_mib - before.own_mib for before, after in itertools.pairwise(self.spans))
+
+    @property
     def too_much_mib(self) -> float:
         """By how much it has grown more than it may; below 0 if it has not."""
         thousands = (self.spans[-1].asked - self.spans[0].asked) / 1000
@@ -330,8 +335,8 @@ def _on_growth(soak: Soak) -> Iterator[Line]:
     yield Line(
         grown.too_much_mib <= 0,
         f"{among}, {grown.name} grows most: {grown.growth_mib:+.2f} MiB in 1,000 requests, from "
-        f"{grown.spans[0].own_mib:.0f} to {grown.spans[-1].own_mib:.0f} MiB ({MAX_GROWTH_MIB:g} in 1,000 requests "
-        f"and {NOISE_MIB:g} MiB in all may be)",
+        f"{grown.spans[0].own_mib:.0f} to {grown.spans[-1].own_mib:.0f} MiB, by {grown.step_mib:.1f} MiB from one rest "
+        f"to the next at most ({MAX_GROWTH_MIB:g} in 1,000 requests and {NOISE_MIB:g} MiB in all may be)",
     )
 
 

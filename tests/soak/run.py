@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from pdserve.config import CpuKernels
+from pdserve.engine.freed_memory import REST_S
 from pdserve.process import ServerProcess, pdserve_command
 from pdserve.settings import cache_folder
 from tests.demo_folder import demo_folder
@@ -32,6 +33,8 @@ FLAGS = (
     *("--kv-cache-mib", "3", "--max-num-seqs", "16"),
 )
 LOOK_S = 5.0
+GIVEN_BACK_S = REST_S + 1.0
+"""By then each engine that rests has given its free memory back."""
 IDLE_S = 60.0
 """At a rest everything has to be idle within this time, and ``KEEP_ANSWERS_S`` more."""
 
@@ -223,17 +226,21 @@ async def _keep_looking(soak: Soak, cluster: SoakCluster, session: aiohttp.Clien
 
 
 async def _rest(soak: Soak, cluster: SoakCluster, session: aiohttp.ClientSession) -> Rest:
-    """Waits until everything is idle, and looks at it."""
-    began = time.monotonic()
+    """Waits until everything is idle, and stays so until engines have given free memory back, and looks at it."""
+    began, idle_from = time.monotonic(), 0.0
     while True:
         now = time.monotonic()
         found = await look(cluster, session, now - soak.began, soak.tally.requests)
         busy = [f"{name}: {inside}" for name, inside in found.inside.items() if not inside.idle]
         busy += [f"{name} does not answer" for name in cluster.servers.keys() - found.inside.keys()]
-        if not busy:
-            return Rest(found, now - began)
-        if now - began > IDLE_S + KEEP_ANSWERS_S:
-            return Rest(found, now - began, "; ".join(busy))
+        if busy:
+            idle_from = 0.0
+        else:
+            idle_from = idle_from or now
+            if now - idle_from >= GIVEN_BACK_S:
+                return Rest(found, idle_from - began)
+        if now - began > IDLE_S + KEEP_ANSWERS_S + GIVEN_BACK_S:
+            return Rest(found, now - began, "; ".join(busy) or "it never stayed idle")
         await asyncio.sleep(0.5)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import zmq
 
+from pdserve.engine.freed_memory import REST_S
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.wire.rank import FromRank, Numbered, Order
 
@@ -47,7 +50,14 @@ class RankChannel:
 class OrderChannel:
     """Another rank's end of its channel to rank 0."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        give_back: Callable[[], object] | None = None,
+    ) -> None:
+        """``give_back`` gives free memory back. It is called once when no order has come for a while."""
+        self._give_back = give_back
         self._socket = context.socket(zmq.PAIR)
         self._socket.rcvhwm = QUEUE_LIMIT
         self._socket.connect(address)
@@ -60,6 +70,8 @@ class OrderChannel:
 
         Raises MalformedFrame if one was lost or is out of order.
         """
+        if self._give_back is not None and not self._socket.poll(int(REST_S * 1000)):
+            self._give_back()
         try:
             message = self._decoder.decode(self._socket.recv())
         except msgspec.DecodeError as exc:

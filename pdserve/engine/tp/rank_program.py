@@ -60,12 +60,11 @@ def main() -> int:
     # Rank 0 decides when its ranks end; a signal to a whole process group must not end them under a running step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    give_freed_memory_back()
     launch = read_launch(RankLaunch)
     rank = f"rank {launch.rank}"
     set_up_logging(launch.config.log, rank, node=launch.config.node, prefix=f"{rank}: ")
     with zmq.Context() as context:
-        channel = OrderChannel(context, launch.address)
+        channel = OrderChannel(context, launch.address, give_freed_memory_back)
         failed: RankFailed | None = None
         try:
             run_rank(launch, channel)
