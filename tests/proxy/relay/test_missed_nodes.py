@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,8 +13,10 @@ from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.kept_answer import event_id_start
 from pdserve.wire.version import PROTOCOL_VERSION
-from pdserve_proxy.relay import missed_nodes
-from pdserve_proxy.relay.route_wait import PAUSE_S
+from pdserve_proxy.relay import missed_nodes, route_wait
+from pdserve_proxy.relay.missed_nodes import MissedNodes
+from pdserve_proxy.routing.router import Route
+from pdserve_proxy.upstream import node_connection
 from tests.proxy.cluster import (
     Cluster,
     cluster,
@@ -30,6 +33,27 @@ from tests.proxy.relay.journaling_nodes import SHOWN, complete, die_at_once, nod
 
 BODY = b'{"model": "m", "prompt": "p", "stream": true}'
 EVENT_ID = (event_id_start(b"k" * 16, "0a1b") + b"7").decode()
+
+
+@pytest.fixture(autouse=True)
+def pauses_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_connection, "SUSPECTED_S", 0.05)
+    for module in (missed_nodes, route_wait):
+        monkeypatch.setattr(module, "PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Route | None]:
+    """What each look for a node found."""
+    found = list[Route | None]()
+    choose = MissedNodes._choose
+
+    def note(*args: Any) -> Route | None:
+        found.append(choose(*args))
+        return found[-1]
+
+    monkeypatch.setattr(MissedNodes, "_choose", note)
+    return found
 
 
 def config(base: ProxyConfig | None = None, *, wait_s: float = 10.0) -> ProxyConfig:
@@ -67,7 +91,7 @@ async def test_an_answer_that_the_node_does_not_have_when_it_is_back_is_gone() -
         assert len(made.asked) == 3
 
 
-async def test_a_stopped_node_gives_its_answer_when_it_goes_on() -> None:
+async def test_a_stopped_node_gives_its_answer_when_it_goes_on(looks: list[Route | None]) -> None:
     behaviours = [hang, complete]
 
     async def behave(exchange: Exchange) -> None:
@@ -81,6 +105,7 @@ async def test_a_stopped_node_gives_its_answer_when_it_goes_on() -> None:
             await running.add(node_info("other", Role.MIXED, other.url))
             silent.set()
             await eventually(lambda: bool(other.requests), "the other node was asked")
+            await eventually(lambda: len(looks) > 3, "it waits")
         async with registered(stopped, running.addresses.control):
             assert await asked == (200, SHOWN)
 
@@ -100,7 +125,7 @@ async def test_a_node_whose_process_is_gone_is_not_waited_for() -> None:
         assert (status, error_of(body)["code"]) == (503, "upstream_unreachable")
 
 
-@pytest.mark.parametrize(("wait_s", "waits", "most"), [(4 * PAUSE_S, 32, 4), (0.0, 32, 1), (10.0, 0, 1)])
+@pytest.mark.parametrize(("wait_s", "waits", "most"), [(0.1, 32, 10), (0.0, 32, 1), (10.0, 0, 1)])
 async def test_the_wait_ends(wait_s: float, waits: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none may wait, it is as if too many did already."""
     monkeypatch.setattr(missed_nodes, "MAX_WAITS", waits)
@@ -118,7 +143,9 @@ async def test_a_request_that_may_be_computed_is_not_asked_of_a_lost_node_again(
         assert len(made.asked) == 1
 
 
-async def test_a_request_that_waits_leaves_its_place_to_others_and_ends_with_its_client() -> None:
+async def test_a_request_that_waits_leaves_its_place_to_others_and_ends_with_its_client(
+    looks: list[Route | None],
+) -> None:
     base = dataclasses.replace(proxy_config(timeout_s=600.0), admission=AdmissionConfig(max_in_flight=1, max_queued=0))
     async with cluster(config(base, wait_s=600.0)) as running, FakeNode(hang) as stopped, FakeNode(complete) as other:
         async with heard(node_of(stopped), running.addresses.control) as silent:
@@ -134,6 +161,7 @@ async def test_a_request_that_waits_leaves_its_place_to_others_and_ends_with_its
             return (status, error_of(body)["code"]) == (503, "no_route")
 
         await eventually(admitted, "another request gets the place")
+        await eventually(lambda: len(looks) > 3, "it looks again whenever a node is heard")
         assert await metric(running, "pdserve_proxy_requests_in_flight") == 1
         waits.cancel()
 
@@ -143,11 +171,12 @@ async def test_a_request_that_waits_leaves_its_place_to_others_and_ends_with_its
         await eventually(ended, "its client has left")
 
 
-async def test_a_wait_ends_at_the_deadline() -> None:
-    async with cluster(config(proxy_config(timeout_s=0.5), wait_s=600.0)) as running, FakeNode(hang) as node:
+async def test_a_wait_ends_at_the_deadline(looks: list[Route | None]) -> None:
+    async with cluster(config(proxy_config(timeout_s=1.0), wait_s=600.0)) as running, FakeNode(hang) as node:
         async with heard(node_of(node), running.addresses.control) as silent:
             asked = asyncio.create_task(ask(running))
             await eventually(lambda: bool(node.requests), "the node has it")
             silent.set()
             status, body = await asked
+        assert looks == [None]
         assert (status, error_of(body)["code"]) == (504, "deadline_exceeded")
