@@ -38,6 +38,10 @@ UNTROUBLED = {
 """What is 0 where there was no fault, and no limit that clients could meet."""
 
 
+TOLD_S = 3.0
+"""A worker has told its supervisor by then of a request that has ended."""
+
+
 @dataclass(frozen=True)
 class Sample:
     name: str
@@ -111,12 +115,13 @@ class Ends:
 
 def _ends_of(proxy: Proxy, witness: Witness) -> Ends:
     """Returns what has ended at the proxy, by its log."""
-    live = proxy.processes()
-    dead = [worker for worker in proxy.process.children if worker.ended]
-    return Ends(
-        [one for process in live for one in witness.ended[process]],
-        [one for process in dead for one in witness.ended[process]],
-    )
+    ends = Ends([], [])
+    for process in [proxy.process, *proxy.process.children]:
+        stopped = process.was_stopped or proxy.process.was_stopped
+        told_until_s = process.ended_s - TOLD_S if not (process.ended and stopped) else 0.0
+        for one in witness.ended[process]:
+            (ends.counted if one.at_s < told_until_s else ends.perhaps).append(one)
+    return ends
 
 
 def _wrong_of_proxy(metrics: Metrics, ends: Ends) -> Iterator[str]:

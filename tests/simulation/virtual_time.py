@@ -246,6 +246,7 @@ class SimProcess:
         self.running = True
         self.ended = False
         self.status = 0
+        self.ended_s = float("inf")
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.threads: list[SimThread] = []
         self.handlers: dict[int, Callable[[], object]] = {}
@@ -360,7 +361,7 @@ class SimProcess:
         """Ends the process at once, wherever it is."""
         if self.ended:
             return
-        self.running, self.ended, self.status = False, True, status
+        self.running, self.ended, self.status, self.ended_s = False, True, status, self.loop.time()
         self._held.clear()
         self.loop.events.add(f"{self.name} ended with {status}")
         for action in list(self.on_end):

@@ -49,6 +49,7 @@ class EndedRequest:
     route: str
     status: int
     outcome: str
+    at_s: float
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Witness:
     def end(self, fields: tuple[Any, ...]) -> None:
         """Notes a line of the access log of the proxy that runs now."""
         label, route, _, _, status, *_, outcome = fields
-        self.ended[present_process()].append(EndedRequest(label, route, status, outcome))
+        self.ended[present_process()].append(EndedRequest(label, route, status, outcome, present_process().loop.time()))
 
     def gate(self) -> type[TicketGate]:
         """Returns a gate that this witness watches."""
