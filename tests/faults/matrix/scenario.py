@@ -293,18 +293,31 @@ class Scenario:
                 path.corrupt = True
                 self._undo.callback(_was_corrupted, scene.decode, _corrupt(scene.decode))
             case Fault.OUT_OF_KV:
-                for _ in range(HOGS):
-                    self._hog(PLAIN, proxy=1)
                 # A node that drains gets no more requests: the one to which the answer goes does.
                 drains = self._cell.phase is Phase.DRAIN
-                nodes = self._stage.of_role(self._role()) if drains else [victim]
-                eventually(
-                    lambda: any(map(self._wants_too_much, nodes)), "a node has to have more blocks than there are"
-                )
+                self._ask_too_much_of(self._stage.of_role(self._role()) if drains else [victim])
             case Fault.DISK_FULL:
                 self._fill_disk(victim)
             case Fault.POISON:
                 raise AssertionError("the request itself is the fault")
+
+    def _ask_too_much_of(self, nodes: list[Server]) -> None:
+        """Sends requests until one of ``nodes`` has to have more blocks than there are: the proxy chooses the nodes."""
+        for _ in range(HOGS):
+            self._hog(PLAIN, proxy=1)
+        while True:
+            eventually(self._all_are_placed, "every request is at a node")
+            if any(map(self._wants_too_much, nodes)):
+                return
+            assert len(self._hogs) < 2 * HOGS - 1, "no node has to have more blocks than there are"
+            self._hog(PLAIN)
+
+    def _all_are_placed(self) -> bool:
+        proxies, nodes = self._stage.proxies, self._stage.of_role("decode")
+        at_nodes = [
+            proxy.metric("proxy_node_requests_in_flight", node=node.name) for proxy in proxies for node in nodes
+        ]
+        return sum(at_nodes) + sum(hog.over for hog in self._hogs) > len(self._hogs)
 
     def _wants_too_much(self, node: Server) -> bool:
         under_way = [proxy.metric("proxy_node_requests_in_flight", node=node.name) for proxy in self._stage.proxies]
