@@ -32,7 +32,7 @@ def tables(figures: Figures) -> str:
     counts = [len(figures.seconds.get(cell.name, [])) for cell in TESTED]
     measured = f"{sum(count > 0 for count in counts)} of the {len(counts)} cells with a promise were measured, "
     failed = sum(figures.failures.get(cell.name, 0) for cell in TESTED)
-    measured += f"in {sum(counts)} runs." + (f" {failed} more runs failed." if failed else "")
+    measured += f"in {sum(counts)} runs." + (f" {failed} more failed." if failed else "")
     parts = [measured, *(_table(fault, figures, reasons) for fault in Fault)]
     return "\n\n".join([*parts, "Where there is no promise, the number is that of the reason:", "\n".join(notes)])
 

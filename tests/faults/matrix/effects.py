@@ -12,6 +12,8 @@ from tests.eventually import eventually
 from tests.faults.matrix.stage import ANSWER_S, Server, Stage
 
 KILLED = "was killed by SIGKILL"
+TOKENS = 16
+"""An answer that is over at its first token ends the transfer of its blocks before the prefill node is done."""
 
 
 def stops(pid: int) -> None:
@@ -104,7 +106,7 @@ class FullDisk:
         def another() -> bool:
             if _requests_ended(self._server) > before:
                 return True
-            body = {"model": MODEL, "prompt": list(self._prompt), "max_tokens": 1}
+            body = {"model": MODEL, "prompt": list(self._prompt), "max_tokens": TOKENS, "ignore_eos": True}
             with suppress(OSError):
                 http(proxies[0].url + "/v1/completions", body, timeout_s=ANSWER_S)
             return False
