@@ -5,6 +5,7 @@ What takes turns on the real machine, with its noise, ``pdserve bench goodput`` 
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pdserve.config import Disaggregation, TargetsConfig
@@ -12,19 +13,42 @@ from pdserve.engine.placement.step_parts import StepParts
 from pdserve.plan.cluster import ClusterShape, live
 from pdserve.plan.load import Lengths, poisson_load
 from pdserve.plan.prediction import PlanTargets
+from pdserve.plan.profile import NodeSpeed
 from tests.plan.profiles import profile_of
 
-PARTS = StepParts(
-    batch=0.007,
-    request=0.0006,
-    context_token=2e-6,
-    chunk_alone=0.012,
+ALONE = StepParts(
+    batch=0.0082,
+    request=0.00062,
+    context_token=1.8e-6,
+    chunk_alone=0.004,
     chunk_beside=0.0,
-    prompt_token=0.0005,
-    prompt_token_read=5e-7,
+    prompt_token=0.00055,
+    prompt_token_read=5.4e-7,
 )
-"""About those of 135 million weights on two cores. A node has half of them while its neighbour computes."""
-MACHINE = profile_of(PARTS, slower_beside=1.9)
+"""About those of 135 million weights on two cores, as `pdserve plan profile` has measured them."""
+BORROWING = StepParts(
+    batch=0.0066,
+    request=0.00065,
+    context_token=1.8e-6,
+    chunk_alone=0.0116,
+    chunk_beside=0.0,
+    prompt_token=0.00051,
+    prompt_token_read=4.8e-7,
+)
+BESIDE = StepParts(
+    batch=0.0104,
+    request=0.00103,
+    context_token=4.4e-6,
+    chunk_alone=0.0129,
+    chunk_beside=0.0,
+    prompt_token=0.00102,
+    prompt_token_read=9.9e-7,
+)
+"""Those of a node that has one of the cores, while its neighbour sleeps and while it computes."""
+MACHINE = msgspec.structs.replace(
+    profile_of(),
+    speeds=(NodeSpeed(nodes=1, steps=ALONE, beside=ALONE), NodeSpeed(nodes=2, steps=BORROWING, beside=BESIDE)),
+)
 MIXED, PAIR = ClusterShape(mixed=1), ClusterShape(prefill=1, decode=1, nodes_per_machine=2)
 TTFT_S = 0.7
 
