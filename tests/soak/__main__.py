@@ -34,8 +34,8 @@ def main() -> int:
     parser.add_argument("--plot-again", type=Path, help="only plots the figures in this file")
     parser.add_argument("--keep", type=Path, help="logs are kept in this folder, which must not exist")
     options = parser.parse_args()
-    # Like Ctrl-C, so that the cluster is stopped.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Like Ctrl-C, with which asyncio cancels the run alone: what stops the cluster goes on.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     if options.plot_again is not None:
         write_plot(read(options.plot_again), options.plot)
         return 0
