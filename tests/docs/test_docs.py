@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -23,7 +24,7 @@ from pdserve.cli.bench import compare_flags
 from pdserve.cli.drain import drain_flags
 from pdserve.cli.main import SUBCOMMANDS
 from pdserve.cli.role import role_flags
-from pdserve.config import NodeConfig
+from pdserve.config import NodeConfig, RoutingPolicy
 from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.settings import ROOTS, load
 from pdserve.settings.other_servers import MEANINGS
@@ -41,12 +42,14 @@ from tests.docs import (
     planning_page,
     reliability_page,
     results_plot,
+    scale_page,
     soak_page,
     stream_tables,
 )
 from tests.docs.configuration_table import PAGE, render
 from tests.faults.matrix.figures import read_figures
 from tests.faults.matrix.table import CELLS, TESTED, Fault, Phase, Victim
+from tests.simulation.scale.figures import read as read_scale
 from tests.soak.report import read as read_soak
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +162,21 @@ def test_goodput_is_shown_as_in_the_committed_figures() -> None:
     assert told.settings["PDSERVE_TELL"] == "on"
     for plot in (GOODPUT_PLOT, LATENCY_PLOT):
         assert f"{report.machine.measured} UTC" in (goodput_page.DOCS / plot).read_text(), again
+
+
+def test_many_nodes_are_shown_as_in_the_committed_figures() -> None:
+    of_policies, of_resumes = read_scale(scale_page.POLICIES), read_scale(scale_page.RESUMES)
+    again = "python -m tests.docs.scale_page writes it anew"
+    text = scale_page.PAGE.read_text()
+    assert scale_page.page_with(text, of_policies, of_resumes) == text, again
+    assert f"{of_policies.machine.measured} UTC" in scale_page.PLOT.read_text(), again
+    plans = {run.plan.policy: run.plan for run in of_policies.runs}
+    assert set(plans) == set(RoutingPolicy)
+    assert {dataclasses.replace(plan, policy=RoutingPolicy.TWO_CHOICES) for plan in plans.values()} == {
+        plans[RoutingPolicy.TWO_CHOICES]
+    }
+    assert (plans[RoutingPolicy.TWO_CHOICES].nodes, plans[RoutingPolicy.TWO_CHOICES].streams) == (1000, 100_000)
+    assert all(run.report.loss and run.report.loss.resumed for run in (*of_policies.runs, *of_resumes.runs))
 
 
 def test_the_soak_is_shown_as_in_the_committed_figures() -> None:

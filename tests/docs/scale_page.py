@@ -1,0 +1,164 @@
+"""Writes what scale.md in docs/benchmarks says of virtual time, and the plot beside it, from scale-policies.json and
+scale-resumes.json: ``python -m tests.docs.scale_page``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.docs.page_part import markdown_table, with_part
+from tests.simulation.scale.cluster import LossReport, Plan
+from tests.simulation.scale.figures import Figures, Run, read
+from tests.simulation.scale.plot import write_plot
+
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+PAGE = DOCS / "scale.md"
+POLICIES = DOCS / "scale-policies.json"
+RESUMES = DOCS / "scale-resumes.json"
+PLOT = DOCS / "scale.svg"
+POLICIES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale-policies.json -->"
+RESUMES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale-resumes.json -->"
+
+
+def policies(figures: Figures) -> str:
+    """Returns what a cluster does under each policy, and what a loss does to it, as Markdown."""
+    runs, plan, machine = figures.runs, figures.runs[0].plan, figures.machine
+    prefill = round(plan.nodes * plan.prefill_share)
+    return "\n\n".join(
+        [
+            f"`{command(plan)}`: {plan.nodes:,} nodes ({prefill:,} prefill), {plan.streams:,} streams, "
+            f"{plan.proxies} proxies, prompts of about {plan.prompt_tokens} tokens, answers of {plan.answer_tokens}. "
+            f"[All figures]({POLICIES.name}).",
+            _columns(
+                "before the loss",
+                runs,
+                [
+                    ("busiest decode node : mean", lambda run: f"{run.report.decode_imbalance:.2f}"),
+                    ("busiest prefill node : mean", lambda run: f"{run.report.prefill_imbalance:.1f}"),
+                    ("mean of a prefill node's requests", lambda run: f"{run.report.prefill_mean:.1f}"),
+                    ("TTFT p50, p99", lambda run: "{:.2f}, {:.2f} s".format(*run.report.ttft_s)),
+                    ("time between tokens p50, p99", lambda run: "{:.2f}, {:.2f} s".format(*run.report.gap_s)),
+                    ("requests that go to the decode node of the one before", lambda run: _share(run.report.same_node)),
+                ],
+            ),
+            _columns(
+                f"the loss of {_loss(runs[0]).nodes} nodes",
+                runs,
+                [
+                    ("streams that stand still", lambda run: f"{_loss(run).streams:,}"),
+                    ("all proxies know it after", lambda run: _seconds(_loss(run).noticed_s)),
+                    ("half of the streams have gone on after", lambda run: _seconds(_loss(run).pause_s[0])),
+                    ("99 % have gone on after", lambda run: _seconds(_loss(run).most_resumed_s)),
+                    ("all have gone on after", _all_after),
+                    ("others' TTFT until then p50, p99", lambda run: "{:.1f}, {:.1f} s".format(*_loss(run).ttft_s)),
+                    ("its p99 in the worst second", lambda run: f"{_loss(run).worst_ttft_s:.1f} s"),
+                    ("busiest decode node then : mean before", lambda run: f"{_loss(run).surge:.2f}"),
+                ],
+            ),
+            _columns(
+                "cost, CPU time of one core",
+                runs,
+                [
+                    ("decisions a second", lambda run: f"{run.report.costs.decisions_per_s:,.0f}"),
+                    ("a heartbeat", lambda run: f"{run.report.costs.heartbeat_us:.0f} µs"),
+                    ("nodes to route by, anew", lambda run: f"{run.report.costs.serving_ms:.2f} ms"),
+                    ("the first decision after that", lambda run: f"{run.report.costs.first_choice_ms:.2f} ms"),
+                    ("a snapshot of all nodes", lambda run: f"{run.report.costs.snapshot_ms:.2f} ms"),
+                    ("the whole simulation", lambda run: f"{run.cpu_s:.0f} s"),
+                ],
+            ),
+            f"Costs are real ones of {machine.cores} cores ({machine.cpu}) that had much other work, which makes all "
+            f"of them dearer; the rest is virtual. The last run ended at {machine.measured} UTC.",
+        ]
+    )
+
+
+def resumes(figures: Figures) -> str:
+    """Returns what the number of resumes at once does to streams and to others, as Markdown."""
+    rows = [
+        [
+            f"{run.plan.nodes:,}, {run.plan.proxies}",
+            f"{run.plan.max_resumes} a proxy" if run.plan.max_resumes else "two a prefill node",
+            f"{_loss(run).streams:,}",
+            _seconds(_loss(run).pause_s[0]),
+            _seconds(_loss(run).most_resumed_s),
+            f"{_loss(run).ttft_before_s:.1f} s",
+            "{:.1f}, {:.1f} s".format(*_loss(run).ttft_s),
+        ]
+        for run in sorted(figures.runs, key=lambda run: (run.plan.nodes, run.plan.max_resumes or 33))
+    ]
+    head = ["nodes, proxies", "at once", "streams that stand still", "half have gone on after", "99 % after"]
+    head += ["others' TTFT p99 before", "others' TTFT meanwhile p50, p99"]
+    return "\n\n".join([markdown_table(head, rows), f"[All figures]({RESUMES.name})."])
+
+
+def command(plan: Plan) -> str:
+    """Returns the command of a run with all policies."""
+    default = Plan()
+    flags = [f"--nodes {plan.nodes}", f"--streams {plan.streams}", f"--lose-rack {plan.lose:g}"]
+    for name in ("proxies", "seconds", "warm_up_s", "max_resumes", "seed", "prompt_tokens", "answer_tokens"):
+        if getattr(plan, name) != getattr(default, name):
+            flags.append(f"--{name.replace('_', '-')} {getattr(plan, name):g}")
+    return " ".join(["python -m tests.simulation.scale", *flags])
+
+
+def page_with(text: str, of_policies: Figures, of_resumes: Figures) -> str:
+    """Returns the page's ``text`` with its tables in their places."""
+    plot = f"![share of streams that stand still over time]({PLOT.name})"
+    text = with_part(text, POLICIES_BEGIN, policies(of_policies))
+    return with_part(text, RESUMES_BEGIN, f"{plot}\n\n{resumes(of_resumes)}")
+
+
+def draw(of_policies: Figures, of_resumes: Figures, path: Path = PLOT) -> None:
+    largest = max(run.plan.nodes for run in of_resumes.runs)
+    by_number = [
+        (str(run.plan.max_resumes) if run.plan.max_resumes else "two a prefill node", run)
+        for run in of_resumes.runs
+        if run.plan.nodes == largest
+    ]
+    panels = [
+        (
+            f"{of_policies.runs[0].plan.nodes:,} nodes, by policy",
+            [(run.report.policy, run) for run in of_policies.runs],
+        ),
+        (f"{largest:,} nodes, by --max-resumes", by_number),
+    ]
+    write_plot(panels, of_policies.machine.measured, path)
+
+
+def _columns(head: str, runs: Sequence[Run], rows: Sequence[tuple[str, Callable[[Run], str]]]) -> str:
+    """Returns a table with a column for each run."""
+    return markdown_table(
+        [head, *(f"`{run.report.policy}`" for run in runs)], ([name, *map(shown, runs)] for name, shown in rows)
+    )
+
+
+def _loss(run: Run) -> LossReport:
+    assert run.report.loss is not None, "these runs lose a rack"
+    return run.report.loss
+
+
+def _all_after(run: Run) -> str:
+    loss = _loss(run)
+    if loss.resumed == loss.streams:
+        return _seconds(loss.last_resumed_s)
+    return f"{loss.streams - loss.resumed:,} never"
+
+
+def _seconds(value: float | None) -> str:
+    return "never" if value is None else f"{value:.0f} s"
+
+
+def _share(value: float) -> str:
+    return f"{value * 100:.0f} %"
+
+
+def main() -> None:
+    of_policies, of_resumes = read(POLICIES), read(RESUMES)
+    draw(of_policies, of_resumes)
+    PAGE.write_text(page_with(PAGE.read_text(), of_policies, of_resumes))
+
+
+if __name__ == "__main__":
+    main()
