@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pdserve.config import RoutingPolicy
 from tests.docs.page_part import markdown_table, with_part
 from tests.simulation.scale.cluster import LossReport, Plan
 from tests.simulation.scale.figures import Figures, Run, read
@@ -23,7 +24,8 @@ RESUMES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale-resumes.jso
 
 def policies(figures: Figures) -> str:
     """Returns what a cluster does under each policy, and what a loss does to it, as Markdown."""
-    runs, plan, machine = figures.runs, figures.runs[0].plan, figures.machine
+    runs = sorted(figures.runs, key=lambda run: list(RoutingPolicy).index(run.plan.policy))
+    plan, machine = runs[0].plan, figures.machine
     prefill = round(plan.nodes * plan.prefill_share)
     return "\n\n".join(
         [
