@@ -283,7 +283,7 @@ class Node:
             if self.process is ended:
                 self.start()
 
-        self.cluster.loop.call_later(RESTART_S, start)
+        self.cluster.loop.call_later(RESTART_S, start, context=self.cluster.operator.context)
 
     def processes(self) -> list[SimProcess]:
         child = self.process.child

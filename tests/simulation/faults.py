@@ -13,9 +13,9 @@ from pdserve_kvtransfer.fetch.session import FetchState
 from pdserve_kvtransfer.push.session import PushState
 from tests.simulation.cluster import Cluster, Node, Proxy
 from tests.simulation.engine_program import RunningEngine
-from tests.simulation.links import BlockFault
+from tests.simulation.links import BlockFault, RankFault
 from tests.simulation.network import Spoilt
-from tests.simulation.plan import AT_PROXY, Fault, FaultKind
+from tests.simulation.plan import AT_PROXY, OF_RANKS, Fault, FaultKind
 from tests.simulation.stand_ins import SimFolder
 from tests.simulation.transfer_states import TransferState
 from tests.simulation.virtual_time import SimProcess
@@ -34,6 +34,12 @@ _BLOCKS = {
     FaultKind.BLOCK_TWICE: BlockFault.TWICE,
     FaultKind.BLOCK_SHORT: BlockFault.SHORT,
     FaultKind.LINK_BREAKS: BlockFault.BREAK,
+}
+_RANK_BLOCKS = {
+    FaultKind.RANK_CORRUPT: BlockFault.CORRUPT,
+    FaultKind.RANK_TWICE: BlockFault.TWICE,
+    FaultKind.RANK_SHORT: BlockFault.SHORT,
+    FaultKind.RANK_LINK_BREAKS: BlockFault.BREAK,
 }
 
 Server: TypeAlias = Node | Proxy
@@ -84,9 +90,11 @@ class Faults:
                 proxy.process.end(-9)
                 ending.append((proxy, proxy.process))
             case FaultKind.STOP:
+                node.rank_may_hang()
                 self._stop(node.processes(), undo)
             case FaultKind.STOP_ENGINE:
-                self._stop(node.processes()[1:], undo)
+                node.rank_may_hang()
+                self._stop(node.processes()[1:2], undo)
             case FaultKind.STOP_PROXY:
                 self._stop(proxy.processes() if fault.amount % 2 else [proxy.process], undo)
             case FaultKind.KILL_WORKER | FaultKind.STOP_WORKER | FaultKind.CRASH_WORKER if proxy.workers:
@@ -97,6 +105,10 @@ class Faults:
                 self._crash(fault, node, proxy, undo, ending)
             case FaultKind.CRASH_FETCH | FaultKind.CRASH_PUSH:
                 self._crash_in_transfer(fault, undo, ending)
+            case FaultKind.CRASH_RANK_FETCHING | FaultKind.CRASH_RANK_PUSHING:
+                self._crash_in_transfer(fault, undo, ending)
+            case kind if kind in OF_RANKS:
+                self._harm_rank(fault, node, undo, ending)
             case FaultKind.NO_BLOCKS if node.engine is not None and node.engine_alive:
                 self._take_blocks(node.engine, undo)
             case FaultKind.NO_DISK if node.alive:
@@ -127,6 +139,42 @@ class Faults:
             case _:
                 worker.crash_after, worker.on_crash = fault.amount, proxy.worker_dies
                 undo.callback(worker.crash_no_more)
+
+    # ------------------------------------------------------------ ranks
+
+    def _harm_rank(self, fault: Fault, node: Node, undo: ExitStack, ending: list[Ending]) -> None:
+        """Harms one rank of a node, or its way to others' ranks. Without a second rank, no process is harmed."""
+        fabric, way = self.cluster.fabric, (node.host, fault.other % node.tp_size)
+        if (block_fault := _RANK_BLOCKS.get(fault.kind)) is not None:
+            fabric.rank_faults.append(rank_fault := RankFault(*way, block_fault))
+            undo.callback(lambda: rank_fault in fabric.rank_faults and fabric.rank_faults.remove(rank_fault))
+        if fault.kind is FaultKind.RANK_LATE:
+            fabric.slow[way] += 1
+            undo.callback(fabric.slow.subtract, [way])
+        ranks = [process for process in node.ranks() if not process.ended]
+        if not ranks:
+            return
+        process = ranks[fault.other % len(ranks)]
+        match fault.kind:
+            case FaultKind.KILL_RANK:
+                self._crash_rank(node, process, ending)
+            case FaultKind.STOP_RANK:
+                node.rank_may_hang()
+                self._stop([process], undo)
+            case FaultKind.CRASH_RANK:
+                own = node.process
+
+                def on_crash() -> None:
+                    node.engine_dies()
+                    ending.append((node, own))
+
+                process.crash_after, process.on_crash = fault.amount, on_crash
+                undo.callback(process.crash_no_more)
+
+    def _crash_rank(self, node: Node, process: SimProcess, ending: list[Ending]) -> None:
+        node.engine_dies()
+        ending.append((node, node.process))
+        process.crash()
 
     # ------------------------------------------------------------ resources
 
@@ -166,19 +214,19 @@ class Faults:
         undo.callback(process.crash_no_more)
 
     def _crash_in_transfer(self, fault: Fault, undo: ExitStack, ending: list[Ending]) -> None:
-        """Kills the first engine of which a transfer comes into a state."""
-        states: tuple[TransferState, ...] = tuple(FetchState if fault.kind is FaultKind.CRASH_FETCH else PushState)
+        """Kills the first engine of which a transfer comes into a state, or the first that has ranks loses one."""
+        fetches = fault.kind in (FaultKind.CRASH_FETCH, FaultKind.CRASH_RANK_FETCHING)
+        states: tuple[TransferState, ...] = tuple(FetchState if fetches else PushState)
         state, cluster = states[fault.amount % len(states)], self.cluster
 
         def watch(process: SimProcess, entered: TransferState) -> None:
-            if entered is not state or process.ended:
+            node = cluster.node_at(process.host)
+            dying = [process] if fault.kind not in OF_RANKS else [rank for rank in node.ranks() if not rank.ended]
+            if entered is not state or process.ended or not dying:
                 return
             del cluster.on_transfer_state[watch]
-            node = cluster.node_at(process.host)
-            cluster.events.add(f"the engine of {node.name} is killed as its transfer is {state}")
-            node.engine_dies()
-            ending.append((node, node.process))
-            process.crash()
+            cluster.events.add(f"{dying[-1].name} is killed as a transfer is {state}")
+            self._crash_rank(node, dying[-1], ending)
 
         cluster.on_transfer_state[watch] = None
         undo.callback(cluster.on_transfer_state.pop, watch, None)

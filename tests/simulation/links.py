@@ -49,6 +49,15 @@ class _Message:
         return self.moved.length // 2 if self.fault is BlockFault.SHORT else self.moved.length
 
 
+@dataclass(frozen=True, eq=False)
+class RankFault:
+    """What happens to the next message that one rank of a host sends."""
+
+    host: str
+    rank: int
+    fault: BlockFault
+
+
 @dataclass(slots=True, eq=False)
 class Fabric:
     """All links of the cluster."""
@@ -58,8 +67,7 @@ class Fabric:
     links: dict[bytes, SimLink] = field(default_factory=dict)
     faults: Counter[BlockFault] = field(default_factory=Counter)
     """What happens to so many of the next messages."""
-    rank_faults: Counter[tuple[str, int, BlockFault]] = field(default_factory=Counter)
-    """What happens to so many of the next messages that one rank of a host sends."""
+    rank_faults: list[RankFault] = field(default_factory=list)
     slow: Counter[tuple[str, int]] = field(default_factory=Counter)
     """How many faults make all messages to one rank of a host late."""
     sent_bytes: Counter[str] = field(default_factory=Counter)
@@ -73,9 +81,10 @@ class Fabric:
             if self.faults[fault] > 0:
                 self.faults[fault] -= 1
                 return fault
-            if self.rank_faults[sender.process.host, sender.rank, fault] > 0:
-                self.rank_faults[sender.process.host, sender.rank, fault] -= 1
-                return fault
+        for rank_fault in self.rank_faults:
+            if (rank_fault.host, rank_fault.rank) == (sender.process.host, sender.rank):
+                self.rank_faults.remove(rank_fault)
+                return rank_fault.fault
         return None
 
 

@@ -208,6 +208,16 @@ class FaultKind(enum.Enum):
     KILL_WORKER = "a worker of the proxy is killed"
     STOP_WORKER = "a worker of the proxy is stopped"
     CRASH_WORKER = "a worker of the proxy is killed in the middle of what it does"
+    KILL_RANK = "a rank of the node is killed"
+    STOP_RANK = "a rank of the node is stopped"
+    CRASH_RANK = "a rank of the node is killed in the middle of what it does"
+    CRASH_RANK_FETCHING = "a rank is killed in the middle of a transfer that its engine fetches"
+    CRASH_RANK_PUSHING = "a rank is killed in the middle of a transfer that its engine sends"
+    RANK_LINK_BREAKS = "the link of the next KV block of one rank breaks"
+    RANK_CORRUPT = "a KV block of one rank arrives with a wrong byte"
+    RANK_SHORT = "a KV block of one rank arrives in part"
+    RANK_TWICE = "a KV block of one rank arrives twice"
+    RANK_LATE = "all KV blocks come late to one rank"
 
 
 AT_WORKER = (FaultKind.KILL_WORKER, FaultKind.STOP_WORKER, FaultKind.CRASH_WORKER)
@@ -218,7 +228,9 @@ AT_PROXY = frozenset(
 FIRST = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.STOP_PROXY)]
 RESOURCES = (FaultKind.NO_BLOCKS, FaultKind.NO_DISK)
 """Something that a node needs is used up."""
-WIDER = tuple(kind for kind in FaultKind if kind not in (*FIRST, *RESOURCES, *AT_WORKER))
+OF_RANKS = tuple(FaultKind)[tuple(FaultKind).index(FaultKind.KILL_RANK) :]
+"""What happens to one tensor-parallel rank of a node."""
+WIDER = tuple(kind for kind in FaultKind if kind not in (*FIRST, *RESOURCES, *AT_WORKER, *OF_RANKS))
 
 
 @dataclass(frozen=True)
@@ -231,7 +243,7 @@ class Fault:
     lasts_s: float
     proxy: int = 0
     other: int = 1
-    """The second node, of those that are not the first one, or the worker."""
+    """The second node, of those that are not the first one, or the worker or rank, of those that a fault may concern."""
     amount: int = 0
     """Which one, or how much: the steps before a crash, the seconds of a clock, the number of blocks or of a role."""
 
@@ -289,6 +301,7 @@ class Plan:
 CALM_SHARE = 0.1
 MORE_REQUESTS = 8
 """So many more requests are a load for which nodes change their roles."""
+RANKS_SHARE = 0.2
 
 
 def plan_of(seed: int) -> Plan:
@@ -313,11 +326,12 @@ def plan_of(seed: int) -> Plan:
     short = tuple(_fault(chance, len(shape.roles), RESOURCES) for _ in range(chance.choice((0, 0, 0, 1, 2))))
     plan = Plan(_limited(chance, shape), varied, faults + short if faults else (), intrusions)
     if Random(f"calm {seed}").random() < CALM_SHARE:
-        return plan.calmed()
-    wider = _widened(plan, Random(f"cluster {seed}"))
-    if wider is plan:
-        return plan
-    return _with_roles(_with_workers(wider, Random(f"workers {seed}")), Random(f"roles {seed}"))
+        plan = plan.calmed()
+    else:
+        wider = _widened(plan, Random(f"cluster {seed}"))
+        if wider is not plan:
+            plan = _with_roles(_with_workers(wider, Random(f"workers {seed}")), Random(f"roles {seed}"))
+    return _ranked(plan, Random(f"ranks {seed}"))
 
 
 def _limited(random: Random, shape: Shape) -> Shape:
@@ -418,6 +432,28 @@ def _wider_fault(random: Random, nodes: int, proxies: int) -> Fault:
         lasts_s=random.choice((0.0, 0.1, 0.7, 2.0, 5.0)),
         proxy=random.randrange(proxies),
         other=random.randrange(nodes - 1),
+        amount=int(10 ** random.uniform(0.0, 2.5)),
+    )
+
+
+def _ranked(plan: Plan, random: Random) -> Plan:
+    """Returns the plan with nodes of several ranks and, if it has faults, some of ranks; most plans as they are."""
+    if random.random() >= RANKS_SHARE:
+        return plan
+    sizes = [random.choice((1, 2)) for _ in plan.shape.roles]
+    sizes[random.randrange(len(sizes))] = 2
+    faults = tuple(_rank_fault(random, len(sizes)) for _ in range(random.choice((0, 1, 2, 2)) if plan.faults else 0))
+    shape = replace(plan.shape, tp_sizes=tuple(sizes), kv_heads=random.choice((1, 2, 2, 4)))
+    return replace(plan, shape=shape, faults=plan.faults + faults)
+
+
+def _rank_fault(random: Random, nodes: int) -> Fault:
+    return Fault(
+        at_s=random.uniform(0.0, 2.5),
+        kind=random.choice(OF_RANKS),
+        node=random.randrange(nodes),
+        lasts_s=random.choice((0.1, 0.7, 2.0, 5.0)),
+        other=random.randrange(2),
         amount=int(10 ** random.uniform(0.0, 2.5)),
     )
 

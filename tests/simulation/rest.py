@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdserve_kvtransfer.both_sides import BothSides
+from pdserve_kvtransfer.fetch.port import FetchPort
+from pdserve_kvtransfer.push.port import PushPort
+from pdserve_kvtransfer.rank_thread import RankThread
 from tests.simulation.virtual_time import PROCESS, SimProcess
 
 KEPT_TIMERS = frozenset({"ExpiryQueue._expire", "HttpToolsProtocol.timeout_keep_alive_handler"})
@@ -36,6 +39,18 @@ def left_in(process: SimProcess, settled: Counter[str]) -> Iterator[str]:
     for name, count in product_timers_of(process).items():
         if name not in KEPT_TIMERS:
             yield f"{count} of the timer {name}"
+
+
+def left_at_rank(thread: RankThread) -> Iterator[str]:
+    """Yields what the ports of a rank still have to receive or to send, and links that broke and are not closed."""
+    for port in thread._ports.values():
+        if isinstance(port, FetchPort | PushPort) and port._link.broken:
+            yield "a link that broke is not closed"
+        match port:
+            case FetchPort() if port._landings or port._in_flight:
+                yield f"the blocks of {len(port._landings)} fetches are to land"
+            case PushPort() if port._unposted or port._in_flight:
+                yield f"the blocks of {len(port._unposted)} pushes are to be sent"
 
 
 def left_transfers(sides: BothSides) -> Iterator[str]:

@@ -14,7 +14,7 @@ from tests.simulation.counters import wrong_counters
 from tests.simulation.faults import Faults
 from tests.simulation.intrusions import intrude
 from tests.simulation.plan import PROBE, SETTLED_S, Manner, Plan, PlannedRequest
-from tests.simulation.rest import left_in, left_transfers, tasks_of
+from tests.simulation.rest import left_at_rank, left_in, left_transfers, tasks_of
 from tests.simulation.virtual_time import PROCESS, START_S, Events, SimProcess
 from tests.simulation.witness import Witness
 
@@ -166,6 +166,9 @@ class Run:
                 cluster.violated(f"{node.name} still has {live}")
             for what in left_transfers(cluster.sides[engine.process]):
                 cluster.violated(f"{node.name} has at rest {what}")
+            for rank in node.ranks():
+                for what in left_at_rank(cluster.rank_threads[rank]):
+                    cluster.violated(f"{rank.name} has at rest: {what}")
             stats = engine.connector.stats()
             if not self.plan.faults and (stats.leases_expired_sending or stats.leases_expired_receiving):
                 cluster.violated(f"a lease ran out at {node.name}, without any fault")

@@ -337,7 +337,7 @@ class SimProcess:
         """
         self.on_crash()
         self.end(-9)
-        if greenlet.getcurrent() is not self.loop.hub:
+        if greenlet.getcurrent() is not self.loop.hub and present_process() is self:
             self.loop.hub.switch()
 
     def exit(self, status: int) -> None:
