@@ -213,18 +213,19 @@ class EngineProgram:
     def __call__(self, launch: EngineLaunch) -> None:
         with SimContext() as context:
             channel = ApiChannel(context, launch.address)  # type: ignore[arg-type]
-            failed = False
             try:
                 channel.send(Starting("loading libraries"))
                 self._serve(launch, channel)
             except Exception as exc:
-                self.failed(present_process(), exc)
-                channel.send(EngineFailed(str(exc)))
-                failed = True
-            finally:
-                channel.close(LINGER_S)
-        if failed:
-            present_process().exit(1)
+                self._fail(channel, exc)
+            channel.close(LINGER_S)
+
+    def _fail(self, channel: ApiChannel, failure: Exception) -> None:
+        """Ends the process as a failure does: the node is told, and nothing is closed."""
+        self.failed(present_process(), failure)
+        channel.send(EngineFailed(str(failure)))
+        channel.close(LINGER_S)
+        present_process().exit(1)
 
     def _serve(self, launch: EngineLaunch, channel: ApiChannel) -> None:
         with ExitStack() as stack:
@@ -241,9 +242,12 @@ class EngineProgram:
                 ranks.notify(engine.loop.stop)
             self.started(engine)
             channel.send(engine.ready)
-            engine.loop.run()
-            if ranks is not None:
-                ranks.check()
+            try:
+                engine.loop.run()
+                if ranks is not None:
+                    ranks.check()
+            except Exception as exc:
+                self._fail(channel, exc)
 
     def _open(
         self, config: EngineConfig, channel: ApiChannel, wake_up: WakeUp, ranks: Ranks | None, group: TpGroup

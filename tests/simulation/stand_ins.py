@@ -255,6 +255,10 @@ class SimChild:
         poller.register(self.pidfd, zmq.POLLIN)
         return bool(poller.poll(within_s * 1000))
 
+    @property
+    def ended_by_signal(self) -> bool:
+        return self.process.ended and self.process.status < 0
+
     def reap(self, grace_s: float) -> None:
         if not self.ended(grace_s):
             self.process.end(-9)
