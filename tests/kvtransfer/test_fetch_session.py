@@ -144,6 +144,17 @@ def test_a_cancel_is_told_only_to_those_who_know() -> None:
     assert asked.forgotten(0, ()) == [FetchCancelled(TRANSFER, ())]
 
 
+def test_a_rank_that_prepares_late_has_not_forgotten_a_cancelled_transfer() -> None:
+    fetch = session()
+    fetch.prepare(head_map(2, 1, 2), 2)
+    assert fetch.expecting(0, 0.0) == []
+    assert fetch.cancel() == [Forget(LINK, TAG)]
+    assert fetch.expecting(1, 0.1) == []
+    assert fetch.forgotten(0, ()) == []
+    assert fetch.forgotten(1, ()) == [FetchCancelled(TRANSFER, ())]
+    assert fetch.state is FetchState.ENDED
+
+
 def test_the_deadline() -> None:
     fetch = moving()
     assert fetch.expire(DEADLINE_S - 0.01) == []

@@ -146,8 +146,9 @@ class Faults:
         """Harms one rank of a node, or its way to others' ranks. Without a second rank, no process is harmed."""
         fabric, way = self.cluster.fabric, (node.host, fault.other % node.tp_size)
         if (block_fault := _RANK_BLOCKS.get(fault.kind)) is not None:
-            fabric.rank_faults.append(rank_fault := RankFault(*way, block_fault))
-            undo.callback(lambda: rank_fault in fabric.rank_faults and fabric.rank_faults.remove(rank_fault))
+            rank_fault = RankFault(*way, block_fault)
+            fabric.rank_faults.append(rank_fault)
+            undo.callback(fabric.end, rank_fault)
         if fault.kind is FaultKind.RANK_LATE:
             fabric.slow[way] += 1
             undo.callback(fabric.slow.subtract, [way])

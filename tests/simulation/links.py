@@ -75,6 +75,11 @@ class Fabric:
     landed_bytes: Counter[str] = field(default_factory=Counter)
     """How much of other engines' memory each host's engine has got into its own."""
 
+    def end(self, rank_fault: RankFault) -> None:
+        """Takes a fault back that has not come yet."""
+        if rank_fault in self.rank_faults:
+            self.rank_faults.remove(rank_fault)
+
     def next_fault(self, sender: SimLink) -> BlockFault | None:
         """Returns what happens to the message that this link sends now."""
         for fault in BlockFault:

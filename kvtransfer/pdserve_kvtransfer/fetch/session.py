@@ -145,8 +145,11 @@ class FetchSession:
         """A rank has confirmed that it lets the blocks land."""
         if self.state is FetchState.MOVING:
             return self._accept_expected(rank)
+        if self.state is not FetchState.PREPARING:
+            # The ranks that are waited for now are those that have not forgotten the transfer.
+            return []
         self._waiting_for.discard(rank)
-        if self.state is not FetchState.PREPARING or self._waiting_for:
+        if self._waiting_for:
             return []
         self.state = FetchState.MOVING
         order = self.order
