@@ -243,7 +243,7 @@ class Fault:
     lasts_s: float
     proxy: int = 0
     other: int = 1
-    """The second node, of those that are not the first one, or the worker or rank, of those that a fault may concern."""
+    """The second node, of those that are not the first one, or the worker, or the rank."""
     amount: int = 0
     """Which one, or how much: the steps before a crash, the seconds of a clock, the number of blocks or of a role."""
 

@@ -46,6 +46,7 @@ from tests.simulation.messaging import (
     SimContext,
     SimPoller,
     SimShadow,
+    select_sockets,
 )
 from tests.simulation.network import Network, SimListener
 from tests.simulation.rank_group import SimBoard
@@ -376,6 +377,7 @@ def simulated(
                 zmq,
                 Context=SimContext,
                 Poller=SimPoller,
+                select=select_sockets,
                 Socket=types.SimpleNamespace(shadow=SimShadow),
                 asyncio=Likeness(zmq.asyncio, Context=SimAsyncContext),
             ),
