@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.simulation.clients import Outcome
-from tests.simulation.plan import Plan, PlannedRequest, Shape
+from tests.simulation.mutants import SESSION, Mutant
+from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
 from tests.simulation.run import run_plan
 
 pytestmark = pytest.mark.integration
@@ -19,3 +22,52 @@ def test_prompts_reach_every_rank(tp_sizes: tuple[int, ...], kv_heads: int) -> N
     assert result.violations == ()
     assert set(result.outcomes) == {Outcome.WHOLE}
     assert sum("source=remote" in line for line in result.lines) >= len(_LONG_PROMPTS)
+
+
+_LATE = Fault(0.0, FaultKind.RANK_LATE, 1, 2.0, other=1)
+_CORRUPT = Fault(0.1, FaultKind.RANK_CORRUPT, 0, 2.0, other=1)
+_TWO_RANKS = Shape(tp_sizes=(2, 2), kv_heads=2)
+_LEAVING = tuple(
+    PlannedRequest(0.05 * i, tuple(range(3 + i, 33 + i)), 12, leaves_after_s=0.05 * (1 + i % 5)) for i in range(12)
+)
+
+
+def test_a_request_that_is_cancelled_while_a_rank_is_stopped_gives_its_blocks_back() -> None:
+    """The rank reports late that it is prepared, which once counted as if it had forgotten the transfer."""
+    shape = replace(_TWO_RANKS, step_s=0.02, num_blocks=32)
+    stopped = Fault(0.1, FaultKind.STOP_RANK, 1, 0.7)
+    assert run_plan(1, Plan(shape, _LEAVING + _LONG_PROMPTS, (stopped,))).violations == ()
+
+
+@pytest.mark.parametrize(
+    ("what", "method", "before", "after", "faults"),
+    [
+        (
+            "a fetch is over when one rank has all its pieces",
+            "complete",
+            "self._left == 0",
+            "any(None not in found for found in self._found)",
+            (_LATE,),
+        ),
+        (
+            "a piece of another rank than the first counts twice",
+            "_note",
+            "self._left -= 1",
+            "self._left -= 1 + (rank > 0)",
+            (),
+        ),
+        (
+            "a corrupt piece of another rank than the first is no failure",
+            "_note",
+            "if expected != digest:",
+            "if expected != digest and rank == 0:",
+            (_CORRUPT,),
+        ),
+    ],
+)
+def test_a_defect_of_the_aggregation_is_noticed(
+    what: str, method: str, before: str, after: str, faults: tuple[Fault, ...]
+) -> None:
+    mutant = Mutant(what, 1, f"{SESSION}.Aggregator", method, before, after)
+    with mutant.applied():
+        assert run_plan(1, Plan(_TWO_RANKS, _LONG_PROMPTS, faults)).violations
