@@ -33,7 +33,8 @@ _CALLS = (PhaseKind.ATTEMPT, PhaseKind.FETCH, PhaseKind.REUSE)
 """The phases in which another process works for this one."""
 _FAILURES = frozenset(
     {
-        *("error", "failed", "upstream_lost", "timed_out", "shut_down", "deadline", "lost", "unreachable"),
+        *("error", "failed", "upstream_lost", "upstream_failed", "timed_out", "shut_down"),
+        *("deadline", "lost", "unreachable"),
         *("misfit", "peer_lost", "lease_expired", "overloaded", "corrupt", "stalled"),
     }
 )

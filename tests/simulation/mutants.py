@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "a block that is not full is found in the prefix cache",
-        0,
+        1,
         "pdserve.engine.kv_cache.block_tables.BlockTables",
         "admit",
         "request.num_computed_tokens = len(found) * self.block_size",
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "the holders of a shared block are not counted",
-        0,
+        1,
         "pdserve.engine.kv_cache.block_manager.BlockManager",
         "share",
         "self._holders[block] += 1",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cancelled fetch keeps its blocks",
-        0,
+        1,
         f"{CONNECTORS}.fetching_connector.FetchingConnector",
         "_free_cancelled",
         "self._blocks.free(self._cancelled_blocks.pop(transfer))",
@@ -139,7 +139,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cancelled fetch's blocks are freed at once",
-        0,
+        1,
         f"{CONNECTORS}.fetching_connector.FetchingConnector",
         "release",
         "request.block_table = []",
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "a holder keeps the blocks that it has given",
-        0,
+        1,
         f"{CONNECTORS}.holding_connector.HoldingConnector",
         "ended",
         "self._blocks.free(self._pushes.pop(event.transfer_id).table)",
@@ -206,6 +206,14 @@ MUTANTS = (
 
 RARE = (
     Mutant(
+        "a stream that its node ends with an error counts as answered",
+        0,
+        "pdserve_proxy.relay.event_stream.EventStream",
+        "end",
+        "RelayOutcome.UPSTREAM_FAILED if failed else RelayOutcome.OK",
+        "RelayOutcome.OK",
+    ),
+    Mutant(
         "a request that has ended counts twice",
         0,
         "pdserve_proxy.relay.access_log.RequestCounts",
@@ -223,7 +231,7 @@ RARE = (
     ),
     Mutant(
         "a request keeps its place at the proxy",
-        10,
+        14,
         "pdserve_proxy.requests.admission_queue.AdmissionQueue",
         "leave",
         "self._places_taken -= entry.places",
@@ -263,7 +271,7 @@ RARE = (
     ),
     Mutant(
         "a cancelled fetch's blocks are freed twice",
-        0,
+        1,
         f"{CONNECTORS}.fetching_connector.FetchingConnector",
         "_free_cancelled",
         "self._blocks.free(self._cancelled_blocks.pop(transfer))",
@@ -279,7 +287,7 @@ RARE = (
     ),
     Mutant(
         "a prompt whose tokens are to be scored is taken from the prefix cache",
-        71,
+        91,
         "pdserve.engine.kv_cache.block_tables.BlockTables",
         "find",
         "if request.needs_scores:",
@@ -319,7 +327,7 @@ RARE = (
     ),
     Mutant(
         "a prefill node's first token counts although the client has one",
-        21,
+        47,
         f"{CONNECTORS}.fetching_connector.FetchingConnector",
         "_accept",
         " and request.num_generated_tokens == 0",

@@ -137,6 +137,8 @@ class RequestCounts(Collector):
             text = relayed.error.message
         elif relayed.outcome is RelayOutcome.FAILED:
             text = "a defect of the proxy; its log has the details"
+        elif relayed.outcome is RelayOutcome.UPSTREAM_FAILED:
+            text = "the node ended its answer with an error"
         else:
             text = f"the node answered with status {relayed.status}"
         node = "" if relayed.route is None else relayed.decode_name

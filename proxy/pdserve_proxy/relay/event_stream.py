@@ -77,7 +77,8 @@ class EventStream:
 
     def end(self) -> None:
         """Ends the request, whose client has the whole body, unless a loss has ended it already."""
-        self._relayed.end(RelayOutcome.OK)
+        failed = self._journal is not None and self._journal.failed
+        self._relayed.end(RelayOutcome.UPSTREAM_FAILED if failed else RelayOutcome.OK)
 
     def _new_events(self) -> WholeEvents:
         return WholeEvents() if self._journal is None else JournaledEvents(self._journal)

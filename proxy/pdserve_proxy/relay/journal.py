@@ -112,6 +112,11 @@ class RelayJournal:
         """Whether a stream that ends now breaks off: its node writes a journal, and has not written the end."""
         return not self._entryless and not self.done and (bool(self.entries) or self.request is None)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the node has ended the stream with an event of its own in place of the end, as it does with errors."""
+        return self._entryless and self.count > 0 and not self.done
+
     def grow(self) -> None:
         """Makes room for the entries that were added, or drops them."""
         if self.request is None:

@@ -56,6 +56,8 @@ class RelayOutcome(enum.StrEnum):
     OK = "ok"
     CLIENT_GONE = "client_gone"
     UPSTREAM_LOST = "upstream_lost"
+    UPSTREAM_FAILED = "upstream_failed"
+    """Its node ended the stream with an error event."""
     REFUSED = "refused"
     """The proxy answered with an error, because of the request itself or because no node could take it."""
     TIMED_OUT = "timed_out"

@@ -8,7 +8,15 @@ from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 
 LOWEST_FAILURE = 500
 """The lowest status of an answer that is a failure of the cluster's. What the client got wrong has a lower one."""
-_FAILURES = frozenset({RelayOutcome.UPSTREAM_LOST, RelayOutcome.TIMED_OUT, RelayOutcome.SHUT_DOWN, RelayOutcome.FAILED})
+_FAILURES = frozenset(
+    {
+        RelayOutcome.UPSTREAM_LOST,
+        RelayOutcome.UPSTREAM_FAILED,
+        RelayOutcome.TIMED_OUT,
+        RelayOutcome.SHUT_DOWN,
+        RelayOutcome.FAILED,
+    }
+)
 
 # These have names of their own because look-ups on the enums' classes would be most of what a request costs here.
 _ENDED, _OK = RequestStage.ENDED, RelayOutcome.OK

@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from pdserve.http.errors import ENGINE_GONE_HEADER
+from pdserve.errors import Unavailable
+from pdserve.http.errors import ENGINE_GONE_HEADER, error_event
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Opener, Purpose
 from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, cut, digest, entry
@@ -75,6 +76,16 @@ def dies_at(end: int, more: bytes = b"") -> Behaviour:
         exchange.die()
 
     return die
+
+
+def fails_at(end: int) -> Behaviour:
+    """Returns the behaviour of a node that ends the answer with an error event behind event ``end``."""
+
+    async def fail(exchange: Exchange) -> None:
+        await answer_up_to(exchange, end, more=error_event(Unavailable("no room", code="no_room")))
+        await exchange.finish()
+
+    return fail
 
 
 def hangs_at(end: int) -> Behaviour:

@@ -35,6 +35,7 @@ from tests.proxy.relay.journaling_nodes import (
     complete,
     die_at_once,
     dies_at,
+    fails_at,
     hangs_at,
     nodes,
     refuses,
@@ -227,6 +228,17 @@ async def test_a_stream_is_resumed_as_often_as_its_nodes_say_something() -> None
         assert len({ticket.answer for ticket in asked.tickets}) == 1
         assert [ticket.node for ticket in asked.tickets[:2]] * 2 == [ticket.node for ticket in asked.tickets[:4]]
         assert await resumes(running, "resumed") == 4
+
+
+@pytest.mark.parametrize("journal_mib", [64, 0])
+async def test_a_stream_that_its_node_ends_with_an_error_is_not_counted_as_answered(journal_mib: int) -> None:
+    """Also if its journal had no room."""
+    async with cluster(config(journal_mib=journal_mib)) as running, nodes(running, fails_at(2), complete) as asked:
+        assert broken(await ask(running), 2) == "no_room"
+        assert len(asked.asked) == 1
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="upstream_failed"}') == 1
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 0
+        await nothing_is_left(running)
 
 
 async def test_a_stream_is_not_resumed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
