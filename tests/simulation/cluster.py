@@ -60,7 +60,7 @@ from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 from pdserve_proxy.workers import worker
 from tests.simulation.clients import MODEL, ClientRequest, ask
 from tests.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RankProgram, RunningEngine, rank_model
-from tests.simulation.invariants import wrong_blocks
+from tests.simulation.invariants import wrong_blocks, wrong_turns
 from tests.simulation.links import Fabric, LinkTransport
 from tests.simulation.network import Network
 from tests.simulation.plan import Shape
@@ -346,6 +346,8 @@ class Cluster:
         self.network.window_bytes = 4 * shape.buffer_bytes
         self.network.buffer_bytes = shape.buffer_bytes
         self.requests: list[ClientRequest] = []
+        self._asked: dict[int, ClientRequest] = {}
+        """The requests by their numbers."""
         self.violations: list[str] = []
         self.clocks = WallClocks(self.loop)
         self.witness = Witness(self.violated, self._clocks_agree)
@@ -379,6 +381,7 @@ class Cluster:
     def ask(self, request: ClientRequest) -> asyncio.Task[None]:
         """Lets a client send a request."""
         self.requests.append(request)
+        self._asked[request.number] = request
         request.on_text = self._check_answer
 
         async def run() -> None:
@@ -413,6 +416,9 @@ class Cluster:
             wrong = wrong_blocks(node.engine)
             if wrong is not None:
                 self.violated(f"{node.name}: {wrong}")
+            wrong = wrong_turns(node.engine, self._priority_of)
+            if wrong is not None:
+                self.violated(f"{node.name}: {wrong}")
             for request in node.engine.loop._scheduler.live():
                 if not request.serves_push and request.request_id not in self.witness.labels[node.process]:
                     self.violated(f"{node.name} serves {request}, for which it has taken no ticket")
@@ -424,6 +430,11 @@ class Cluster:
             over = self.proxy_processes.over_limit(serving, self.shape.max_in_flight, self.shape.max_queued)
             if over is not None:
                 self.violated(f"the {proxy.name} has {over}")
+
+    def _priority_of(self, label: str) -> int | None:
+        number = label.removeprefix("r").partition("-")[0]
+        asked = self._asked.get(int(number)) if number.isdecimal() else None
+        return None if asked is None else asked.planned.priority
 
     def _clocks_agree(self) -> bool:
         hosts = [*(node.host for node in self.nodes), *(proxy.host for proxy in self.proxies)]
@@ -568,6 +579,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 lambda: cluster.clocks.wrong_s(present_process().host),
                 pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
                 pdserve__api__server__TicketGate=cluster.witness.gate(),
+                pdserve_proxy__requests__admission_queue__AdmissionQueue=cluster.witness.queue(),
                 pdserve_proxy__serving__TicketSigner=cluster.witness.signer(),
                 pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
                 pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, rank, **__: partial(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 from pdserve.engine.kv_cache.block_manager import BlockManager, _BlockState
 from tests.simulation.engine_program import RunningEngine
+
+PRIORITY_S = 5.0
+"""Each number of a priority counts like so much time of waiting."""
 
 
 def wrong_blocks(engine: RunningEngine) -> str | None:
@@ -25,6 +28,18 @@ def wrong_blocks(engine: RunningEngine) -> str | None:
     if counts != known or sum(counts.values()) != blocks.num_blocks:
         return f"the blocks are {counts}, and counted as {known}"
     return _wrong_holders(blocks, _tables(engine))
+
+
+def wrong_turns(engine: RunningEngine, priority_of: Callable[[str], int | None]) -> str | None:
+    """Returns what is wrong about the order in which an engine's requests wait.
+
+    ``priority_of`` says which priority the client of a request has asked for, if that is known.
+    """
+    turns = []
+    for request in engine.loop._scheduler._queues.waiting:
+        priority = priority_of(request.request_id)
+        turns.append(request.arrived + PRIORITY_S * (request.priority if priority is None else priority))
+    return None if turns == sorted(turns) else f"requests wait in another order than that of their turns: {turns}"
 
 
 def _wrong_holders(blocks: BlockManager, tables: Iterator[list[int]]) -> str | None:

@@ -206,6 +206,22 @@ MUTANTS = (
 
 RARE = (
     Mutant(
+        "a more urgent request waits behind the others at a node",
+        0,
+        "pdserve.engine.scheduling.queues.Queues",
+        "_insert",
+        "self.waiting[-1].turn_at <= request.turn_at",
+        "True",
+    ),
+    Mutant(
+        "a more urgent request waits behind the others at the proxy",
+        0,
+        "pdserve_proxy.requests.admission_queue.AdmissionQueue",
+        "enter",
+        "insort(self._waiting, entry, key=_turn)",
+        "self._waiting.append(entry)",
+    ),
+    Mutant(
         "a stream that its node ends with an error counts as answered",
         0,
         "pdserve_proxy.relay.event_stream.EventStream",

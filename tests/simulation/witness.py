@@ -14,6 +14,8 @@ from pdserve.api.serving_node import TicketGate
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.ticket import Ticket
 from pdserve_proxy.relay.dispatch import TicketSigner
+from pdserve_proxy.requests.admission_queue import AdmissionEntry, AdmissionQueue
+from tests.simulation.invariants import PRIORITY_S
 from tests.simulation.virtual_time import SimProcess, present_process
 
 
@@ -112,3 +114,32 @@ class Witness:
                 return header
 
         return WatchedSigner
+
+    def queue(self) -> type[AdmissionQueue]:
+        """Returns a queue of requests at a proxy that this witness watches."""
+        witness = self
+
+        class WatchedQueue(AdmissionQueue):
+            def __init__(self, *limits: Any) -> None:
+                super().__init__(*limits)
+                self._turns: dict[AdmissionEntry, float] = {}
+
+            def enter(self, caller: str, now: float, answers: int = 1, priority: int = 0) -> AdmissionEntry:
+                entry = super().enter(caller, now, answers, priority)
+                self._turns[entry] = now + PRIORITY_S * priority
+                if self.is_admitted(entry):
+                    self._check_turn(entry)
+                return entry
+
+            def leave(self, entry: AdmissionEntry) -> list[AdmissionEntry]:
+                self._turns.pop(entry, None)
+                admitted = super().leave(entry)
+                for one in admitted:
+                    self._check_turn(one)
+                return admitted
+
+            def _check_turn(self, admitted: AdmissionEntry) -> None:
+                if any(self._turns[other] < self._turns[admitted] for other in self._waiting):
+                    witness.violated(f"{present_process().name} admits a request before one whose turn is earlier")
+
+        return WatchedQueue
