@@ -80,7 +80,8 @@ async def wrong_counters(cluster: Cluster, plan: Plan) -> list[str]:
         return wrong
     engines = [node.engine.process for node in cluster.nodes if node.engine is not None]
     wrong += _wrong_transfers(engines, nodes, cluster.fabric)
-    if plan.is_calm:
+    # An answer may leave a node that runs out of blocks.
+    if plan.is_calm and not any(metrics.total("pdserve_proxy_room_moves_total") for metrics in proxies):
         wrong += _wrong_of_calm_run(cluster.requests, nodes, proxies, cluster.witness)
     return wrong
 

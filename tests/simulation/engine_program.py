@@ -94,6 +94,7 @@ class SimRunner:
         """The requests of the engine, of which a row has only the block table."""
 
     def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
+        self._pace.before_step()
         begin = self._shown([self._beginning(row) for row in rows])[0]
         present_thread().block(self._pace.step_s(sum(len(row.token_ids) for row in rows)))
         computed = [self._compute(row, digest) for row, digest in zip(rows, begin, strict=True)]
@@ -172,6 +173,8 @@ class Pace:
     base_s: float = 0.004
     token_s: float = 0.0005
     factor: float = 1.0
+    before_step: Callable[[], None] = lambda: None
+    """What a fault lets happen at the beginning of a step. It may raise."""
 
     def step_s(self, tokens: int) -> float:
         return (self.base_s + tokens * self.token_s) * self.factor * self.random.uniform(0.8, 1.2)

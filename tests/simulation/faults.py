@@ -47,6 +47,10 @@ Ending: TypeAlias = tuple[Server, SimProcess]
 """A process that ends because of a fault, and what starts it again."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Faults:
     """The faults of one run."""
 
@@ -114,6 +118,8 @@ class Faults:
             case FaultKind.NO_DISK if node.alive:
                 self._fill_disk(node, undo)
                 ending.append((node, node.process))
+            case FaultKind.NO_MEMORY:
+                self._refuse_memory(node, undo, ending)
             case FaultKind.SET_ROLE if node.alive:
                 await self._change_role(fault, node)
             case _:
@@ -187,6 +193,18 @@ class Faults:
                 engine.give_blocks_back()
 
         undo.callback(give_back)
+
+    def _refuse_memory(self, node: Node, undo: ExitStack, ending: list[Ending]) -> None:
+        """Lets the engine's next step fail, if there is one in the fault's time. The engine has to end, and say why."""
+
+        def refuse() -> None:
+            node.pace.before_step = _nothing
+            node.engine_dies()
+            ending.append((node, node.process))
+            raise MemoryError("no memory is left")
+
+        node.pace.before_step = refuse
+        undo.callback(setattr, node.pace, "before_step", _nothing)
 
     def _fill_disk(self, node: Node, undo: ExitStack) -> None:
         """Kills the node, and starts it where it can write nothing. It has to end, and to say why."""

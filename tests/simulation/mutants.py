@@ -222,14 +222,6 @@ RARE = (
         "self._waiting.append(entry)",
     ),
     Mutant(
-        "a stream that its node ends with an error counts as answered",
-        0,
-        "pdserve_proxy.relay.event_stream.EventStream",
-        "end",
-        "RelayOutcome.UPSTREAM_FAILED if failed else RelayOutcome.OK",
-        "RelayOutcome.OK",
-    ),
-    Mutant(
         "a request that has ended counts twice",
         0,
         "pdserve_proxy.relay.access_log.RequestCounts",
@@ -375,7 +367,7 @@ RARE = (
     ),
     Mutant(
         "a client that leaves is not noticed by its engine",
-        0,
+        23,
         "pdserve.engine.step_loop.StepLoop",
         "_abort",
         "self._scheduler.abort(request)",
@@ -383,7 +375,7 @@ RARE = (
     ),
     Mutant(
         "an answer that was over when it came goes on",
-        0,
+        689,
         "pdserve.engine.scheduling.scheduler.Scheduler",
         "finish_if_resumed_over",
         "self.finish_if_over(request)",
@@ -402,6 +394,14 @@ RARE = (
 
 UNFOUND: tuple[Mutant, ...] = (
     Mutant(
+        "a stream that its node ends with an error counts as answered",
+        0,
+        "pdserve_proxy.relay.event_stream.EventStream",
+        "end",
+        "RelayOutcome.UPSTREAM_FAILED if failed else RelayOutcome.OK",
+        "RelayOutcome.OK",
+    ),
+    Mutant(
         "a push that is over ends once more",
         0,
         "pdserve_kvtransfer.push.session.PushSession",
@@ -410,7 +410,11 @@ UNFOUND: tuple[Mutant, ...] = (
         "if False:",
     ),
 )
-"""Those that no seed has found: what the simulation has to learn."""
+"""Those that no seed has found yet.
+
+Tests of a part find them: ``tests/proxy/relay/test_resume.py`` the first one; ``tests/kvtransfer/test_push_session.py`` the
+second one, which no engine brings that keeps to the protocol.
+"""
 ALL = (*MUTANTS, *RARE, *UNFOUND)
 
 

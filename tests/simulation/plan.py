@@ -205,6 +205,7 @@ class FaultKind(enum.Enum):
     COMMAND_DRAIN = "the operator drains the node"
     NO_BLOCKS = "the node's engine has no free block"
     NO_DISK = "the node has died, and cannot start because its disk is full"
+    NO_MEMORY = "the node's engine is refused memory in its next step"
     KILL_WORKER = "a worker of the proxy is killed"
     STOP_WORKER = "a worker of the proxy is stopped"
     CRASH_WORKER = "a worker of the proxy is killed in the middle of what it does"
@@ -230,7 +231,9 @@ RESOURCES = (FaultKind.NO_BLOCKS, FaultKind.NO_DISK)
 """Something that a node needs is used up."""
 OF_RANKS = tuple(FaultKind)[tuple(FaultKind).index(FaultKind.KILL_RANK) :]
 """What happens to one tensor-parallel rank of a node."""
-WIDER = tuple(kind for kind in FaultKind if kind not in (*FIRST, *RESOURCES, *AT_WORKER, *OF_RANKS))
+WIDER = tuple(
+    kind for kind in FaultKind if kind not in (*FIRST, *RESOURCES, *AT_WORKER, *OF_RANKS, FaultKind.NO_MEMORY)
+)
 
 
 @dataclass(frozen=True)
@@ -302,6 +305,7 @@ CALM_SHARE = 0.1
 MORE_REQUESTS = 8
 """So many more requests are a load for which nodes change their roles."""
 RANKS_SHARE = 0.2
+REFUSED_SHARE = 0.15
 
 
 def plan_of(seed: int) -> Plan:
@@ -324,7 +328,9 @@ def plan_of(seed: int) -> Plan:
     intrusions = tuple(_intrusion(chance, len(shape.roles)) for _ in range(chance.choice((0, 0, 1, 2))))
     varied = tuple(_varied(chance, request) for request in requests)
     short = tuple(_fault(chance, len(shape.roles), RESOURCES) for _ in range(chance.choice((0, 0, 0, 1, 2))))
-    plan = Plan(_limited(chance, shape), varied, faults + short if faults else (), intrusions)
+    memory = Random(f"memory {seed}")
+    refused = (_fault(memory, len(shape.roles), (FaultKind.NO_MEMORY,)),) if memory.random() < REFUSED_SHARE else ()
+    plan = Plan(_limited(chance, shape), varied, (*faults, *short, *refused) if faults else (), intrusions)
     if Random(f"calm {seed}").random() < CALM_SHARE:
         plan = plan.calmed()
     else:
