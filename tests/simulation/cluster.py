@@ -477,7 +477,7 @@ class Cluster:
             watch(process, state)
 
     def engine_failed(self, process: SimProcess, exc: Exception) -> None:
-        """Notes the failure of an engine's process or of a rank's: only a fault, or a rank that is gone or hangs, is a reason."""
+        """Notes the failure of an engine or a rank: only a fault, or a rank that is gone or hangs, is a reason."""
         what = f"{process.name} failed: {type(exc).__name__}: {exc}"
         if isinstance(exc, PdserveError | MemoryError) and self.node_at(process.host).may_lose_rank:
             self.events.add(what)

@@ -412,8 +412,8 @@ UNFOUND: tuple[Mutant, ...] = (
 )
 """Those that no seed has found yet.
 
-Tests of a part find them: ``tests/proxy/relay/test_resume.py`` the first one; ``tests/kvtransfer/test_push_session.py`` the
-second one, which no engine brings that keeps to the protocol.
+Tests of a part do: ``tests/proxy/relay/test_resume.py`` finds the first one, and
+``tests/kvtransfer/test_push_session.py`` the second one, which no engine brings that keeps to the protocol.
 """
 ALL = (*MUTANTS, *RARE, *UNFOUND)
 

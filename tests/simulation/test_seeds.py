@@ -62,9 +62,8 @@ def _check(seeds: range) -> None:
         plan = shrunk(seed, plan_of(seed), SHRINK_RUNS)
         result = run_plan(seed, plan)
         events = "\n".join((str(plan), *result.lines, *result.violations))
-        pytest.fail(
-            f"seeds {failed} fail; python -m tests.simulation --seed {seed} shows this:\n{events}", pytrace=False
-        )
+        message = f"seeds {failed} fail; python -m tests.simulation --seed {seed} shows this:\n{events}"
+        pytest.fail(message, pytrace=False)
 
 
 def test_seeds_that_fail_are_named_and_the_first_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

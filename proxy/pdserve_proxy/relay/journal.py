@@ -114,7 +114,7 @@ class RelayJournal:
 
     @property
     def failed(self) -> bool:
-        """Whether the node has ended the stream with an event of its own in place of the end, as it does with errors."""
+        """Whether the node has ended the stream with an event of its own, as it does with errors."""
         return self._entryless and self.count > 0 and not self.done
 
     def grow(self) -> None:
