@@ -250,11 +250,7 @@ class Wanted:
     def verdict(self, report_rows: Iterable[Row]) -> str:
         """Returns a sentence that says where the bound holds, and the worst place; empty without such a ratio."""
         values = [
-            (
-                found[self.figure],
-                found.get(self.figure + HIGH),
-                ", ".join(f"{name} {at}" for name, at in row.at.items()),
-            )
+            (found[self.figure], found.get(self.figure + HIGH), _place(row))
             for row in report_rows
             if row.what in self.rows and self.figure in (found := {each.name: each.value for each in row.figures})
         ]
