@@ -93,7 +93,7 @@ class Cause(enum.Enum):
     COME_AGAIN = "it was told to come again (503 with Retry-After, after a fault)"
     TWO_NODES = "two of its nodes were lost"
     NOT_ASKED = "the node that keeps its answer could not be asked (502)"
-    NOT_KEPT = "its answer was kept by a node that was lost (410)"
+    NOT_KEPT = "its answer was not kept any more (410)"
 
 
 _KEEPING_ID = frozenset({Cause.PROXY_LOST, Cause.COME_AGAIN, Cause.NOT_ASKED})
@@ -341,7 +341,8 @@ class Client:
         status, said = response.status, body[:300].decode(errors="replace")
         if self._may_come_again(response, asked.began):
             raise _AskAgain(Cause.COME_AGAIN, min(_LONGEST_WAIT_S, float(response.headers["retry-after"])))
-        if status == 410 and asked.last_id and self._faults.hits_on_nodes(asked.began):
+        # A proxy that is lost leaves answers that nobody reads, of which a node keeps only so many for a client.
+        if status == 410 and asked.last_id and self._disturbed(asked.began):
             raise _AskAgain(Cause.NOT_KEPT)
         if status == 502 and asked.last_id and self._faults.hits_on_nodes(asked.began):
             raise _AskAgain(Cause.NOT_ASKED, _PAUSE_S)

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.soak.clients import Finding, Manner, Outcome, Tally
+from tests.soak.clients import Cause, Finding, Manner, Outcome, Tally
 from tests.soak.cluster import Part, Server, SoakCluster
 from tests.soak.faults import Fault, FaultSchedule, Strike
 from tests.soak.observing import Held, Inside, Look, read_inside
@@ -99,6 +99,11 @@ def rest_too_seldom(soak: Soak) -> None:
     soak.rests = soak.rests[:4]
 
 
+def keep_no_answer(soak: Soak) -> None:
+    soak.tally.causes[Cause.PROXY_LOST] += 1000
+    soak.tally.causes[Cause.NOT_KEPT] += 60
+
+
 def break_off(soak: Soak) -> None:
     soak.broke_off = "KeyError('choices')"
 
@@ -128,6 +133,7 @@ def test_a_run_without_defects_passes() -> None:
         leak_threads,
         leak_memory,
         rest_too_seldom,
+        keep_no_answer,
         break_off,
         leave_shared_memory,
         leave_a_folder,
