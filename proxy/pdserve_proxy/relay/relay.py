@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -130,6 +130,7 @@ class Relay:
         self._missed = MissedNodes(relay, self._dispatch, waits)
         turns = ResumeTurns(ResumeLimit(relay.max_resumes, self._registry, self._config.workers.count))
         self._registry.on_change(turns.give)
+        self._registry.on_node(turns.heard)
         self._resumes = Resumes(relay, self._registry, self._dispatch, self._counts, self._suspects, waits, turns)
         self._moves = PlannedMoves(relay, self._registry, self._dispatch, self._resumes, self._counts)
         self._registry.on_loss(lambda node: self._pool.suspect(node.url))
@@ -194,6 +195,10 @@ class Relay:
         failures: dict[bytes, AttemptFailure] = {}
         """The last failure of each node, in their order."""
         losses: dict[bytes, str] = {}
+        asked_again_s: dict[bytes, float] = {}
+        """When each node that failed may be asked for a kept answer again."""
+        # No node dies of a request without a body: what is lost with it is a connection.
+        looks_for_kept = request.keep is not None and request.keep.after is not None
         until_s = 0.0
         for number in range(MAX_ATTEMPTS):
             try:
@@ -201,8 +206,10 @@ class Relay:
             except RequestError:
                 if not failures:
                     raise
+                if not looks_for_kept:
+                    break
                 until_s = until_s or self._missed.until_s()
-                found = await self._missed_node(relayed, request, query, failures, until_s)
+                found = await self._missed.route(relayed, query, request.client, asked_again_s, until_s)
                 if found is None:
                     break
                 route = found
@@ -218,7 +225,8 @@ class Relay:
             self._note_failure(relayed, route, number, result)
             failures.pop(route.decode.boot_id, None)
             failures[route.decode.boot_id] = result
-            if result.kind is AttemptFailureKind.LOST:
+            asked_again_s[route.decode.boot_id] = self._missed.again_s() if result.may_come_back else math.inf
+            if result.kind is AttemptFailureKind.LOST and not looks_for_kept:
                 # Two decode nodes may tell of the same prefill node.
                 for lost in [node.boot_id for node in result.prefill_lost] or [route.decode.boot_id]:
                     losses.setdefault(lost, result.error.message)
@@ -231,23 +239,6 @@ class Relay:
         if failure.answer is None:
             raise failure.error
         return failure.answer
-
-    async def _missed_node(
-        self,
-        relayed: RelayedRequest,
-        request: NodeRequest,
-        query: RouteQuery,
-        failures: Mapping[bytes, AttemptFailure],
-        until_s: float,
-    ) -> Route | None:
-        """Returns a route to a node that may keep the answer and could not be asked, when it is there again.
-
-        Returns None if there is none until ``until_s``, or the client asks for no such answer.
-        """
-        if request.keep is None or request.keep.after is None:
-            return None
-        asked = frozenset(boot_id for boot_id, failure in failures.items() if not failure.may_come_back)
-        return await self._missed.route(relayed, query, asked, until_s) if len(asked) < len(failures) else None
 
     def _keeps_answers(self, model: str) -> bool:
         """Returns whether a node keeps answers, if there is any at all that serves ``model`` now."""

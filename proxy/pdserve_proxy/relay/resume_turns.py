@@ -28,6 +28,13 @@ class ResumeLimit:
         self._processes = processes
         self._seen: Serving | None = None
         self._nodes = 0
+        self._proxies = 0
+        """How many proxies there were at the last look."""
+
+    @property
+    def shared_otherwise(self) -> bool:
+        """Whether more or fewer proxies share the turns than at the last look."""
+        return not self._fixed and self._registry.live_proxies != self._proxies
 
     def now(self) -> int:
         """Returns the number; at least 1."""
@@ -36,8 +43,8 @@ class ResumeLimit:
         serving = self._registry.serving()
         if serving is not self._seen:
             self._seen, self._nodes = serving, prompt_nodes(serving)
-        sharers = self._processes * self._registry.live_proxies
-        return max(1, -(-RESUMES_A_NODE * self._nodes // sharers))
+        self._proxies = self._registry.live_proxies
+        return max(1, -(-RESUMES_A_NODE * self._nodes // (self._processes * self._proxies)))
 
 
 def prompt_nodes(serving: Serving) -> int:
@@ -96,6 +103,14 @@ class ResumeTurns:
             if not turn.done():
                 self._taken += 1
                 turn.set_result(None)
+
+    def heard(self, boot_id: bytes) -> None:
+        """Gives turns that are there because fewer proxies share them, which a node may just have told.
+
+        A change of the nodes comes to ``give``, once for many of them.
+        """
+        if self._waiting and self._limit.shared_otherwise:
+            self.give()
 
     def _end(self) -> None:
         self._taken -= 1

@@ -15,6 +15,7 @@ from pdserve.wire.kept_answer import event_id_start
 from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve_proxy.relay import missed_nodes, route_wait
 from pdserve_proxy.relay.missed_nodes import MissedNodes
+from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.routing.router import Route
 from pdserve_proxy.upstream import node_connection
 from tests.proxy.cluster import (
@@ -32,14 +33,15 @@ from tests.proxy.fake_node import Exchange, FakeNode
 from tests.proxy.relay.journaling_nodes import SHOWN, complete, die_at_once, nodes, refuses
 
 BODY = b'{"model": "m", "prompt": "p", "stream": true}'
+ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 EVENT_ID = (event_id_start(b"k" * 16, "0a1b") + b"7").decode()
 
 
 @pytest.fixture(autouse=True)
 def pauses_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_connection, "SUSPECTED_S", 0.05)
-    for module in (missed_nodes, route_wait):
-        monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(missed_nodes, "RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr(route_wait, "PAUSE_S", 0.01)
 
 
 @pytest.fixture
@@ -62,8 +64,10 @@ def config(base: ProxyConfig | None = None, *, wait_s: float = 10.0) -> ProxyCon
     return dataclasses.replace(base, relay=relay)
 
 
-async def ask(running: Cluster, *, event_id: str | None = EVENT_ID) -> tuple[int, bytes]:
+async def ask(running: Cluster, *, event_id: str | None = EVENT_ID, api_key: str = "") -> tuple[int, bytes]:
     headers = {"content-type": "application/json"} | ({} if event_id is None else {"last-event-id": event_id})
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
     async with running.http.post("/v1/completions", data=BODY, headers=headers) as response:
         return response.status, await response.read()
 
@@ -71,6 +75,14 @@ async def ask(running: Cluster, *, event_id: str | None = EVENT_ID) -> tuple[int
 def node_of(fake: FakeNode) -> NodeInfo:
     """Returns a node that is stopped later. It keeps answers, and says so itself: ``heard`` does not."""
     return msgspec.structs.replace(node_info("stopped", Role.MIXED, fake.url), protocol=PROTOCOL_VERSION)
+
+
+async def test_networks_that_break_twice_make_no_suspect_of_a_request_that_nobody_computes() -> None:
+    async with cluster() as running, nodes(running, die_at_once, die_at_once, complete, count=2) as made:
+        assert await ask(running) == (200, SHOWN)
+        first, second, again = made.tickets
+        assert first.node != second.node
+        assert again.node in (first.node, second.node)
 
 
 async def hang(exchange: Exchange) -> None:
@@ -125,15 +137,38 @@ async def test_a_node_whose_process_is_gone_is_not_waited_for() -> None:
         assert (status, error_of(body)["code"]) == (503, "upstream_unreachable")
 
 
-@pytest.mark.parametrize(("wait_s", "waits", "most"), [(0.1, 32, 10), (0.0, 32, 1), (10.0, 0, 1)])
-async def test_the_wait_ends(wait_s: float, waits: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none may wait, it is as if too many did already."""
+@pytest.mark.parametrize(("wait_s", "waits", "least", "most"), [(0.1, 32, 2, 3), (0.0, 32, 1, 1), (10.0, 0, 1, 1)])
+async def test_the_wait_ends(wait_s: float, waits: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that breaks every connection is asked again only now and then. Where none may wait, too many do."""
     monkeypatch.setattr(missed_nodes, "MAX_WAITS", waits)
     async with cluster(config(wait_s=wait_s)) as running, FakeNode(die_at_once) as node:
         await running.add(node_info("cut", Role.MIXED, node.url))
         status, body = await ask(running)
         assert (status, error_of(body)["code"]) == (502, "upstream_lost")
-        assert 1 <= len(node.requests) <= most
+        assert least <= len(node.requests) <= most
+
+
+async def test_one_client_does_not_take_the_waits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, choose = set[str](), MissedNodes._choose
+
+    def note(missed: MissedNodes, relayed: RelayedRequest, *args: Any) -> Route | None:
+        waiting.add(relayed.request_id)
+        return choose(missed, relayed, *args)
+
+    monkeypatch.setattr(MissedNodes, "_choose", note)
+    monkeypatch.setattr(missed_nodes, "MAX_WAITS_OF_ONE", 2)
+    monkeypatch.setattr(missed_nodes, "RETRY_AFTER_S", 600.0)
+    base = dataclasses.replace(proxy_config(timeout_s=600.0), admission=AdmissionConfig(api_keys=(ALICE, BOB)))
+    async with cluster(config(base, wait_s=600.0)) as running, FakeNode(die_at_once) as node:
+        await running.add(node_info("cut", Role.MIXED, node.url))
+        asked = [asyncio.create_task(ask(running, api_key=ALICE)) for _ in range(2)]
+        await eventually(lambda: len(waiting) == 2, "her two requests wait")
+        assert (await ask(running, api_key=ALICE))[0] == 502
+        asked.append(asyncio.create_task(ask(running, api_key=BOB)))
+        await eventually(lambda: len(waiting) == 3, "his waits, too")
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
 
 
 async def test_a_request_that_may_be_computed_is_not_asked_of_a_lost_node_again() -> None:
@@ -172,11 +207,12 @@ async def test_a_request_that_waits_leaves_its_place_to_others_and_ends_with_its
 
 
 async def test_a_wait_ends_at_the_deadline(looks: list[Route | None]) -> None:
-    async with cluster(config(proxy_config(timeout_s=1.0), wait_s=600.0)) as running, FakeNode(hang) as node:
+    async with cluster(config(proxy_config(timeout_s=3.0), wait_s=600.0)) as running, FakeNode(hang) as node:
         async with heard(node_of(node), running.addresses.control) as silent:
             asked = asyncio.create_task(ask(running))
             await eventually(lambda: bool(node.requests), "the node has it")
             silent.set()
             status, body = await asked
-        assert looks == [None]
+        assert looks, "it waits"
+        assert not any(looks)
         assert (status, error_of(body)["code"]) == (504, "deadline_exceeded")

@@ -99,6 +99,25 @@ async def test_turns_come_in_order_and_more_of_them_with_more_nodes() -> None:
     assert not turns.none_left
 
 
+async def test_the_turns_of_a_proxy_that_is_gone_go_to_those_who_wait_here() -> None:
+    registry = registered(DECODE, *prefill(1))
+    here, there = new_id(), new_id()
+    registry.handle(NodeHeartbeat(DECODE.boot_id, NodeLoad(), proxies=(here, there)), 0.1)
+    turns = ResumeTurns(ResumeLimit(0, registry, 1))
+    registry.on_change(turns.give)
+    registry.on_node(turns.heard)
+    first, second = waiters = [Waiter(turns) for _ in range(2)]
+    await eventually(lambda: first.has_turn, "the first has its turn")
+    registry.handle(NodeHeartbeat(DECODE.boot_id, NodeLoad(), proxies=(here, there)), 0.2)
+    await asyncio.sleep(0)
+    assert not second.has_turn
+    registry.handle(NodeHeartbeat(DECODE.boot_id, NodeLoad(), proxies=(here,)), 0.3)
+    await eventually(lambda: second.has_turn, "a node says that there is one proxy only")
+    for waiter in waiters:
+        waiter.may_end.set()
+    await asyncio.gather(*(waiter.task for waiter in waiters))
+
+
 async def test_one_that_leaves_takes_no_turn_along() -> None:
     turns = ResumeTurns(ResumeLimit(1, registered(), 1))
     first, leaves, gets_it_and_leaves, last = waiters = [Waiter(turns) for _ in range(4)]
