@@ -251,6 +251,7 @@ class StepLoop:
         if not plan.work:
             return None
         self._cores.begin_step()
+        self._placement.step_cost.borrowing = self._cores.borrowed > 0
         return launch(self._runner, plan, self._eos_token_ids, on_device=self._ahead_runner is not None)
 
     def _launch_ahead(self, step: LaunchedStep | None) -> StepAhead | None:

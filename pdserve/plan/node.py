@@ -160,7 +160,7 @@ class SimulatedNode:
         longest = self.cache.max_num_batched_tokens
         sizes = itertools.product((0, 1, 4, 16), (64, 512), (0, min(32, longest), longest))
         for rows, context, prompt_tokens in sizes:
-            for parts in (self.speed.steps, self.speed.beside):
+            for self.cost.borrowing, parts in ((True, self.speed.steps), (False, self.speed.beside)):
                 self.cost.observe(
                     rows, rows * context, prompt_tokens, parts.step_s(rows, rows * context, prompt_tokens)
                 )
@@ -172,6 +172,7 @@ class SimulatedNode:
         """
         if not self._learns:
             return
+        self.cost.borrowing = not beside
         mean_s, spread = seconds / step.count, self.speed.spread_of(beside)
         context = step.context_tokens + step.rows * (step.count - 1) // 2
         for _ in range(min(step.count, _MOST_LEARNT)):

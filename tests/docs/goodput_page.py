@@ -146,7 +146,9 @@ def _with_intervals(row: Row, names: Iterable[str]) -> list[str]:
     """Returns the ratios of ``names``, with the ends of the interval behind those that have one."""
     found = {figure.name: number(figure) for figure in row.figures}
     return [
-        f"{found[name]} ({found[name + LOW]}–{found[name + HIGH]})" if name + LOW in found else found.get(name, "")
+        f"{found[name]} ({found[name + LOW]}–{found.get(name + HIGH, '∞')})"
+        if name + LOW in found
+        else found.get(name, "")
         for name in names
     ]
 

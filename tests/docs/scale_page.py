@@ -1,5 +1,5 @@
-"""Writes what scale.md in docs/benchmarks says of virtual time, and the plot beside it, from scale-policies.json and
-scale-resumes.json: ``python -m tests.docs.scale_page``.
+"""Writes what scale.md in docs/benchmarks says of virtual time, and the plot beside it, from scale/policies.json and
+scale/resumes.json: ``python -m tests.docs.scale_page``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tests.simulation.scale.plot import write_plot
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 PAGE = DOCS / "scale.md"
-POLICIES = DOCS / "scale-policies.json"
-RESUMES = DOCS / "scale-resumes.json"
-PLOT = DOCS / "scale.svg"
-POLICIES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale-policies.json -->"
-RESUMES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale-resumes.json -->"
+POLICIES = DOCS / "scale/policies.json"
+RESUMES = DOCS / "scale/resumes.json"
+PLOT = DOCS / "scale" / "plot.svg"
+POLICIES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/policies.json -->"
+RESUMES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/resumes.json -->"
 
 
 def policies(figures: Figures) -> str:
@@ -31,7 +31,7 @@ def policies(figures: Figures) -> str:
         [
             f"`{command(plan)}`: {plan.nodes:,} nodes ({prefill:,} prefill), {plan.streams:,} streams, "
             f"{plan.proxies} proxies, prompts of about {plan.prompt_tokens} tokens, answers of {plan.answer_tokens}. "
-            f"[All figures]({POLICIES.name}).",
+            f"[All figures]({POLICIES.relative_to(DOCS)}).",
             _columns(
                 "before the loss",
                 runs,
@@ -92,7 +92,7 @@ def resumes(figures: Figures) -> str:
     ]
     head = ["nodes, proxies", "at once", "streams that stand still", "half have gone on after", "99 % after"]
     head += ["others' TTFT p99 before", "others' TTFT meanwhile p50, p99"]
-    return "\n\n".join([markdown_table(head, rows), f"[All figures]({RESUMES.name})."])
+    return "\n\n".join([markdown_table(head, rows), f"[All figures]({RESUMES.relative_to(DOCS)})."])
 
 
 def command(plan: Plan) -> str:
@@ -107,7 +107,7 @@ def command(plan: Plan) -> str:
 
 def page_with(text: str, of_policies: Figures, of_resumes: Figures) -> str:
     """Returns the page's ``text`` with its tables in their places."""
-    plot = f"![share of streams that stand still over time]({PLOT.name})"
+    plot = f"![share of streams that stand still over time]({PLOT.relative_to(DOCS)})"
     text = with_part(text, POLICIES_BEGIN, policies(of_policies))
     return with_part(text, RESUMES_BEGIN, f"{plot}\n\n{resumes(of_resumes)}")
 

@@ -207,11 +207,13 @@ def test_nodes_that_share_a_machine_learn_how_busy_their_neighbours_are() -> Non
         idle.learn(step, 20 * speed.steps.step_s(4, 1000, 0), False, float(second))
     assert busy.cost.estimate_s(4, 1000, 0) == pytest.approx(speed.beside.step_s(4, 1000, 0), rel=0.1)
     assert idle.cost.estimate_s(4, 1000, 0) == pytest.approx(speed.steps.step_s(4, 1000, 0), rel=0.1)
-    # Where each step finds the neighbour otherwise than the last one, estimates are less sure, and chunks are shorter.
-    unsure = SimulatedNode(0, Role.DECODE, speed, CACHE, TargetsConfig(), Disaggregation.AUTO)
+    # Where each step finds the neighbour otherwise than the last one, both times are known.
+    turns = SimulatedNode(0, Role.DECODE, speed, CACHE, TargetsConfig(), Disaggregation.AUTO)
     for second, parts in enumerate([speed.steps, speed.beside] * 100):
-        unsure.learn(NodeStep(4, 1000), parts.step_s(4, 1000, 0), parts is speed.beside, float(second))
-    assert unsure.cost.spread > busy.cost.spread + 0.1
+        turns.learn(NodeStep(4, 1000), parts.step_s(4, 1000, 0), parts is speed.beside, float(second))
+    for turns.cost.borrowing, parts in ((True, speed.steps), (False, speed.beside)):
+        assert turns.cost.estimate_s(4, 1000, 0) == pytest.approx(parts.step_s(4, 1000, 0), rel=0.1)
+    assert turns.cost.spread < 0.1
 
 
 @pytest.mark.parametrize(

@@ -190,12 +190,13 @@ def _against_better_with_interval(outcome: ShapeOutcome, point: LoadPoint, name:
         ours, theirs = (
             sum(good[system][i] for i in rounds) / sum(seconds[system][i] for i in rounds) for system in (AUTO, better)
         )
-        return _ratio(ours, theirs)
+        return math.inf if ours and not theirs else _ratio(ours, theirs)
 
     rounds = range(len(good[AUTO]))
-    drawn = sorted(value for _ in range(_DRAWS) if math.isfinite(value := ratio(chance.choices(rounds, k=len(rounds)))))
     figures = [Figure(name, ratio(rounds), Unit.RATIO, Better.HIGHER)]
-    if drawn:
+    if len(rounds) > 1:
+        draws = [ratio(chance.choices(rounds, k=len(rounds))) for _ in range(_DRAWS)]
+        drawn = sorted(value for value in draws if not math.isnan(value))
         tail = int(_TAIL * len(drawn))
         figures += [Figure(name + LOW, drawn[tail], Unit.RATIO), Figure(name + HIGH, drawn[-1 - tail], Unit.RATIO)]
     return figures
@@ -247,18 +248,25 @@ class Wanted:
     def holds(self, value: float) -> bool:
         return value >= self.bound if self.better is Better.HIGHER else value <= self.bound
 
+    def _ends(self, found: Mapping[str, float]) -> tuple[float, float]:
+        """Returns the ends of the figure's interval, both its value if it has none. JSON has no infinite one."""
+        low = found.get(self.figure + LOW)
+        if low is None:
+            return found[self.figure], found[self.figure]
+        return low, found.get(self.figure + HIGH, math.inf)
+
     def verdict(self, report_rows: Iterable[Row]) -> str:
         """Returns a sentence that says where the bound holds, and the worst place; empty without such a ratio."""
         values = [
-            (found[self.figure], found.get(self.figure + HIGH), _place(row))
+            (found[self.figure], *self._ends(found), _place(row))
             for row in report_rows
             if row.what in self.rows and self.figure in (found := {each.name: each.value for each in row.figures})
         ]
         if not values:
             return ""
-        worst, _, where = sorted(values, key=lambda each: each[0])[0 if self.better is Better.HIGHER else -1]
-        held = sum(self.holds(value) for value, *_ in values)
-        undecided = sum(not self.holds(value) and high is not None and self.holds(high) for value, high, _ in values)
+        worst, _, _, where = sorted(values)[0 if self.better is Better.HIGHER else -1]
+        held = sum(self.holds(low) and self.holds(high) for _, low, high, _ in values)
+        undecided = sum(self.holds(low) is not self.holds(high) for _, low, high, _ in values)
         sign = "at least" if self.better is Better.HIGHER else "at most"
         verdict = "MISSED" if held + undecided < len(values) else "undecided" if undecided else "met"
         return (

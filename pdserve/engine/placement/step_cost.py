@@ -4,7 +4,8 @@ The estimate is a sum of parts, none of which is negative: what any step with de
 and each token of their contexts adds, what a chunk of a prompt adds at all, alone or beside them, and what each of its
 tokens and of the tokens that these read adds. The parts are those that explain the remembered steps best. Each kind of
 steps is remembered for itself, so that a thousand steps that are all alike do not blur how their parts compare. Since
-the whole machine may become slower or faster, all parts are multiplied by its *pace*, which follows the last steps.
+the whole machine may become slower or faster, all parts are multiplied by its *pace*, which follows the last steps. There
+are two of them: an engine that borrows its neighbours' cores is faster while these sleep.
 """
 
 from __future__ import annotations
@@ -72,8 +73,11 @@ class StepCost:
         self._parts = [0.0] * 7
         self._parts[_TOKEN] = PRIOR_TOKEN_S
         self._memory = _Memory()
-        self._pace = 1.0
-        """What recent steps took, as a multiple of what their parts took over a long time."""
+        self.borrowing = False
+        """Whether steps are computed on other engines' cores, too. The caller says so when it changes."""
+        self._paces = {False: 1.0, True: 1.0}
+        """What recent steps took, without borrowed cores and with them, as a multiple of what their parts took over a
+        long time."""
         self._prompt_steps = 0
         self._decode_steps = 0
         self._chunk_tokens = 0.0
@@ -89,6 +93,10 @@ class StepCost:
         cost.decode_step_s = parts.decoding_s(1, chunk_tokens)
         cost.measured_at, cost.spread = math.inf, spread
         return cost
+
+    @property
+    def _pace(self) -> float:
+        return self._paces[self.borrowing]
 
     @property
     def known(self) -> bool:
@@ -156,7 +164,7 @@ class StepCost:
         )
         if trusted:
             error = max(seconds / expected_s, 1 / _OUTLIER) - 1
-            self._pace = self._pace**_PACE_KEPT * (1 + _PACE_SHARE * error)
+            self._paces[self.borrowing] = self._pace**_PACE_KEPT * (1 + _PACE_SHARE * error)
             self.spread += _PACE_SHARE * (abs(error) - self.spread)
         self._fit([part for part in _ORDER if features[part]])
         if prompt_tokens:

@@ -123,6 +123,22 @@ def test_what_more_rounds_would_decide_is_not_said_to_be_missed() -> None:
     assert verdict.startswith("undecided: ") and "holds at 0 of 1, undecided at 1; the worst is 0.80" in verdict
 
 
+def test_where_the_better_other_may_have_nothing_the_interval_has_no_upper_end() -> None:
+    good, bad, half = goodput_run([0.02] * 6), goodput_run([0.9] * 6), goodput_run([0.02] * 2 + [0.9] * 4)
+    found = rows([outcome({CLOSED: {"mixed": [bad, bad, good], "auto": [half, half, half]}})])
+    row = only(found, against(Loop.CLOSED))
+    assert row["goodput tight"] == 1
+    assert row["goodput tight" + LOW] == 0.5
+    assert "goodput tight" + HIGH not in row
+    assert verdicts(found)[0].startswith("undecided: ")
+
+
+def test_one_round_has_no_interval() -> None:
+    found = rows([outcome({CLOSED: {"mixed": [goodput_run([0.02])], "auto": [goodput_run([0.9, 0.02])]}})])
+    assert "goodput tight" + LOW not in only(found, against(Loop.CLOSED))
+    assert verdicts(found)[0].startswith("met: ")
+
+
 def test_a_load_that_no_system_serves_within_the_targets_has_no_ratio_of_goodputs() -> None:
     lucky = [goodput_run([0.02, *[0.9] * 10])] * 2
     row = only(rows([outcome({CLOSED: {"mixed": lucky, "auto": lucky}})]), against(Loop.CLOSED))

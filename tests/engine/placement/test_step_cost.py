@@ -275,3 +275,15 @@ def test_only_a_long_chunk_tells_the_rate(tokens: int, known: bool) -> None:
     assert cost.rate_known == known
     assert cost.measured_at == (2.0 if known else -math.inf)
     assert cost.tokens_per_s == pytest.approx(500 if known else 1 / PRIOR_TOKEN_S)
+
+
+def test_steps_with_borrowed_cores_have_a_pace_of_their_own() -> None:
+    cost = StepCost()
+    for step in range(200):
+        cost.borrowing = step % 3 == 0
+        cost.observe(4, 1000, 0, 0.01 if cost.borrowing else 0.018)
+        cost.observe(4, 1000, 32, 0.02 if cost.borrowing else 0.036)
+    assert cost.spread < 0.05
+    for cost.borrowing, decode_s, chunk_s in ((True, 0.01, 0.02), (False, 0.018, 0.036)):
+        assert cost.estimate_s(4, 1000, 0) == pytest.approx(decode_s, rel=0.05)
+        assert cost.estimate_s(4, 1000, 32) == pytest.approx(chunk_s, rel=0.05)
