@@ -160,7 +160,8 @@ class SimulatedNode:
         longest = self.cache.max_num_batched_tokens
         sizes = itertools.product((0, 1, 4, 16), (64, 512), (0, min(32, longest), longest))
         for rows, context, prompt_tokens in sizes:
-            for self.cost.borrowing, parts in ((True, self.speed.steps), (False, self.speed.beside)):
+            for borrowing, parts in ((True, self.speed.steps), (False, self.speed.beside)):
+                self.cost.borrowing = borrowing
                 self.cost.observe(
                     rows, rows * context, prompt_tokens, parts.step_s(rows, rows * context, prompt_tokens)
                 )

@@ -4,8 +4,8 @@ The estimate is a sum of parts, none of which is negative: what any step with de
 and each token of their contexts adds, what a chunk of a prompt adds at all, alone or beside them, and what each of its
 tokens and of the tokens that these read adds. The parts are those that explain the remembered steps best. Each kind of
 steps is remembered for itself, so that a thousand steps that are all alike do not blur how their parts compare. Since
-the whole machine may become slower or faster, all parts are multiplied by its *pace*, which follows the last steps. There
-are two of them: an engine that borrows its neighbours' cores is faster while these sleep.
+the whole machine may become slower or faster, all parts are multiplied by its *pace*, which follows the last steps.
+There are two of them: an engine that borrows its neighbours' cores is faster while these sleep.
 """
 
 from __future__ import annotations
