@@ -38,6 +38,8 @@ UNTROUBLED = {
 """What is 0 where there was no fault, and no limit that clients could meet."""
 
 
+LEFT = ("moved", "ended")
+"""What becomes of an answer that is to leave its node, if another node may have taken it."""
 TOLD_S = 3.0
 """A worker has told its supervisor by then of a request that has ended."""
 
@@ -80,8 +82,9 @@ async def wrong_counters(cluster: Cluster, plan: Plan) -> list[str]:
         return wrong
     engines = [node.engine.process for node in cluster.nodes if node.engine is not None]
     wrong += _wrong_transfers(engines, nodes, cluster.fabric)
-    # An answer may leave a node that runs out of blocks.
-    if plan.is_calm and not any(metrics.total("pdserve_proxy_room_moves_total") for metrics in proxies):
+    # An answer may leave a node that runs out of blocks: then it has had two.
+    left = sum(metrics.total("pdserve_proxy_room_moves_total", outcome=how) for metrics in proxies for how in LEFT)
+    if plan.is_calm and not left:
         wrong += _wrong_of_calm_run(cluster.requests, nodes, proxies, cluster.witness)
     return wrong
 
