@@ -84,7 +84,7 @@ class RequestCounts(Collector):
 
     def expect(self, routes: Iterable[str]) -> None:
         """Shows these routes from the start with each status that their requests may end with."""
-        for route in (*routes, OTHER_ROUTES):
+        for route in (*sorted(routes), OTHER_ROUTES):
             for status in STATUSES:
                 self.requests.setdefault((route, status), 0)
 
