@@ -122,6 +122,10 @@ class Wire:
         """Returns all paths to and from a host."""
         return [path for ends, path in self._paths.items() if host in ends]
 
+    def towards(self, host: str) -> list[Path]:
+        """Returns all paths to a host."""
+        return [path for (_, target), path in self._paths.items() if target == host]
+
     def mend(self) -> None:
         for path in self._paths.values():
             path.mend()

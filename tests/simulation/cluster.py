@@ -6,10 +6,11 @@ import asyncio
 import gc
 import itertools
 import logging
+import math
 import signal
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -46,7 +47,7 @@ from pdserve.config import (
     WorkersConfig,
 )
 from pdserve.engine.tp.tp_ranks import RANK_COMMAND
-from pdserve.errors import PdserveError
+from pdserve.errors import RankLost
 from pdserve.http.tls import Trust
 from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
 from pdserve.wire.command import NodeChange
@@ -58,6 +59,7 @@ from pdserve_kvtransfer.sides import LocalEngine
 from pdserve_proxy import server as proxy_server
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 from pdserve_proxy.workers import worker
+from pdserve_proxy.workers.supervisor import WorkerDied
 from tests.simulation.clients import MODEL, ClientRequest, ask
 from tests.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RankProgram, RunningEngine, rank_model
 from tests.simulation.invariants import wrong_blocks, wrong_turns
@@ -110,6 +112,10 @@ UNANSWERED_PINGS = 3
 _runs = itertools.count(1)
 RANK_TIMEOUT_MS = 1_000
 """A rank that keeps the others waiting for longer hangs."""
+HANG_NOTICED_S = RANK_TIMEOUT_MS / 1000 + 2.0
+"""When a rank that was stopped has gone on, the others have found by then that it had kept them waiting."""
+WORKER_LOST_S = 20.0
+"""A proxy that gives up because of a worker has ended by then: the other workers drain first."""
 RESTART_S = 0.5
 """What starts a node again that has ended because of a rank, or a proxy because of a worker, takes so long."""
 CHECK_EVERY_TURNS = 32
@@ -126,7 +132,8 @@ class Proxy:
         self.host = f"10.0.0.{1 + number}"
         self.process: SimProcess
         self._stopping: asyncio.Event
-        self._may_end = self._worker_dies = False
+        self._may_end = False
+        self._worker_died_s = -math.inf
 
     @property
     def alive(self) -> bool:
@@ -141,20 +148,34 @@ class Proxy:
         return [child for child in self.process.children if not child.ended]
 
     def start(self) -> None:
-        self._may_end = self._worker_dies = False
+        self._may_end = False
+        self._worker_died_s = -math.inf
         self.process = SimProcess(self.cluster.loop, self.name, self.host)
         self.process.on_end[self._ended] = None
         self.process.start(self._main)
 
     def worker_dies(self) -> None:
-        """Notes that a worker is killed. If it was just starting, the proxy has to end."""
-        self._worker_dies = True
+        """Notes that a worker is killed. If it was just starting, or too many were, the proxy has to end."""
+        self._worker_died_s = self.cluster.loop.time()
+
+    @property
+    def _gives_up(self) -> bool:
+        """Whether the proxy ends, or has ended, because of a worker that a fault has killed."""
+        return self.cluster.loop.time() < self._worker_died_s + WORKER_LOST_S
 
     def worker_started(self, worker: SimProcess) -> None:
         """Notes that a worker runs. It may end when its proxy ends, or because of a fault."""
 
+        proxy = self.process
+
         def ended() -> None:
-            if worker.status != -9 and not self._may_end and not self.process.ended:
+            if worker.status == 0 and self._gives_up:
+                self.cluster.loop.call_later(WORKER_LOST_S, check, context=self.cluster.operator.context)
+            elif worker.status != -9:
+                check()
+
+        def check() -> None:
+            if not (self._may_end or proxy.ended):
                 self.cluster.violated(f"{worker.name} ended by itself with {worker.status}")
 
         worker.on_end[ended] = None
@@ -194,8 +215,9 @@ class Proxy:
     def _ended(self) -> None:
         """Notes an end for which there is no reason."""
         status = self.process.status
-        if status == 1 and self._worker_dies:
-            self.cluster.loop.call_later(RESTART_S, self._start_again, self.process)
+        if status == 1 and self._gives_up and isinstance(self.process.failure, WorkerDied):
+            context = self.cluster.operator.context
+            self.cluster.loop.call_later(RESTART_S, self._start_again, self.process, context=context)
         elif not (status == -9 or (status == 0 and self._may_end)):
             self.cluster.violated(f"the {self.name} ended by itself with {status}")
 
@@ -217,7 +239,7 @@ class Node:
         self.pace = Pace(cluster.random, cluster.shape.step_s)
         self.engine: RunningEngine | None = None
         self.process: SimProcess
-        self._engine_killed = self._told_to_end = self._may_fail = self._may_lose_rank = False
+        self._forget_faults()
 
     @property
     def name(self) -> str:
@@ -233,11 +255,16 @@ class Node:
 
     def start(self) -> None:
         self.starts += 1
-        self._engine_killed = self._told_to_end = self._may_fail = self._may_lose_rank = False
+        self._forget_faults()
         self.process = SimProcess(self.cluster.loop, f"{self.name}.{self.starts}", self.host)
         self.process.on_end[self._ended] = None
         self.cluster.events.add(f"{self.process.name} starts")
         self.process.start(self._main)
+
+    def _forget_faults(self) -> None:
+        self._engine_killed = self._told_to_end = self._may_fail = self._lost_rank = self._refused_memory = False
+        self._hangs = 0
+        """The stops that may still let the ranks wait for each other for too long."""
 
     async def _main(self) -> int:
         shape = self.cluster.shape
@@ -268,11 +295,12 @@ class Node:
     def _ended(self) -> None:
         """Notes an end for which there is no reason."""
         status = self.process.status
-        expected = (status == 0 and self._told_to_end) or (status == 1 and self._may_fail)
-        lost_rank = status == 1 and self._may_lose_rank
-        if not (status == -9 or self._engine_killed or expected or lost_rank):
+        may_fail = self._may_fail or self._engine_killed or self._lost_rank
+        if not (status == -9 or (status == 0 and self._told_to_end) or (status == 1 and may_fail)):
             self.cluster.violated(f"{self.process.name} ended by itself with {status}")
-        if lost_rank and not self._engine_killed:
+        if status == 1 and self._refused_memory and "MemoryError" not in str(self.process.failure):
+            self.cluster.violated(f"{self.process.name} ended for want of memory, and said: {self.process.failure}")
+        if status == 1 and self._lost_rank and not self._engine_killed:
             self._start_again_later()
 
     def _start_again_later(self) -> None:
@@ -306,13 +334,32 @@ class Node:
         """Notes that the engine is killed, for which the node has to end."""
         self._engine_killed = True
 
-    @property
-    def may_lose_rank(self) -> bool:
-        return self._may_lose_rank or self._engine_killed
+    def may_fail_with(self, exc: Exception) -> bool:
+        """Whether a fault is a reason for which an engine or a rank fails so. Then the node has to end."""
+        if self._refused_memory and isinstance(exc, MemoryError):
+            return True
+        if not isinstance(exc, RankLost) or not (self._hangs or self._lost_rank or self._engine_killed):
+            return False
+        self._lost_rank = True
+        return True
 
-    def rank_may_hang(self) -> None:
-        """Notes that a rank may keep the others waiting for longer than they wait."""
-        self._may_lose_rank = self.tp_size > 1
+    def ranks_hang(self, undo: ExitStack) -> None:
+        """Notes that a rank may keep the others waiting for longer than they wait, until a while after ``undo``."""
+        process = self.process
+
+        def over() -> None:
+            if self.process is process:
+                self._hangs -= 1
+
+        if self.tp_size > 1:
+            self._hangs += 1
+            loop, context = self.cluster.loop, self.cluster.operator.context
+            undo.callback(loop.call_later, HANG_NOTICED_S, over, context=context)
+
+    def memory_refused(self) -> None:
+        """Notes that the engine or a rank is refused memory, for which the node has to end."""
+        self.engine_dies()
+        self._refused_memory = True
 
     def may_fail(self) -> None:
         """Notes that the node lacks what it needs to start."""
@@ -479,7 +526,7 @@ class Cluster:
     def engine_failed(self, process: SimProcess, exc: Exception) -> None:
         """Notes the failure of an engine or a rank: only a fault, or a rank that is gone or hangs, is a reason."""
         what = f"{process.name} failed: {type(exc).__name__}: {exc}"
-        if isinstance(exc, PdserveError | MemoryError) and self.node_at(process.host).may_lose_rank:
+        if self.node_at(process.host).may_fail_with(exc):
             self.events.add(what)
         else:
             self.violated(what)

@@ -29,6 +29,7 @@ from pdserve.engine.kv_connector import KvConnector, open_connector
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.process import _report_failure
 from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
@@ -41,13 +42,13 @@ from pdserve.engine.wake_up import WakeUp
 from pdserve.models.backend import CPU
 from pdserve.models.runner import Score, StepRow
 from pdserve.models.tp.shares import TpGroup
-from pdserve.wire.engine import EngineFailed, Ready, Starting
+from pdserve.wire.engine import Ready, Starting
 from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import Loaded, LoadModel, RankFailed
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kvtransfer.pieces import heads_of
-from tests.simulation.messaging import SimContext
+from tests.simulation.messaging import SimContext, SimZmqSocket
 from tests.simulation.rank_group import SimGroup
 from tests.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
 from tests.simulation.virtual_time import SimProcess, present_process, present_thread
@@ -226,8 +227,8 @@ class EngineProgram:
     def _fail(self, channel: ApiChannel, failure: Exception) -> None:
         """Ends the process as a failure does: the node is told, and nothing is closed."""
         self.failed(present_process(), failure)
-        channel.send(EngineFailed(str(failure)))
-        channel.close(LINGER_S)
+        _report_failure(channel, failure)
+        _linger(channel.socket)
         present_process().exit(1)
 
     def _serve(self, launch: EngineLaunch, channel: ApiChannel) -> None:
@@ -333,9 +334,15 @@ class RankProgram:
                 failed = RankFailed(f"{type(exc).__name__}: {exc}")
             if failed is not None:
                 channel.send(failed)
+                _linger(channel._socket)
+                present_process().exit(1)
             channel.close(LINGER_S)
-        if failed is not None:
-            present_process().exit(1)
+
+
+def _linger(socket: object) -> None:
+    """Lets the last words leave."""
+    assert isinstance(socket, SimZmqSocket)
+    socket.flush(LINGER_S)
 
 
 def rank_model(kv_heads: int, pace: Callable[[SimProcess], Pace]) -> dict[str, Any]:

@@ -94,10 +94,10 @@ class Faults:
                 proxy.process.end(-9)
                 ending.append((proxy, proxy.process))
             case FaultKind.STOP:
-                node.rank_may_hang()
+                node.ranks_hang(undo)
                 self._stop(node.processes(), undo)
             case FaultKind.STOP_ENGINE:
-                node.rank_may_hang()
+                node.ranks_hang(undo)
                 self._stop(node.processes()[1:2], undo)
             case FaultKind.STOP_PROXY:
                 self._stop(proxy.processes() if fault.amount % 2 else [proxy.process], undo)
@@ -141,6 +141,7 @@ class Faults:
                 worker.end(-9)
             case FaultKind.STOP_WORKER:
                 proxy.worker_dies()
+                undo.callback(proxy.worker_dies)
                 self._stop([worker], undo)
             case _:
                 worker.crash_after, worker.on_crash = fault.amount, proxy.worker_dies
@@ -166,7 +167,7 @@ class Faults:
             case FaultKind.KILL_RANK:
                 self._crash_rank(node, process, ending)
             case FaultKind.STOP_RANK:
-                node.rank_may_hang()
+                node.ranks_hang(undo)
                 self._stop([process], undo)
             case FaultKind.CRASH_RANK:
                 own = node.process
@@ -199,7 +200,7 @@ class Faults:
 
         def refuse() -> None:
             node.pace.before_step = _nothing
-            node.engine_dies()
+            node.memory_refused()
             ending.append((node, node.process))
             raise MemoryError("no memory is left")
 

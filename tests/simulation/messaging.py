@@ -19,6 +19,7 @@ from tests.simulation.network import Address, End, Network
 from tests.simulation.virtual_time import SimProcess, SimThread, present_process, present_thread
 
 RECONNECT_S = 0.1
+FLUSH_STEP_S = 0.001
 # As plain numbers: operations on enum members take longer.
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _NO_LIMIT = 1_000_000
@@ -376,6 +377,13 @@ class SimZmqSocket(Pollable):
             self._monitor.tell(event, value)
 
     # ------------------------------------------------------------ the end
+
+    def flush(self, within_s: float) -> None:
+        """Waits until all that was sent has arrived, ``within_s`` at most, as the end of a ZMQ context does."""
+        thread = present_thread()
+        until = thread.now() + within_s
+        while (self._unsent or (self._end is not None and self._end.underway)) and thread.now() < until:
+            thread.block(FLUSH_STEP_S)
 
     def close(self, linger: float | None = None) -> None:
         if self.closed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,10 +14,10 @@ import pytest
 from pdserve.api.server import NodeServer
 from pdserve.errors import PdserveError
 from pdserve_proxy import server as proxy_server
-from tests.simulation import counters
+from tests.simulation import counters, engine_program
 from tests.simulation.cluster import Node, simulate
 from tests.simulation.network import Network
-from tests.simulation.plan import Fault, FaultKind, Plan, Shape
+from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
 from tests.simulation.run import LIMIT_S, Run, run_plan
 from tests.simulation.virtual_time import Events, SimLoop, SimProcess
 
@@ -73,6 +75,41 @@ def test_a_node_that_crashes_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_node_that_gives_up_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NodeServer, "run", _refuse)
     _finds(Plan(), "prefill0.1 ended by itself with 1")
+
+
+_WITHOUT_MEMORY = Plan(
+    requests=(PlannedRequest(0.15, tuple(range(3, 23)), 12),), faults=(Fault(0.1, FaultKind.NO_MEMORY, 0, 0.7),)
+)
+
+
+@pytest.mark.integration
+def test_an_engine_that_is_refused_memory_fails_and_its_node_says_why() -> None:
+    result = run_plan(1, _WITHOUT_MEMORY)
+    assert result.violations == ()
+    assert any("prefill0.1's engine failed: MemoryError" in line for line in result.lines)
+    assert any("prefill0.1 fails: EngineError: MemoryError: no memory is left" in line for line in result.lines)
+
+
+@pytest.mark.integration
+def test_a_node_that_does_not_say_why_its_engine_failed_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_program, "_report_failure", lambda *_: None)
+    said = "prefill0.1 ended for want of memory, and said: "
+    assert any(said in violation for violation in run_plan(1, _WITHOUT_MEMORY).violations)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", [FaultKind.KILL_ENGINE, FaultKind.NO_MEMORY])
+def test_a_node_that_ends_as_if_all_were_well_is_a_violation(kind: FaultKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = NodeServer.run
+
+    async def end_well(self: NodeServer) -> int:
+        with suppress(PdserveError):
+            return await serve(self)
+        return 0
+
+    monkeypatch.setattr(NodeServer, "run", end_well)
+    faults = (replace(_WITHOUT_MEMORY.faults[0], kind=kind),)
+    _finds(replace(_WITHOUT_MEMORY, faults=faults), "prefill0.1 ended by itself with 0")
 
 
 @pytest.mark.integration

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from pdserve.errors import EngineError, RankLost
 from tests.simulation.clients import Outcome
+from tests.simulation.engine_program import SimRunner
 from tests.simulation.mutants import SESSION, Mutant
-from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
+from tests.simulation.plan import SETTLED_S, Fault, FaultKind, Plan, PlannedRequest, Shape
 from tests.simulation.run import run_plan
+from tests.simulation.virtual_time import START_S, present_process
 
 pytestmark = pytest.mark.integration
 _LONG_PROMPTS = tuple(PlannedRequest(0.1 * i, tuple(range(3 + i, 23 + i)), 12) for i in range(4))
@@ -26,6 +30,7 @@ def test_prompts_reach_every_rank(tp_sizes: tuple[int, ...], kv_heads: int) -> N
 
 _LATE = Fault(0.0, FaultKind.RANK_LATE, 1, 2.0, other=1)
 _CORRUPT = Fault(0.1, FaultKind.RANK_CORRUPT, 0, 2.0, other=1)
+_STOPPED = Fault(0.1, FaultKind.STOP_RANK, 1, 0.7)
 _TWO_RANKS = Shape(tp_sizes=(2, 2), kv_heads=2)
 _LEAVING = tuple(
     PlannedRequest(0.05 * i, tuple(range(3 + i, 33 + i)), 12, leaves_after_s=0.05 * (1 + i % 5)) for i in range(12)
@@ -35,8 +40,22 @@ _LEAVING = tuple(
 def test_a_request_that_is_cancelled_while_a_rank_is_stopped_gives_its_blocks_back() -> None:
     """The rank reports late that it is prepared, which once counted as if it had forgotten the transfer."""
     shape = replace(_TWO_RANKS, step_s=0.02, num_blocks=32)
-    stopped = Fault(0.1, FaultKind.STOP_RANK, 1, 0.7)
-    assert run_plan(1, Plan(shape, _LEAVING + _LONG_PROMPTS, (stopped,))).violations == ()
+    assert run_plan(1, Plan(shape, _LEAVING + _LONG_PROMPTS, (_STOPPED,))).violations == ()
+
+
+def test_an_engine_that_loses_a_rank_long_after_one_was_stopped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that fails at once, but not because of a rank."""
+    run = SimRunner.run
+    for fails_at_s, exc in ((8.0, RankLost("a defect")), (0.1, EngineError("a defect"))):
+
+        def fail(self: SimRunner, *rows: Any, since_s: float = fails_at_s, exc: Exception = exc, **more: Any) -> Any:
+            if present_process().loop.time() > START_S + SETTLED_S + since_s:
+                raise exc
+            return run(self, *rows, **more)
+
+        monkeypatch.setattr(SimRunner, "run", fail)
+        plan = Plan(_TWO_RANKS, (replace(_LONG_PROMPTS[0], at_s=fails_at_s),), (replace(_STOPPED, lasts_s=0.05),))
+        assert any("failed: " in violation for violation in run_plan(1, plan).violations)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from pdserve.errors import PdserveError
 from pdserve.wire.discovery import Role
+from pdserve_proxy import server as proxy_server
 from pdserve_proxy.workers import supervisor
 from tests.simulation.clients import Outcome
+from tests.simulation.cluster import WORKER_LOST_S
 from tests.simulation.mutants import Mutant
 from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
 from tests.simulation.run import run_plan
@@ -29,6 +35,34 @@ def test_a_worker_that_dies_or_hangs_is_replaced(kind: FaultKind) -> None:
     assert result.outcomes[:6] == (Outcome.WHOLE,) * 6
     assert sum("proxy's worker 0 ended with -9" in line for line in result.lines) == 1
     assert any("another one is started" in line for line in result.lines)
+
+
+def _kills(count: int) -> tuple[Fault, ...]:
+    """Kills worker 0 each time: the new one is the last of the two."""
+    return tuple(Fault(0.4 + 0.5 * i, FaultKind.KILL_WORKER, 0, 0.1, other=int(i > 0)) for i in range(count))
+
+
+def test_a_proxy_that_gives_up_because_of_its_workers_is_started_again() -> None:
+    result = run_plan(1, Plan(SHAPE, _requests(4), _kills(supervisor.MAX_DEATHS)))
+    assert result.violations == ()
+    assert sum(" proxy fails: WorkerDied: " in line for line in result.lines) == 1
+    assert sum(" proxy ended with 1" in line for line in result.lines) == 1
+
+
+def test_a_proxy_that_ends_long_after_it_has_lost_a_worker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that gives up for another reason."""
+    serve, gives_up_s = proxy_server.run, [30.0]
+
+    async def give_up(*arguments: Any) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(serve(*arguments), gives_up_s[0])
+            return
+        raise supervisor.WorkerDied("a defect") if gives_up_s[0] > WORKER_LOST_S else PdserveError("a defect")
+
+    monkeypatch.setattr(proxy_server, "run", give_up)
+    assert "the proxy ended by itself with 1" in run_plan(1, Plan(SHAPE, (), _kills(1))).violations
+    gives_up_s[0] = 5.0
+    assert "the proxy ended by itself with 1" in run_plan(1, Plan(SHAPE, (), _kills(1))).violations
 
 
 @dataclass(frozen=True)
@@ -71,7 +105,7 @@ NOTICED = (
             "health.hung.set()",
             "pass",
         ),
-        Plan(SHAPE, _requests(6), (Fault(0.4, FaultKind.STOP_WORKER, 0, 60.0),)),
+        Plan(SHAPE, _requests(6), (Fault(0.4, FaultKind.STOP_WORKER, 0, 60.0, other=0),)),
         "has no outcome",
     ),
     Noticed(

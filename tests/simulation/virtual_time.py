@@ -246,6 +246,8 @@ class SimProcess:
         self.running = True
         self.ended = False
         self.status = 0
+        self.failure: Exception | None = None
+        """What its program has ended with, if it has failed."""
         self.ended_s = float("inf")
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.threads: list[SimThread] = []
@@ -288,7 +290,7 @@ class SimProcess:
                 # The command line says in one line what a PdserveError is about. Any other one is a crash.
                 if not isinstance(exc, PdserveError):
                     self.loop.failures.append(what)
-                status = 1
+                self.failure, status = exc, 1
             self.end(status)
 
         def begin() -> None:

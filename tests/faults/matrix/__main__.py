@@ -46,7 +46,7 @@ def main() -> int:
                 for number in range(options.repeats):
                     try:
                         seconds.append(stages.play(cell))
-                    except AssertionError as exc:
+                    except (AssertionError, ProcessLookupError) as exc:
                         print(f"{cell.name}: FAILED: {exc}", file=sys.stderr, flush=True)
                         if options.logs:
                             shutil.copytree(stages.folder, options.logs / f"{cell.name}-{number}", dirs_exist_ok=True)

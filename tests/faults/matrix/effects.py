@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,8 @@ from tests.eventually import eventually
 from tests.faults.matrix.stage import ANSWER_S, Server, Stage
 
 KILLED = "was killed by SIGKILL"
+GONE = ("", "Z", "X")
+"""The states of a process that has ended."""
 TOKENS = 16
 """An answer that is over at its first token ends the transfer of its blocks before the prefill node is done."""
 
@@ -35,7 +38,7 @@ def _state(pid: int) -> str:
 def was_killed(server: Server, pid: int) -> None:
     """Waits until a server has ended whose process ``pid`` was killed, and checks that it did not end by itself.
 
-    A node that drains may not look any more how its engine ends.
+    A node that drains may not look any more how its engine ends: see ``kills``.
     """
     eventually(lambda: server.process.ended, f"{server.name} has ended")
     if pid == server.process.pid:
@@ -44,15 +47,22 @@ def was_killed(server: Server, pid: int) -> None:
         assert KILLED in server.process.output, f"{server.name} ended by itself"
 
 
+def kills(pid: int) -> None:
+    """Kills a process that runs, and waits until it has ended: its parent may not have looked yet."""
+    assert _state(pid) not in GONE, f"process {pid} has ended before it is killed"
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: _state(pid) in GONE, f"process {pid} has ended")
+
+
 def hears_nothing(stage: Stage, server: Server) -> Callable[[], None]:
     """Returns a check that nothing has come to a host that is cut off now, and that somebody has tried to reach it."""
     wire = stage.network.wire
     wire.settle()
-    received, paths = server.host.received_bytes, wire.around(server.name)
+    received, paths = server.host.received_bytes, wire.towards(server.name)
     lost = sum(path.lost for path in paths)
 
     def check() -> None:
-        eventually(lambda: sum(path.lost for path in paths) > lost, "frames are lost at the cut")
+        eventually(lambda: sum(path.lost for path in paths) > lost, f"frames to {server.name} are lost")
         assert server.host.received_bytes == received, f"{server.name} was not cut off"
 
     return check

@@ -20,6 +20,7 @@ from tests.faults.matrix.effects import (
     hears_nothing,
     is_slow,
     is_still_stopped,
+    kills,
     stops,
     was_killed,
 )
@@ -328,7 +329,7 @@ class Scenario:
         return self._cell.victim is Victim.RANK
 
     def _kill(self, victim: Server, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
+        kills(pid)
         self._undo.callback(was_killed, victim, pid)
 
     def _stop(self, victim: Server) -> None:

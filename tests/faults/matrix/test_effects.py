@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.eventually import eventually
-from tests.faults.matrix.effects import hears_nothing, is_slow, is_still_stopped, stops
+from tests.faults.matrix import effects
+from tests.faults.matrix.effects import hears_nothing, is_slow, is_still_stopped, kills, stops
 from tests.faults.matrix.figures import Figures, put_cell, read_figures
 from tests.faults.matrix.stage import Logged, Server, Stage
 from tests.hosts.conftest import possible
@@ -33,7 +35,16 @@ def test_a_process_that_goes_on_was_not_stopped() -> None:
         process.kill()
 
 
-def test_a_host_that_hears_something_was_not_cut_off(possible: None, tmp_path: Path) -> None:
+def test_a_process_that_has_ended_is_not_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        kills(process.pid)
+        with pytest.raises(AssertionError, match="has ended before it is killed"):
+            kills(process.pid)
+
+
+def test_a_host_that_hears_something_was_not_cut_off(
+    possible: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with network("a", "b") as joined:
         a, b = joined.hosts.values()
         process = Logged(["true"], tmp_path / "log")
@@ -45,6 +56,11 @@ def test_a_host_that_hears_something_was_not_cut_off(possible: None, tmp_path: P
             there, back = joined.wire.between("a", "b")
             there.cut = back.cut = True
             check = hears_nothing(stage, stage.servers["b"])
+            monkeypatch.setattr(effects, "eventually", partial(eventually, timeout_s=0.3))
+            heard.sendto(b"2", said.getsockname())
+            eventually(lambda: back.lost, "what the host sends is lost")
+            with pytest.raises(AssertionError, match="frames to b are lost"):
+                check()
             said.sendto(b"2", heard.getsockname())
             check()
             there.cut = False
