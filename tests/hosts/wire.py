@@ -27,6 +27,8 @@ _VNET_HDR_BYTES = 10
 _PACKET_IGNORE_OUTGOING = 23
 _BUFFER_BYTES = 16 * 2**20
 _LARGEST_FRAME = 2**16 + 64
+_TO_MANY = 1
+"""The bit of an address's first byte that says that it is that of several hosts."""
 _FRAMES_AT_ONCE = 64
 _FULL_FRAME = 1_400
 SETTLE_S = 30.0
@@ -44,6 +46,8 @@ class Path:
     """The bytes of frames that have passed since the start."""
     lost: int = 0
     """The number of frames that were lost since the start."""
+    lost_own: int = 0
+    """The number of those among them that were for the target alone: hosts also send to all, unasked."""
     delayed: int = 0
     """The number of frames that were delayed since the start."""
     cut_at: float = math.inf
@@ -177,6 +181,7 @@ class Wire:
     def _pass(self, source: Port, target: Port, frame: bytes) -> None:
         path = self.path(source.host, target.host)
         if not path.passes(len(frame), self._dice):
+            path.lost_own += not frame[_VNET_HDR_BYTES] & _TO_MANY
             return
         if path.corrupt and len(frame) > _FULL_FRAME:
             path.corrupt = False

@@ -397,7 +397,7 @@ class Cluster:
         """The requests by their numbers."""
         self.violations: list[str] = []
         self.clocks = WallClocks(self.loop)
-        self.witness = Witness(self.violated, self._clocks_agree)
+        self.witness = Witness(self.violated, self._clocks_agree, self._priority_of)
         self.sides: dict[SimProcess, BothSides] = {}
         """The transfers of each engine."""
         self.rank_threads: dict[SimProcess, RankThread] = {}
@@ -637,7 +637,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
                 pdserve_proxy__workers__worker_channel__MAX_UNANSWERED=UNANSWERED_PINGS,
                 pdserve_proxy__roles__controller__RoleDecider=watched_decider(cluster.violated),
-                **cluster.proxy_processes.stand_ins(),
+                **cluster.proxy_processes.stand_ins(cluster.witness.admission()),
             ) as descriptors,
             watched_transfers(cluster.transfer_is),
         ):

@@ -53,7 +53,7 @@ class ProxyProcesses:
     suspects: dict[SimProcess, WatchedSuspects] = field(default_factory=dict)
     admissions: dict[SimProcess, AdmissionController] = field(default_factory=dict)
 
-    def stand_ins(self) -> dict[str, Any]:
+    def stand_ins(self, admission: type[AdmissionController]) -> dict[str, Any]:
         """Returns what has to stand in the place of each name, so that the parts are known here."""
         workers = "pdserve_proxy__workers__"
         return {
@@ -62,7 +62,7 @@ class ProxyProcesses:
             f"{workers}worker__RegistryMirror": _noted(self.registries, RegistryMirror),
             f"{workers}worker_channel__Suspects": _noted(self.suspects, WatchedSuspects),
             f"{workers}worker__Suspects": _noted(self.suspects, WatchedSuspects),
-            "pdserve_proxy__serving__AdmissionController": _noted(self.admissions, AdmissionController),
+            "pdserve_proxy__serving__AdmissionController": _noted(self.admissions, admission),
         }
 
     def over_limit(self, processes: Sequence[SimProcess], in_flight: int, waiting: int) -> str | None:

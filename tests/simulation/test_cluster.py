@@ -95,6 +95,18 @@ NOTICED = (
         Plan(requests=_requests(2)),
         "fetching: request_id=r",
     ),
+    Noticed(
+        Mutant(
+            "a proxy forgets the priority",
+            1,
+            "pdserve_proxy.relayed_routes.RelayedRoutes",
+            "_forward",
+            "relayed.hold_place, body.priority)",
+            "relayed.hold_place, 0)",
+        ),
+        Plan(requests=(PlannedRequest(0.0, (7, 8, 9), 4, priority=20),)),
+        "proxy gives r0 the priority 0, and its client wants 20",
+    ),
 )
 
 

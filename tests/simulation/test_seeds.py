@@ -59,6 +59,7 @@ def _check(seeds: range) -> None:
     failed = [seed for seed in seeds if run_plan(seed, plan_of(seed)).violations]
     if failed:
         seed = failed[0]
+        print(f"seeds {failed} fail; the first one is shrunk now", file=sys.stderr, flush=True)
         plan = shrunk(seed, plan_of(seed), SHRINK_RUNS)
         result = run_plan(seed, plan)
         events = "\n".join((str(plan), *result.lines, *result.violations))

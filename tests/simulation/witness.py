@@ -14,7 +14,7 @@ from pdserve.api.serving_node import TicketGate
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.ticket import Ticket
 from pdserve_proxy.relay.dispatch import TicketSigner
-from pdserve_proxy.requests.admission_queue import AdmissionEntry, AdmissionQueue
+from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionEntry, AdmissionQueue
 from tests.simulation.invariants import PRIORITY_S
 from tests.simulation.virtual_time import SimProcess, present_process
 
@@ -60,6 +60,8 @@ class Witness:
 
     violated: Callable[[str], None]
     clocks_agree: Callable[[], bool]
+    priority_of: Callable[[str], int | None]
+    """Says which priority the client of a request wants, if that is known."""
     signed: dict[str, SignedTicket] = field(default_factory=dict)
     taken: dict[str, TakenTicket] = field(default_factory=dict)
     labels: defaultdict[SimProcess, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -114,6 +116,21 @@ class Witness:
                 return header
 
         return WatchedSigner
+
+    def admission(self) -> type[AdmissionController]:
+        """Returns a proxy's admission that this witness watches: requests have the priority that clients want."""
+        witness = self
+
+        class WatchedAdmission(AdmissionController):
+            async def admit(self, caller: str, answers: int, hold_place: Any, priority: int = 0) -> None:
+                label = hold_place.__self__.request_id
+                wanted = witness.priority_of(label)
+                if wanted is not None and priority != wanted:
+                    name = present_process().name
+                    witness.violated(f"{name} gives {label} the priority {priority}, and its client wants {wanted}")
+                await super().admit(caller, answers, hold_place, priority)
+
+        return WatchedAdmission
 
     def queue(self) -> type[AdmissionQueue]:
         """Returns a queue of requests at a proxy that this witness watches."""

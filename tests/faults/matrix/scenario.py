@@ -383,9 +383,11 @@ class Scenario:
         again = ask()
         again.wait()
         assert again.refusal is not None
-        if cell.phase is Phase.DRAIN and self._role() == "decode":
-            # One of the two decode nodes has drained, and the other one is lost: there is none to try.
+        decoders = {node.name for node in stage.of_role("decode") if not node.draining}
+        if self._role() == "decode" and (cell.phase is Phase.DRAIN or again.refusal.code == "no_route"):
+            # Both decode nodes are lost, or one is and the other has drained: there is none to try.
             assert (again.refusal.status, again.refusal.code) == (503, "no_route")
+            eventually(lambda: decoders <= set(stage.lost_since(engines)), "every decode node is lost")
         else:
             assert (again.refusal.status, again.refusal.code) == (400, "suspected_request")
             assert refusal.request_id in again.refusal.message

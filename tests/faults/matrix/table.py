@@ -46,7 +46,10 @@ class Promise(enum.Enum):
     ASKS_AGAIN = "asks again"
     """The client hears nothing more. It asks the other proxy, and then has the whole right answer."""
     REFUSED = "refused"
-    """At most two nodes are lost. The client is told so, with its request's id, and its like is refused for a while."""
+    """At most two nodes are lost. The client is told so, with its request's id, and its like is refused for a while.
+
+    Where no decode node is left, its like is refused because of that.
+    """
 
 
 @dataclass(frozen=True)

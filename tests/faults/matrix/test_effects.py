@@ -58,7 +58,7 @@ def test_a_host_that_hears_something_was_not_cut_off(
             check = hears_nothing(stage, stage.servers["b"])
             monkeypatch.setattr(effects, "eventually", partial(eventually, timeout_s=0.3))
             heard.sendto(b"2", said.getsockname())
-            eventually(lambda: back.lost, "what the host sends is lost")
+            eventually(lambda: back.lost_own, "what the host sends is lost")
             with pytest.raises(AssertionError, match="frames to b are lost"):
                 check()
             said.sendto(b"2", heard.getsockname())
