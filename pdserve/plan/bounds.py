@@ -27,13 +27,19 @@ class Bounds:
         # One more than the share, so that no rounding decides.
         self._answers_left, self._gaps_left = share * len(load) + 1, share * gaps + 1
         self._spreads = {beside: sorted(speed.spread_of(beside)) for beside in (False, True)}
-        self._at_middle = 0
+        self._upto_middle, self._came = upto_middle(load), len(load) - upto_middle(load)
+        self._at_middle = self._looked_at = 0
 
-    def begun(self, answer: Answer) -> None:
-        """Notes that an answer has its first token."""
-        if answer.ttft_s > self._ttft_s:
-            self._answers_left -= 1
-            self.hopeless |= self._answers_left < 0
+    def passed(self, now: float, answers: Sequence[Answer]) -> None:
+        """Notes that it is ``now``: of ``answers``, those are too late whose first token should have come before."""
+        while self._looked_at < len(answers):
+            answer = answers[self._looked_at]
+            if answer.request.at_s + self._ttft_s >= now:
+                return
+            self._looked_at += 1
+            if not answer.begun or answer.ttft_s > self._ttft_s:
+                self._answers_left -= 1
+                self.hopeless |= self._answers_left < 0
 
     def gap(self, seconds: float, count: int, beside: bool) -> None:
         """Notes so many gaps between tokens, which are as long as that but for the spread of steps."""
@@ -46,20 +52,24 @@ class Bounds:
             self.hopeless |= self._gaps_left < 0
 
     def middle(self, answers: Sequence[Answer]) -> None:
-        """Notes that the middle one of ``answers`` has just come."""
-        self._at_middle = under_way_now(answers[: len(answers) // 2 + 1])
+        """Notes that the moment of the middle one of ``answers`` is over."""
+        self._at_middle = _under_way_now(answers[: self._upto_middle])
 
     def last(self, answers: Sequence[Answer]) -> None:
-        """Notes that the last one of them has just come."""
-        self.hopeless |= falls_behind(len(answers), self._at_middle, under_way_now(answers))
+        """Notes that the moment of the last one of them is over."""
+        self.hopeless |= falls_behind(self._came, self._at_middle, _under_way_now(answers))
 
 
-def under_way_now(answers: Sequence[Answer]) -> int:
+def upto_middle(load: Sequence[PlannedRequest]) -> int:
+    """Returns how many requests come before the middle one or at the same moment as it."""
+    return bisect_right(load, load[len(load) // 2].at_s, key=lambda request: request.at_s)
+
+
+def _under_way_now(answers: Sequence[Answer]) -> int:
     """Returns how many of the ``answers`` that have been asked for have not ended."""
     return sum(not (answer.done or (answer.begun and not answer.tokens_left)) for answer in answers)
 
 
-def falls_behind(requests: int, at_middle: int, at_last: int) -> bool:
-    """Returns whether the requests under way grow by more than chance from the middle to the last one of them."""
-    came = requests - requests // 2
+def falls_behind(came: int, at_middle: int, at_last: int) -> bool:
+    """Returns whether the requests under way grow by more than chance while so many came after the middle one."""
     return at_last - at_middle > max(_BEHIND * came, 3 * math.sqrt(at_middle + 1))

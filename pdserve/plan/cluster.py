@@ -27,6 +27,8 @@ _ORDER_TIMEOUT_S = TransferConfig().prefill_timeout_ms / 1e3
 """An order that is not begun so long after its estimated time is withdrawn."""
 _EARLY_TOKENS = 2048
 """The blocks of prompts that are no shorter move while the rest is computed (``kv_connector.pushing_connector``)."""
+_LAST = 2**62
+"""More than all events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +222,15 @@ class _Simulation:
         self._next_request(coming)
         bounds = self._bounds
         if bounds is not None:
-            self._at(load[len(load) // 2].at_s, lambda _: bounds.middle(answers))
-            self._at(load[-1].at_s, lambda _: bounds.last(answers))
+            self._after(load[len(load) // 2].at_s, lambda _: bounds.middle(answers))
+            self._after(load[-1].at_s, lambda _: bounds.last(answers))
         while self._events:
             now, _, event = heapq.heappop(self._events)
             event(now)
-            if bounds is not None and bounds.hopeless:
-                return None
+            if bounds is not None:
+                bounds.passed(now, answers)
+                if bounds.hopeless:
+                    return None
         busy: dict[Role, float] = {}
         for engine in self._engines:
             busy[engine.node.role] = busy.get(engine.node.role, 0.0) + engine.busy_s
@@ -239,6 +243,10 @@ class _Simulation:
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), event))
+
+    def _after(self, time: float, event: Callable[[float], None]) -> None:
+        """Has an event come behind all others of the same time."""
+        heapq.heappush(self._events, (time, _LAST + next(self._order), event))
 
     # ------------------------------------------------------------ requests
 
@@ -356,10 +364,6 @@ class _Simulation:
         if self._bounds is not None:
             self._bounds.gap(seconds, count, beside)
 
-    def _note_begun(self, answer: Answer) -> None:
-        if self._bounds is not None:
-            self._bounds.begun(answer)
-
     # ------------------------------------------------------------ prompts
 
     def _computed(self, engine: _Engine, prompt: PendingPrompt, now: float) -> None:
@@ -369,7 +373,6 @@ class _Simulation:
             return
         if prompt.since is None:
             answer.first_at = now
-            self._note_begun(answer)
         else:
             # The last chunk of what is computed again gives the next token.
             answer.tokens_left -= 1
@@ -409,7 +412,6 @@ class _Simulation:
 
         def first_token(seen: float) -> None:
             answer.first_at = answer.last_at = seen
-            self._note_begun(answer)
             order.known.answered(answer, 0, load, seen)
 
         def landed(seen: float) -> None:

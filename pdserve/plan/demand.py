@@ -1,4 +1,4 @@
-"""Says how many nodes a load needs at least, by the work that its tokens are: fewer are not worth a simulation."""
+"""Says what no simulation needs to find out: nodes too few for the tokens of a load, and an ITL that no node keeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.placement.step_parts import StepParts
+from pdserve.errors import PlanError
 from pdserve.plan.fit import chunks_of
 from pdserve.plan.load import PlannedRequest
 from pdserve.plan.profile import CacheGeometry, Profile
@@ -36,7 +37,8 @@ def least_nodes(
 ) -> LeastNodes:
     """Returns the least numbers of nodes whose steps could do the work of ``load`` while it comes.
 
-    Their batches are as full as the ITL target of ``itl_s`` (0 for none) and the KV cache allow. Raises PlanError.
+    That holds for loads that come at one rate, as those that are drawn. A burst at the end of a trace may be computed
+    afterwards: how many nodes it needs is up to the targets. Their batches are as full as the ITL target of ``itl_s`` (0 for none) and the KV cache allow. Raises PlanError.
     """
     seconds = load[-1].at_s - load[0].at_s
     share = 1 - _LEFT - _CHANCE / math.sqrt(len(load))
@@ -50,6 +52,28 @@ def least_nodes(
     prompts_s = sum(_prompt_s(parts, request.prompt_tokens, cache.max_num_batched_tokens) for request in load)
     needed = [max(1, math.ceil(share * work_s / seconds)) for work_s in (decoding_s + prompts_s, decoding_s)]
     return LeastNodes(*needed)
+
+
+def check_itl(
+    profile: Profile, load: Sequence[PlannedRequest], nodes_per_machine: int, itl_s: float, percentile: float
+) -> None:
+    """Raises PlanError if a step of one request takes longer than the ITL target of ``itl_s`` (0 for none)."""
+    contexts = [request.prompt_tokens + 1 for request in load if request.output_tokens > 1]
+    if not itl_s or not contexts:
+        return
+    speed = profile.speed(nodes_per_machine)
+    step_s = _least(speed.steps, speed.beside).decoding_s(1, min(contexts))
+    step_s *= min(_quantile(speed.spread_of(beside), percentile) for beside in (False, True))
+    if step_s > itl_s:
+        raise PlanError(
+            f"no number of nodes keeps an ITL p{percentile:g} of {itl_s * 1e3:g} ms: a step for one request alone takes "
+            f"{step_s * 1e3:.3g} ms. Want a longer ITL, or measure a faster machine"
+        )
+
+
+def _quantile(spread: Sequence[float], percentile: float) -> float:
+    """Returns the least of the values that so many percent of them do not exceed."""
+    return sorted(spread)[max(0, math.ceil(len(spread) * percentile / 100 - 1e-6) - 1)]
 
 
 def _least(one: StepParts, other: StepParts) -> StepParts:

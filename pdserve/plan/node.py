@@ -6,6 +6,7 @@ are computed, is asked of the parts that an engine itself asks: ``StepBudget``, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -107,6 +108,22 @@ class _Ahead:
     held: set[BootId] = field(default_factory=set)
 
 
+@functools.lru_cache(maxsize=4)
+def _learnt_before(speed: NodeSpeed, longest: int) -> StepCost:
+    """Returns the estimates of a node that has computed steps of all sizes before, with chunks of up to ``longest``.
+
+    Where its neighbours matter, they were busy as often as idle.
+    """
+    cost = StepCost.of(speed.steps.mean(speed.beside), longest, speed.mean_spread)
+    if speed.steps == speed.beside:
+        return cost
+    for rows, context, prompt_tokens in itertools.product((0, 1, 4, 16), (64, 512), (0, min(32, longest), longest)):
+        for borrowing, parts in ((True, speed.steps), (False, speed.beside)):
+            cost.borrowing = borrowing
+            cost.observe(rows, rows * context, prompt_tokens, parts.step_s(rows, rows * context, prompt_tokens))
+    return cost
+
+
 class SimulatedNode:
     """The scheduler of one node, without tokens or tensors. Its caller has the clock and runs the steps."""
 
@@ -138,11 +155,9 @@ class SimulatedNode:
         scheduler = SchedulerConfig(
             max_num_seqs=cache.max_num_seqs, max_num_batched_tokens=cache.max_num_batched_tokens
         )
-        self.cost = StepCost.of(speed.steps.mean(speed.beside), cache.max_num_batched_tokens, speed.mean_spread)
+        self.cost = _learnt_before(speed, cache.max_num_batched_tokens).copy()
         self._learns = speed.steps != speed.beside
         self._source = random.Random(number)  # noqa: S311  # it must be repeatable, not secret
-        if self._learns:
-            self._learn_from_before()
         self.targets = LatencyTargets(targets, self.cost, role)
         self.placement = Placement(
             self.cost,
@@ -154,17 +169,6 @@ class SimulatedNode:
         )
         boot_id = BootId(number.to_bytes(16, "big"))
         self.as_target = PrefillNodeAt(self, PrefillTarget(f"{role.value}-{number}", "", boot_id))
-
-    def _learn_from_before(self) -> None:
-        """Has the node's estimates rest on steps of all sizes, with busy neighbours as often as with idle ones."""
-        longest = self.cache.max_num_batched_tokens
-        sizes = itertools.product((0, 1, 4, 16), (64, 512), (0, min(32, longest), longest))
-        for rows, context, prompt_tokens in sizes:
-            for borrowing, parts in ((True, self.speed.steps), (False, self.speed.beside)):
-                self.cost.borrowing = borrowing
-                self.cost.observe(
-                    rows, rows * context, prompt_tokens, parts.step_s(rows, rows * context, prompt_tokens)
-                )
 
     def learn(self, step: NodeStep, seconds: float, beside: bool, now: float) -> None:
         """Learns what steps take from some that took ``seconds`` together, as an engine does from each.

@@ -9,7 +9,7 @@ import numpy as np
 
 from pdserve.config import Disaggregation, TargetsConfig
 from pdserve.plan.answer import Answer
-from pdserve.plan.bounds import Bounds, falls_behind
+from pdserve.plan.bounds import Bounds, falls_behind, upto_middle
 from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, live, live_within
 from pdserve.plan.load import PlannedRequest
 from pdserve.plan.profile import NodeSpeed, Profile
@@ -129,8 +129,9 @@ def _prediction(
 
 def keeps_up(answers: Sequence[Answer]) -> bool:
     """Returns whether the requests that are under way grow by no more than chance from the middle to the last one."""
-    middle, last = (_under_way(answers, answers[at].request.at_s) for at in (len(answers) // 2, -1))
-    return not falls_behind(len(answers), middle, last)
+    upto = upto_middle([answer.request for answer in answers])
+    middle, last = (_under_way(answers, answers[at].request.at_s) for at in (upto - 1, -1))
+    return not falls_behind(len(answers) - upto, middle, last)
 
 
 def _under_way(answers: Sequence[Answer], at_s: float) -> int:

@@ -54,6 +54,18 @@ def test_a_given_cluster_is_predicted_for_a_trace(
     assert "1 prefill + 2 decode: does not keep a TTFT p90 of 1 ms" in told.err
 
 
+@pytest.mark.integration
+def test_few_nodes_are_found_for_bursts_that_may_be_computed_after_the_last_of_them(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{{"at_s": {at_s}, "prompt_tokens": 256, "output_tokens": 64}}\n'
+    trace.write_text("".join(line.format(at_s=at_s) * 100 for at_s in (0, 10)))
+    argv = ["--profile", profile, "--trace", str(trace), "--target-ttft-ms", "30000", "--max-nodes", "2"]
+    assert run(*argv) == 0
+    assert "the smallest cluster that keeps a TTFT p90 of 30000 ms: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "wrong"),
     [
@@ -66,7 +78,8 @@ def test_a_given_cluster_is_predicted_for_a_trace(
         (["--from", "http://127.0.0.1:9", "--mixed", "1"], 1, "does not say what its nodes are"),
         (["--rate", "1", "--mixed", "1", "--json", "/absent/plan.json"], 2, "there is no folder"),
         (["profil"], 2, "or the word profile"),
-        (["--rate", "1", "--target-itl-ms", "0.1", "--max-nodes", "2"], 1, "no cluster that was tried keeps an ITL"),
+        (["--rate", "1", "--target-itl-ms", "9"], 1, "no number of nodes keeps an ITL p90 of 9 ms: a step for one request"),
+        (["--rate", "1", "--target-ttft-ms", "1", "--max-nodes", "2"], 1, "no cluster that was tried keeps a TTFT"),
     ],
 )
 def test_what_is_wrong_is_said(

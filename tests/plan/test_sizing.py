@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.config import TargetsConfig
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
-from pdserve.plan.demand import LeastNodes, least_nodes
+from pdserve.plan.demand import LeastNodes, check_itl, least_nodes
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import PendingPrompt, SimulatedNode
 from pdserve.plan.prediction import PlanTargets, Prediction, predict, predict_if_good
@@ -25,6 +25,11 @@ from tests.plan.profiles import profile_of
 
 def load_of(rate: float) -> list[PlannedRequest]:
     return poisson_load(rate, 250, read_lengths("256"), read_lengths("64"), seed=2)
+
+
+def bursts(count: int, size: int, every_s: float, prompt_tokens: int = 64, output_tokens: int = 32) -> list[PlannedRequest]:
+    """Returns so many bursts of requests that come at the same moment."""
+    return [PlannedRequest(every_s * number, prompt_tokens, output_tokens) for number in range(count) for _ in range(size)]
 
 
 def sizing(load: Sequence[PlannedRequest], wanted: PlanTargets, most: int = 16) -> tuple[Sizing, list[ClusterShape]]:
@@ -106,13 +111,26 @@ def test_among_large_clusters_the_smallest_is_found(prefill: int, decode: int, m
     ),
     st.sampled_from([ClusterShape(mixed=1), ClusterShape(mixed=3), ClusterShape(1, 1), ClusterShape(2, 2)]),
     st.integers(0, 1000),
+    st.booleans(),
 )
 def test_only_what_misses_the_targets_is_given_up_early(
-    rate: float, wanted: PlanTargets, shape: ClusterShape, seed: int
+    rate: float, wanted: PlanTargets, shape: ClusterShape, seed: int, whole_seconds: bool
 ) -> None:
     load = poisson_load(rate, 150, read_lengths("64-512"), read_lengths("1-64"), seed)
+    if whole_seconds:
+        load = [msgspec.structs.replace(request, at_s=math.floor(request.at_s)) for request in load]
     whole = predict(profile_of(), shape, load, wanted)
     assert predict_if_good(profile_of(), shape, load, wanted) == good(whole)
+
+
+@pytest.mark.parametrize("load", [bursts(1, 300, 1.0), bursts(2, 200, 60.0), bursts(8, 200, 10.0)])
+def test_requests_of_the_same_moment_do_not_look_like_falling_behind(load: list[PlannedRequest]) -> None:
+    wanted, found = PlanTargets(30.0, 2.0), []
+    for nodes in (2, 16):
+        whole = predict(profile_of(), ClusterShape(mixed=nodes), load, wanted)
+        assert predict_if_good(profile_of(), ClusterShape(mixed=nodes), load, wanted) == good(whole)
+        found.append(whole.meets)
+    assert found[-1], "16 nodes keep a TTFT of 30 s"
 
 
 def test_a_hopeless_cluster_is_given_up_long_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,23 +145,38 @@ def test_a_hopeless_cluster_is_given_up_long_before_the_end(monkeypatch: pytest.
     monkeypatch.setattr(SimulatedNode, "wait", counting)
     load = poisson_load(40.0, 1000, read_lengths("256"), read_lengths("64"), 0)
     assert predict_if_good(profile_of(), ClusterShape(mixed=1), load, PlanTargets(1.0, 0.0)) is None
-    assert begun < len(load)
+    assert begun < len(load) / 2
 
 
 @settings(max_examples=examples(6), deadline=None)
-@given(st.floats(4.0, 20.0), st.sampled_from((0.0, 0.03, 0.06)), st.sampled_from((1, 2)), st.integers(0, 1000))
+@given(st.floats(15.0, 25.0), st.sampled_from((0.0, 0.03, 0.06)), st.sampled_from((1, 2)), st.integers(0, 1000))
 def test_fewer_nodes_than_the_least_do_not_keep_up(rate: float, itl_s: float, per_machine: int, seed: int) -> None:
-    load = poisson_load(rate, 400, read_lengths("64-512"), read_lengths("16-128"), seed)
+    load = poisson_load(rate, 200, read_lengths("64-512"), read_lengths("16-128"), seed)
     profile, wanted = profile_of(slower_beside=1.5), PlanTargets(0.0, itl_s)
+    targets = TargetsConfig(target_itl_ms=1e3 * itl_s)
     least = least_nodes(profile, load, per_machine, itl_s)
-    fewer = []
-    if least.all > 1:
-        fewer.append(ClusterShape(mixed=least.all - 1, nodes_per_machine=per_machine))
+    assert least.all > 1
+    fewer = [ClusterShape(mixed=least.all - 1, nodes_per_machine=per_machine)]
     if least.decode > 1:
         fewer.append(ClusterShape(8, least.decode - 1, nodes_per_machine=per_machine))
     for shape in fewer:
-        targets = TargetsConfig(target_itl_ms=1e3 * itl_s)
-        assert predict_if_good(profile, shape, load, wanted, targets) is None
+        assert not predict(profile, shape, load, wanted, targets).meets
+
+
+@pytest.mark.parametrize("spread", [(1.0,), (0.8, 1.0, 1.1, 1.5)])
+@pytest.mark.parametrize("percentile", [50.0, 90.0, 99.0])
+def test_an_itl_shorter_than_a_step_of_one_request_is_refused_and_no_other(
+    spread: tuple[float, ...], percentile: float
+) -> None:
+    profile = profile_of()
+    speed = msgspec.structs.replace(profile.speed(1), spread=spread)
+    profile = msgspec.structs.replace(profile, speeds=(speed,))
+    load = poisson_load(0.1, 20, read_lengths("64"), read_lengths("16"), 0)
+    found = predict(profile, ClusterShape(mixed=1), load, PlanTargets(0.0, 1.0, percentile))
+    check_itl(profile, load, 1, found.itl.asked * 1.001, percentile)
+    with pytest.raises(PlanError, match=r"no number of nodes keeps an ITL p.* one request alone takes 1[1-9]"):
+        check_itl(profile, load, 1, found.itl.asked * 0.999, percentile)
+    check_itl(profile, [PlannedRequest(0.0, 64, 1)], 1, 1e-9, percentile)  # there is no gap
 
 
 def test_the_least_nodes_of_a_large_load_are_not_far_from_enough() -> None:

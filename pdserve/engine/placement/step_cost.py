@@ -10,8 +10,10 @@ There are two of them: an engine that borrows its neighbours' cores is faster wh
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
+from operator import mul
 
 import msgspec
 
@@ -92,6 +94,12 @@ class StepCost:
         cost._chunk_tokens = chunk_tokens
         cost.decode_step_s = parts.decoding_s(1, chunk_tokens)
         cost.measured_at, cost.spread = math.inf, spread
+        return cost
+
+    def copy(self) -> StepCost:
+        """Returns the same estimates, which go on learning for themselves."""
+        cost = copy.copy(self)
+        cost._parts, cost._paces, cost._memory = list(self._parts), dict(self._paces), self._memory.copy()
         return cost
 
     @property
@@ -240,6 +248,11 @@ class _Kind:
         self.products = [[0.0] * 7 for _ in range(7)]
         self.values = [0.0] * 7
 
+    def copy(self) -> _Kind:
+        kind = copy.copy(self)
+        kind.products, kind.values = [list(row) for row in self.products], list(self.values)
+        return kind
+
 
 class _Memory:
     """The sums of which squared errors of steps are made. Kinds of steps that come often do not push others out."""
@@ -251,12 +264,20 @@ class _Memory:
         self._products = [[0.0] * 7 for _ in range(7)]
         self._values = [0.0] * 7
 
+    def copy(self) -> _Memory:
+        memory = copy.copy(self)
+        memory._kinds = {name: kind.copy() for name, kind in self._kinds.items()}
+        memory._products, memory._values = [list(row) for row in self._products], list(self._values)
+        return memory
+
     def learn(self, kind: tuple[int, int], features: Sequence[float], seconds: float, unit: float) -> None:
         """Adds a step. Errors are counted in ``unit`` seconds, so that short steps count as much as long ones."""
         self._weight /= _KEPT_OTHERS
         if self._weight > _RESCALE:
             self._rescale()
-        means = self._kinds.setdefault(kind, _Kind())
+        means = self._kinds.get(kind)
+        if means is None:
+            means = self._kinds[kind] = _Kind()
         before = means.weight
         means.steps += 1
         means.weight = after = self._weight * min(means.steps, _MOST_STEPS)
@@ -278,8 +299,7 @@ class _Memory:
 
     def pull(self, part: int, parts: Sequence[float]) -> float:
         """Returns how fast the errors fall with a change of this part."""
-        row = self._products[part]
-        return self._values[part] - sum(row[other] * parts[other] for other in range(7))
+        return self._values[part] - sum(map(mul, self._products[part], parts))
 
     def _rescale(self) -> None:
         """Adds all sums up anew, with smaller weights."""
