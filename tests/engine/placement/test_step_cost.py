@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from dataclasses import dataclass
@@ -287,3 +288,32 @@ def test_steps_with_borrowed_cores_have_a_pace_of_their_own() -> None:
     for cost.borrowing, decode_s, chunk_s in ((True, 0.01, 0.02), (False, 0.018, 0.036)):
         assert cost.estimate_s(4, 1000, 0) == pytest.approx(decode_s, rel=0.05)
         assert cost.estimate_s(4, 1000, 32) == pytest.approx(chunk_s, rel=0.05)
+
+
+def test_a_copy_knows_the_same_and_learns_for_itself() -> None:
+    cost = StepCost()
+    for borrowing in (True, False):
+        cost.borrowing = borrowing
+        for rows in (0, 1, 8):
+            for _ in range(6):
+                cost.observe(rows, 100 * rows, 64, 0.05 + 0.01 * rows)
+    copied, before = cost.copy(), vars(copy.deepcopy(cost))
+    assert estimates(copied) == (known := estimates(cost))
+    for borrowing in (True, False):
+        copied.borrowing = borrowing
+        for _ in range(20):
+            copied.observe(4, 400, 64, 0.5)
+            copied.observe(8, 800, 64, 0.5)
+    assert estimates(cost) == known != estimates(copied)
+    cost.observe(2, 100, 10, 0.1)
+    again = StepCost()
+    vars(again).update(before)
+    again.observe(2, 100, 10, 0.1)
+    assert estimates(cost) == estimates(again), "what the copy has learnt changes nothing that is learnt here"
+
+
+def estimates(cost: StepCost) -> list[float]:
+    found = []
+    for cost.borrowing in (True, False):
+        found += [cost.estimate_s(rows, 100 * rows, 64) for rows in (0, 1, 8)]
+    return found
