@@ -38,7 +38,8 @@ def least_nodes(
     """Returns the least numbers of nodes whose steps could do the work of ``load`` while it comes.
 
     That holds for loads that come at one rate, as those that are drawn. A burst at the end of a trace may be computed
-    afterwards: how many nodes it needs is up to the targets. Their batches are as full as the ITL target of ``itl_s`` (0 for none) and the KV cache allow. Raises PlanError.
+    afterwards: how many nodes it needs is up to the targets. The batches of the nodes are as full as the ITL target of
+    ``itl_s`` (0 for none) and the KV cache allow. Raises PlanError.
     """
     seconds = load[-1].at_s - load[0].at_s
     share = 1 - _LEFT - _CHANCE / math.sqrt(len(load))
@@ -66,8 +67,8 @@ def check_itl(
     step_s *= min(_quantile(speed.spread_of(beside), percentile) for beside in (False, True))
     if step_s > itl_s:
         raise PlanError(
-            f"no number of nodes keeps an ITL p{percentile:g} of {itl_s * 1e3:g} ms: a step for one request alone takes "
-            f"{step_s * 1e3:.3g} ms. Want a longer ITL, or measure a faster machine"
+            f"no number of nodes keeps an ITL p{percentile:g} of {itl_s * 1e3:g} ms: a step for one request alone "
+            f"takes {step_s * 1e3:.3g} ms. Want a longer ITL, or measure a faster machine"
         )
 
 

@@ -27,9 +27,9 @@ def load_of(rate: float) -> list[PlannedRequest]:
     return poisson_load(rate, 250, read_lengths("256"), read_lengths("64"), seed=2)
 
 
-def bursts(count: int, size: int, every_s: float, prompt_tokens: int = 64, output_tokens: int = 32) -> list[PlannedRequest]:
+def bursts(count: int, size: int, every_s: float) -> list[PlannedRequest]:
     """Returns so many bursts of requests that come at the same moment."""
-    return [PlannedRequest(every_s * number, prompt_tokens, output_tokens) for number in range(count) for _ in range(size)]
+    return [PlannedRequest(every_s * number, 64, 32) for number in range(count) for _ in range(size)]
 
 
 def sizing(load: Sequence[PlannedRequest], wanted: PlanTargets, most: int = 16) -> tuple[Sizing, list[ClusterShape]]:

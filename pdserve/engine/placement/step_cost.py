@@ -299,7 +299,8 @@ class _Memory:
 
     def pull(self, part: int, parts: Sequence[float]) -> float:
         """Returns how fast the errors fall with a change of this part."""
-        return self._values[part] - sum(map(mul, self._products[part], parts))
+        pushed: float = sum(map(mul, self._products[part], parts))
+        return self._values[part] - pushed
 
     def _rescale(self) -> None:
         """Adds all sums up anew, with smaller weights."""
