@@ -210,7 +210,7 @@ RARE = (
         662,
         "pdserve_proxy.relay.event_stream.EventStream",
         "end",
-        "RelayOutcome.UPSTREAM_FAILED if failed else RelayOutcome.OK",
+        "outcome_told(last_event(self._last)) or unsaid",
         "RelayOutcome.OK",
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """Relays the body of a streamed response: whole server-sent events, of another node once the first one is lost.
 
-The relay looks for the ends of events and for journal entries only. It does not parse what a client gets.
+The relay looks for the ends of events and for journal entries only. It does not parse what a client gets, but for the
+error event with which a node ended its stream.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pdserve.errors import BadUpstream
 from pdserve.http.errors import error_event, error_form
 from pdserve_proxy.relay.journal import JournaledEvents, ReplayedEvents
+from pdserve_proxy.relay.last_event import LAST_BYTES, last_event, outcome_told
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.relay.resume import ResumeFailed, Resumption
 from pdserve_proxy.relay.whole_events import WholeEvents
@@ -44,6 +46,8 @@ class EventStream:
         self._events = self._new_events()
         if journal_bytes and self._journal is not None:
             self._events = ReplayedEvents(self._journal, journal_bytes)
+        self._last = b""
+        """The events that the client got last, or the last one of many."""
         self.first = b""
         self.over = False
         """Whether the bytes that were returned last are the end of the body."""
@@ -53,6 +57,7 @@ class EventStream:
         while not self.first and not self.over:
             self.first = self._whole(await self._response.read())
         self._relayed.relayed_bytes += len(self.first)
+        self._note_last(self.first)
 
     async def next(self, write: Callable[[bytes], bool]) -> bytes:
         """Returns whole events, or nothing if there are none now; if nobody goes on after a loss, an error event.
@@ -65,7 +70,12 @@ class EventStream:
 
         def relay(piece: bytes) -> bool:
             data = feed(piece)
-            relayed.relayed_bytes += len(data)
+            size = len(data)
+            relayed.relayed_bytes += size
+            if size > LAST_BYTES:
+                self._note_last(data)
+            elif size:
+                self._last = data
             return not data or write(data)
 
         try:
@@ -73,12 +83,19 @@ class EventStream:
         except NodeLost as exc:
             data = await self._after_loss(exc)
         self._relayed.relayed_bytes += len(data)
+        self._note_last(data)
         return data
 
     def end(self) -> None:
         """Ends the request, whose client has the whole body, unless a loss has ended it already."""
+        # A journal also tells of an error event that was too long to be held back.
         failed = self._journal is not None and self._journal.failed
-        self._relayed.end(RelayOutcome.UPSTREAM_FAILED if failed else RelayOutcome.OK)
+        unsaid = RelayOutcome.UPSTREAM_FAILED if failed else RelayOutcome.OK
+        self._relayed.end(outcome_told(last_event(self._last)) or unsaid)
+
+    def _note_last(self, events: bytes) -> None:
+        if events:
+            self._last = events if len(events) <= LAST_BYTES else last_event(events) + b"\n\n"
 
     def _new_events(self) -> WholeEvents:
         return WholeEvents() if self._journal is None else JournaledEvents(self._journal)

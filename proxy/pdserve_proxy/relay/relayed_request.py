@@ -57,9 +57,12 @@ class RelayOutcome(enum.StrEnum):
     CLIENT_GONE = "client_gone"
     UPSTREAM_LOST = "upstream_lost"
     UPSTREAM_FAILED = "upstream_failed"
-    """Its node ended the stream with an error event."""
+    """Its node ended the stream with an error event, which tells of no fault of the client's."""
     REFUSED = "refused"
-    """The proxy answered with an error, because of the request itself or because no node could take it."""
+    """The proxy answered with an error, because of the request itself or because no node could take it.
+
+    Or its node ended the stream with an error event that tells of a fault of the client's.
+    """
     TIMED_OUT = "timed_out"
     SHUT_DOWN = "shut_down"
     FAILED = "failed"

@@ -32,7 +32,7 @@ from pdserve_proxy.relay.given_back import LostNode
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
-from pdserve_proxy.relay.resume_turns import ResumeTurns
+from pdserve_proxy.relay.resume_turns import ResumeTurn, ResumeTurns
 from pdserve_proxy.relay.route_wait import RouteWait
 from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Kind, Route, RouteQuery
@@ -331,7 +331,7 @@ class Resumes:
             route = await self.route(stream, asked_again_s, until_s)
             # A stream that no node can go on with takes no turn from others.
             waits, began_s = self._turns.none_left, self._loop.time()
-            async with self._turns:
+            async with self._turns.turn() as turn:
                 if waits:
                     until_s += self._loop.time() - began_s
                     found = self.choose(stream, asked_again_s)
@@ -339,7 +339,7 @@ class Resumes:
                         continue
                     route = found
                 try:
-                    answer = await self._ask(stream, route, begin)
+                    answer = await self._ask(stream, route, begin, turn)
                 except ResumeFailed as exc:
                     if not exc.lost:
                         raise
@@ -385,7 +385,9 @@ class Resumes:
         except ResumeFailed as exc:
             return Declined(str(exc), lost=bool(exc.lost))
 
-    async def _ask(self, stream: LostStream, route: Route, begin: Begin) -> bytes | Declined:
+    async def _ask(
+        self, stream: LostStream, route: Route, begin: Begin, turn: ResumeTurn | None = None
+    ) -> bytes | Declined:
         """Returns the first events of the node of ``route``, or why it does not go on and another one may.
 
         Raises ResumeFailed if no other one should.
@@ -409,6 +411,8 @@ class Resumes:
         except Unavailable as exc:  # which says nothing about the node
             return Declined(exc.message)
         if response.status == PrefillLost.status:
+            if turn is not None:
+                turn.end()  # the looks at a prefill node that stands still take a while
             back = await self._dispatch.given_back(relayed, response.take_whole())
             return Declined(back.why, prefill_lost=back.lost, link_lost=not back.lost)
         if response.status not in REFUSALS:

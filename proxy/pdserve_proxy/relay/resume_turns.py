@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from pdserve_proxy.registry.snapshot import RegistryView, Serving
 
 RESUMES_A_NODE = 2
 """Streams that are resumed at once for each node that computes prompts: one is computed, one waits there."""
+MAX_TURN_S = 10.0
+"""A turn ends after so many seconds. Its stream goes on to wait for its node, whose engine may stand still."""
 
 
 class ResumeLimit:
@@ -58,11 +60,21 @@ def prompt_nodes(serving: Serving) -> int:
     return len(nodes)
 
 
-class ResumeTurns:
-    """Gives turns to as many streams as ``limit`` says now, in the order in which they came.
+class ResumeTurn:
+    """The turn of one stream."""
 
-    ``async with`` waits for a turn, and has it in its block.
-    """
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end: Callable[[], None] | None = on_end
+
+    def end(self) -> None:
+        """Gives the turn to the next one. Every call but the first does nothing."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+
+class ResumeTurns:
+    """Gives turns to as many streams as ``limit`` says now, in the order in which they came."""
 
     def __init__(self, limit: ResumeLimit) -> None:
         self._limit = limit
@@ -74,10 +86,22 @@ class ResumeTurns:
         """Whether who comes now has to wait."""
         return bool(self._waiting) or self._taken >= self._limit.now()
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[ResumeTurn]:
+        """Waits for a turn, which ends with its block, or after ``MAX_TURN_S``."""
+        await self._wait()
+        turn = ResumeTurn(self._end)
+        timer = asyncio.get_running_loop().call_later(MAX_TURN_S, turn.end)
+        try:
+            yield turn
+        finally:
+            timer.cancel()
+            turn.end()
+
+    async def _wait(self) -> None:
         if not self.none_left:
             self._taken += 1
-            return self
+            return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
@@ -88,12 +112,6 @@ class ResumeTurns:
             elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._end()
 
     def give(self) -> None:
         """Gives turns that have become free, also because the limit has grown."""

@@ -163,7 +163,8 @@ async def test_one_client_does_not_take_the_waits_of_all(monkeypatch: pytest.Mon
         await running.add(node_info("cut", Role.MIXED, node.url))
         asked = [asyncio.create_task(ask(running, api_key=ALICE)) for _ in range(2)]
         await eventually(lambda: len(waiting) == 2, "her two requests wait")
-        assert (await ask(running, api_key=ALICE))[0] == 502
+        async with asyncio.timeout(20):
+            assert (await ask(running, api_key=ALICE))[0] == 502
         asked.append(asyncio.create_task(ask(running, api_key=BOB)))
         await eventually(lambda: len(waiting) == 3, "his waits, too")
         for task in asked:

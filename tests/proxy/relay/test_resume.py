@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve.config import ProxyConfig, Switch
+from pdserve.errors import PrefillLost
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
 from pdserve.wire.discovery import NodeInfo, Register, Role
@@ -19,7 +20,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.journal import cut
 from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay import resume
+from pdserve_proxy.relay import given_back, resume, resume_turns
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import NodeRequest, TicketSigner
 from pdserve_proxy.relay.relay import Relay, StreamedResponse
@@ -422,6 +423,33 @@ async def test_so_many_are_resumed_at_a_time_and_the_others_wait_for_their_turn(
         go_on.set()
         assert await asyncio.gather(*waiting) == [SHOWN] * 5
         assert most == 2
+
+
+async def gives_back(exchange: Exchange) -> None:
+    error = b'{"error": {"message": "prefill node p was lost with this request", "param": "p"}}'
+    await exchange.answer(PrefillLost.status, error)
+
+
+@pytest.mark.parametrize(("stuck", "turn_s"), [(hangs_at(1), 0.05), (gives_back, 600.0)])
+async def test_a_node_that_stands_still_does_not_keep_the_others_waiting(
+    stuck: Behaviour, turn_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it the decode node or the prefill node, which never says whether it lives."""
+    monkeypatch.setattr(resume_turns, "MAX_TURN_S", turn_s)
+    monkeypatch.setattr(given_back, "LOOK_S", 600.0)
+    async with (
+        FakeNode(Exchange.gone) as prefill,
+        cluster(config(max_resumes=1, idle_timeout_s=600.0)) as running,
+        nodes(running, dies_at(1), stuck, dies_at(1), complete, role=Role.DECODE, count=4) as asked,
+    ):
+        await running.add(node_info("p", Role.PREFILL, prefill.url))
+        held = asyncio.create_task(ask(running))
+        await eventually(lambda: len(asked.asked) == 2, "the first one has a turn")
+        async with asyncio.timeout(20):
+            assert await ask(running) == SHOWN
+        assert not held.done()
+        held.cancel()
+        await asyncio.wait([held])
 
 
 async def test_a_stream_waits_for_its_turn_until_its_deadline() -> None:

@@ -72,7 +72,7 @@ class Waiter:
         self.task = asyncio.create_task(self._run(turns))
 
     async def _run(self, turns: ResumeTurns) -> None:
-        async with turns:
+        async with turns.turn():
             self.has_turn = True
             await self.may_end.wait()
         self.has_turn = False
@@ -135,7 +135,7 @@ async def test_one_that_leaves_takes_no_turn_along() -> None:
 
 async def test_a_turn_that_comes_as_its_owner_is_cancelled_goes_to_the_next() -> None:
     turns = ResumeTurns(ResumeLimit(1, registered(), 1))
-    async with turns:
+    async with turns.turn():
         second, third = Waiter(turns), Waiter(turns)
         await asyncio.sleep(0)  # both wait
     second.task.cancel()  # has the turn, and has not run since

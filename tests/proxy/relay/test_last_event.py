@@ -1,0 +1,81 @@
+"""A stream that its node ended with an error event counts as failed, or as refused if the client was wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pdserve.config import Switch
+from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from pdserve.http.errors import ErrorForm, error_event
+from pdserve_proxy.relay.last_event import LAST_BYTES, last_event, outcome_told
+from pdserve_proxy.relay.relayed_request import RelayOutcome
+from pdserve_proxy.relay.seen_request import has_failed
+from tests.proxy.cluster import cluster, metric, proxy_config
+from tests.proxy.fake_node import EVENTS, Exchange
+from tests.proxy.relay.journaling_nodes import ANSWER, nodes
+
+CLIENTS = InvalidRequest("the request's parameters leave no token", code="no_token_left")
+NODES = Unavailable("this node is shutting down", code="shutting_down")
+
+
+def failed_response(code: str, text: str = "") -> bytes:
+    begin = b'event: response.failed\ndata: {"type":"response.failed","response":{"id":"resp_1","status":"failed",'
+    said = b'"error":{"code":"%b","message":"m"},"output":["%b"]},"sequence_number":7}\n\n'
+    return begin + said % (code.encode(), text.encode())
+
+
+@pytest.mark.parametrize(
+    ("events", "outcome"),
+    [
+        *[(error_event(CLIENTS, form), RelayOutcome.REFUSED) for form in (ErrorForm.OPENAI, ErrorForm.ANTHROPIC)],
+        *[(error_event(NODES, form), RelayOutcome.UPSTREAM_FAILED) for form in ErrorForm],
+        (error_event(DeadlineExceeded("late")), RelayOutcome.UPSTREAM_FAILED),
+        (b"id: k.s.17\n" + error_event(CLIENTS), RelayOutcome.REFUSED),
+        (failed_response("invalid_prompt"), RelayOutcome.REFUSED),
+        (failed_response("server_error"), RelayOutcome.UPSTREAM_FAILED),
+        (failed_response("server_error", "long" * LAST_BYTES), RelayOutcome.UPSTREAM_FAILED),
+        (b"event: error\ndata: {half\n\n", RelayOutcome.UPSTREAM_FAILED),
+        (b'event: error\ndata: {"error": 7}\n\n', RelayOutcome.UPSTREAM_FAILED),
+        (b"data: [DONE]\n\n", None),
+        (b'event: message_stop\ndata: {"type":"message_stop"}\n\n', None),
+        (b'data: {"text":"event: error\\nevent: response.failed"}\n\n', None),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", b"".join(EVENTS[:1]), error_event(NODES)])
+def test_the_last_of_the_events_counts(before: bytes, events: bytes, outcome: RelayOutcome | None) -> None:
+    assert outcome_told(last_event(before + events)) is outcome
+
+
+def test_what_is_looked_at_is_bounded() -> None:
+    assert len(last_event(error_event(NODES) + failed_response("server_error", "x" * 2 * LAST_BYTES))) == LAST_BYTES
+
+
+@pytest.mark.parametrize(("error", "outcome"), [(CLIENTS, "refused"), (NODES, "upstream_failed")])
+@pytest.mark.parametrize("resume", Switch)
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_it_counts_with_a_journal_and_without(
+    error: RequestError, outcome: str, resume: Switch, pieces: int
+) -> None:
+    """The error comes alone, or with what was before it."""
+
+    async def fail(exchange: Exchange) -> None:
+        journaled, told = resume is Switch.ON, error_event(error)
+        await exchange.begin_stream()
+        begin = ANSWER[0] if journaled else EVENTS[0]
+        for piece in [begin, told] if pieces == 2 else [begin + told]:
+            await exchange.chunk(piece)
+        await exchange.finish()
+
+    base = proxy_config()
+    config = dataclasses.replace(base, relay=dataclasses.replace(base.relay, resume=resume))
+    async with cluster(config) as running, nodes(running, fail):
+        async with running.chat(stream=True) as response:
+            assert (await response.read()).endswith(error_event(error))
+        assert await metric(running, f'pdserve_proxy_outcomes_total{{outcome="{outcome}"}}') == 1
+
+
+def test_a_clients_own_error_is_no_failure_of_the_cluster() -> None:
+    assert has_failed(200, RelayOutcome.UPSTREAM_FAILED)
+    assert not has_failed(200, RelayOutcome.REFUSED)
