@@ -113,11 +113,14 @@ class Ranks:
         return [process.pid for process, _ in self._ranks]
 
     def tell(self, order: Order) -> None:
-        """Sends ``order`` to every rank. Raises RankLost if one takes no more."""
+        """Sends ``order`` to every rank. Raises RankLost, which says how a rank died, if one takes no more."""
         self._number += 1
         frame = self._encoder.encode(Numbered(self._number, order))
-        for _, channel in self._ranks:
-            channel.send(frame)
+        try:
+            for _, channel in self._ranks:
+                channel.send(frame)
+        except RankLost as exc:
+            raise self.explain(exc) from exc
 
     def wait_for(self, report: type[Arrived | Loaded | Captured]) -> None:
         """Waits until every rank has sent ``report``. Raises RankLost if one fails, dies or needs over ``START_S``."""

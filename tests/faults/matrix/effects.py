@@ -44,7 +44,7 @@ def was_killed(server: Server, pid: int) -> None:
     if pid == server.process.pid:
         assert server.process.popen.returncode == -signal.SIGKILL, f"{server.name} ended by itself"
     elif not server.draining:
-        assert KILLED in server.process.output, f"{server.name} ended by itself"
+        eventually(lambda: KILLED in server.process.output, f"{server.name} says that a process of it was killed")
 
 
 def kills(pid: int) -> None:
