@@ -254,11 +254,11 @@ class KeptAnswers:
             elif not answer.readers:
                 self.left(answer)
 
-    def _keep_for_a_while(self, answer: KeptAnswer, attention: AnswerUse) -> None:
+    def _keep_for_a_while(self, answer: KeptAnswer, use: AnswerUse) -> None:
         if answer.timer is not None:
             answer.timer.cancel()
         answer.timer = asyncio.get_running_loop().call_later(self._limits.keep_s, self.discard, answer)
-        self._ledger.move(answer, attention)
+        self._ledger.move(answer, use)
 
     def _evict(self) -> bool:
         """Drops the oldest answer that is over and unread, of the owner who has most of those, if there is one."""

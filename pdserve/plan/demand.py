@@ -15,7 +15,7 @@ from pdserve.plan.profile import CacheGeometry, Profile
 _LEFT = 0.15
 """This share of the work may be left at the end although a cluster keeps up: it is under way."""
 _CHANCE = 3.0
-"""Of few requests, chance may leave more: this divided by the square root of their number."""
+"""Chance may leave more of few requests: this divided by the square root of their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class LeastNodes:
     """Fewer nodes cannot keep up."""
 
     all: int
-    """Of any kind."""
+    """The number of nodes of any kind."""
     decode: int
-    """Decode nodes beside prefill nodes."""
+    """The number of decode nodes, where there are prefill nodes."""
 
 
 def least_nodes(
@@ -48,8 +48,8 @@ def least_nodes(
     speed, cache = profile.speed(nodes_per_machine), profile.cache
     # A node computes with all cores for one share of the time, or with its own all the time: each part is no less.
     parts = _least(speed.steps.times(nodes_per_machine), speed.beside)
-    row_share = itl_s / speed.least_spread if itl_s else math.inf
-    decoding_s = _decoding_s(parts, load, cache, row_share, percentile / 100)
+    longest_s = itl_s / speed.least_spread if itl_s else math.inf
+    decoding_s = _decoding_s(parts, load, cache, longest_s, percentile / 100)
     prompts_s = sum(_prompt_s(parts, request.prompt_tokens, cache.max_num_batched_tokens) for request in load)
     needed = [max(1, math.ceil(share * work_s / seconds)) for work_s in (decoding_s + prompts_s, decoding_s)]
     return LeastNodes(*needed)

@@ -129,10 +129,9 @@ class LatencyTargets:
         is below a target that somebody has set: this node computes a prompt rather than let it come late. But it takes
         the whole time where its own steps are too long for more than ``LEAST_PROMPT_TOKENS`` as it is.
         """
-        if own_ms is None and not self._ttft_s:
-            return self.ttft_s(alone_s)
-        ttft_s = self._ttft_s if own_ms is None else own_ms / 1000
-        return TTFT_AIM * ttft_s if self._chunks_keep_itl(rows, context_tokens, own_itl) else ttft_s
+        ttft_s = self.ttft_s(alone_s) if own_ms is None else own_ms / 1000
+        is_set = own_ms is not None or self._ttft_s > 0
+        return TTFT_AIM * ttft_s if is_set and self._chunks_keep_itl(rows, context_tokens, own_itl) else ttft_s
 
     def _chunks_keep_itl(self, rows: int, context_tokens: int, own: OwnItl) -> bool:
         """Returns whether a step may take ``ITL_FACTOR`` times what it takes without prompts, by the targets set."""
