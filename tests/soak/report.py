@@ -213,7 +213,8 @@ def _on_answers(soak: Soak) -> Iterator[Line]:
         counts[Outcome.RIGHT] > 0,
         f"{counts.total()} requests of {soak.asks} kinds in {soak.seconds / 60:.1f} minutes: "
         f"{counts[Outcome.RIGHT]} right ({tally.tokens} tokens), {counts[Outcome.LEFT]} whose clients left, "
-        f"{counts[Outcome.REFUSED]} refused as nonsense",
+        f"{counts[Outcome.REFUSED]} refused as nonsense"
+        + (f"; rounding decides {soak.unsteady} more, which are not asked" if soak.unsteady else ""),
     )
     for outcome in (Outcome.WRONG, Outcome.LOST):
         shown = [f"{found.ask}: {found.what[:120]}" for found in tally.findings if found.outcome is outcome]

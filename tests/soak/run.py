@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from pdserve.process import ServerProcess, pdserve_command
 from pdserve.settings import cache_folder
 from tests.demo_folder import demo_folder
 from tests.processes import clean_environ
-from tests.soak.answers import Answer, Events, add_event, read_whole
+from tests.soak.answers import Answer, Events, add_event, difference, read_whole
 from tests.soak.catalogue import MODEL, Ask, catalogue, nonsense
 from tests.soak.clients import Client, Door, Outcome, Tally
 from tests.soak.cluster import KEEP_ANSWERS_S, MAX_BODY, START_S, STOP_S, TENANTS, SoakCluster
@@ -32,6 +33,10 @@ FLAGS = (
     # A hundred blocks: a few long requests fill them, so that others wait, are preempted or move away.
     *("--kv-cache-mib", "3", "--max-num-seqs", "16"),
 )
+CROWDS = 3
+"""So often the reference node answers everything beside other requests."""
+MOST_UNSTEADY = 20
+"""At most one request in so many may get another answer beside others than alone."""
 LOOK_S = 5.0
 GIVEN_BACK_S = REST_S + 1.0
 """By then each engine that rests has given its free memory back."""
@@ -73,6 +78,8 @@ class Soak:
 
     plan: SoakPlan
     asks: int = 0
+    unsteady: int = 0
+    """Requests of the catalogue that are not asked: their answers depend on rounding."""
     tally: Tally = field(default_factory=Tally)
     strikes: list[Strike] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
@@ -116,22 +123,36 @@ async def _run_whole(soak: Soak, folder: Path) -> None:
     plan = soak.plan
     model = await asyncio.to_thread(save_model, folder)
     asks = catalogue(plan.seed, VOCABULARY, plan.each)
-    soak.asks = len(asks)
     references = await reference_answers(model, asks, folder)
-    _say(f"{len(references)} reference answers")
+    soak.asks, soak.unsteady = len(references.answers), len(references.unsteady)
+    _say(f"{soak.asks} reference answers")
     cluster = SoakCluster(folder, model, FLAGS)
     async with aiohttp.ClientSession() as session:
         try:
             await cluster.start(session)
-            await _run(soak, cluster, session, asks, references)
+            steady = [ask for ask in asks if ask.name in references.answers]
+            await _run(soak, cluster, session, steady, references.answers)
         finally:
             await cluster.stop()
             soak.surprises = [words for server in cluster.servers.values() for words in server.surprises]
             soak.left_at_end = cluster.clear()
 
 
-async def reference_answers(model: Path, asks: Sequence[Ask], folder: Path) -> dict[str, Answer]:
-    """Returns what one undisturbed node answers to each request, alone. Raises SoakError if it does not."""
+@dataclass
+class References:
+    """What one undisturbed node answers."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    """The answer to each request that is asked in the soak, by its name."""
+    unsteady: dict[str, str] = field(default_factory=dict)
+    """Requests that are not asked in the soak: how their answers beside others differ from the one alone. In fp32 a sum
+    depends on its order, and that on the batch; a drawn token whose place is just between two can become the other."""
+
+
+async def reference_answers(model: Path, asks: Sequence[Ask], folder: Path) -> References:
+    """Returns what one undisturbed node answers to each request, alone, and which of them it answers otherwise beside
+    others. Raises SoakError if it does not answer, or if more are unsteady than chance allows: that is a defect.
+    """
     core = str(min(os.sched_getaffinity(0)))
     flags = ("--model", str(model), "--served-model-name", MODEL, "--port", "0", "--cores", core, *FLAGS)
     log = (folder / "reference.log").open("w")
@@ -141,21 +162,49 @@ async def reference_answers(model: Path, asks: Sequence[Ask], folder: Path) -> d
         clean_environ(OMP_WAIT_POLICY="PASSIVE"),
         lambda _, line: print(line, file=log),
     )
-    answers = dict[str, Answer]()
+    references = References()
     try:
         async with asyncio.timeout(START_S):
             url = (await server.listening()).url
         async with aiohttp.ClientSession() as session:
             for ask in asks:
-                async with session.post(url + ask.path, json=ask.body) as response:
-                    body = await response.read()
-                    if response.status != 200:
-                        raise SoakError(f"{ask.name}: {response.status} {body[:300]!r}")
-                answers[ask.name] = _read(ask, body)
+                references.answers[ask.name] = await _ask_reference(session, url, ask)
+            for number in range(CROWDS):
+                await compare_in_crowd(session, url, asks, number, references)
     finally:
         await server.stop(STOP_S)
         log.close()
-    return answers
+    for name, what in references.unsteady.items():
+        _say(f"{name} is not asked, its answer depends on rounding: {what}")
+        del references.answers[name]
+    if len(references.unsteady) * MOST_UNSTEADY > len(asks):
+        raise SoakError(f"{len(references.unsteady)} of {len(asks)} requests get other answers in a crowd than alone")
+    return references
+
+
+async def compare_in_crowd(
+    session: aiohttp.ClientSession, url: str, asks: Sequence[Ask], number: int, references: References
+) -> None:
+    """Asks everything once more, in an order of its own, some at a time, and nothing of it from the prefix cache."""
+    places = asyncio.Semaphore(SoakPlan.clients)
+
+    async def compare(ask: Ask) -> None:
+        async with places:
+            answer = await _ask_reference(session, url, ask, cache_salt=f"crowd {number}")
+        if what := difference(answer, references.answers[ask.name]):
+            references.unsteady[ask.name] = what
+
+    async with asyncio.TaskGroup() as crowd:
+        for ask in random.Random(number).sample(asks, len(asks)):  # any order will do, the same each time
+            crowd.create_task(compare(ask))
+
+
+async def _ask_reference(session: aiohttp.ClientSession, url: str, ask: Ask, **more: str) -> Answer:
+    async with session.post(url + ask.path, json={**ask.body, **more}) as response:
+        body = await response.read()
+    if response.status != 200:
+        raise SoakError(f"{ask.name}: {response.status} {body[:300]!r}")
+    return _read(ask, body)
 
 
 def _read(ask: Ask, body: bytes) -> Answer:
