@@ -34,6 +34,8 @@ def main() -> int:
     parser.add_argument("--plot-again", type=Path, help="only plots the figures in this file")
     parser.add_argument("--keep", type=Path, help="logs are kept in this folder, which must not exist")
     options = parser.parse_args()
+    # A shell that starts a soak in the background makes it ignore Ctrl-C's signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Like Ctrl-C, with which asyncio cancels the run alone: what stops the cluster goes on.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     if options.plot_again is not None:
