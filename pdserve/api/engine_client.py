@@ -24,6 +24,7 @@ from pdserve.process import ChildProcess, python_program
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
     Abort,
+    AskStats,
     Assign,
     ChildRequest,
     EngineFailed,
@@ -115,6 +116,9 @@ class EngineClient:
         self._process: ChildProcess | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._renewed: Renew | None = None
+        self._questions = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[None]] = {}
+        """Who waits for stats, by the number of the question."""
         self.stats = EngineStats()
         self.on_lane: Callable[[RequestLane], None] = lambda _: None
         """Gets what the engine remembers of each request that has ended."""
@@ -269,13 +273,28 @@ class EngineClient:
     async def wait_idle(self, quiet_s: float = 0.0) -> None:
         """Waits until no request is open. A prefill node, with requests of other engines, waits until it holds none.
 
-        If there are any now, it waits until there have been none for ``quiet_s``.
+        If there are any now, it waits until there have been none for ``quiet_s``. An engine with peers is asked each
+        time: within a step it says nothing of what has come since. This never returns if that engine never answers.
         """
+        await self._refresh_stats()
         while self._busy.is_set():
             await self._idle.wait()
             with suppress(TimeoutError):
                 async with asyncio.timeout(quiet_s):
                     await self._busy.wait()
+            await self._refresh_stats()
+
+    async def _refresh_stats(self) -> None:
+        """Waits until ``stats`` count all prompts of other nodes that had come to the engine before this call."""
+        if not self._config.has_peers:
+            return
+        number = next(self._questions)
+        told = self._asked[number] = self._loop.create_future()
+        try:
+            self._channel.send(AskStats(number))
+            await told
+        finally:
+            del self._asked[number]
 
     def fail_open(self, failure: RequestError) -> None:
         """Ends every open request with this error."""
@@ -310,9 +329,12 @@ class EngineClient:
             case RoomWanted(local_id, tokens):
                 if generation := self._open.get(local_id):
                     generation.want_room(tokens)
-            case Stats(stats):
+            case Stats(stats, asked):
                 self.stats = stats
                 self._note_idle()
+                for number, told in self._asked.items():
+                    if number <= asked and not told.done():
+                        told.set_result(None)
             case Recorded(lanes):
                 for lane in lanes:
                     self.on_lane(lane)
@@ -397,6 +419,7 @@ class EngineChannel:
         on_message: Callable[[FromEngine], None],
         on_garbage: Callable[[EngineError], None],
     ) -> None:
+        """Raises EngineError if the socket cannot be made."""
         self._on_message = on_message
         self._on_garbage = on_garbage
         self._encoder = msgspec.msgpack.Encoder()
@@ -408,7 +431,12 @@ class EngineChannel:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            self._context.term()
+            raise EngineError(f"the engine's socket cannot be made: {exc}; TMPDIR may name a folder with room") from exc
         self._fd = cast("int", self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
 

@@ -33,7 +33,18 @@ from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.wake_up import WakeUp
-from pdserve.wire.engine import Abort, Assign, EngineStats, FinishReason, PrefillSource, Renew, Shutdown, Stats, Submit
+from pdserve.wire.engine import (
+    Abort,
+    AskStats,
+    Assign,
+    EngineStats,
+    FinishReason,
+    PrefillSource,
+    Renew,
+    Shutdown,
+    Stats,
+    Submit,
+)
 from pdserve.wire.links import LinkCounts
 from pdserve.wire.transfer import FailureCause
 
@@ -96,6 +107,7 @@ class StepLoop:
         self._steps, self._steps_at_rest = 0, -1  # loading a model, too, leaves free memory
         self._stats_sent = EngineStats()
         self._stats_at = 0.0
+        self._stats_asked, self._stats_answered = 0, 0
         self._stopping = False
         self._poller = zmq.Poller()
         self._poller.register(api.socket, zmq.POLLIN)
@@ -167,6 +179,8 @@ class StepLoop:
                     self._renew(secret)
                 case Assign(role):
                     self._placement.targets.role = role
+                case AskStats(number):
+                    self._stats_asked = number
                 case Shutdown():
                     self._stopping = True
 
@@ -294,13 +308,13 @@ class StepLoop:
         self._send_stats(idle=False)
 
     def _send_stats(self, idle: bool) -> None:
-        now = time.monotonic()
-        if not idle and now - self._stats_at < STATS_INTERVAL_S:
+        now, asked = time.monotonic(), self._stats_asked
+        if not idle and now - self._stats_at < STATS_INTERVAL_S and asked == self._stats_answered:
             return
         stats = self._stats()
-        if stats != self._stats_sent:
-            self._api.send(Stats(stats))
-            self._stats_sent, self._stats_at = stats, now
+        if stats != self._stats_sent or asked != self._stats_answered:
+            self._api.send(Stats(stats, asked))
+            self._stats_sent, self._stats_at, self._stats_answered = stats, now, asked
 
     def _stats(self) -> EngineStats:
         scheduler, transfers, now = self._scheduler, self._connector.stats(), time.monotonic()

@@ -97,11 +97,18 @@ class Assign(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     role: Role
 
 
+class AskStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ask_stats"):
+    """Asks for the stats of now. The engine sends them once it has taken in all that has come, so not within a step."""
+
+    number: int
+    """The number of the question, from 1 on."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="shutdown"):
     """Ends the engine: it cancels all requests, closes all sockets, and exits with status 0."""
 
 
-ToEngine: TypeAlias = Submit | Abort | Renew | Assign | Shutdown
+ToEngine: TypeAlias = Submit | Abort | Renew | Assign | AskStats | Shutdown
 
 # ---------------------------------------------------------------- engine → API
 
@@ -375,9 +382,11 @@ class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stats"):
-    """The engine sends this after a change, at most a few times a second, and once when it falls idle."""
+    """The engine sends this after a change, at most a few times a second, once when it falls idle, and when asked."""
 
     stats: EngineStats
+    asked: int = 0
+    """The number of the last ``AskStats`` that has come."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):

@@ -23,6 +23,7 @@ from pdserve.config import EngineLaunch
 from pdserve.process import read_launch
 from pdserve.wire.engine import (
     Abort,
+    AskStats,
     Assign,
     ChildRequest,
     EngineFailed,
@@ -121,7 +122,7 @@ class ScriptedEngine:
                 self._take(message)
             self._step()
 
-    def _take(self, message: Submit | Abort | Renew | Assign) -> None:
+    def _take(self, message: Submit | Abort | Renew | Assign | AskStats) -> None:
         match message:
             case Submit():
                 parent = ChildRequest(message.local_id, message.sampling.seed, message.emitted)
@@ -138,6 +139,8 @@ class ScriptedEngine:
                     self._requests.pop(local_id, None)
                 self._stats = msgspec.structs.replace(self._stats, running=len(self._requests))
                 self._send(Stats(self._stats))
+            case AskStats(number):
+                self._send(Stats(self._stats, number))
             case Renew() | Assign():
                 pass  # The message is in the journal.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices, WantedChoice
+from pdserve.api.engine_client import EngineChannel, EngineClient, EngineState, PromptChoices, WantedChoice
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import SchedulerConfig, StreamConfig
 from pdserve.errors import EngineError, InvalidRequest, Unavailable
@@ -122,6 +123,11 @@ async def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(EngineError, match=r"no folder for the engine's socket can be made: .*No such file"):
         EngineClient(engine_config(tmp_path))
+
+
+async def test_a_socket_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"the engine's socket cannot be made: .*; TMPDIR"):
+        EngineChannel(f"ipc://{tmp_path}/gone/engine", lambda _: None, lambda _: None)
 
 
 @pytest.mark.parametrize(("size", "served"), [(4, [4, 8, 10]), (16, [10]), (0, [10])])
@@ -248,15 +254,44 @@ async def test_an_engine_with_peers_is_idle_when_it_says_so(has_peers: bool, mod
         await client.stop(5.0)
 
 
+async def test_an_engine_that_cannot_answer_yet_is_not_idle(model_dir: Path, tmp_path: Path) -> None:
+    """An engine within a step has not told of the prompts of other nodes that came since."""
+
+    command = [sys.executable, "-m", "tests.api.scripted_engine", str(tmp_path / "journal")]
+    client = EngineClient(replace(engine_config(model_dir), has_peers=True), command=command)
+    try:
+        await client.start()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        idle = asyncio.create_task(client.wait_idle())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(idle), 0.1)
+        os.kill(client.pid, signal.SIGCONT)
+        await asyncio.wait_for(idle, WAIT_S)
+    finally:
+        await client.stop(5.0)
+
+
 async def test_an_engine_that_still_sends_blocks_to_others_is_not_idle(model_dir: Path) -> None:
     client = EngineClient(replace(engine_config(model_dir), has_peers=True))
     try:
-        client._handle(Stats(EngineStats(pushing=1)))
         idle = asyncio.create_task(client.wait_idle())
+        await asyncio.sleep(0)
+        client._handle(Stats(EngineStats(pushing=1), 1))
+        await asyncio.sleep(0)
+        client._handle(Stats(EngineStats()))
+        await asyncio.sleep(0)
+        assert not idle.done(), "it has not answered since it fell idle"
+        client._handle(Stats(EngineStats(pushing=1), 2))
         await asyncio.sleep(0)
         assert not idle.done()
         client._handle(Stats(EngineStats()))
-        await asyncio.wait_for(idle, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            for number in itertools.count(2):
+                if idle.done():
+                    break
+                client._handle(Stats(EngineStats(), number))
+                await asyncio.sleep(0)
     finally:
         await client.stop(0.0)
 

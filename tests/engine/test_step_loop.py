@@ -31,7 +31,9 @@ from pdserve.engine.wake_up import WakeUp
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import (
+    AskStats,
     ChildRequest,
+    EngineStats,
     FinishReason,
     FromEngine,
     RequestOutput,
@@ -114,8 +116,17 @@ class Client:
         self.crossings = 0
         """The number of messages with tokens, of all requests together."""
 
-    def send(self, message: Submit | Shutdown) -> None:
+    def send(self, message: Submit | AskStats | Shutdown) -> None:
         self._socket.send(msgspec.msgpack.encode(message))
+
+    def stats_asked_for(self, number: int) -> EngineStats:
+        """Returns the stats that answer the question ``number``."""
+        self.send(AskStats(number))
+        while True:
+            assert self._socket.poll(PATIENCE_MS), "the engine says nothing"
+            message = self._decoder.decode(self._socket.recv())
+            if isinstance(message, Stats) and message.asked == number:
+                return message.stats
 
     def ask(self, prompt: Sequence[int], seeds: Sequence[int], salt: str = "", max_tokens: int = 10) -> list[list[int]]:
         """Returns the answer of each seed."""
@@ -280,6 +291,14 @@ def test_a_step_is_one_message_however_many_requests_it_holds(folder: Path, over
         answers = client.ask(prompt(9), range(1, 9), max_tokens=10)
         assert sum(map(len, answers)) == 80
         assert client.crossings == 10
+
+
+def test_an_engine_that_is_asked_for_its_stats_sends_them_though_they_are_the_same(folder: Path, overlap: bool) -> None:
+    with engine(folder, overlap) as client:
+        first, second = client.stats_asked_for(1), client.stats_asked_for(2)
+        assert (first.running, first.steps) == (second.running, second.steps) == (0, 0)
+        client.ask(prompt(9), [1], max_tokens=2)
+        assert client.stats_asked_for(3).steps > 0
 
 
 def test_an_engine_gives_memory_back_once_each_time_that_it_rests(

@@ -146,6 +146,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             engine.Abort([1, 2]),
             engine.Renew(b"the new\nthe old"),
             engine.Assign(discovery.Role.PREFILL),
+            engine.AskStats(3),
             engine.Shutdown(),
         ],
     ),
