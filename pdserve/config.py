@@ -915,8 +915,8 @@ class RelayConfig:
     resume: Switch = setting("resume", "When a stream's node is lost, another node goes on with the answer.", Switch.ON)
     resume_wait_s: float = setting(
         "resume-wait-s",
-        "A stream whose node is lost waits for another node for this many seconds, and a client that asks for the rest "
-        "of an answer for the node that keeps it.",
+        "A request whose node is lost waits for another node for this many seconds, and a client that asks for the "
+        "rest of an answer for the node that keeps it.",
         10.0,
         minimum=0.0,
         maximum=86_400,

@@ -1,7 +1,8 @@
-"""Waits for a node that could not be asked for the rest of an answer, which nobody else has.
+"""Waits for a node where none is left that can be asked.
 
 A node that was stopped for a while, or whose connections were cut, still has the answers that it keeps. A client that
-asks for one by an event's id waits for it, as the client of a stream waits for another node.
+asks for one by an event's id waits for it, as the client of a stream waits for another node. So does a request that was
+lost before its first byte: any node can begin it again.
 """
 
 from __future__ import annotations
@@ -72,6 +73,18 @@ class MissedNodes:
             self._waiting[client] -= 1
             if not self._waiting[client]:
                 del self._waiting[client]
+
+    async def another(
+        self, relayed: RelayedRequest, query: RouteQuery, asked_again_s: Mapping[bytes, float], until_s: float
+    ) -> Route | None:
+        """Returns a route for a request that was lost with its node, when there is one; None if there is none in time.
+
+        ``asked_again_s`` says when each node may be that was asked already; infinity for those that were lost. The
+        request keeps its place, so no more wait than are admitted.
+        """
+        return await self._waits.route(
+            lambda: self._choose(relayed, query, asked_again_s), until_s, asked_again_s.values()
+        )
 
     def _has_room(self, client: bytes) -> bool:
         return self._waiting.total() < MAX_WAITS and self._waiting[client] < MAX_WAITS_OF_ONE

@@ -2,9 +2,10 @@
 
 Each attempt carries a signed ticket, in an HTTP header, that describes the attempt to the decode node. Another node
 replaces one that cannot be reached or does not take the request (503, 401), as long as there is one that fits. A node
-that is lost with the request before its first byte is replaced once. After the first byte, another node goes on with
-the client's stream (``resume``), or the stream ends with an error event (``event_stream``). An answer in one piece goes
-on too, if its node has journaled it (``whole_answer``), and otherwise begins again.
+that is lost with the request before its first byte is replaced once, if need be by one that comes a little later. After
+the first byte, another node goes on with the client's stream (``resume``), or the stream ends with an error event
+(``event_stream``). An answer in one piece goes on too, if its node has journaled it (``whole_answer``), and otherwise
+begins again.
 """
 
 from __future__ import annotations
@@ -89,6 +90,12 @@ class AttemptFailure:
     """Whether the node only does not have the answer that a client asks for again."""
     may_come_back: bool = False
     """Whether the node that could not be asked may be there again soon, with the answers that it keeps."""
+    has_waited: bool = False
+    """Whether the request has waited already for a node that goes on with its answer."""
+
+    @property
+    def loses_decode(self) -> bool:
+        return self.kind is AttemptFailureKind.LOST and not self.given_back
 
 
 class Relay:
@@ -196,7 +203,7 @@ class Relay:
         """The last failure of each node, in their order."""
         losses: dict[bytes, str] = {}
         asked_again_s: dict[bytes, float] = {}
-        """When each node that failed may be asked for a kept answer again."""
+        """When each node that failed may be asked again, once no other one is left."""
         # No node dies of a request without a body: what is lost with it is a connection.
         looks_for_kept = request.keep is not None and request.keep.after is not None
         until_s = 0.0
@@ -206,10 +213,13 @@ class Relay:
             except RequestError:
                 if not failures:
                     raise
-                if not looks_for_kept:
-                    break
                 until_s = until_s or self._missed.until_s()
-                found = await self._missed.route(relayed, query, request.client, asked_again_s, until_s)
+                if looks_for_kept:
+                    found = await self._missed.route(relayed, query, request.client, asked_again_s, until_s)
+                elif losses:
+                    found = await self._missed.another(relayed, query, asked_again_s, until_s)
+                else:
+                    break
                 if found is None:
                     break
                 route = found
@@ -225,7 +235,10 @@ class Relay:
             self._note_failure(relayed, route, number, result)
             failures.pop(route.decode.boot_id, None)
             failures[route.decode.boot_id] = result
-            asked_again_s[route.decode.boot_id] = self._missed.again_s() if result.may_come_back else math.inf
+            never = not result.may_come_back if looks_for_kept else result.loses_decode
+            asked_again_s[route.decode.boot_id] = math.inf if never else self._missed.again_s()
+            if result.has_waited:
+                until_s = asyncio.get_running_loop().time()
             if result.kind is AttemptFailureKind.LOST and not looks_for_kept:
                 # Two decode nodes may tell of the same prefill node.
                 for lost in [node.boot_id for node in result.prefill_lost] or [route.decode.boot_id]:
@@ -334,7 +347,8 @@ class Relay:
         try:
             answer = await JournaledAnswer(relayed, response, journal, silence_s).read(resumption)
         except ResumeFailed as exc:
-            failure = replace(_lost(relayed.decode_name, exc), counted=True)
+            waited = exc.outcome is ResumeOutcome.NO_NODE
+            failure = replace(_lost(relayed.decode_name, exc), counted=True, has_waited=waited)
             if exc.outcome is ResumeOutcome.FAILED:
                 raise failure.error from exc
             relayed.open_again()

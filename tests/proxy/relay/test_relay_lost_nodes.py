@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.config import RelayConfig, WorkersConfig
 from pdserve.wire.discovery import Role
+from pdserve_proxy.relay import missed_nodes
 from pdserve_proxy.upstream import node_connection
 from tests.proxy.cluster import (
     Cluster,
@@ -65,17 +66,64 @@ async def test_a_request_at_a_node_that_falls_silent_is_answered_by_another(work
         assert await metric(running, "pdserve_proxy_upstream_retries_total") == len(asked)
 
 
-async def test_without_another_node_it_ends_at_once() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_waits_for_a_node_that_comes_after_the_loss(stream: bool) -> None:
     async with (
         FakeNode(hang) as stuck,
+        FakeNode() as other,
         cluster(PATIENT) as running,
+        heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
+    ):
+        asked = asyncio.create_task(ask(running, stream=stream))
+        await eventually(lambda: bool(stuck.requests), "the node has it")
+        silent.set()
+        await running.dropped("stuck")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asked), 0.2)
+        await running.add(node_info("other", Role.MIXED, other.url))
+        assert await asked == (200, b'{"ok": true}')
+        assert ticket_of(other).attempt == 1
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "timeout_s", "error"), [(0.0, 20.0, (502, "upstream_lost")), (600.0, 2.0, (504, "deadline_exceeded"))]
+)
+async def test_without_another_node_it_ends_when_the_wait_or_its_time_is_over(
+    wait_s: float, timeout_s: float, error: tuple[int, str]
+) -> None:
+    config = proxy_config(timeout_s=timeout_s)
+    config = dataclasses.replace(config, relay=dataclasses.replace(PATIENT.relay, resume_wait_s=wait_s))
+    async with (
+        FakeNode(hang) as stuck,
+        cluster(config) as running,
         heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
         asked = asyncio.create_task(ask(running))
         await eventually(lambda: bool(stuck.requests), "the node has it")
         silent.set()
         status, body = await asked
-        assert (status, error_of(body)["code"]) == (502, "upstream_lost")
+        assert (status, error_of(body)["code"]) == error
+        assert await metric(running, "pdserve_proxy_requests_in_flight") == 0
+
+
+async def test_a_node_that_was_busy_is_asked_again_after_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missed_nodes, "RETRY_AFTER_S", 0.05)
+    refused = 0
+
+    async def refuse_or_die(exchange: Exchange) -> None:
+        nonlocal refused
+        refused += 1
+        if refused == 1:
+            await exchange.answer(503, b'{"error": {"message": "busy"}}')
+        elif refused == 2:
+            exchange.die()
+        else:
+            await answer_ok(exchange)
+
+    async with FakeNode(refuse_or_die) as one, FakeNode(refuse_or_die) as two, cluster(PATIENT) as running:
+        await running.add(node_info("one", Role.MIXED, one.url), node_info("two", Role.MIXED, two.url))
+        assert await ask(running) == (200, b'{"ok": true}')
+        assert sorted([len(one.requests), len(two.requests)]) == [1, 2]
 
 
 async def test_a_stream_that_waits_for_its_first_event_moves_to_another_node() -> None:
@@ -196,15 +244,16 @@ async def test_a_lost_node_that_registers_again_gets_new_requests_and_not_those_
     async def hang_once(exchange: Exchange) -> None:
         await answers.pop(0)(exchange)
 
-    async with FakeNode(hang_once) as node, FakeNode() as other, cluster(PATIENT) as running:
+    config = dataclasses.replace(PATIENT, relay=dataclasses.replace(PATIENT.relay, resume_wait_s=2.0))
+    async with FakeNode(hang_once) as node, FakeNode() as other, cluster(config) as running:
         info = node_info("back", Role.MIXED, node.url)
         async with heard(info, running.addresses.control) as silent:
             asked = asyncio.create_task(ask(running))
             await eventually(lambda: bool(node.requests), "the node has it")
             silent.set()
             await running.dropped("back")
+        async with registered(info, running.addresses.control):
             status, body = await asked
             assert (status, error_of(body)["code"]) == (502, "upstream_lost")
-        async with registered(info, running.addresses.control):
             assert await ask(running) == (200, b'{"ok": true}')
         assert (len(node.requests), other.requests) == (2, [])
