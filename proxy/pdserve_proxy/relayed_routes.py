@@ -9,7 +9,7 @@ import logging
 
 import msgspec
 
-from pdserve.errors import InvalidRequest, RequestError
+from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError
 from pdserve.http.errors import internal_error
 from pdserve.http.model_list import model_in_query
 from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
@@ -164,7 +164,7 @@ async def _respond(
             await turn.keep_whole(result.status, result.body)
         await request.respond(result.status, result.headers, result.body)
         relayed.relayed_bytes = len(result.body)
-        relayed.end(RelayOutcome.OK if result.status < 400 else RelayOutcome.REFUSED)
+        relayed.end(_outcome(result.status))
         return
     if turn is not None:
         await _respond_stored(request, result, turn)
@@ -175,6 +175,13 @@ async def _respond(
         data = await stream.next(request.write)
         await request.send(data, more=not stream.over)
     stream.end()
+
+
+def _outcome(status: int) -> RelayOutcome:
+    """Returns how a request has ended that a node has answered in one piece."""
+    if status == DeadlineExceeded.status:
+        return RelayOutcome.TIMED_OUT
+    return RelayOutcome.OK if status < 400 else RelayOutcome.REFUSED
 
 
 async def _respond_stored(request: HttpRequest, result: StreamedResponse, turn: StoredTurn) -> None:

@@ -210,7 +210,7 @@ RARE = (
         662,
         "pdserve_proxy.relay.event_stream.EventStream",
         "end",
-        "outcome_told(last_event(self._last)) or unsaid",
+        "told or RelayOutcome.OK",
         "RelayOutcome.OK",
     ),
     Mutant(

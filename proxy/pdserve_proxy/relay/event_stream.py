@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pdserve.errors import BadUpstream
 from pdserve.http.errors import error_event, error_form
 from pdserve_proxy.relay.journal import JournaledEvents, ReplayedEvents
-from pdserve_proxy.relay.last_event import LAST_BYTES, last_event, outcome_told
+from pdserve_proxy.relay.last_event import last_event, outcome_told
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.relay.resume import ResumeFailed, Resumption
-from pdserve_proxy.relay.whole_events import WholeEvents
+from pdserve_proxy.relay.whole_events import BEGINNING_BYTES, WholeEvents
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class EventStream:
             data = feed(piece)
             size = len(data)
             relayed.relayed_bytes += size
-            if size > LAST_BYTES:
+            if size > BEGINNING_BYTES:
                 self._note_last(data)
             elif size:
                 self._last = data
@@ -88,14 +88,13 @@ class EventStream:
 
     def end(self) -> None:
         """Ends the request, whose client has the whole body, unless a loss has ended it already."""
-        # A journal also tells of an error event that was too long to be held back.
-        failed = self._journal is not None and self._journal.failed
-        unsaid = RelayOutcome.UPSTREAM_FAILED if failed else RelayOutcome.OK
-        self._relayed.end(outcome_told(last_event(self._last)) or unsaid)
+        # Of an error event that was too long to be held back, the last bytes do not tell. No event follows it.
+        told = outcome_told(last_event(self._last)) or outcome_told(self._events.long_event)
+        self._relayed.end(told or RelayOutcome.OK)
 
     def _note_last(self, events: bytes) -> None:
         if events:
-            self._last = events if len(events) <= LAST_BYTES else last_event(events) + b"\n\n"
+            self._last = events if len(events) <= BEGINNING_BYTES else last_event(events) + b"\n\n"
 
     def _new_events(self) -> WholeEvents:
         return WholeEvents() if self._journal is None else JournaledEvents(self._journal)

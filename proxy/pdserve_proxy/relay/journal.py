@@ -112,11 +112,6 @@ class RelayJournal:
         """Whether a stream that ends now breaks off: its node writes a journal, and has not written the end."""
         return not self._entryless and not self.done and (bool(self.entries) or self.request is None)
 
-    @property
-    def failed(self) -> bool:
-        """Whether the node has ended the stream with an event of its own, as it does with errors."""
-        return self._entryless and self.count > 0 and not self.done
-
     def grow(self) -> None:
         """Makes room for the entries that were added, or drops them."""
         if self.request is None:
@@ -218,9 +213,9 @@ class JournaledEvents(WholeEvents):
         if not events:
             return b""
         shown, entries = cut(before + events)
-        if self._inside or before:
+        if (self._inside or before) and self.long_event.startswith(b":"):
             self._journal.drop(DropReason.EVENT)
-        elif shown.count(b"\n\n") != entries.count(b"\n"):
+        elif self._inside or before or shown.count(b"\n\n") != entries.count(b"\n"):
             self._journal.add_entryless()
         self._journal.add(entries)
         return shown[len(before) :]

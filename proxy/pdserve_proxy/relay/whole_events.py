@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 MAX_EVENT_BYTES = 2**20
+BEGINNING_BYTES = 2**16
+"""So much is looked at of an event that may be the last. That of a failed response says all that it had."""
 
 _ENDINGS = (b"\n\n", b"\r\n\r\n")
 _LONGEST_ENDING = 4
@@ -24,6 +26,8 @@ class WholeEvents:
         """The last bytes of that event, which may be the beginning of its ending."""
         self._inside = False
         """Whether the client has the beginning of that event already."""
+        self.long_event = b""
+        """The beginning of the last event that was passed on in parts; empty if there was none."""
 
     def feed(self, piece: bytes) -> bytes:
         """Returns the bytes that can be sent on now, which may be none."""
@@ -38,14 +42,15 @@ class WholeEvents:
             if len(rest) <= MAX_EVENT_BYTES:
                 self._hold(rest)
                 return out
-            self._inside = True
+            self._begin_parts(rest)
             return out + rest
         self._hold(piece)
         self._tail = seam[1 - _LONGEST_ENDING :]
         if self._held_bytes <= MAX_EVENT_BYTES:
             return b""
         held = self._take()
-        self._inside = True
+        if not self._inside:
+            self._begin_parts(held)
         return held
 
     def rest(self) -> bytes:
@@ -62,6 +67,10 @@ class WholeEvents:
         self._tail = rest[1 - _LONGEST_ENDING :]
         self._inside = False
         return self._take() + last if self._held else last
+
+    def _begin_parts(self, beginning: bytes) -> None:
+        self._inside = True
+        self.long_event = beginning[:BEGINNING_BYTES]
 
     def _hold(self, piece: bytes) -> None:
         self._held.append(piece)

@@ -8,16 +8,19 @@ import pytest
 
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
-from pdserve.http.errors import ErrorForm, error_event
-from pdserve_proxy.relay.last_event import LAST_BYTES, last_event, outcome_told
+from pdserve.http.errors import ErrorForm, error_body, error_event
+from pdserve_proxy.relay.last_event import last_event, outcome_told
 from pdserve_proxy.relay.relayed_request import RelayOutcome
 from pdserve_proxy.relay.seen_request import has_failed
+from pdserve_proxy.relay.whole_events import BEGINNING_BYTES, MAX_EVENT_BYTES
 from tests.proxy.cluster import cluster, metric, proxy_config
 from tests.proxy.fake_node import EVENTS, Exchange
-from tests.proxy.relay.journaling_nodes import ANSWER, nodes
+from tests.proxy.relay.journaling_nodes import ANSWER, dies_at, nodes
 
 CLIENTS = InvalidRequest("the request's parameters leave no token", code="no_token_left")
 NODES = Unavailable("this node is shutting down", code="shutting_down")
+LATE = DeadlineExceeded("the request's deadline passed before its answer was complete", code="deadline_exceeded")
+LONG = Unavailable("long" * MAX_EVENT_BYTES, code="shutting_down")
 
 
 def failed_response(code: str, text: str = "") -> bytes:
@@ -31,11 +34,11 @@ def failed_response(code: str, text: str = "") -> bytes:
     [
         *[(error_event(CLIENTS, form), RelayOutcome.REFUSED) for form in (ErrorForm.OPENAI, ErrorForm.ANTHROPIC)],
         *[(error_event(NODES, form), RelayOutcome.UPSTREAM_FAILED) for form in ErrorForm],
-        (error_event(DeadlineExceeded("late")), RelayOutcome.UPSTREAM_FAILED),
+        *[(error_event(LATE, form), RelayOutcome.TIMED_OUT) for form in ErrorForm],
         (b"id: k.s.17\n" + error_event(CLIENTS), RelayOutcome.REFUSED),
         (failed_response("invalid_prompt"), RelayOutcome.REFUSED),
         (failed_response("server_error"), RelayOutcome.UPSTREAM_FAILED),
-        (failed_response("server_error", "long" * LAST_BYTES), RelayOutcome.UPSTREAM_FAILED),
+        (failed_response("server_error", "long" * BEGINNING_BYTES), RelayOutcome.UPSTREAM_FAILED),
         (b"event: error\ndata: {half\n\n", RelayOutcome.UPSTREAM_FAILED),
         (b'event: error\ndata: {"error": 7}\n\n', RelayOutcome.UPSTREAM_FAILED),
         (b"data: [DONE]\n\n", None),
@@ -49,10 +52,17 @@ def test_the_last_of_the_events_counts(before: bytes, events: bytes, outcome: Re
 
 
 def test_what_is_looked_at_is_bounded() -> None:
-    assert len(last_event(error_event(NODES) + failed_response("server_error", "x" * 2 * LAST_BYTES))) == LAST_BYTES
+    assert (
+        len(last_event(error_event(NODES) + failed_response("server_error", "x" * 2 * BEGINNING_BYTES)))
+        == BEGINNING_BYTES
+    )
 
 
-@pytest.mark.parametrize(("error", "outcome"), [(CLIENTS, "refused"), (NODES, "upstream_failed")])
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(CLIENTS, "refused"), (NODES, "upstream_failed"), (LATE, "timed_out"), (LONG, "upstream_failed")],
+    ids=["client's", "node's", "late", "long"],
+)
 @pytest.mark.parametrize("resume", Switch)
 @pytest.mark.parametrize("pieces", [1, 2])
 async def test_it_counts_with_a_journal_and_without(
@@ -74,6 +84,29 @@ async def test_it_counts_with_a_journal_and_without(
         async with running.chat(stream=True) as response:
             assert (await response.read()).endswith(error_event(error))
         assert await metric(running, f'pdserve_proxy_outcomes_total{{outcome="{outcome}"}}') == 1
+
+
+async def test_a_long_error_counts_also_where_the_journal_has_none_of_its_stream() -> None:
+    async def fail(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(error_event(LONG))
+        await exchange.finish()
+
+    async with cluster() as running, nodes(running, dies_at(1), fail):
+        async with running.chat(stream=True) as response:
+            assert (await response.read()).endswith(error_event(LONG))
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 0
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="upstream_failed"}') == 1
+
+
+async def test_a_whole_answer_that_its_node_gave_up_in_the_end_is_late() -> None:
+    async def give_up(exchange: Exchange) -> None:
+        await exchange.answer(LATE.status, error_body(LATE))
+
+    async with cluster() as running, nodes(running, give_up):
+        async with running.chat() as response:
+            assert response.status == 504
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="timed_out"}') == 1
 
 
 def test_a_clients_own_error_is_no_failure_of_the_cluster() -> None:
