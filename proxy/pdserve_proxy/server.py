@@ -11,7 +11,7 @@ import msgspec
 import uvloop
 
 from pdserve.config import ProxyConfig, RoleChoice
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.server import bind, url_of
 from pdserve.process import allow_open_files, collect_rarely, set_up_logging
 from pdserve.signals import Reread, on_hangup, stop_signals
@@ -55,6 +55,9 @@ async def _serve(config: ProxyConfig, secret: bytes, read_secret: Callable[[], b
             await run(config, secret, signals.drain, read_secret=read_secret)
     except ConfigError:
         raise
+    except PdserveError as exc:
+        log.error("the proxy ends: %s", exc)
+        return 1
     except Exception:
         log.exception("the proxy failed")
         return 1

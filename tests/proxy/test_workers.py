@@ -8,7 +8,9 @@ import importlib.metadata
 import os
 import re
 import signal
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -41,7 +43,7 @@ from pdserve_proxy.registry.snapshot import Reachability
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.server import run
 from pdserve_proxy.serving import Addresses
-from pdserve_proxy.workers import worker_channel
+from pdserve_proxy.workers import worker, worker_channel
 from pdserve_proxy.workers.supervisor import WorkerDied, supervise, worker_share
 from pdserve_proxy.workers.worker_channel import WorkerChannel
 from tests.proxy.cluster import SECRET, cancelled, cluster, eventually, node_info, proxy_config, registered
@@ -280,6 +282,39 @@ sys.exit(serve(workers_config(), {SECRET!r}))
 async def test_workers_that_do_not_come_up_end_the_proxy(command: list[str]) -> None:
     with pytest.raises(WorkerDied, match="did not come up"):
         await supervise(workers_config(), Credentials(SECRET, ()), asyncio.Event(), lambda _: None, command)
+
+
+async def test_workers_that_cannot_be_started_end_the_proxy(tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match=r"worker 0 of the proxy cannot be started: .*No such file"):
+        await supervise(
+            workers_config(), Credentials(SECRET, ()), asyncio.Event(), lambda _: None, [str(tmp_path / "none")]
+        )
+
+
+async def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"no folder for the workers' socket can be made: .*No such file"):
+        await supervise(workers_config(), Credentials(SECRET, ()), asyncio.Event(), lambda _: None)
+
+
+async def test_a_socket_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    registry, metrics = Registry(1.0, 3), ProxyMetrics("supervisor")
+    with pytest.raises(ConfigError, match="the workers' socket cannot be made: "):
+        WorkerChannel(f"ipc://{tmp_path}/gone/workers", registry, metrics)
+
+
+async def test_a_worker_that_hears_nothing_says_what_it_has_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "SUPERVISOR_TIMEOUT_S", 0.1)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent, socket.socket() as listener:
+        address = f"ipc://{tmp_path}/workers"
+        silent.bind(address)
+        launch = worker.WorkerLaunch(
+            workers_config(), Credentials(SECRET, ()), b"0.1", address, listener=os.dup(listener.fileno())
+        )
+        with pytest.raises(worker.SupervisorSilent, match="its supervisor has not told it the nodes"):
+            await worker.work(launch, asyncio.Event())
 
 
 async def test_a_port_that_another_proxy_has_is_not_shared_with_it() -> None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeAlias
 
 from pdserve.config import ProxyConfig, RoleChoice
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.server import bind_shared, url_of
 from pdserve.http.tls import Trust
 from pdserve.process import ChildProcess
@@ -61,13 +61,13 @@ async def supervise(
 
     ``on_renewal`` gets the function that passes new credentials to all workers, and is entered as long as they run.
 
-    Raises ConfigError if an address cannot be bound, WorkerDied if a worker cannot be kept alive.
+    Raises ConfigError if an address cannot be bound or there is no room for a socket, WorkerDied if a worker cannot be
+    started or kept alive.
     """
     metrics = ProxyMetrics("supervisor", config.request.timeout_s)
     secrets, trust = Secrets(credentials.secret), Trust(credentials.authorities)
     with ExitStack() as owned:
-        folder = owned.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-proxy-"))
-        address = f"ipc://{folder}/workers"
+        address = f"ipc://{owned.enter_context(_folder_of_socket())}/workers"
         boot_id = new_id()
         registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, own_id=boot_id)
         limits = store_limits(config.store)
@@ -133,6 +133,16 @@ async def supervise(
             raise WorkerDied(str(died.exceptions[0])) from died
 
 
+def _folder_of_socket() -> tempfile.TemporaryDirectory[str]:
+    """Returns a new folder for the workers' socket. Raises ConfigError."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="pdserve-proxy-")
+    except OSError as exc:
+        raise ConfigError(
+            f"no folder for the workers' socket can be made: {exc}; TMPDIR may name a folder with room"
+        ) from exc
+
+
 def worker_share(config: ProxyConfig) -> ProxyConfig:
     """Returns ``config`` with one worker's share of the limits, rounded up: connections are spread evenly."""
     count = config.workers.count
@@ -186,14 +196,7 @@ class _WorkerProcess:
 
     async def _one_life(self, name: bytes, stop: asyncio.Event) -> None:
         health = self._channel.expect(name)
-        process = ChildProcess(
-            f"worker {self._number} of the proxy",
-            self._command,
-            launch=self._launch(name, self._listener),
-            pass_fds=(self._listener.fileno(),),
-            # A session of its own: Ctrl-C in a terminal reaches the supervisor alone.
-            own_session=True,
-        )
+        process = self._start(name)
         try:
             ended = asyncio.create_task(process.wait())
             await _first(ended, health.ready, stop, timeout_s=START_TIMEOUT_S)
@@ -212,6 +215,21 @@ class _WorkerProcess:
             if not await process.end(self._stop_timeout_s):
                 log.warning("%s did not end in time", process.name)
             self._channel.retire(name)
+
+    def _start(self, name: bytes) -> ChildProcess:
+        """Raises WorkerDied."""
+        worker = f"worker {self._number} of the proxy"
+        try:
+            return ChildProcess(
+                worker,
+                self._command,
+                launch=self._launch(name, self._listener),
+                pass_fds=(self._listener.fileno(),),
+                # A session of its own: Ctrl-C in a terminal reaches the supervisor alone.
+                own_session=True,
+            )
+        except OSError as exc:
+            raise WorkerDied(f"{worker} cannot be started: {exc}") from exc
 
     def _died(self, process: ChildProcess) -> None:
         now = asyncio.get_running_loop().time()

@@ -12,6 +12,7 @@ import itertools
 import logging
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -22,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.config import ProxyConfig
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup, stop_signals
 from pdserve.tracing.kept_lanes import KeptLanes
@@ -72,6 +73,11 @@ WORKER_COMMAND = python_program("pdserve_proxy.workers.worker")
 SUPERVISOR_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
+
+
+class SupervisorSilent(PdserveError):
+    """A worker's supervisor has not told it the nodes."""
+
 
 _decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _encoder = msgspec.msgpack.Encoder()
@@ -247,7 +253,7 @@ class SupervisorChannel:
 
 
 async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
-    """Serves clients until ``stop`` is set and their requests are over or cut short."""
+    """Serves clients until ``stop`` is set and their requests are over or cut short. Raises SupervisorSilent."""
     number, _, _ = launch.name.decode().partition(".")
     metrics, attempts = ProxyMetrics(f"worker-{number}", launch.config.request.timeout_s), Attempts()
     mirror, credentials = RegistryMirror(attempts), LiveCredentials(launch.credentials)
@@ -260,8 +266,6 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
     ):
         async with asyncio.TaskGroup() as tasks:
             serving_channel = tasks.create_task(channel.run())
-            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
-                await channel.has_nodes.wait()
             limits = store_limits(launch.config.store)
             storage = None if limits is None else SupervisorStorage(limits, channel.ask, channel.post)
             state = ProcessState(
@@ -272,8 +276,22 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
             def listening() -> None:
                 announcing.append(tasks.create_task(channel.send(WorkerReady())))
 
-            await serve_clients(launch.config, credentials, state, listener, stop, listening)
+            knows_nodes = await _is_set(channel.has_nodes, SUPERVISOR_TIMEOUT_S)
+            if knows_nodes:
+                await serve_clients(launch.config, credentials, state, listener, stop, listening)
             serving_channel.cancel()
+    if not knows_nodes:
+        raise SupervisorSilent(
+            f"its supervisor has not told it the nodes within {SUPERVISOR_TIMEOUT_S:.0f} s: it hangs or is stopped"
+        )
+
+
+async def _is_set(event: asyncio.Event, within_s: float) -> bool:
+    """Waits for the event, and returns whether it is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    return event.is_set()
 
 
 async def _main(launch: WorkerLaunch) -> None:
@@ -290,6 +308,9 @@ def main() -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_main(launch))
+    except PdserveError as exc:
+        log.error("a worker of the proxy ends: %s", exc)
+        return 1
     except Exception:
         log.exception("a worker of the proxy failed")
         return 1

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from pdserve.errors import ConfigError
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
     AskLanes,
@@ -121,7 +122,7 @@ class WorkerChannel:
         metrics: ProxyMetrics,
         store: ResponseStore | None = None,
     ) -> None:
-        """``store`` has the responses that are kept."""
+        """``store`` has the responses that are kept. Raises ConfigError if there is no room for the socket."""
         self._store = store
         self._registry = registry
         self._metrics = metrics
@@ -155,7 +156,12 @@ class WorkerChannel:
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # so that a message for which there is no room is not lost unseen
         self._socket.set(zmq.SNDHWM, MAX_QUEUED)
         self._socket.set(zmq.RCVHWM, MAX_QUEUED)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            self._context.term()
+            raise ConfigError(f"the workers' socket cannot be made: {exc}; TMPDIR may name a folder with room") from exc
 
     def __enter__(self) -> Self:
         return self
