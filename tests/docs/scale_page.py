@@ -36,11 +36,11 @@ def policies(figures: Figures) -> str:
                 "before the loss",
                 runs,
                 [
-                    ("busiest decode node : mean", lambda run: f"{run.report.decode_imbalance:.2f}"),
-                    ("busiest prefill node : mean", lambda run: f"{run.report.prefill_imbalance:.1f}"),
-                    ("mean of a prefill node's requests", lambda run: f"{run.report.prefill_mean:.1f}"),
-                    ("TTFT p50, p99", lambda run: "{:.2f}, {:.2f} s".format(*run.report.ttft_s)),
-                    ("time between tokens p50, p99", lambda run: "{:.2f}, {:.2f} s".format(*run.report.gap_s)),
+                    ("busiest decode node : mean", lambda run: shown(".2f", run.report.decode_imbalance)),
+                    ("busiest prefill node : mean", lambda run: shown(".1f", run.report.prefill_imbalance)),
+                    ("mean of a prefill node's requests", lambda run: shown(".1f", run.report.prefill_mean)),
+                    ("TTFT p50, p99", lambda run: shown(".2f", *run.report.ttft_s, unit="s")),
+                    ("time between tokens p50, p99", lambda run: shown(".2f", *run.report.gap_s, unit="s")),
                     ("requests that go to the decode node of the one before", lambda run: _share(run.report.same_node)),
                 ],
             ),
@@ -50,12 +50,15 @@ def policies(figures: Figures) -> str:
                 [
                     ("streams that stand still", lambda run: f"{_loss(run).streams:,}"),
                     ("all proxies know it after", lambda run: _seconds(_loss(run).noticed_s)),
-                    ("half of the streams have gone on after", lambda run: _seconds(_loss(run).pause_s[0])),
+                    (
+                        "half of the streams have gone on after",
+                        lambda run: shown(".0f", _loss(run).pause_s[0], unit="s"),
+                    ),
                     ("99 % have gone on after", lambda run: _seconds(_loss(run).most_resumed_s)),
                     ("all have gone on after", _all_after),
-                    ("others' TTFT until then p50, p99", lambda run: "{:.1f}, {:.1f} s".format(*_loss(run).ttft_s)),
-                    ("its p99 in the worst second", lambda run: f"{_loss(run).worst_ttft_s:.1f} s"),
-                    ("busiest decode node then : mean before", lambda run: f"{_loss(run).surge:.2f}"),
+                    ("others' TTFT until then p50, p99", lambda run: shown(".1f", *_loss(run).ttft_s, unit="s")),
+                    ("its p99 in the worst second", lambda run: shown(".1f", _loss(run).worst_ttft_s, unit="s")),
+                    ("busiest decode node then : mean before", lambda run: shown(".2f", _loss(run).surge)),
                 ],
             ),
             _columns(
@@ -83,10 +86,10 @@ def resumes(figures: Figures) -> str:
             f"{run.plan.nodes:,}, {run.plan.proxies}",
             f"{run.plan.max_resumes} a proxy" if run.plan.max_resumes else "two a prefill node",
             f"{_loss(run).streams:,}",
-            _seconds(_loss(run).pause_s[0]),
+            _half_after(run),
             _seconds(_loss(run).most_resumed_s),
-            f"{_loss(run).ttft_before_s:.1f} s",
-            "{:.1f}, {:.1f} s".format(*_loss(run).ttft_s),
+            shown(".1f", _loss(run).ttft_before_s, unit="s"),
+            shown(".1f", *_loss(run).ttft_s, unit="s"),
         ]
         for run in sorted(figures.runs, key=lambda run: (run.plan.nodes, run.plan.max_resumes or 33))
     ]
@@ -141,11 +144,22 @@ def _loss(run: Run) -> LossReport:
     return run.report.loss
 
 
+def _half_after(run: Run) -> str:
+    return shown(".0f", _loss(run).pause_s[0], unit="s")
+
+
 def _all_after(run: Run) -> str:
     loss = _loss(run)
     if loss.resumed == loss.streams:
         return _seconds(loss.last_resumed_s)
     return f"{loss.streams - loss.resumed:,} never"
+
+
+def shown(form: str, *values: float | None, unit: str = "") -> str:
+    """Returns the values in this form and their unit; a dash where a run saw nothing."""
+    if None in values:
+        return "–"
+    return ", ".join(format(value, form) for value in values) + (f" {unit}" if unit else "")
 
 
 def _seconds(value: float | None) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import TypeAlias
 
 from pdserve.config import RegistryConfig, RelayConfig, RoutingPolicy
 from pdserve.plan.profile import Profile
@@ -35,6 +36,10 @@ FOLLOWED_S = 600.0
 """After a loss the run goes on until all streams have gone on, for at most so many seconds more than planned."""
 NORMAL = 1.25
 """After a loss, times to the first token are normal again when a second's p99 is at most so many times what it was."""
+
+
+Shares: TypeAlias = tuple[float | None, float | None]
+"""p50 and p99; None where there was nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +64,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of it. Times are virtual, but for the costs."""
+    """What came of it. Times are virtual, but for the costs. What nothing was seen of in the run is None."""
 
     policy: str
     answers: int
     tokens_per_s: float
-    decode_imbalance: float
+    decode_imbalance: float | None
     """The requests at the busiest decode node, as a multiple of the mean; the mean over the time."""
-    prefill_imbalance: float
-    prefill_mean: float
+    prefill_imbalance: float | None
+    prefill_mean: float | None
     """The mean requests at a prefill node, over the time."""
-    ttft_s: tuple[float, float]
-    """p50 and p99."""
-    gap_s: tuple[float, float]
-    """p50 and p99 of answers' mean time between tokens."""
+    ttft_s: Shares
+    gap_s: Shares
+    """Of answers' mean time between tokens."""
     same_node: float
     """The share of requests that go to the decode node of the request before in their conversation."""
     loss: LossReport | None
@@ -81,7 +85,7 @@ class Report:
 
 @dataclass(frozen=True)
 class LossReport:
-    """What a loss of many nodes did."""
+    """What a loss of many nodes did. What nothing was seen of in the run is None."""
 
     nodes: int
     noticed_s: float | None
@@ -90,20 +94,20 @@ class LossReport:
     """The streams that had an answer under way there."""
     resumed: int
     """Those of them that went on; all do, unless the cluster that is left is too small for them."""
-    pause_s: tuple[float, float]
-    """p50 and p99 of how long the streams of lost nodes stood still."""
+    pause_s: Shares
+    """Of how long the streams of lost nodes stood still."""
     most_resumed_s: float | None
     """When 99 % of them had gone on; None if fewer did."""
     last_resumed_s: float
     standing: list[int]
     """How many of them still stood still, after each second."""
-    surge: float
+    surge: float | None
     """The most requests at a decode node that is left, as a multiple of the mean there before."""
-    ttft_before_s: float
+    ttft_before_s: float | None
     """The p99 of other requests' time to the first token before."""
-    ttft_s: tuple[float, float]
-    """p50 and p99 of that from the loss until the last stream has gone on."""
-    worst_ttft_s: float
+    ttft_s: Shares
+    """Of that from the loss until the last stream has gone on."""
+    worst_ttft_s: float | None
     """The worst p99 of a second."""
     normal_after_s: float | None
     """When times to the first token were normal again; None if they were not in the time."""
@@ -401,8 +405,8 @@ class Scale:
         for when, took in found.ttft:
             if when >= at_s:
                 seconds.setdefault(int(when - at_s), []).append(took)
-        worst = {second: percentile(times, 0.99) for second, times in seconds.items()}
-        late = [second for second, p99 in worst.items() if p99 > NORMAL * before]
+        worst = {second: _percentile(sorted(times), 0.99) for second, times in seconds.items()}
+        late = [second for second, p99 in worst.items() if before is not None and p99 > NORMAL * before]
         normal_s = max(late, default=-1) + 1.0
         most = math.ceil(0.99 * found.lost)
         return LossReport(
@@ -414,10 +418,10 @@ class Scale:
             most_resumed_s=pauses[most - 1] if 0 < most <= len(pauses) else None,
             last_resumed_s=last_s,
             standing=[found.lost - bisect_right(pauses, second) for second in range(1, math.ceil(last_s) + 1)],
-            surge=found.surge / mean_before if mean_before else math.nan,
+            surge=found.surge / mean_before if mean_before else None,
             ttft_before_s=before,
             ttft_s=shares([took for when, took in found.ttft if at_s <= when <= at_s + last_s]),
-            worst_ttft_s=max(worst.values(), default=math.nan),
+            worst_ttft_s=max(worst.values(), default=None),
             normal_after_s=normal_s if normal_s < int(self.events.now - at_s) else None,
         )
 
@@ -470,14 +474,17 @@ class Scale:
         )
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else math.nan
+def percentile(values: Sequence[float], share: float) -> float | None:
+    return _percentile(sorted(values), share) if values else None
 
 
-def shares(values: Sequence[float]) -> tuple[float, float]:
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def shares(values: Sequence[float]) -> Shares:
     return percentile(values, 0.5), percentile(values, 0.99)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from pdserve.bench.report import read_report
 from pdserve.config import RelayConfig, RoutingPolicy
+from tests.docs.scale_page import policies
 from tests.plan.profiles import CACHE, PARTS, profile_of
 from tests.simulation.scale.cluster import Plan, Report, Scale
 from tests.simulation.scale.events import Events
+from tests.simulation.scale.figures import Run, add, read
 from tests.simulation.scale.measured import REPORTS, measured_profile
 from tests.simulation.scale.nodes import DecodeModel, PrefillModel
 from tests.simulation.scale.proxy import CoarseProxy, RealCosts
@@ -56,6 +59,8 @@ def test_two_choices_are_more_even_than_turns() -> None:
         Scale(replace(SMALL, policy=policy, streams=120), profile_of()).run()
         for policy in (RoutingPolicy.ROUND_ROBIN, RoutingPolicy.TWO_CHOICES)
     )
+    assert two.decode_imbalance is not None
+    assert turns.decode_imbalance is not None
     assert two.decode_imbalance < turns.decode_imbalance
 
 
@@ -65,7 +70,19 @@ def test_more_resumes_at_once_end_the_pause_sooner() -> None:
     )
     assert few is not None
     assert many is not None
-    assert many.pause_s[1] < few.pause_s[1]
+    (_, few_p99), (_, many_p99) = few.pause_s, many.pause_s
+    assert few_p99 is not None
+    assert many_p99 is not None
+    assert many_p99 < few_p99
+
+
+def test_a_run_too_short_to_see_anything_is_kept_and_shown_with_dashes(tmp_path: Path) -> None:
+    plan = replace(SMALL, warm_up_s=0.5, seconds=0.5, lose=0.25, answer_tokens=10_000)
+    file = tmp_path / "figures.json"
+    add(file, Run(plan, Scale(plan, profile_of()).run(), 0.0))
+    kept = read(file)
+    assert kept.runs[0].report.gap_s == (None, None)
+    assert "| time between tokens p50, p99 | – |" in policies(kept)
 
 
 def test_answers_end_when_step_by_step_they_would() -> None:
