@@ -47,7 +47,7 @@ def least_nodes(
         return LeastNodes(1, 1)
     speed, cache = profile.speed(nodes_per_machine), profile.cache
     # A node computes with all cores for one share of the time, or with its own all the time: each part is no less.
-    parts = _least(speed.steps.times(nodes_per_machine), speed.beside)
+    parts = speed.steps.times(nodes_per_machine).least(speed.beside)
     longest_s = itl_s / speed.least_spread if itl_s else math.inf
     decoding_s = _decoding_s(parts, load, cache, longest_s, percentile / 100)
     prompts_s = sum(_prompt_s(parts, request.prompt_tokens, cache.max_num_batched_tokens) for request in load)
@@ -63,7 +63,7 @@ def check_itl(
     if not itl_s or not contexts:
         return
     speed = profile.speed(nodes_per_machine)
-    step_s = _least(speed.steps, speed.beside).decoding_s(1, min(contexts))
+    step_s = speed.steps.least(speed.beside).decoding_s(1, min(contexts))
     step_s *= min(_quantile(speed.spread_of(beside), percentile) for beside in (False, True))
     if step_s > itl_s:
         raise PlanError(
@@ -77,16 +77,10 @@ def _quantile(spread: Sequence[float], percentile: float) -> float:
     return sorted(spread)[max(0, math.ceil(len(spread) * percentile / 100 - 1e-6) - 1)]
 
 
-def _least(one: StepParts, other: StepParts) -> StepParts:
-    names = StepParts.__struct_fields__
-    return StepParts(**{name: min(getattr(one, name), getattr(other, name)) for name in names})
-
-
 def _prompt_s(parts: StepParts, prompt_tokens: int, chunk: int) -> float:
     """Returns what a prompt adds to steps at least, where others share the rest of its last chunk."""
-    read = sum(done * tokens for done, tokens in chunks_of(prompt_tokens, chunk))
     fixed_s = min(parts.chunk_alone, parts.chunk_beside) * prompt_tokens / chunk
-    return fixed_s + prompt_tokens * parts.prompt_token + read * parts.prompt_token_read
+    return fixed_s + sum(tokens * parts.token_s(done) for done, tokens in chunks_of(prompt_tokens, chunk))
 
 
 def _decoding_s(
@@ -99,7 +93,7 @@ def _decoding_s(
     )
     rows = cache.max_num_seqs
     steps = max(tokens / rows, contexts / cache.room)
-    if parts.batch + rows * parts.request > longest_s:
+    if parts.decoding_s(rows, 0) > longest_s:
         rows_in_time = max(1.0, (longest_s - parts.batch) / max(parts.request, 1e-9))
         steps = max(steps, tokens * (share / rows_in_time + (1 - share) / rows))
     return steps * parts.batch + tokens * parts.request + contexts * parts.context_token

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 
@@ -44,8 +46,15 @@ class StepParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def mean(self, other: StepParts) -> StepParts:
         """Returns the parts of a node that is as often like this one as like the other."""
+        return self._with(other, lambda own, others: (own + others) / 2)
+
+    def least(self, other: StepParts) -> StepParts:
+        """Returns the parts of a node whose every part takes as long as in the faster one of the two."""
+        return self._with(other, min)
+
+    def _with(self, other: StepParts, combined: Callable[[float, float], float]) -> StepParts:
         names = self.__struct_fields__
-        return StepParts(**{name: (getattr(self, name) + getattr(other, name)) / 2 for name in names})
+        return StepParts(**{name: combined(getattr(self, name), getattr(other, name)) for name in names})
 
     def times(self, factor: float) -> StepParts:
         """Returns the parts of a node whose steps take ``factor`` times as long."""
