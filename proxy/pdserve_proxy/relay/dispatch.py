@@ -112,7 +112,12 @@ class Dispatch:
     def expect_tokens(self, tokens: int, node: NodeInfo) -> Callable[[], None]:
         """Counts tokens as taken at ``node``, until the caller calls what this returns."""
         self._coming_tokens[node.boot_id] += tokens
-        return partial(self._coming_tokens.subtract, {node.boot_id: tokens})
+        return partial(self._end_coming, node.boot_id, tokens)
+
+    def _end_coming(self, boot_id: bytes, tokens: int) -> None:
+        self._coming_tokens[boot_id] -= tokens
+        if not self._coming_tokens[boot_id]:
+            del self._coming_tokens[boot_id]  # each start of a node has another id
 
     def expect(self, body: GenerationBody, node: NodeInfo) -> Attempt:
         """Counts a request as load of ``node``, which it will go to, until the caller ends what this returns."""
