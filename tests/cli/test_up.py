@@ -86,7 +86,8 @@ def test_one_question_is_answered_over_prefill_and_decode_also_where_a_key_is_wa
     (log,) = tmp_path.glob("pdserve/logs/*/decode-0.log")
     assert "source=remote" in log.read_text()
     assert "source=remote" not in up.output
-    assert len(up.output.splitlines()) <= 12, up.output
+    # A slow machine's start has more lines that say what is waited for.
+    assert len([line for line in up.output.splitlines() if "] waiting for " not in line]) <= 9, up.output
     assert key not in up.output + log.read_text()
     assert "all 2 nodes are ready" in up.output
     wait_until_gone(str(tmp_path))

@@ -158,6 +158,18 @@ def test_every_answer_is_right_on_a_mixed_node(
 
 
 @settings(max_examples=300, deadline=None)
+# A resumed answer that has all of its tokens gets the log probabilities of its prompt, and then its fetch fails.
+@example(
+    prefix_cache=(True, True),
+    seed=25477,
+    num_blocks=(15, 11),
+    max_num_seqs=(1, 1),
+    max_num_batched_tokens=(8, 16),
+    losses=0.05,
+    share=0.05,
+    batching=Batching.CONTINUOUS,
+    overlap=False,
+)
 @given(prefix_cache=st.tuples(st.booleans(), st.booleans()), **TWO_NODES)
 def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     seed: int,

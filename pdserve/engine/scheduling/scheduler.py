@@ -310,6 +310,8 @@ class Scheduler:
             fetched = min(fetched, self._blocks.whole_blocks(request.num_scored_tokens))
         self._blocks.computed(request, self._blocks.kept(request, min(fetched, len(request.token_ids) - 1)))
         self._queues.move(request, Status.WAITING)
+        # The log probabilities of the prompt may have come before its fetch failed.
+        self.finish_if_resumed_over(request)
 
     def reused(self, request: Request, computed_tokens: int) -> None:
         """Queues a request again that has the blocks of its first ``computed_tokens``, all that a holder had."""
