@@ -162,7 +162,7 @@ def test_answers_of_the_compiled_kernels_are_bitwise_the_same(folder: Path, dtyp
 def test_each_answer_to_one_prompt_goes_on_after_its_own_tokens(
     folder: Path, runner: ModelRunner, length: int, prefix_cache: bool
 ) -> None:
-    # Of many tokens, one or another is drawn by the last bit of a sum, which another batch changes; of eight, hardly ever.
+    # Which of many tokens is drawn can depend on the last bit of a sum, which another batch changes; of eight, hardly.
     sampling = SamplingParams(
         max_tokens=TOKENS, seed=1, temperature=0.9, top_k=8, ignore_eos=True, frequency_penalty=0.5
     )
