@@ -24,12 +24,15 @@ from pdserve.errors import EngineError
 from pdserve.process import read_launch, set_up_logging
 from pdserve.wire.engine import (
     Abort,
+    AskStats,
+    EngineStats,
     FinishReason,
     PrefillSource,
     Ready,
     RequestOutput,
     RequestReport,
     Shutdown,
+    Stats,
     StepOutput,
     Submit,
     ToEngine,
@@ -158,6 +161,8 @@ class MockServer:
                     engine.submit(message)
                 if isinstance(message, Abort):
                     engine.abort(message)
+                if isinstance(message, AskStats):  # its node asks before it ends
+                    self._channel.send(Stats(EngineStats(), message.number))
             if engine.idle:
                 return True
             most = (self._interval - 1 + ahead) * engine.running

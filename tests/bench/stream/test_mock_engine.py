@@ -84,6 +84,7 @@ async def test_as_a_process_it_answers_one_script_after_the_other(tmp_path: Path
         async with asyncio.timeout(WAIT_S):
             await engine.start()
             found = [await text_of(engine.open([PROMPT], deadline_s=60.0)) for _ in range(2)]
+            await engine.wait_idle()  # as its node does before it ends
     finally:
         await engine.stop(5.0)
         assert engine.failure is None
