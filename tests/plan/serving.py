@@ -1,7 +1,7 @@
 """Systems of ``pdserve bench goodput`` in virtual time: ``python -m tests.plan.serving``.
 
 Clients ask again as soon as they have their answer, or requests come at a rate. Nodes have the targets that answers are
-judged by.
+judged by, or with ``--tell off`` know nothing of them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from pdserve.config import Disaggregation, TargetsConfig
+from pdserve.engine.placement import latency_targets
 from pdserve.plan.answer import Answer
-from pdserve.plan.cluster import ClusterShape, _Simulation, live
+from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, _Simulation, live
 from pdserve.plan.load import Lengths, PlannedRequest, poisson_load
 from pdserve.plan.node import PendingPrompt
-from pdserve.plan.prediction import PlanTargets
+from pdserve.plan.prediction import PlanTargets, gap_quantiles
 from pdserve.plan.profile import Profile, read_profile
 
 PROFILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "goodput" / "profile.json"
@@ -33,6 +35,15 @@ SYSTEMS = {
 }
 _SEEDS = 3
 _THINK_S = 0.003
+_COLUMNS = (
+    "load",
+    "ITL target, ms",
+    *(f"`{system}`" for system in SYSTEMS),
+    "`auto` : the better",
+    "output : `mixed`",
+    "TTFT p50 : `mixed`",
+    "ITL p99 : p50",
+)
 _SERVED_PER_S = 0.1
 """Fewer good answers a second are those of the first requests."""
 
@@ -44,6 +55,10 @@ class Served:
     good_per_s: float
     ttft_s: float
     """The median."""
+    tokens_per_s: float
+    itl_s: float
+    """The median."""
+    itl_p99_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -59,20 +74,30 @@ class ClientsAnswer(Answer):
 
 
 class ClosedLoop(_Simulation):
-    """Clients in place of a load. They come a fiftieth of a second after each other."""
+    """Clients in place of a load. They come a fiftieth of a second after each other.
 
-    def answers(self, clients: int, seconds: float) -> list[Answer]:
+    Clients whose requests are all alike fall into step with each other, and no prompt meets another one. Those with a
+    ``spread`` do not: their prompts and answers are longer or shorter by up to that share.
+    """
+
+    @property
+    def gaps(self) -> list[TokenGaps]:
+        return self._gaps
+
+    def answers(self, clients: int, seconds: float, spread: float = 0.0) -> list[Answer]:
         """Returns the answers of clients that ask for so many seconds."""
         answers: list[Answer] = []
+        chance = random.Random(clients)  # it must be repeatable, not secret
 
         def ask(at_s: float) -> None:
             if at_s > seconds:
                 return
-            answer = ClientsAnswer.to(PlannedRequest(at_s, PROMPT, OUTPUT))
+            prompt, output = (round(length * chance.uniform(1 - spread, 1 + spread)) for length in (PROMPT, OUTPUT))
+            answer = ClientsAnswer.to(PlannedRequest(at_s, prompt, output))
             assert isinstance(answer, ClientsAnswer)
             answer.ended = lambda now: ask(now + _THINK_S)
             answers.append(answer)
-            self._at(at_s + self._profile.front.seconds(PROMPT), lambda now: self._come(answer, now))
+            self._at(at_s + self._profile.front.seconds(prompt), lambda now: self._come(answer, now))
 
         for client in range(clients):
             ask(0.02 * client)
@@ -85,33 +110,71 @@ class ClosedLoop(_Simulation):
         engine = self._answering.next()
         assert engine is not None
         other = self._prefilling.next(but=engine)
-        prompt = PendingPrompt(answer, PROMPT, now, None if other is None else other.node.as_target)
+        prompt = PendingPrompt(
+            answer, answer.request.prompt_tokens, now, None if other is None else other.node.as_target
+        )
         self._tell(engine, now, lambda _: engine.node.wait(prompt))
 
 
-def to_clients(profile: Profile, clients: int, system: str, targets: PlanTargets, seconds: float = 100.0) -> Served:
-    shape, disaggregation = SYSTEMS[system]
-    answers = ClosedLoop(profile, shape, _config(targets), disaggregation, None).answers(clients, seconds)
-    return _served(answers, targets, seconds)
+def to_clients(
+    profile: Profile,
+    clients: int,
+    system: str,
+    targets: PlanTargets,
+    *,
+    told: bool = True,
+    spread: float = 0.0,
+    seconds: float = 100.0,
+) -> Served:
+    """Returns what clients get that ask for so many seconds. Nodes know the ``targets`` if they are ``told``."""
+    lived = _lived_with_clients(profile, clients, system, _config(targets, told), spread, seconds)
+    return _served(lived, profile, system, targets, seconds)
 
 
-def at_rate(profile: Profile, rate: float, system: str, targets: PlanTargets, count: int = 200) -> Served:
+def at_rate(
+    profile: Profile, rate: float, system: str, targets: PlanTargets, *, told: bool = True, count: int = 200
+) -> Served:
     """Returns the mean of some loads."""
-    shape, disaggregation = SYSTEMS[system]
     served = []
     for seed in range(_SEEDS):
-        load = poisson_load(rate, count, Lengths.of([(PROMPT,) * 2 + (1,)]), Lengths.of([(OUTPUT,) * 2 + (1,)]), seed)
-        answers = live(profile, shape, load, _config(targets), disaggregation).answers
-        served.append(_served(answers, targets, load[-1].at_s))
-    return Served(statistics.fmean(one.good_per_s for one in served), statistics.fmean(one.ttft_s for one in served))
+        lived = _lived_at_rate(profile, rate, system, _config(targets, told), count, seed)
+        served.append(_served(lived, profile, system, targets, lived.answers[-1].request.at_s))
+    return Served(*map(statistics.fmean, zip(*map(astuple, served), strict=True)))
 
 
-def _config(targets: PlanTargets) -> TargetsConfig:
+@cache
+def _lived_with_clients(
+    profile: Profile, clients: int, system: str, nodes: TargetsConfig, spread: float, seconds: float
+) -> Lived:
+    shape, disaggregation = SYSTEMS[system]
+    loop = ClosedLoop(profile, shape, nodes, disaggregation, None)
+    return Lived(loop.answers(clients, seconds, spread), loop.gaps)
+
+
+@cache
+def _lived_at_rate(profile: Profile, rate: float, system: str, nodes: TargetsConfig, count: int, seed: int) -> Lived:
+    shape, disaggregation = SYSTEMS[system]
+    load = poisson_load(rate, count, Lengths.of([(PROMPT,) * 2 + (1,)]), Lengths.of([(OUTPUT,) * 2 + (1,)]), seed)
+    return live(profile, shape, load, nodes, disaggregation)
+
+
+def _config(targets: PlanTargets, told: bool) -> TargetsConfig:
+    if not told:
+        return TargetsConfig()
     return TargetsConfig(target_ttft_ms=targets.ttft_s * 1e3, target_itl_ms=targets.itl_s * 1e3)
 
 
-def _served(answers: Sequence[Answer], targets: PlanTargets, seconds: float) -> Served:
-    return Served(sum(map(targets.good, answers)) / seconds, statistics.median(answer.ttft_s for answer in answers))
+def _served(lived: Lived, profile: Profile, system: str, targets: PlanTargets, seconds: float) -> Served:
+    """Returns what ``lived`` is by ``targets``, of which requests began for so many seconds."""
+    shape, _ = SYSTEMS[system]
+    answers, itl = lived.answers, gap_quantiles(lived.gaps, profile.speed(shape.nodes_per_machine), 99.0)
+    return Served(
+        sum(map(targets.good, answers)) / seconds,
+        statistics.median(answer.ttft_s for answer in answers),
+        sum(answer.request.output_tokens for answer in answers) / lived.ended_at,
+        itl.p50,
+        itl.p99,
+    )
 
 
 def main() -> None:
@@ -119,23 +182,37 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, default=PROFILE)
     parser.add_argument("--ttft-ms", type=float, default=704.0)
     parser.add_argument("--itl-ms", type=float, nargs="+", default=[17.3, 43.3])
-    parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 8])
+    parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 8, 16])
+    parser.add_argument("--tell", choices=("on", "off"), default="on")
+    parser.add_argument("--itl-factor", type=float, help="what decode nodes that are told nothing allow their steps")
+    parser.add_argument("--spread", type=float, default=0.0, help="clients' requests differ by up to this share")
     parser.add_argument("--rates", type=float, nargs="*", default=[1.8, 2.8])
     chosen = parser.parse_args()
     profile = read_profile(chosen.profile)
-    print("| load | ITL target, ms | `mixed` | `always` | `auto` | `auto` : the better | TTFT p50 : `mixed` |")
-    print("|---|---|---|---|---|---|---|")
+    told = chosen.tell == "on"
+    latency_targets.ITL_FACTOR = chosen.itl_factor or latency_targets.ITL_FACTOR
+    print(_row(*_COLUMNS))
+    print("|---" * len(_COLUMNS) + "|")
     loads: list[tuple[str, Callable[[str, PlanTargets], Served]]] = [
-        (f"{clients} client{'s' * (clients > 1)}", partial(to_clients, profile, clients)) for clients in chosen.clients
+        (
+            f"{clients} client{'s' * (clients > 1)}",
+            partial(to_clients, profile, clients, told=told, spread=chosen.spread),
+        )
+        for clients in chosen.clients
     ]
-    loads += [(f"{rate:g} req/s", partial(at_rate, profile, rate)) for rate in chosen.rates]
+    loads += [(f"{rate:g} req/s", partial(at_rate, profile, rate, told=told)) for rate in chosen.rates]
     for itl_ms, (name, serve) in itertools.product(chosen.itl_ms, loads):
         targets = PlanTargets(chosen.ttft_ms / 1e3, itl_ms / 1e3)
         mixed, always, auto = (serve(system, targets) for system in SYSTEMS)
         better = max(mixed.good_per_s, always.good_per_s)
         ratio = f"{auto.good_per_s / better:.2f}" if max(better, auto.good_per_s) > _SERVED_PER_S else ""
-        goods = " | ".join(f"{one.good_per_s:.2f}" for one in (mixed, always, auto))
-        print(f"| {name} | {itl_ms:g} | {goods} | {ratio} | {auto.ttft_s / mixed.ttft_s:.2f} |")
+        goods = (f"{one.good_per_s:.2f}" for one in (mixed, always, auto))
+        to_mixed = (auto.tokens_per_s / mixed.tokens_per_s, auto.ttft_s / mixed.ttft_s, auto.itl_p99_s / auto.itl_s)
+        print(_row(name, f"{itl_ms:g}", *goods, ratio, *(f"{value:.2f}" for value in to_mixed)), flush=True)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

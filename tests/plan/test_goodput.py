@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.plan.prediction import PlanTargets
 from pdserve.plan.profile import read_profile
-from tests.plan.serving import PROFILE, at_rate, to_clients
+from tests.plan.serving import PROFILE, Served, at_rate, to_clients
 
 MACHINE = read_profile(PROFILE)
 TTFT_S = 0.7
@@ -33,3 +33,38 @@ def test_auto_serves_clients_about_as_well_as_the_better_of_the_others(
     targets = PlanTargets(TTFT_S, itl_s)
     mixed, always, auto = (to_clients(MACHINE, clients, system, targets) for system in ("mixed", "always", "auto"))
     assert auto.good_per_s >= least * max(mixed.good_per_s, always.good_per_s)
+
+
+@pytest.mark.parametrize("clients", [1, 4, 8, 16])
+def test_where_nothing_is_told_clients_get_as_many_tokens_as_from_one_mixed_node(clients: int) -> None:
+    """Their requests differ: alike ones fall into step, and no prompt meets another one."""
+    mixed, auto = (_untold(clients, system, 0.017) for system in ("mixed", "auto"))
+    assert auto.tokens_per_s >= 0.97 * mixed.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("clients", "itl_s", "least"), [(1, 0.017, 1.0), (4, 0.017, 1.0), (4, 0.043, 0.8), (8, 0.043, 0.75)]
+)
+def test_where_nothing_is_told_auto_keeps_streams_steady_at_the_cost_of_some_first_tokens(
+    clients: int, itl_s: float, least: float
+) -> None:
+    """With a loose target, a mixed node that stops its streams for each prompt has more good answers."""
+    mixed, always, auto = (_untold(clients, system, itl_s) for system in ("mixed", "always", "auto"))
+    assert auto.good_per_s >= least * max(mixed.good_per_s, always.good_per_s)
+    assert auto.itl_p99_s / auto.itl_s < 0.5 * mixed.itl_p99_s / mixed.itl_s or clients == 1
+
+
+@pytest.mark.parametrize("itl_s", [0.017, 0.043])
+@pytest.mark.parametrize("rate", [1.8, 2.8])
+def test_where_nothing_is_told_auto_serves_a_rate_about_as_well_as_the_better_of_the_others(
+    rate: float, itl_s: float
+) -> None:
+    targets = PlanTargets(TTFT_S, itl_s)
+    mixed, always, auto = (
+        at_rate(MACHINE, rate, system, targets, told=False) for system in ("mixed", "always", "auto")
+    )
+    assert auto.good_per_s >= 0.93 * max(mixed.good_per_s, always.good_per_s)
+
+
+def _untold(clients: int, system: str, itl_s: float) -> Served:
+    return to_clients(MACHINE, clients, system, PlanTargets(TTFT_S, itl_s), told=False, spread=0.5)
