@@ -70,6 +70,9 @@ class ClientRequest:
     began_s: float = 0.0
     ended_s: float = 0.0
     on_text: Callable[[ClientRequest], None] = lambda _: None
+    on_sent: Callable[[str], None] = lambda _: None
+    """Called with the label of each try whose last byte is sent."""
+    headers_of_answer: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -127,6 +130,9 @@ class ClientRequest:
 
     def violation(self) -> str | None:
         """Returns what is wrong about the answers so far."""
+        wrong_head = self._wrong_head()
+        if wrong_head is not None:
+            return f"request {self.name}: {wrong_head}"
         if len(self.outcomes) > 1:
             return f"request {self.name} ended {len(self.outcomes)} times: {self.outcomes}"
         whole = self.outcomes == [Outcome.WHOLE]
@@ -136,6 +142,17 @@ class ClientRequest:
             wrong = self._wrong(self.choices.get(index, Choice()), reference, whole=whole)
             if wrong is not None:
                 return f"request {self.name}, answer {index}: {wrong}"
+        return None
+
+    def _wrong_head(self) -> str | None:
+        """Returns what is wrong about the head of the last answer."""
+        headers, planned = self.headers_of_answer, self.planned
+        if self.status == 200 and planned.stream and headers.get("x-accel-buffering") != "no":
+            return "a web server between may keep the events of its answer back"
+        if self.status == 504 and headers.get("x-should-retry") != "false":
+            return "its client is not told that it should not wait for so long again"
+        if planned.manner is Manner.SPEAKS_1_0 and "transfer-encoding" in headers:
+            return "it speaks HTTP/1.0, and its answer comes in chunks"
         return None
 
     def _wrong(self, choice: Choice, reference: Answer, *, whole: bool) -> str | None:
@@ -176,6 +193,7 @@ class _Reader(asyncio.Protocol):
         return False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self.request.headers_of_answer[name.decode().lower()] = value.decode()
         if name == b"retry-after":
             self.request.retry_after_s = float(value)
 
@@ -267,6 +285,7 @@ async def ask(request: ClientRequest, host: str, port: int) -> None:
 async def try_once(request: ClientRequest, host: str, port: int) -> list[Outcome]:
     """Sends the request once. Returns what the server has said of its end."""
     transport = None
+    request.headers_of_answer = {}
     try:
         transport, reader = await asyncio.get_running_loop().create_connection(lambda: _Reader(request), host, port)
         await _send(request, transport, host)
@@ -286,14 +305,14 @@ async def _send(request: ClientRequest, transport: asyncio.Transport, host: str)
     """Sends what the client's manner lets it send."""
     manner, body = request.planned.manner, request.body
     fields = [
-        f"POST {ROUTE} HTTP/1.1",
+        f"POST {ROUTE} HTTP/1.{int(manner is not Manner.SPEAKS_1_0)}",
         f"host: {host}",
         f"x-request-id: {request.label}",
         "content-type: application/json",
         f"content-length: {len(body)}",
         *([f"idempotency-key: {request.planned.key}"] if request.planned.key else []),
         *request.headers,
-        *(["connection: close"] if manner is not Manner.SAYS_MORE else []),
+        *_connection(manner),
     ]
     message = "\r\n".join([*fields, "", ""]).encode() + body
     match manner:
@@ -304,13 +323,32 @@ async def _send(request: ClientRequest, transport: asyncio.Transport, host: str)
         case Manner.SENDS_SLOWLY:
             for start in range(0, len(message), 100):
                 transport.write(message[start : start + 100])
+                if start + 100 >= len(message):
+                    request.on_sent(request.label)
                 await asyncio.sleep(SEND_PAUSE_S)
         case Manner.SAYS_MORE:
             transport.write(message + message.replace(request.label.encode(), b"more", 1))
+        case Manner.OFFERS_UPGRADE:
+            transport.write(message[: -len(body)])
+            await asyncio.sleep(SEND_PAUSE_S)
+            transport.write(body)
         case _:
             transport.write(message)
+    if manner.sends_all:
+        request.on_sent(request.label)
     if manner is Manner.CLOSES_ITS_HALF:
         transport.write_eof()
+
+
+def _connection(manner: Manner) -> list[str]:
+    """Returns what the client says about its connection."""
+    match manner:
+        case Manner.SAYS_MORE:
+            return []
+        case Manner.OFFERS_UPGRADE:
+            return ["connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AAMAAABk"]
+        case _:
+            return ["connection: close"]
 
 
 class _Fetcher(asyncio.Protocol):

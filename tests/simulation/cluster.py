@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from pdserve.config import (
     TransferConfig,
     WorkersConfig,
 )
+from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.tp.tp_ranks import RANK_COMMAND
 from pdserve.errors import RankLost
 from pdserve.http.tls import Trust
@@ -62,10 +63,10 @@ from pdserve_proxy.workers import worker
 from pdserve_proxy.workers.supervisor import WorkerDied
 from tests.simulation.clients import MODEL, ClientRequest, ask
 from tests.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RankProgram, RunningEngine, rank_model
-from tests.simulation.invariants import wrong_blocks, wrong_turns
+from tests.simulation.invariants import could_run, wrong_blocks, wrong_place, wrong_turns
 from tests.simulation.links import Fabric, LinkTransport
 from tests.simulation.network import Network
-from tests.simulation.plan import Shape
+from tests.simulation.plan import PlannedRequest, Shape
 from tests.simulation.proxy_processes import ProxyProcesses
 from tests.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
 from tests.simulation.returning_client import ask_until_whole
@@ -101,9 +102,9 @@ LATE_S = 5.0
 """A request has ended so long after its deadline at the latest."""
 COLLECT_EVERY = 20
 """What runs have left is collected after so many of them: it takes as long as a small run."""
-HEARTBEAT_MS = 1_000
 SILENT_MS = 3_000
-"""A node that sends no heartbeat for so long is gone."""
+"""Where roles move, a node that sends no heartbeat for so long is gone."""
+MISSED_HEARTBEATS = 3
 ROLES_INTERVAL_MS = 200
 """A proxy that moves roles looks at its nodes so often, and hears their loads half as often."""
 ROLES_REST_S = 1.0
@@ -118,6 +119,8 @@ WORKER_LOST_S = 20.0
 """A proxy that gives up because of a worker has ended by then: the other workers drain first."""
 RESTART_S = 0.5
 """What starts a node again that has ended because of a rank, or a proxy because of a worker, takes so long."""
+HELD_UP_S = 2.0
+"""A request that could run begins within this time."""
 CHECK_EVERY_TURNS = 32
 """All blocks are counted after so many turns of the loop."""
 
@@ -187,16 +190,16 @@ class Proxy:
 
     async def _main(self) -> int:
         shape = self.cluster.shape
-        heartbeat_ms = 2 * ROLES_INTERVAL_MS if shape.moves_roles else HEARTBEAT_MS
+        heartbeat_ms = 2 * ROLES_INTERVAL_MS if shape.moves_roles else shape.heartbeat_ms
         config = ProxyConfig(
             http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
             registry=RegistryConfig(
                 control_host=self.host,
                 control_port=CONTROL_PORT,
                 heartbeat_ms=heartbeat_ms,
-                missed_heartbeats=SILENT_MS // heartbeat_ms,
+                missed_heartbeats=SILENT_MS // heartbeat_ms if shape.moves_roles else MISSED_HEARTBEATS,
             ),
-            relay=RelayConfig(suspect_s=SUSPECT_S),
+            relay=RelayConfig(suspect_s=SUSPECT_S, max_connections=shape.max_connections),
             admission=AdmissionConfig(max_in_flight=shape.max_in_flight, max_queued=shape.max_queued),
             request=RequestConfig(timeout_s=shape.timeout_s),
             workers=WorkersConfig(shape.workers),
@@ -250,26 +253,32 @@ class Node:
         return self.cluster.shape.tp_size(self.number)
 
     @property
+    def max_model_len(self) -> int:
+        return self.cluster.shape.max_prefill_len if self.role is Role.PREFILL else MAX_MODEL_LEN
+
+    @property
     def alive(self) -> bool:
         return not self.process.ended
 
-    def start(self) -> None:
+    def start(self, secret: bytes = SECRET) -> None:
         self.starts += 1
         self._forget_faults()
         self.process = SimProcess(self.cluster.loop, f"{self.name}.{self.starts}", self.host)
         self.process.on_end[self._ended] = None
         self.cluster.events.add(f"{self.process.name} starts")
-        self.process.start(self._main)
+        self.process.start(partial(self._main, secret))
 
     def _forget_faults(self) -> None:
+        self.held_up_s = 0.0
+        """Since when a request that could run may have waited while nothing ran."""
         self._engine_killed = self._told_to_end = self._may_fail = self._lost_rank = self._refused_memory = False
         self._hangs = 0
         """The stops that may still let the ranks wait for each other for too long."""
 
-    async def _main(self) -> int:
+    async def _main(self, secret: bytes) -> int:
         shape = self.cluster.shape
         config = NodeConfig(
-            model=ModelConfig(served_model_name=MODEL, max_model_len=MAX_MODEL_LEN),
+            model=ModelConfig(served_model_name=MODEL, max_model_len=self.max_model_len),
             cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_mib=1),
             scheduler=SchedulerConfig(
                 max_num_seqs=shape.max_num_seqs,
@@ -289,7 +298,7 @@ class Node:
             log=LogConfig(),
             kept=KeptConfig(keep_s=KEEP_S),
         )
-        server = NodeServer(self.role, config, SECRET, Path("/simulated"), Path("/simulated"), ENGINE_COMMAND)
+        server = NodeServer(self.role, config, secret, Path("/simulated"), Path("/simulated"), ENGINE_COMMAND)
         return await server.run()
 
     def _ended(self) -> None:
@@ -325,6 +334,11 @@ class Node:
     def kill(self) -> None:
         """Kills the API process, and with it the engine, as the kernel does."""
         self.process.end(-9)
+
+    def vanish(self) -> None:
+        """Ends all its processes, of which no other host hears."""
+        self.cluster.network.forget(self.host)
+        self.kill()
 
     @property
     def engine_alive(self) -> bool:
@@ -396,8 +410,10 @@ class Cluster:
         self._asked: dict[int, ClientRequest] = {}
         """The requests by their numbers."""
         self.violations: list[str] = []
+        self.undisturbed = False
+        """Whether no fault and no short deadline is a reason for failures between nodes."""
         self.clocks = WallClocks(self.loop)
-        self.witness = Witness(self.violated, self._clocks_agree, self._priority_of)
+        self.witness = Witness(self.violated, self._clocks_agree, self._asked_for)
         self.sides: dict[SimProcess, BothSides] = {}
         """The transfers of each engine."""
         self.rank_threads: dict[SimProcess, RankThread] = {}
@@ -430,6 +446,7 @@ class Cluster:
         self.requests.append(request)
         self._asked[request.number] = request
         request.on_text = self._check_answer
+        request.on_sent = self.witness.sent.add
 
         async def run() -> None:
             self.events.add(f"request {request.name} begins: {request.planned}")
@@ -463,12 +480,21 @@ class Cluster:
             wrong = wrong_blocks(node.engine)
             if wrong is not None:
                 self.violated(f"{node.name}: {wrong}")
-            wrong = wrong_turns(node.engine, self._priority_of)
-            if wrong is not None:
-                self.violated(f"{node.name}: {wrong}")
+            for wrong in (wrong_turns(node.engine, self._priority_of), wrong_place(node.engine)):
+                if wrong is not None:
+                    self.violated(f"{node.name}: {wrong}")
+            self._check_held_up(node, node.engine)
             for request in node.engine.loop._scheduler.live():
                 if not request.serves_push and request.request_id not in self.witness.labels[node.process]:
                     self.violated(f"{node.name} serves {request}, for which it has taken no ticket")
+
+    def _check_held_up(self, node: Node, engine: RunningEngine) -> None:
+        """Checks that no request that could run waits while nothing does."""
+        if not (node.held_up_s and could_run(engine) and engine.process.running):
+            node.held_up_s = self.loop.time()
+        elif self.loop.time() > node.held_up_s + HELD_UP_S:
+            node.held_up_s = math.inf
+            self.violated(f"{node.name} lets a request wait that could run, and runs nothing")
 
     def check_limits(self) -> None:
         """Checks that the processes of each proxy keep its limits together."""
@@ -477,11 +503,18 @@ class Cluster:
             over = self.proxy_processes.over_limit(serving, self.shape.max_in_flight, self.shape.max_queued)
             if over is not None:
                 self.violated(f"the {proxy.name} has {over}")
+            for process in serving:
+                if (count := self.proxy_processes.connections(process)) > self.shape.max_connections:
+                    self.violated(f"{process.name} has {count} connections, and its limit is another")
 
-    def _priority_of(self, label: str) -> int | None:
+    def _asked_for(self, label: str) -> PlannedRequest | None:
         number = label.removeprefix("r").partition("-")[0]
         asked = self._asked.get(int(number)) if number.isdecimal() else None
-        return None if asked is None else asked.planned.priority
+        return None if asked is None else asked.planned
+
+    def _priority_of(self, label: str) -> int | None:
+        planned = self._asked_for(label)
+        return None if planned is None else planned.priority
 
     def _clocks_agree(self) -> bool:
         hosts = [*(node.host for node in self.nodes), *(proxy.host for proxy in self.proxies)]
@@ -609,7 +642,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
     gc.freeze()
     cluster = Cluster(seed, shape)
     program = EngineProgram(
-        cluster.pace, shape.num_blocks, MAX_MODEL_LEN, shape.kv_heads, cluster.engine_started, cluster.engine_failed
+        cluster.pace, shape.num_blocks, shape.kv_heads, cluster.engine_started, cluster.engine_failed
     )
     rank_program = RankProgram(cluster.engine_failed)
     try:
@@ -628,6 +661,8 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve__api__server__TicketGate=cluster.witness.gate(),
                 pdserve_proxy__requests__admission_queue__AdmissionQueue=cluster.witness.queue(),
                 pdserve_proxy__serving__TicketSigner=cluster.witness.signer(),
+                pdserve_proxy__relay__relay__Dispatch=cluster.witness.dispatch(),
+                pdserve__engine__placement__placement__PrefillNode=watched_prefill_node(cluster),
                 pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
                 pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, rank, **__: partial(
                     LinkTransport, cluster.fabric, rank
@@ -651,6 +686,25 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
         gc.unfreeze()
         if gc_was_on:
             gc.enable()
+
+
+def watched_prefill_node(cluster: Cluster) -> type[PrefillNode]:
+    """Returns what an engine knows of a prefill node, which is watched for failures that are none."""
+
+    class WatchedPrefillNode(PrefillNode):
+        def ordered(
+            self, order: Hashable, tokens: int, cached_tokens: int, expected_s: float, alone_s: float, now: float
+        ) -> None:
+            if 0 < self.max_prompt_tokens < tokens + cached_tokens:
+                cluster.violated(f"a longer prompt is ordered from {self.name} than it takes, as it has said")
+            super().ordered(order, tokens, cached_tokens, expected_s, alone_s, now)
+
+        def failed(self, order: Hashable, now: float) -> None:
+            if cluster.undisturbed:
+                cluster.violated(f"{self.name} is taken for failing, without any fault")
+            super().failed(order, now)
+
+    return WatchedPrefillNode
 
 
 @cache

@@ -209,7 +209,6 @@ class EngineProgram:
 
     pace: Callable[[SimProcess], Pace]
     num_blocks: int
-    max_model_len: int
     kv_heads: int
     started: Callable[[RunningEngine], None]
     failed: Callable[[SimProcess, Exception], None]
@@ -257,9 +256,9 @@ class EngineProgram:
         self, config: EngineConfig, channel: ApiChannel, wake_up: WakeUp, ranks: Ranks | None, group: TpGroup
     ) -> RunningEngine:
         """Puts the engine together as ``assemble`` does."""
-        process = present_process()
+        process, max_model_len = present_process(), config.model.max_model_len
         if ranks is not None:
-            ranks.tell(LoadModel(self.num_blocks, self.max_model_len))
+            ranks.tell(LoadModel(self.num_blocks, max_model_len))
         own = SimRunner(self.num_blocks, self.kv_heads, group, self.pace(process))
         runner: SimRunner | TpRunner = own
         if ranks is not None:
@@ -268,7 +267,7 @@ class EngineProgram:
             warm_up(runner, WARM_UP_TOKENS, BLOCK_SIZE)
             runner.warmed_up()
         blocks = BlockManager(self.num_blocks, BLOCK_SIZE, prefix_cache=config.cache.prefix_cache is Switch.ON)
-        prompts = PromptRule(VOCAB, self.max_model_len)
+        prompts = PromptRule(VOCAB, max_model_len)
         step_cost = StepCost()
         targets = LatencyTargets(config.targets, step_cost, config.role, config.scheduler.batching)
         token_bytes = HEAD_BYTES * self.kv_heads / BLOCK_SIZE
@@ -294,7 +293,7 @@ class EngineProgram:
                 blocks=blocks,
                 connector=connector,
                 config=config.scheduler,
-                stop=StopRule(frozenset({EOS}), self.max_model_len),
+                stop=StopRule(frozenset({EOS}), max_model_len),
                 prompts=prompts,
                 placement=placement,
                 renew=secrets.renew,
@@ -309,7 +308,7 @@ class EngineProgram:
             fingerprint=FINGERPRINT,
             num_blocks=self.num_blocks,
             block_size=BLOCK_SIZE,
-            max_model_len=self.max_model_len,
+            max_model_len=max_model_len,
             max_running=config.scheduler.max_num_seqs,
             vocab_size=VOCAB,
             kernels="simulated",

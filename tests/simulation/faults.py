@@ -11,7 +11,8 @@ from pdserve.wire.command import Drain, NodeChange, SetRole
 from pdserve.wire.discovery import Role
 from pdserve_kvtransfer.fetch.session import FetchState
 from pdserve_kvtransfer.push.session import PushState
-from tests.simulation.cluster import Cluster, Node, Proxy
+from tests.simulation.clients import fetch
+from tests.simulation.cluster import HTTP_PORT, Cluster, Node, Proxy
 from tests.simulation.engine_program import RunningEngine
 from tests.simulation.links import BlockFault, RankFault
 from tests.simulation.network import Spoilt
@@ -26,6 +27,9 @@ SKEW_S = -300.0
 SLOW_FACTOR = 10.0
 FAR_S = 0.3
 COMMAND_EVERY_S = 0.5
+READY = 200
+READY_EVERY_S = 0.3
+WRONG_SECRET = b"the secret of another cluster"
 COMMANDED_S = 20.0
 """An operator tries a command again for so long."""
 _SPOILT = {FaultKind.TWICE: Spoilt.TWICE, FaultKind.SHORT: Spoilt.SHORT, FaultKind.ALTERED: Spoilt.ALTERED}
@@ -120,6 +124,13 @@ class Faults:
                 ending.append((node, node.process))
             case FaultKind.NO_MEMORY:
                 self._refuse_memory(node, undo, ending)
+            case FaultKind.VANISH if node.alive:
+                self._vanish(node, undo, ending)
+            case FaultKind.NO_LINK:
+                self.cluster.fabric.unreachable[node.host] += 1
+                undo.callback(self.cluster.fabric.unreachable.subtract, [node.host])
+            case FaultKind.WRONG_SECRET if node.alive:
+                self._start_with_wrong_secret(node, undo, ending)
             case FaultKind.SET_ROLE if node.alive:
                 await self._change_role(fault, node)
             case _:
@@ -214,6 +225,35 @@ class Faults:
         undo.callback(SimFolder.full.subtract, {node.host: 1})
         node.start()
         node.may_fail()
+
+    # ------------------------------------------------------------ hosts
+
+    def _vanish(self, node: Node, undo: ExitStack, ending: list[Ending]) -> None:
+        """Ends the node without a word, and blocks all ways to it and from it until it is started again."""
+        others = [server.host for server in self.cluster.servers if server is not node]
+        for source, target in [pair for host in others for pair in ((node.host, host), (host, node.host))]:
+            self.cluster.network.block(source, target)
+            undo.callback(self.cluster.network.open, source, target)
+        node.vanish()
+        ending.append((node, node.process))
+
+    def _start_with_wrong_secret(self, node: Node, undo: ExitStack, ending: list[Ending]) -> None:
+        """Starts the node as a rollout with a wrong secret does. It must never say that it is ready."""
+        node.kill()
+        node.start(WRONG_SECRET)
+        process = node.process
+        ending.append((node, process))
+        undo.callback(process.end, -9)
+        watch = asyncio.create_task(self._check_not_ready(node, process))
+        undo.callback(watch.cancel)
+
+    async def _check_not_ready(self, node: Node, process: SimProcess) -> None:
+        while not process.ended:
+            status, _ = await self.cluster.as_client(fetch(node.host, HTTP_PORT, "GET /ready"))
+            if status == READY and not process.ended:
+                self.cluster.violated(f"{process.name} is ready, and no proxy can have accepted it")
+                return
+            await asyncio.sleep(READY_EVERY_S)
 
     # ------------------------------------------------------------ crashes
 

@@ -10,25 +10,33 @@ from pdserve.wire.frame import from_header, to_header
 from pdserve.wire.ticket import TICKET_HEADER
 from tests.simulation.clients import ROUTE, ClientRequest, fetch
 from tests.simulation.cluster import HTTP_PORT, Cluster, Node
-from tests.simulation.plan import PROBE, Intrusion, IntrusionKind
+from tests.simulation.plan import OF_REQUESTS, PROBE, Intrusion, IntrusionKind
 
 UNAUTHORIZED = 401
-REFUSED = (UNAUTHORIZED, 503)
-"""How a node refuses what comes from no proxy: with 503 when it takes no requests at all."""
+TAKES_NONE = 503
+"""The status of a node that takes no requests at all."""
 
 COUNTERS_LATER = 1_000
+_MORE_FIELDS = {
+    IntrusionKind.TWO_HOSTS: ("host: another.example",),
+    IntrusionKind.ENCODED: ("content-encoding: gzip",),
+}
+_STATUSES = {IntrusionKind.TWO_HOSTS: 400, IntrusionKind.ENCODED: 415}
 
 
 async def intrude(cluster: Cluster, intrusion: Intrusion, *, serves: bool) -> None:
-    """Sends it, and notes a violation if the node does not refuse it. A node that ``serves`` has to say 401."""
+    """Sends it, and notes a violation if the node does not refuse it. One that ``serves`` has to say why."""
     await asyncio.sleep(intrusion.at_s)
     node = cluster.nodes[intrusion.node]
-    header = _header(cluster, node, intrusion.kind)
+    kind = intrusion.kind
+    header = _header(cluster, node, kind)
     cluster.events.add(f"INTRUSION at {node.name}: {intrusion.kind.value}")
     fields = (f"{TICKET_HEADER}: {header}",) if header else ()
-    body = ClientRequest(0, PROBE).body
-    status, said = await cluster.as_client(fetch(node.host, HTTP_PORT, f"POST {ROUTE}", fields, body))
-    if status != UNAUTHORIZED if serves else status and status not in REFUSED:
+    fields += _MORE_FIELDS.get(kind, ())
+    body, route = ClientRequest(0, PROBE).body, "/tokenize" if kind in OF_REQUESTS else ROUTE
+    status, said = await cluster.as_client(fetch(node.host, HTTP_PORT, f"POST {route}", fields, body))
+    right = _STATUSES.get(kind, UNAUTHORIZED)
+    if status != right if serves else status and status not in (right, TAKES_NONE):
         cluster.violated(f"{node.name} answers {intrusion.kind.value} with {status} {said[:100].decode()}")
 
 
@@ -38,7 +46,7 @@ def _header(cluster: Cluster, node: Node, kind: IntrusionKind) -> str:
     own = next((one.header for one in reversed(taken) if one.process is node.process), "")
     foreign = next((one.header for one in reversed(taken) if one.process is not node.process), "")
     match kind:
-        case IntrusionKind.NO_TICKET:
+        case IntrusionKind.NO_TICKET | IntrusionKind.TOKENIZE | IntrusionKind.TWO_HOSTS | IntrusionKind.ENCODED:
             return ""
         case IntrusionKind.USED_TICKET:
             return own

@@ -8,7 +8,8 @@ from itertools import chain
 from typing import Any
 
 from pdserve.engine.kv_cache.block_manager import BlockManager, _BlockState
-from tests.simulation.engine_program import RunningEngine
+from pdserve.engine.request import Request
+from tests.simulation.engine_program import BLOCK_SIZE, RunningEngine
 
 PRIORITY_S = 5.0
 """Each number of a priority counts like so much time of waiting."""
@@ -40,6 +41,30 @@ def wrong_turns(engine: RunningEngine, priority_of: Callable[[str], int | None])
         priority = priority_of(request.request_id)
         turns.append(request.arrived + PRIORITY_S * (request.priority if priority is None else priority))
     return None if turns == sorted(turns) else f"requests wait in another order than that of their turns: {turns}"
+
+
+def wrong_place(engine: RunningEngine) -> str | None:
+    """Returns what is wrong about who gets a place next: no other client request that waits may hold fewer."""
+    queues = engine.loop._scheduler._queues
+    held = Counter(request.group_id for request in chain(queues.running, queues.remote))
+    first = next(queues.in_turn(), None)
+    if first is None or held[first.group_id] <= min(held[request.group_id] for request in queues.waiting):
+        return None
+    return f"{first} is next, and holds {held[first.group_id]} places; another one that waits holds fewer"
+
+
+def could_run(engine: RunningEngine) -> bool:
+    """Returns whether nothing runs and a request waits whose prompt no node fetches, with blocks for all that wait."""
+    scheduler = engine.loop._scheduler
+    waiting = scheduler._queues.waiting
+    if scheduler._queues.running or not any(map(_stays_here, waiting)):
+        return False
+    return engine.blocks.num_free >= sum(len(request.token_ids) // engine.blocks.block_size + 2 for request in waiting)
+
+
+def _stays_here(request: Request) -> bool:
+    short = request.num_prompt_tokens <= BLOCK_SIZE or not request.targets
+    return short and not (request.may_ask_holders or request.fetch_only or request.awaits_grammar)
 
 
 def _wrong_holders(blocks: BlockManager, tables: Iterator[list[int]]) -> str | None:

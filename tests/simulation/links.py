@@ -68,6 +68,8 @@ class Fabric:
     faults: Counter[BlockFault] = field(default_factory=Counter)
     """What happens to so many of the next messages."""
     rank_faults: list[RankFault] = field(default_factory=list)
+    unreachable: Counter[str] = field(default_factory=Counter)
+    """How many faults keep links from being made to or from each host."""
     slow: Counter[tuple[str, int]] = field(default_factory=Counter)
     """How many faults make all messages to one rank of a host late."""
     sent_bytes: Counter[str] = field(default_factory=Counter)
@@ -116,6 +118,9 @@ class SimLink:
     def connect(self, addresses: Sequence[bytes]) -> None:
         if not all(address in self._fabric.links for address in addresses):
             raise TransferError("no such link")
+        hosts = {self.process.host, *(self._fabric.links[address].process.host for address in addresses)}
+        if any(self._fabric.unreachable[host] for host in hosts):
+            raise TransferError("no way leads there")
         self._peers = [self._fabric.links[address] for address in addresses]
 
     def send(self, places: Sequence[int], length: int, labels: Sequence[int], to: int = 0) -> None:

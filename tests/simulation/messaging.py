@@ -302,6 +302,8 @@ class SimZmqSocket(Pollable):
         self.send_multipart([data], flags)
 
     def send_multipart(self, parts: Sequence[bytes], flags: int = 0) -> Any:
+        if self.closed:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
         message = [bytes(part) for part in parts]
         if self._kind == zmq.ROUTER:
             end = self._routes.get(message[0])

@@ -11,7 +11,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,9 @@ class GoneLine(Exception):
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """A defect: in ``method`` of ``owner``, ``before`` is replaced by ``after``."""
+class Change:
+    """In ``method`` of ``owner``, which is a class or a module, ``before`` is replaced by ``after``."""
 
-    what: str
-    seed: int
     owner: str
     method: str
     before: str
@@ -40,24 +38,47 @@ class Mutant:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Raises GoneLine."""
-        module_name, _, class_name = self.owner.rpartition(".")
+        module_name, _, name = self.owner.rpartition(".")
         try:
-            module = importlib.import_module(module_name)
-            owner = getattr(module, class_name)
+            owner = getattr(importlib.import_module(module_name), name)
             original = vars(owner)[self.method]
         except (ImportError, AttributeError, KeyError) as exc:
-            raise GoneLine(f"{self.owner}.{self.method} is not there any more: {self.what}") from exc
+            raise GoneLine(f"{self.owner}.{self.method} is not there any more") from exc
         function: Any = original.fget if isinstance(original, property) else original
         source = textwrap.dedent(inspect.getsource(function))
         if source.count(self.before) != 1:
-            raise GoneLine(f"{self.owner}.{self.method} has {self.before!r} not exactly once any more: {self.what}")
+            raise GoneLine(f"{self.owner}.{self.method} has {self.before!r} not exactly once any more")
         made: dict[str, Any] = {}
-        exec(source.replace(self.before, self.after), vars(module), made)
+        exec(source.replace(self.before, self.after), function.__globals__, made)
         setattr(owner, self.method, made[self.method])
         try:
             yield
         finally:
             setattr(owner, self.method, original)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A defect: a change, and ``more`` of them where two mends keep the same thing from happening."""
+
+    what: str
+    seed: int
+    owner: str
+    method: str
+    before: str
+    after: str
+    more: tuple[Change, ...] = ()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Raises GoneLine."""
+        with ExitStack() as stack:
+            for change in (Change(self.owner, self.method, self.before, self.after), *self.more):
+                try:
+                    stack.enter_context(change.applied())
+                except GoneLine as exc:
+                    raise GoneLine(f"{exc}: {self.what}") from exc
+            yield
 
     def killed_by(self, seed: int) -> bool:
         with self.applied():
@@ -418,7 +439,7 @@ ALL = (*MUTANTS, *RARE, *UNFOUND)
 
 
 def main() -> int:
-    """Prints the first seed that kills each mutant, among as many as the argument says."""
+    """Prints the first seed that kills each of ``ALL``, among as many as the argument says."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     survived = 0
     for mutant in ALL:

@@ -332,6 +332,11 @@ class Network:
         for end in [end for end in self.ends if end.process.host == host and end.peer.process.host != host]:
             self.loop.call_soon(end.break_off, context=end.process.context)
 
+    def forget(self, host: str) -> None:
+        """Ends all connections between this host and others, at this host alone."""
+        for end in [end for end in self.ends if end.process.host == host and end.peer.process.host != host]:
+            end.forget()
+
     def lag(self, flow: Flow) -> float:
         """Returns by how much longer this connection takes than others."""
         if not self.lagging & {flow.source.host, flow.target.host}:

@@ -53,6 +53,12 @@ class Shape:
     """The answers that the proxy lets be under way at once."""
     max_queued: int = 1024
     """The requests that may wait at the proxy."""
+    heartbeat_ms: int = 1_000
+    """How often nodes tell proxies that they live; three that are missed are too many."""
+    max_connections: int = 4096
+    """The connections that each process of a proxy may have to nodes."""
+    max_prefill_len: int = MAX_MODEL_LEN
+    """The longest context of prefill nodes."""
     max_waiting: int = 32
     """The requests that may wait at a node."""
     buffer_bytes: int = 64 * 1024
@@ -64,7 +70,7 @@ class Shape:
     @property
     def turns_away(self) -> bool:
         """Whether a burst of requests is more than the cluster takes."""
-        return self.max_in_flight < 64 or self.max_waiting < 32
+        return self.max_in_flight < 64 or self.max_waiting < 32 or self.max_connections < 64
 
     @property
     def moves_roles(self) -> bool:
@@ -89,6 +95,9 @@ class Manner(enum.Enum):
     """It sends its next request without having read the answer to this one, which ends the connection."""
     CLOSES_ITS_HALF = "closes its half"
     """It says that it sends nothing more, and reads on."""
+    OFFERS_UPGRADE = "offers an upgrade"
+    """Its body comes a moment after a head that offers to speak HTTP/2."""
+    SPEAKS_1_0 = "speaks HTTP/1.0"
 
     @property
     def sends_all(self) -> bool:
@@ -158,6 +167,14 @@ class IntrusionKind(enum.Enum):
     USED_TICKET = "a ticket that was taken before"
     FOREIGN_TICKET = "a ticket for another node"
     CHANGED_TICKET = "a ticket that says something else than was signed"
+    TOKENIZE = "a text to tokenise without a ticket"
+    TWO_HOSTS = "a request with two hosts"
+    ENCODED = "an encoded body"
+
+
+OF_TICKETS = tuple(IntrusionKind)[:4]
+"""What has to do with the ticket of a request to generate."""
+OF_REQUESTS = tuple(IntrusionKind)[4:]
 
 
 @dataclass(frozen=True)
@@ -206,6 +223,9 @@ class FaultKind(enum.Enum):
     NO_BLOCKS = "the node's engine has no free block"
     NO_DISK = "the node has died, and cannot start because its disk is full"
     NO_MEMORY = "the node's engine is refused memory in its next step"
+    VANISH = "the node's host is gone without a word, and started again"
+    NO_LINK = "no link for KV blocks leads to the node or from it"
+    WRONG_SECRET = "the node has died, and starts with another cluster secret"
     KILL_WORKER = "a worker of the proxy is killed"
     STOP_WORKER = "a worker of the proxy is stopped"
     CRASH_WORKER = "a worker of the proxy is killed in the middle of what it does"
@@ -229,10 +249,12 @@ AT_PROXY = frozenset(
 FIRST = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.STOP_PROXY)]
 RESOURCES = (FaultKind.NO_BLOCKS, FaultKind.NO_DISK)
 """Something that a node needs is used up."""
+RARER = (FaultKind.VANISH, FaultKind.NO_LINK, FaultKind.WRONG_SECRET)
+"""They happen in a part of the seeds only, see ``_stranger``."""
 OF_RANKS = tuple(FaultKind)[tuple(FaultKind).index(FaultKind.KILL_RANK) :]
 """What happens to one tensor-parallel rank of a node."""
 WIDER = tuple(
-    kind for kind in FaultKind if kind not in (*FIRST, *RESOURCES, *AT_WORKER, *OF_RANKS, FaultKind.NO_MEMORY)
+    kind for kind in FaultKind if kind not in (*FIRST, *RESOURCES, *AT_WORKER, *OF_RANKS, *RARER, FaultKind.NO_MEMORY)
 )
 
 
@@ -306,6 +328,10 @@ MORE_REQUESTS = 8
 """So many more requests are a load for which nodes change their roles."""
 RANKS_SHARE = 0.2
 REFUSED_SHARE = 0.15
+STRANGER_SHARE = 0.25
+AT_ONCE_S = 0.5
+VANISHED_S = 6.0
+"""A proxy has dropped a node by then that sends no heartbeats."""
 
 
 def plan_of(seed: int) -> Plan:
@@ -337,7 +363,7 @@ def plan_of(seed: int) -> Plan:
         wider = _widened(plan, Random(f"cluster {seed}"))
         if wider is not plan:
             plan = _with_roles(_with_workers(wider, Random(f"workers {seed}")), Random(f"roles {seed}"))
-    return _ranked(plan, Random(f"ranks {seed}"))
+    return _stranger(_ranked(plan, Random(f"ranks {seed}")), Random(f"stranger {seed}"))
 
 
 def _limited(random: Random, shape: Shape) -> Shape:
@@ -355,6 +381,9 @@ def _limited(random: Random, shape: Shape) -> Shape:
     return shape
 
 
+_OFTEN = tuple(manner for manner in Manner if manner not in (Manner.OFFERS_UPGRADE, Manner.SPEAKS_1_0))
+
+
 def _varied(random: Random, request: PlannedRequest) -> PlannedRequest:
     """Returns the request with more that a client may ask for, and another manner."""
     if random.random() < 0.5:
@@ -370,7 +399,7 @@ def _varied(random: Random, request: PlannedRequest) -> PlannedRequest:
         priority=random.choice((0, 0, 0, -1, 1, 20)),
         scored=scored,
         max_tokens=0 if scored and random.random() < 0.3 else request.max_tokens,
-        manner=Manner.PLAIN if random.random() < 0.6 else random.choice(tuple(Manner)),
+        manner=Manner.PLAIN if random.random() < 0.6 else random.choice(_OFTEN),
         key=f"key {random.randrange(10**6)}" if keyed else "",
         asks_again_s=random.uniform(0.0, 3.0) if keyed else None,
         tries=random.choice((1, 1, 3)),
@@ -453,6 +482,45 @@ def _ranked(plan: Plan, random: Random) -> Plan:
     return replace(plan, shape=shape, faults=plan.faults + faults)
 
 
+def _stranger(plan: Plan, random: Random) -> Plan:
+    """Returns the plan with what few clusters meet; most plans, and all calm ones, as they are."""
+    if random.random() >= STRANGER_SHARE or plan.is_calm:
+        return plan
+    shape, nodes = plan.shape, len(plan.shape.roles)
+    kinds = {fault.kind for fault in plan.faults}
+    at_once = False
+    match random.choice(("none", "heartbeats", "connections", "crowd", "short contexts")):
+        case "heartbeats" if not shape.moves_roles:
+            shape = replace(shape, heartbeat_ms=300)
+        case "connections":
+            shape, at_once = replace(shape, max_connections=random.choice((2, 3, 4))), True
+        case "crowd" if not (plan.faults or shape.moves_roles):
+            roles = (Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE)
+            shape, at_once = replace(shape, roles=roles, tp_sizes=(), max_num_seqs=1, max_waiting=1), True
+        case "short contexts" if not (shape.moves_roles or FaultKind.SET_ROLE in kinds):
+            shape = replace(shape, max_prefill_len=16)
+    requests = tuple(
+        replace(request, manner=random.choice((Manner.OFFERS_UPGRADE, Manner.SPEAKS_1_0)))
+        if request.manner is Manner.PLAIN and not request.returns and random.random() < 0.2
+        else request
+        for request in plan.requests
+    )
+    intrusions = tuple(
+        Intrusion(random.uniform(0.0, 2.5), random.choice(OF_REQUESTS), random.randrange(nodes))
+        for _ in range(random.choice((0, 1, 2)))
+    )
+    faults = tuple(_fault(random, nodes, RARER) for _ in range(random.choice((0, 1, 1)) if plan.faults else 0))
+    if any(fault.kind is FaultKind.VANISH for fault in faults):
+        # Whoever waits for a host that is gone hears of it only from the registry, which has to see that it is gone.
+        faults = tuple(replace(fault, lasts_s=VANISHED_S) for fault in faults)
+    else:
+        faults = plan.faults + faults
+    if at_once:
+        requests += tuple(_request(random) for _ in range(MORE_REQUESTS))
+        requests = tuple(replace(request, at_s=AT_ONCE_S) for request in requests)
+    return replace(plan, shape=shape, requests=requests, intrusions=plan.intrusions + intrusions, faults=faults)
+
+
 def _rank_fault(random: Random, nodes: int) -> Fault:
     return Fault(
         at_s=random.uniform(0.0, 2.5),
@@ -478,7 +546,7 @@ def _request(random: Random) -> PlannedRequest:
 
 
 def _intrusion(random: Random, nodes: int) -> Intrusion:
-    return Intrusion(random.uniform(0.0, 2.5), random.choice(tuple(IntrusionKind)), random.randrange(nodes))
+    return Intrusion(random.uniform(0.0, 2.5), random.choice(OF_TICKETS), random.randrange(nodes))
 
 
 def _fault(random: Random, nodes: int, kinds: tuple[FaultKind, ...] = FIRST) -> Fault:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from pdserve.wire.discovery import Role
+from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.proxy_workers import SuspectedRequest
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.requests.admission_queue import AdmissionController
+from pdserve_proxy.upstream.node_pool import NodePool
 from tests.simulation.virtual_time import SimProcess, present_process
 
 TOLD_S = 1.0
@@ -52,16 +53,31 @@ class ProxyProcesses:
     registries: dict[SimProcess, RegistryView] = field(default_factory=dict)
     suspects: dict[SimProcess, WatchedSuspects] = field(default_factory=dict)
     admissions: dict[SimProcess, AdmissionController] = field(default_factory=dict)
+    pools: dict[SimProcess, NodePool] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    """The names of the nodes that any proxy has taken for lost."""
+
+    def connections(self, process: SimProcess) -> int:
+        """Returns how many connections to nodes a process has."""
+        pool = self.pools.get(process)
+        return 0 if pool is None else len(pool._open)
 
     def stand_ins(self, admission: type[AdmissionController]) -> dict[str, Any]:
         """Returns what has to stand in the place of each name, so that the parts are known here."""
-        workers = "pdserve_proxy__workers__"
+        workers, lost = "pdserve_proxy__workers__", self.lost
+
+        class WatchedRegistry(Registry):
+            def _lose(self, info: NodeInfo) -> None:
+                lost.append(info.name)
+                super()._lose(info)
+
         return {
-            "pdserve_proxy__server__Registry": _noted(self.registries, Registry),
-            f"{workers}supervisor__Registry": _noted(self.registries, Registry),
+            "pdserve_proxy__server__Registry": _noted(self.registries, WatchedRegistry),
+            f"{workers}supervisor__Registry": _noted(self.registries, WatchedRegistry),
             f"{workers}worker__RegistryMirror": _noted(self.registries, RegistryMirror),
             f"{workers}worker_channel__Suspects": _noted(self.suspects, WatchedSuspects),
             f"{workers}worker__Suspects": _noted(self.suspects, WatchedSuspects),
+            "pdserve_proxy__relay__relay__NodePool": _noted(self.pools, NodePool),
             "pdserve_proxy__serving__AdmissionController": _noted(self.admissions, admission),
         }
 

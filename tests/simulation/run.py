@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from pdserve.wire.discovery import Role
 from tests.simulation.clients import COME_BACK, ClientRequest, Outcome
 from tests.simulation.cluster import Cluster, Proxy, simulate
 from tests.simulation.counters import wrong_counters
@@ -54,6 +55,7 @@ class Run:
 
     async def scenario(self) -> None:
         cluster, plan = self.cluster, self.plan
+        cluster.undisturbed = not (plan.faults or plan.shape.in_a_hurry or plan.shape.moves_roles)
         cluster.start()
         await asyncio.sleep(SETTLED_S)
         self.settled = {kind: tasks_of(process) for kind, process in self._processes()}
@@ -108,8 +110,17 @@ class Run:
             self._check_gone(request)
         if not planned.stays or whole:
             return
+        self._check_tried(request)
         if not (shape.turns_away and request.status in COME_BACK) and not shape.in_a_hurry:
             self.cluster.violated(f"request {request.name} was not answered, without any fault")
+
+    def _check_tried(self, request: ClientRequest) -> None:
+        """Checks that a request was not turned away for busy nodes while there was one that was not asked."""
+        shape = self.plan.shape
+        answering = sum(role is not Role.PREFILL for role in shape.roles)
+        tried = len(self.cluster.witness.tried[request.label])
+        if "overloaded" in request.error and tried < answering and not shape.moves_roles:
+            self.cluster.violated(f"request {request.name} was turned away by {tried} of {answering} nodes")
 
     async def _check_counters(self) -> None:
         for wrong in await wrong_counters(self.cluster, self.plan):
@@ -154,6 +165,8 @@ class Run:
                 cluster.violated(f"a worker of the {proxy.name} was replaced, without any fault")
             for what in cluster.proxy_processes.disagreements(proxy.process, proxy.workers):
                 cluster.violated(what)
+        if not self.plan.faults and cluster.proxy_processes.lost:
+            cluster.violated(f"a proxy has lost {cluster.proxy_processes.lost}, without any fault")
         if cluster.clients.tasks or cluster.connections_of(cluster.clients):
             cluster.violated("a client's connection is still open at rest")
         for node in cluster.nodes:

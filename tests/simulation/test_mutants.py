@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.simulation.mutants import ALL, MUTANTS, RARE, GoneLine, Mutant
+from tests.simulation.put_back import PUT_BACK, WITHOUT_SEED
 
+PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
 NEARBY = 20
 """A change of the product moves what happens in a seed, so the ones that follow a mutant's own are tried too."""
 
 
 def test_every_mutant_still_applies() -> None:
     """Otherwise the product has changed, and the mutant has to follow it."""
-    for mutant in ALL:
+    for mutant in (*ALL, *PUT_BACK, *WITHOUT_SEED):
         with mutant.applied():
             pass
+
+
+def test_the_page_has_every_defect_that_was_put_back() -> None:
+    """With the seed that finds it. Every other one is said to be outside, or to have a plan of its own."""
+    _, _, part = PAGE.read_text().partition("## Defects of an attack, put back\n")
+    rows = [line.strip("| ").split(" | ") for line in part.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    told = [answer for point, _, answer in rows if point.isdigit()]
+    assert len(told) == len(rows) - 1
+    found = [(int(match[1]), match[2]) for answer in told if (match := re.fullmatch(r"seed (\d+): (.+)", answer))]
+    assert sorted(found) == sorted((mutant.seed, mutant.what) for mutant in PUT_BACK)
+    missed = [match[1] for answer in told if (match := re.fullmatch(r"inside, no seed known: (.+)", answer))]
+    assert sorted(missed) == sorted(mutant.what for mutant in WITHOUT_SEED)
+    others = [answer for answer in told if not answer.startswith(("seed ", "inside, no seed known: "))]
+    assert all(answer.startswith(("outside: ", "a plan of its own, in `test_workers.py`: ")) for answer in others)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +48,12 @@ def test_a_mutant_whose_place_is_gone_says_so(gone: dict[str, str]) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
 def test_a_mutant_is_found(mutant: Mutant) -> None:
+    _check(mutant, NEARBY)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("mutant", PUT_BACK, ids=lambda mutant: mutant.what)
+def test_a_defect_that_was_put_back_is_found(mutant: Mutant) -> None:
     _check(mutant, NEARBY)
 
 

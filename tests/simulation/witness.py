@@ -13,10 +13,17 @@ from typing import Any
 from pdserve.api.serving_node import TicketGate
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.ticket import Ticket
-from pdserve_proxy.relay.dispatch import TicketSigner
+from pdserve_proxy.relay.dispatch import Dispatch, TicketSigner
+from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionEntry, AdmissionQueue
+from pdserve_proxy.requests.request_body import GenerationBody
+from pdserve_proxy.routing.router import Route
 from tests.simulation.invariants import PRIORITY_S
+from tests.simulation.plan import PlannedRequest
 from tests.simulation.virtual_time import SimProcess, present_process
+
+CLOCK_STEP_S = 0.002
+"""How exact the times of the access log are."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class TakenTicket:
     header: str
     ticket: Ticket
     process: SimProcess
+    at_s: float
 
     @property
     def begins_answer(self) -> bool:
@@ -60,8 +68,12 @@ class Witness:
 
     violated: Callable[[str], None]
     clocks_agree: Callable[[], bool]
-    priority_of: Callable[[str], int | None]
-    """Says which priority the client of a request wants, if that is known."""
+    asked_for: Callable[[str], PlannedRequest | None]
+    """Says what the client of a request has asked for, if that is known."""
+    sent: set[str] = field(default_factory=set)
+    """The labels of the requests that clients have sent to their last byte."""
+    tried: defaultdict[str, set[bytes]] = field(default_factory=lambda: defaultdict(set))
+    """The nodes for which tickets of each request were signed."""
     signed: dict[str, SignedTicket] = field(default_factory=dict)
     taken: dict[str, TakenTicket] = field(default_factory=dict)
     labels: defaultdict[SimProcess, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -85,13 +97,23 @@ class Witness:
         age_s = process.loop.time() - signed.at_s
         if age_s > signed.deadline_s + MAX_AGE_S and self.clocks_agree():
             self.violated(f"{process.name} takes a ticket of {label} that is {age_s:.1f} s old")
-        self.taken[header] = TakenTicket(header, ticket, process)
+        self.taken[header] = TakenTicket(header, ticket, process, process.loop.time())
         self.labels[process].add(label)
 
     def end(self, fields: tuple[Any, ...]) -> None:
         """Notes a line of the access log of the proxy that runs now."""
-        label, route, _, _, status, *_, outcome = fields
-        self.ended[present_process()].append(EndedRequest(label, route, status, outcome, present_process().loop.time()))
+        label, route, _, _, status, first_byte_s, total_s, _, outcome = fields
+        now_s = present_process().loop.time()
+        self.ended[present_process()].append(EndedRequest(label, route, status, outcome, now_s))
+        if status == 200 and first_byte_s != "-":
+            self._check_first_byte(label, now_s - total_s + float(first_byte_s))
+
+    def _check_first_byte(self, label: str, at_s: float) -> None:
+        """Checks that the first byte of an answer came after the last node was asked that was to begin with it."""
+        asked_s = [one.at_s for one in self.taken.values() if one.ticket.request_id == label and not one.ticket.resume]
+        if asked_s and at_s < max(asked_s) - CLOCK_STEP_S:
+            early_s = max(asked_s) - at_s
+            self.violated(f"{label} has its first byte {early_s:.3f} s before the node was asked that sent it")
 
     def gate(self) -> type[TicketGate]:
         """Returns a gate that this witness watches."""
@@ -113,6 +135,7 @@ class Witness:
             def issue(self, route: Any, *, deadline_s: float, **more: Any) -> str:
                 header = super().issue(route, deadline_s=deadline_s, **more)
                 witness.sign(header, route.decode.boot_id, deadline_s)
+                witness.tried[more["request_id"]].add(route.decode.boot_id)
                 return header
 
         return WatchedSigner
@@ -124,13 +147,33 @@ class Witness:
         class WatchedAdmission(AdmissionController):
             async def admit(self, caller: str, answers: int, hold_place: Any, priority: int = 0) -> None:
                 label = hold_place.__self__.request_id
-                wanted = witness.priority_of(label)
-                if wanted is not None and priority != wanted:
-                    name = present_process().name
-                    witness.violated(f"{name} gives {label} the priority {priority}, and its client wants {wanted}")
+                wanted, name = witness.asked_for(label), present_process().name
+                if wanted is not None and priority != wanted.priority:
+                    wants = f"its client wants {wanted.priority}"
+                    witness.violated(f"{name} gives {label} the priority {priority}, and {wants}")
+                if wanted is not None and answers != wanted.choices:
+                    witness.violated(f"{name} counts {label} as {answers} answers, which are {wanted.choices}")
+                if wanted is not None and label not in witness.sent:
+                    witness.violated(f"{name} gives {label} a place, whose client still sends it")
                 await super().admit(caller, answers, hold_place, priority)
 
         return WatchedAdmission
+
+    def dispatch(self) -> type[Dispatch]:
+        """Returns a dispatch that this witness watches: a request counts as load for as many answers as it wants."""
+        witness = self
+
+        class WatchedDispatch(Dispatch):
+            def begin(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
+                super().begin(relayed, body, route)
+                wanted = witness.asked_for(relayed.request_id)
+                assert relayed._attempt is not None
+                counted = relayed._attempt._nodes[route.decode.boot_id]
+                if wanted is not None and counted != wanted.choices:
+                    what = f"{relayed.request_id} as the load of {counted} answers, which are {wanted.choices}"
+                    witness.violated(f"{present_process().name} counts {what}")
+
+        return WatchedDispatch
 
     def queue(self) -> type[AdmissionQueue]:
         """Returns a queue of requests at a proxy that this witness watches."""
