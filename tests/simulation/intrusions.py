@@ -31,7 +31,7 @@ async def intrude(cluster: Cluster, intrusion: Intrusion, *, serves: bool) -> No
     kind = intrusion.kind
     header = _header(cluster, node, kind)
     cluster.events.add(f"INTRUSION at {node.name}: {intrusion.kind.value}")
-    fields = (f"{TICKET_HEADER}: {header}",) if header else ()
+    fields: tuple[str, ...] = (f"{TICKET_HEADER}: {header}",) if header else ()
     fields += _MORE_FIELDS.get(kind, ())
     body, route = ClientRequest(0, PROBE).body, "/tokenize" if kind in OF_REQUESTS else ROUTE
     status, said = await cluster.as_client(fetch(node.host, HTTP_PORT, f"POST {route}", fields, body))
