@@ -35,6 +35,7 @@ struct Simple {
   static constexpr long kElements = 32;  // in a block of the file
   static constexpr long kHalves = 1;     // scales in a span
   static constexpr int32_t kOffset = 0;
+  static constexpr int32_t kMost = 15;  // the largest weight, or 0 if weights have 8 bits
   static constexpr bool kMinimum = false;
   static constexpr long kChunkSpans = 2;
   static constexpr long kScaleBytes = 2 * kBlockColumns;  // of a block of the file
@@ -48,7 +49,7 @@ struct Simple {
 // A scale, and 32 bytes.
 struct Q8_0 : Simple {
   static constexpr long kFileBytes = 34, kSpanBytes = 512;
-  static constexpr int32_t kOffset = kSignedOffset;
+  static constexpr int32_t kOffset = kSignedOffset, kMost = 0;
   static Words weights(const uint8_t* span, long four, long v) {
     return loaded<Words>(span + four * kFourBytes + v * 4 * kWide);
   }
@@ -122,7 +123,7 @@ struct Q6_K : Simple {
   static constexpr long kElements = 256, kFileBytes = 210, kSpanBytes = 384, kHalves = 2, kChunkSpans = 8;
   static constexpr long kUnits = 2 * kBlockColumns, kSpanScales = 2 * kBlockColumns;
   static constexpr long kScaleBytes = kUnits + 8 * kSpanScales;
-  static constexpr int32_t kOffset = 32;
+  static constexpr int32_t kOffset = 32, kMost = 63;
   static Words weights(const uint8_t* span, long four, long v) {
     const Words upper = loaded<Words>(span + 256 + four % 2 * kFourBytes + v * 4 * kWide) >> (four / 2 * 2) & 0x03030303;
     return nibbles(span, four, v) | upper << 4;

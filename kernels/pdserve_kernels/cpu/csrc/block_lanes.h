@@ -91,4 +91,24 @@ inline Ints multiply_signed(Ints sums, Words weights, int32_t inputs) {
 }
 #endif
 
+// Weights of few bits, at most kMost, are multiplied in 16 bits where there is no VNNI: sums of kFitting pairs of
+// products fit, which takes two instructions for four inputs of each lane and not three.
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+inline constexpr bool kHasPairs = true;
+typedef int16_t Pairs __attribute__((vector_size(4 * kWide)));
+inline Pairs multiply_pairs(Pairs pairs, Words weights, int32_t inputs) {
+  pairs += (Pairs)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(inputs));
+  asm("" : "+x"(pairs));  // GCC would put off the additions, and keep all products in memory until then.
+  return pairs;
+}
+inline Ints widened(Pairs pairs) { return (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+#else
+inline constexpr bool kHasPairs = false;
+typedef Ints Pairs;
+inline Pairs multiply_pairs(Pairs sums, Words weights, int32_t inputs) { return multiply(sums, weights, inputs); }
+inline Ints widened(Pairs sums) { return sums; }
+#endif
+template <int32_t kMost>
+inline constexpr long kFitting = 32767 / (2 * 128 * kMost);
+
 }  // namespace pdserve

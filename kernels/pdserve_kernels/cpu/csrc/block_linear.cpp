@@ -13,7 +13,7 @@ namespace pdserve {
 namespace {
 
 // So many rows' sums stay in the registers.
-constexpr long kMostRows = kWide == 16 ? 8 : 2;
+constexpr long kMostRows = kWide == 16 ? 8 : 4;
 // While several rows are multiplied, the panel is prefetched so many bytes ahead. With one or two rows, the loads
 // themselves keep memory busy.
 constexpr long kAhead = 4096;
@@ -72,24 +72,67 @@ InputRows room_for(long rows, long inner) {
   return {(int8_t*)room, scales, scales + spans, (int32_t*)(scales + 2 * spans)};
 }
 
-// A span that is not finite gets the scale NaN, which makes all of the row's results NaN.
-void quantise_span(const Bf16* x, const InputRows& to, int32_t offset, long halves) {
-  constexpr float kRound = 12582912.0f;  // Adding 1.5 * 2^23 rounds to a whole number, in the lower bits.
-  const Lanes left = load(x), right = load(x + kLanes);
-  const float most = maximum(greater(greater(left, -left), greater(right, -right)));
-  // Of NaN and infinity, the difference from itself is NaN.
-  const float spoilt = sum((left - left) + (right - right));
-  const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
-  const float scale = (most > 1e-30f ? most / 127.0f : 0.0f) + spoilt;
-  const IntLanes first = (IntLanes)(left * inverse + kRound) - 0x4b400000;
-  const IntLanes second = (IntLanes)(right * inverse + kRound) - 0x4b400000;
+// What a span's values are multiplied by to become bytes, and the bytes to become values again. A span that is not
+// finite gets the scale NaN, which makes all of the row's results NaN.
+struct SpanScale {
+  float inverse, scale;
+  explicit SpanScale(float most)
+      : inverse(most > 1e-30f ? 127.0f / most : 0.0f),
+        // Of NaN and infinity, the difference from itself is NaN.
+        scale((most > 1e-30f ? most / 127.0f : 0.0f) + (most - most)) {}
+};
+
+constexpr float kRound = 12582912.0f;  // Adding 1.5 * 2^23 rounds to a whole number, in the lower bits.
+constexpr int32_t kRoundBits = 0x4b400000;
+
+// Writes a span's bytes and the sum of each half of them. Returns their scale.
+#if defined(__AVX2__)
+float span_bytes(const Bf16* x, int8_t* bytes, int32_t* sums) {
+  const auto* from = (const __m256i*)x;
+  const __m256i left = _mm256_loadu_si256(from), right = _mm256_loadu_si256(from + 1);
+  // Without their signs, the bits of numbers are in the order of the numbers, and those of NaN come last.
+  const __m256i sizes = _mm256_max_epu16(_mm256_slli_epi16(left, 1), _mm256_slli_epi16(right, 1));
+  const __m128i most = _mm_max_epu16(_mm256_castsi256_si128(sizes), _mm256_extracti128_si256(sizes, 1));
+  const int least = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(-1))), 0);
+  const SpanScale factors(widen(Bf16{uint16_t((~least & 0xffff) >> 1)}));
+  const auto rounded = [&](__m128i values) {
+    const auto wide = (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16);
+    const __m256 whole = _mm256_fmadd_ps(wide, _mm256_set1_ps(factors.inverse), _mm256_set1_ps(kRound));
+    return _mm256_sub_epi32((__m256i)whole, _mm256_set1_epi32(kRoundBits));
+  };
+  const auto sixteen = [&](__m256i values) {
+    return _mm256_packs_epi32(rounded(_mm256_castsi256_si128(values)), rounded(_mm256_extracti128_si256(values, 1)));
+  };
+  // Packing takes both vectors' lower halves first, so fours of bytes are put in their order.
+  const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(sixteen(left), sixteen(right)),
+                                                  _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256((__m256i*)bytes, all);
+  const __m256i fours = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), all), _mm256_set1_epi16(1));
+  const __m256i eights = _mm256_hadd_epi32(fours, fours), halves = _mm256_hadd_epi32(eights, eights);
+  sums[0] = _mm256_extract_epi32(halves, 0);
+  sums[1] = _mm256_extract_epi32(halves, 4);
+  return factors.scale;
+}
+#else
+float span_bytes(const Bf16* x, int8_t* bytes, int32_t* sums) {
+  uint16_t most = 0;
+  for (long k = 0; k < kSpan; k++) most = std::max<uint16_t>(most, x[k].bits & 0x7fff);
+  const SpanScale factors(widen(Bf16{most}));
+  const IntLanes first = (IntLanes)(load(x) * factors.inverse + kRound) - kRoundBits;
+  const IntLanes second = (IntLanes)(load(x + kLanes) * factors.inverse + kRound) - kRoundBits;
   typedef int8_t ByteLanes __attribute__((vector_size(16)));
   const ByteLanes parts[2] = {__builtin_convertvector(first, ByteLanes), __builtin_convertvector(second, ByteLanes)};
-  std::memcpy(to.bytes, parts, sizeof parts);
-  int32_t sums[2] = {};
-  for (long k = 0; k < kSpan; k++) sums[k / kLanes] += to.bytes[k];
-  *to.scales = scale;
-  *to.totals = float(sums[0] + sums[1]) * scale;
+  std::memcpy(bytes, parts, sizeof parts);
+  sums[0] = sums[1] = 0;
+  for (long k = 0; k < kSpan; k++) sums[k / kLanes] += bytes[k];
+  return factors.scale;
+}
+#endif
+
+void quantise_span(const Bf16* x, const InputRows& to, int32_t offset, long halves) {
+  int32_t sums[2];
+  *to.scales = span_bytes(x, to.bytes, sums);
+  *to.totals = float(sums[0] + sums[1]) * *to.scales;
   to.starts[0] = -offset * (halves == 1 ? sums[0] + sums[1] : sums[0]);
   if (halves == 2) to.starts[1] = -offset * sums[1];
 }
@@ -103,52 +146,94 @@ void quantise_row(const Bf16* from, const InputRows& x, long row, long rows, Blo
   }
 }
 
-// Computes a group of rows of 16 outputs, of which `width` exist. The panel is prefetched `ahead` bytes ahead.
+inline int32_t inputs_of(const InputRows& x, long row, long four) {
+  int32_t inputs;
+  std::memcpy(&inputs, x.bytes + row * kSpan + 4 * four, 4);
+  return inputs;
+}
+
+// Computes the exact sums of the products with one scale, for one vector of outputs and each of the rows.
 template <class F, long kRows>
-void block_product(InputRows x, BlockShape shape, const uint8_t* panel, long ahead, Lanes bias, Bf16* out, long width) {
+inline __attribute__((always_inline)) void exact_sums(const InputRows& x, const uint8_t* span, long half, long v,
+                                                      Ints* sums) {
   constexpr long kPart = kFours / F::kHalves;
-  Floats totals[kRows][kVectors] = {};
+  const long begin = half * kPart;
+#pragma GCC unroll 8
+  for (long r = 0; r < kRows; r++) sums[r] = Ints{} + (F::kOffset != 0 ? x.starts[r * F::kHalves + half] : 0);
+  if constexpr (kHasPairs && F::kMost > 0) {
+    constexpr long kTogether = kFitting<F::kMost>;
+#pragma GCC unroll 8
+    for (long first = begin; first < begin + kPart; first += kTogether) {
+      Pairs pairs[kRows] = {};
+#pragma GCC unroll 8
+      for (long four = first; four < first + kTogether; four++) {
+        const Words weights = F::weights(span, four, v);
+#pragma GCC unroll 8
+        for (long r = 0; r < kRows; r++) pairs[r] = multiply_pairs(pairs[r], weights, inputs_of(x, r, four));
+      }
+#pragma GCC unroll 8
+      for (long r = 0; r < kRows; r++) sums[r] += widened(pairs[r]);
+    }
+  } else {
+#pragma GCC unroll 8
+    for (long four = begin; four < begin + kPart; four++) {
+      const Words weights = F::weights(span, four, v);
+#pragma GCC unroll 8
+      for (long r = 0; r < kRows; r++) sums[r] = F::multiplied(sums[r], weights, inputs_of(x, r, four));
+    }
+  }
+}
+
+// Computes a group of rows of kSome vectors of outputs, from number `first` on. The panel is prefetched `ahead` bytes
+// ahead, if that is not 0.
+template <class F, long kRows, long kSome>
+inline __attribute__((always_inline)) void vectors_product(InputRows x, BlockShape shape, const uint8_t* panel,
+                                                           long ahead, long first, Floats (*out)[kVectors]) {
+  Floats totals[kRows][kSome] = {};
   for (long at = 0; at < shape.spans(); at++, x = x.from(kRows, F::kHalves)) {
     const uint8_t* chunk = panel + at / F::kChunkSpans * kChunkBytes<F>;
     const long s = at % F::kChunkSpans;
     const uint8_t *span = chunk + s * F::kSpanBytes, *scales = chunk + kScalesAt<F>;
+    if (kRows > 2 && ahead) {
+      for (long line = 0; line < F::kSpanBytes; line += kLine) __builtin_prefetch(span + ahead + line);
+    }
 #pragma GCC unroll 2
     for (long half = 0; half < F::kHalves; half++) {
-      Ints sums[kRows][kVectors] = {};
-      if constexpr (F::kOffset != 0) {
+#pragma GCC unroll 2
+      for (long v = 0; v < kSome; v++) {
+        Ints sums[kRows];
+        exact_sums<F, kRows>(x, span, half, first + v, sums);
+        const Floats scale = F::scale(scales, s, half, first + v);
 #pragma GCC unroll 8
         for (long r = 0; r < kRows; r++) {
-          for (long v = 0; v < kVectors; v++) sums[r][v] = Ints{} + x.starts[r * F::kHalves + half];
-        }
-      }
-#pragma GCC unroll 8
-      for (long four = half * kPart; four < (half + 1) * kPart; four++) {
-        for (long v = 0; v < kVectors; v++) {
-          const Words weights = F::weights(span, four, v);
-          if constexpr (kRows > 2) __builtin_prefetch(span + ahead + four * F::kSpanBytes / kFours);
-#pragma GCC unroll 8
-          for (long r = 0; r < kRows; r++) {
-            int32_t inputs;
-            std::memcpy(&inputs, x.bytes + r * kSpan + 4 * four, 4);
-            sums[r][v] = F::multiplied(sums[r][v], weights, inputs);
-          }
-        }
-      }
-      for (long v = 0; v < kVectors; v++) {
-        const Floats scale = F::scale(scales, s, half, v);
-#pragma GCC unroll 8
-        for (long r = 0; r < kRows; r++) {
-          totals[r][v] += __builtin_convertvector(sums[r][v], Floats) * (scale * x.scales[r]);
+          totals[r][v] += __builtin_convertvector(sums[r], Floats) * (scale * x.scales[r]);
         }
       }
     }
     if constexpr (F::kMinimum) {
-      for (long v = 0; v < kVectors; v++) {
-        const Floats minimum = F::minimum(scales, s, v);
+#pragma GCC unroll 2
+      for (long v = 0; v < kSome; v++) {
+        const Floats minimum = F::minimum(scales, s, first + v);
 #pragma GCC unroll 8
         for (long r = 0; r < kRows; r++) totals[r][v] += minimum * x.totals[r];
       }
     }
+  }
+#pragma GCC unroll 8
+  for (long r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
+    for (long v = 0; v < kSome; v++) out[r][first + v] = totals[r][v];
+  }
+}
+
+// Computes a group of rows of 16 outputs, of which `width` exist. One or two rows read the panel once, from end to end.
+// The sums of more rows stay in the registers only for one vector of outputs at a time.
+template <class F, long kRows>
+void block_product(InputRows x, BlockShape shape, const uint8_t* panel, long ahead, Lanes bias, Bf16* out, long width) {
+  constexpr long kSome = kRows > 2 ? 1 : kVectors;
+  Floats totals[kRows][kVectors];
+  for (long v = 0; v < kVectors; v += kSome) {
+    vectors_product<F, kRows, kSome>(x, shape, panel, v == 0 ? ahead : 0, v, totals);
   }
   for (long r = 0; r < kRows; r++) {
     Lanes result;
