@@ -20,7 +20,9 @@ from tests.soak.run import Rest, Soak
 MAX_NEW_FILES = 32
 """A process may hold so many descriptors more in the end than in the beginning: those of two links to other engines. A
 leak of one in each fault is many times as many in an hour."""
-MAX_NEW_THREADS = 4
+MAX_NEW_THREADS = 8
+"""Pools fill as they are used: asyncio's has up to four threads more than there are cores, that of grammars one. A node
+may get its first request of a kind late, with another role. A leak of one in each fault is many times as many."""
 MAX_GROWTH_MIB = 0.5
 """A process may grow by so much in 1,000 requests, by a line through the spans of its life, once it is warm."""
 NOISE_MIB = 8.0
