@@ -11,6 +11,8 @@ from pdserve_proxy.routing.router import Route
 
 PAUSE_S = 0.1
 """Seconds between a change of the registry and the next look at it: changes of many nodes come together."""
+_EARLY_S = 0.001
+"""uvloop counts in milliseconds: a timer may come by so much too soon."""
 
 
 class RouteWait:
@@ -33,7 +35,7 @@ class RouteWait:
         while True:
             self._changed.clear()
             route = choose()
-            now_s = self._loop.time()
+            now_s = self._loop.time() + _EARLY_S
             if route is not None or now_s >= until_s:
                 return route
             later_s = [at_s for at_s in look_at_s if at_s > now_s]
