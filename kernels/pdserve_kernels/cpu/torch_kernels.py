@@ -253,22 +253,12 @@ PACKED_FOR_ROWS = 16
 """The packed order is chosen for this number of rows. More rows were not slower with it than with their own order."""
 
 
-WIDENED_FROM_ROWS = 3
-"""From so many rows on, a CPU without products in bf16 multiplies in fp32: it takes a seventh of the time for 256."""
-WIDENED_AT_ONCE = 2**18
-"""Elements of a weight that are widened together: they stay in a core's cache until they are multiplied."""
-
-
 class PackedLinear:
-    """Computes ``x @ weight.T + bias``, with ``weight``, ``[out, in]``, packed if that is faster.
-
-    A weight in bf16 is widened piece by piece where the CPU has no products in bf16. The sums are in fp32 in any case.
-    """
+    """Computes ``x @ weight.T + bias``, with ``weight``, ``[out, in]``, packed if that is faster."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._bias = bias
         self._packed = _packs(weight)
-        self._widens = not self._packed and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
         self._weight = weight
@@ -277,19 +267,7 @@ class PackedLinear:
         if self._packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return out
-        if self._widens and x.numel() >= WIDENED_FROM_ROWS * x.shape[-1]:
-            return self._widened(x)
         return F.linear(x, self._weight, self._bias)
-
-    def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        outer, inner = self._weight.shape
-        wide, out = x.float(), x.new_empty(*x.shape[:-1], outer)
-        step = max(1, WIDENED_AT_ONCE // inner)
-        for first in range(0, outer, step):
-            part = slice(first, first + step)
-            bias = None if self._bias is None else self._bias[part].float()
-            out[..., part] = F.linear(wide, self._weight[part].float(), bias)
-        return out
 
 
 def _packs(weight: torch.Tensor) -> bool:
