@@ -307,9 +307,7 @@ class Node:
         may_fail = self._may_fail or self._engine_killed or self._lost_rank
         if not (status == -9 or (status == 0 and self._told_to_end) or (status == 1 and may_fail)):
             self.cluster.violated(f"{self.process.name} ended by itself with {status}")
-        # With the delays of connections of their own, a host's processes hear each other late, too.
-        told = self.process.host not in self.cluster.network.lagging
-        if status == 1 and self._refused_memory and told and "MemoryError" not in str(self.process.failure):
+        if status == 1 and self._refused_memory and "MemoryError" not in str(self.process.failure):
             self.cluster.violated(f"{self.process.name} ended for want of memory, and said: {self.process.failure}")
         if status == 1 and self._lost_rank and not self._engine_killed:
             self._start_again_later()

@@ -338,8 +338,9 @@ class Network:
             end.forget()
 
     def lag(self, flow: Flow) -> float:
-        """Returns by how much longer this connection takes than others."""
-        if not self.lagging & {flow.source.host, flow.target.host}:
+        """Returns by how much longer this connection takes than others. No way within a host is slower."""
+        hosts = {flow.source.host, flow.target.host}
+        if len(hosts) == 1 or not self.lagging & hosts:
             return 0.0
         if flow not in self._lags:
             self._lags[flow] = self.random.uniform(0.0, LAG_S)
