@@ -44,6 +44,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drops what ``error`` has of the frames that it has passed, once it has been logged and answered.
+
+    Those frames hold the request with its body, and the request, or one of them, often holds the error. Such a cycle
+    would keep the body until Python looks for cycles, which happens seldom in a proxy.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+
+
 class PdserveError(Exception):
     """The base class of all exceptions that pdserve raises itself."""
 

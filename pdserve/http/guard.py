@@ -209,6 +209,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._phase = _CLOSING
         super().connection_lost(exc)
         self._outlet.tell_disconnect()
+        self._outlet.let_go()
 
     def shutdown(self) -> None:
         """Ends the connection now, or behind the response under way, or behind one more request."""

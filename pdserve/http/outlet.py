@@ -56,7 +56,7 @@ class Outlet:
         self._close = close
         self._flow = flow
         self.cycle: Cycle | None = None
-        """The cycle of the request that is answered now, or was answered last."""
+        """The cycle of the request that is answered now, or was answered last; None once the connection is lost."""
         self._held: list[bytes] | None = None
         self.is_closing = transport.is_closing
         self.on_disconnect: Callable[[], object] | None = None
@@ -97,10 +97,9 @@ class Outlet:
     def respond(self, status: int, fields: bytes, body: bytes) -> None:
         """Sends a whole response. ``fields`` are well-formed lines of its head, one of them its ``content-length``."""
         cycle = self.cycle
-        assert cycle is not None
-        assert not cycle.response_started
-        if cycle.disconnected:
+        if cycle is None or cycle.disconnected:
             return
+        assert not cycle.response_started
         lines = [STATUS_LINE[status]]
         for name, value in cycle.default_headers:
             lines += (name, b": ", value, b"\r\n")
@@ -148,7 +147,19 @@ class Outlet:
         if callback is not None and self.cycle is not None and not self.cycle.response_complete:
             callback()
 
+    def let_go(self) -> None:
+        """Lets go of the connection, which is lost, and of its last cycle. Both refer to the outlet.
+
+        So no connection leaves a reference cycle behind, which would outlive it until Python looks for cycles.
+        """
+        self._close = _nothing
+        self.cycle = None
+
     def _release(self) -> None:
         held, self._held = self._held, None
         if held:
             self._transport.write(b"".join(held))
+
+
+def _nothing() -> None:
+    """Closes a connection that is lost."""

@@ -26,6 +26,7 @@ from pdserve.errors import (
     PayloadTooLarge,
     RequestError,
     RequestTimeout,
+    forget_frames,
 )
 from pdserve.http.cross_origin import preflight_fields
 from pdserve.http.errors import error_body, error_form, error_headers, internal_error
@@ -87,6 +88,7 @@ class DirectRoutes:
         except Exception as exc:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._refuse(request, exc, methods or {})
+            forget_frames(exc)
 
     async def _refuse(self, request: HttpRequest, exc: Exception, methods: Iterable[str]) -> None:
         if request.answered:  # mostly because the client was gone in the middle of a write
@@ -145,6 +147,7 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
 
     @app.errorhandler(HTTPException)
     async def found_by_framework(found: HTTPException) -> Response:
+        forget_frames(found)  # Quart's request holds it
         asked = f"{quart_request.method[:16]} {quart_request.path[:200]}"
         match found.code:
             case 404:

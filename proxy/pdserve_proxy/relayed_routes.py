@@ -9,7 +9,7 @@ import logging
 
 import msgspec
 
-from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError
+from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, forget_frames
 from pdserve.http.errors import internal_error
 from pdserve.http.model_list import model_in_query
 from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
@@ -200,6 +200,7 @@ async def _respond_stored(request: HttpRequest, result: StreamedResponse, turn: 
 
 
 async def _refuse(relayed: RelayedRequest, request: HttpRequest, error: RequestError, outcome: RelayOutcome) -> None:
+    forget_frames(error)  # some of them hold ``relayed``, and the body
     relayed.error = error
     relayed.end(outcome, error.status)
     await request.refuse(error)

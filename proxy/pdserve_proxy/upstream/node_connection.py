@@ -181,7 +181,6 @@ class NodeConnection(asyncio.Protocol):
         """The parts of a body that the parser has found in the bytes that it was given last."""
         # The parser appends each part itself: a method of Python's would be a call for every token of every client.
         self.on_body = self._arrived.append
-        self._parser = httptools.HttpResponseParser(self)
         self._response: NodeResponse | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._silence_s: float | None = None
@@ -230,6 +229,7 @@ class NodeConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # TCP and TLS give one
         self._transport = transport
+        self._parser = httptools.HttpResponseParser(self)  # it and this keep each other alive, until the end
         _probe_other_side(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
@@ -262,7 +262,7 @@ class NodeConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         response = self._response
         self._release()
-        del self._parser  # it and this keep each other alive
+        del self._parser
         if response is not None:
             response.fail(NodeClosed("the connection ended" if exc is None else str(exc) or type(exc).__name__))
         self._on_lost(self)
