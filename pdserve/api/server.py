@@ -33,6 +33,7 @@ from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
+from pdserve.freed_memory import give_freed_memory_back
 from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.log_format import name_node
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
@@ -153,6 +154,7 @@ class NodeServer:
         # The present objects live as long as the process. To search them for garbage would delay tokens.
         gc.collect()
         gc.freeze()
+        give_freed_memory_back()  # what loading has left free below what is in use
         described = {"pdserve.process": "node", "pdserve.node": info.name}
         async with state.tracing.exporting(described, spans):
             serving = await http.start()

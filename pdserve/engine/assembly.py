@@ -16,7 +16,6 @@ import torch
 from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
-from pdserve.engine.freed_memory import give_freed_memory_back
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import cache_blocks
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
@@ -34,6 +33,7 @@ from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import ConfigError
+from pdserve.freed_memory import give_freed_memory_back
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf

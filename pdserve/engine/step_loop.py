@@ -19,7 +19,6 @@ import zmq
 from pdserve.config import SchedulerConfig
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, OwnCores
-from pdserve.engine.freed_memory import REST_S
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.lane_recorder import LaneRecorder
@@ -33,6 +32,7 @@ from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.wake_up import WakeUp
+from pdserve.freed_memory import REST_S
 from pdserve.wire.engine import (
     Abort,
     AskStats,

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 
 from pdserve.config import CpuKernels
-from pdserve.engine.freed_memory import REST_S
+from pdserve.freed_memory import REST_S
 from pdserve.process import ServerProcess, pdserve_command
 from pdserve.settings import cache_folder
 from tests.demo_folder import demo_folder

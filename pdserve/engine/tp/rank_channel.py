@@ -7,8 +7,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from pdserve.engine.freed_memory import REST_S
 from pdserve.errors import MalformedFrame, RankLost
+from pdserve.freed_memory import REST_S
 from pdserve.wire.rank import FromRank, Numbered, Order
 
 QUEUE_LIMIT = 1000
