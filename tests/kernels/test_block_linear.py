@@ -33,7 +33,7 @@ def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=80, deadline=None)
 @given(FORMATS, st.integers(1, 20), st.integers(1, 5), st.sampled_from([1, 15, 16, 17, 50]), st.booleans(), SEEDS)
 def test_the_product(
-    compiled: CompiledKernels, kind: BlockFormat, rows: int, blocks: int, outer: int, biased: bool, seed: int
+    each_compiled: CompiledKernels, kind: BlockFormat, rows: int, blocks: int, outer: int, biased: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
     weight = random_blocks(kind, outer, blocks * kind.elements, seed)
@@ -42,7 +42,7 @@ def test_the_product(
     x[:, : SPAN // 2] = 0
     x = x.bfloat16()
     bias = torch.randn(outer).bfloat16() if biased else None
-    got = compiled.block_linear(weight, bias)(x)
+    got = each_compiled.block_linear(weight, bias)(x)
     assert got.shape == (rows, outer)
     assert got.dtype is torch.bfloat16
     plain = dequantised(weight).double()
@@ -60,16 +60,16 @@ def test_the_product(
 
 
 @pytest.mark.parametrize("kind", list(BlockFormat))
-def test_a_row_does_not_depend_on_the_other_rows(compiled: CompiledKernels, kind: BlockFormat) -> None:
-    linear = compiled.block_linear(random_blocks(kind, 70, 512, 1), torch.randn(70).bfloat16())
+def test_a_row_does_not_depend_on_the_other_rows(each_compiled: CompiledKernels, kind: BlockFormat) -> None:
+    linear = each_compiled.block_linear(random_blocks(kind, 70, 512, 1), torch.randn(70).bfloat16())
     x = torch.randn(27, 512).bfloat16()
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in range(2, 28):
         assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
-def test_nor_on_the_number_of_threads(compiled: CompiledKernels) -> None:
-    linear = compiled.block_linear(random_blocks(BlockFormat.Q8_0, 200, 512, 2))
+def test_nor_on_the_number_of_threads(each_compiled: CompiledKernels) -> None:
+    linear = each_compiled.block_linear(random_blocks(BlockFormat.Q8_0, 200, 512, 2))
     x = torch.randn(9, 512).bfloat16()
     before = torch.get_num_threads()
     try:
@@ -83,43 +83,47 @@ def test_nor_on_the_number_of_threads(compiled: CompiledKernels) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(FORMATS, st.sampled_from([1, 16, 45]), st.integers(0, 30), SEEDS)
-def test_rows_are_looked_up(compiled: CompiledKernels, kind: BlockFormat, outer: int, count: int, seed: int) -> None:
+def test_rows_are_looked_up(
+    each_compiled: CompiledKernels, kind: BlockFormat, outer: int, count: int, seed: int
+) -> None:
     weight = random_blocks(kind, outer, 512, seed)
     ids = torch.randint(0, outer, (count,), generator=torch.Generator().manual_seed(seed))
-    table = compiled.block_linear(weight)
+    table = each_compiled.block_linear(weight)
     wanted = dequantised(weight)[ids].bfloat16()
     torch.testing.assert_close(table.rows(ids), wanted, rtol=2**-8, atol=1e-7)
     assert torch.equal(table.rows(ids.int()), table.rows(ids))
 
 
 @pytest.mark.parametrize("wrong", [-1, 45])
-def test_a_row_that_is_not_there(compiled: CompiledKernels, wrong: int) -> None:
-    table = compiled.block_linear(random_blocks(BlockFormat.Q8_0, 45, 64, 3))
+def test_a_row_that_is_not_there(each_compiled: CompiledKernels, wrong: int) -> None:
+    table = each_compiled.block_linear(random_blocks(BlockFormat.Q8_0, 45, 64, 3))
     with pytest.raises(IndexError, match="45 rows"):
         table.rows(torch.tensor([3, wrong]))
 
 
 @pytest.mark.parametrize("kind", list(BlockFormat))
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_inputs_that_are_not_finite_spoil_their_row(compiled: CompiledKernels, kind: BlockFormat, value: float) -> None:
+def test_inputs_that_are_not_finite_spoil_their_row(
+    each_compiled: CompiledKernels, kind: BlockFormat, value: float
+) -> None:
     x = torch.randn(3, 512).bfloat16()
     x[1, 77] = value
-    out = compiled.block_linear(random_blocks(kind, 20, 512, 4))(x)
+    out = each_compiled.block_linear(random_blocks(kind, 20, 512, 4))(x)
     assert out[[0, 2]].isfinite().all()
     assert not out[1].isfinite().any()
 
 
 @pytest.mark.parametrize("bits", [0x7C00, 0x7E00, 0xFC00], ids=["infinity", "nan", "minus infinity"])
-def test_scales_that_are_not_finite_are_seen(compiled: CompiledKernels, bits: int) -> None:
+def test_scales_that_are_not_finite_are_seen(each_compiled: CompiledKernels, bits: int) -> None:
     weight = random_blocks(BlockFormat.Q8_0, 20, 64, 5)
     weight.blocks[7, :2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
-    out = compiled.block_linear(weight)(torch.randn(2, 64).bfloat16())
+    out = each_compiled.block_linear(weight)(torch.randn(2, 64).bfloat16())
     assert not out[:, 7].isfinite().any()
     assert out[:, :7].isfinite().all()
 
 
-def test_other_inputs_are_refused(compiled: CompiledKernels) -> None:
-    linear = compiled.block_linear(random_blocks(BlockFormat.Q8_0, 20, 64, 6))
+def test_other_inputs_are_refused(each_compiled: CompiledKernels) -> None:
+    linear = each_compiled.block_linear(random_blocks(BlockFormat.Q8_0, 20, 64, 6))
     for wrong in (torch.zeros(1, 64), torch.zeros(1, 96).bfloat16(), torch.zeros(64).bfloat16()):
         with pytest.raises(ValueError, match="64 bf16 inputs"):
             linear(wrong)
@@ -128,9 +132,9 @@ def test_other_inputs_are_refused(compiled: CompiledKernels) -> None:
 
 
 @pytest.mark.parametrize("kind", list(BlockFormat))
-def test_memory_is_that_of_the_blocks(compiled: CompiledKernels, kind: BlockFormat) -> None:
+def test_memory_is_that_of_the_blocks(each_compiled: CompiledKernels, kind: BlockFormat) -> None:
     weight = BlockWeight(kind, torch.zeros(256, 4 * kind.block_bytes, dtype=torch.uint8))
-    linear = compiled.block_linear(weight)
+    linear = each_compiled.block_linear(weight)
     assert isinstance(linear, CompiledBlockLinear)
     padding = 64 * (256 // 16 + 1)
     assert linear.nbytes <= weight.blocks.nbytes * (1.03 if kind.elements == 256 else 1) + padding

@@ -52,7 +52,15 @@ def compiled() -> CompiledKernels:
 
 def test_the_name_says_by_which_instructions_results_are_rounded(compiled: CompiledKernels) -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split())
-    best = "avx512_bf16" if "avx512_bf16" in flags else "avx512" if "avx512f" in flags else "baseline"
+    best = (
+        "avx512_bf16"
+        if "avx512_bf16" in flags
+        else "avx512"
+        if "avx512f" in flags
+        else "avx2"
+        if "fma" in flags
+        else "baseline"
+    )
     assert compiled.name == f"compiled {best}"
     assert TorchKernels().name == "torch"
 

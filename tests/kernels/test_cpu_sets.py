@@ -93,18 +93,38 @@ def test_linear(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inner", "outer"), [(60, 192), (576, 960), (1536, 70)])
-def test_a_row_of_a_compiled_linear_layer_does_not_depend_on_the_other_rows(
-    compiled: CompiledKernels, inner: int, outer: int, dtype: torch.dtype
+@pytest.mark.parametrize(("inner", "outer"), [(2, 1), (60, 192), (98, 17), (576, 960), (1536, 70)])
+def test_a_row_of_a_compiled_linear_layer_depends_neither_on_other_rows_nor_on_threads(
+    each_compiled: CompiledKernels, inner: int, outer: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(inner)
-    linear = compiled.linear(torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype))
+    linear = each_compiled.linear(torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype))
     if not isinstance(linear, CompiledLinear):
-        pytest.skip("this CPU has no AVX-512")
-    x = torch.randn(40, inner).to(dtype)
-    alone = torch.cat([linear(row[None]) for row in x])
-    for rows in range(2, 41):
-        assert torch.equal(linear(x[:rows]), alone[:rows])
+        pytest.skip("this CPU has no AVX2")
+    x = torch.randn(64, inner).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([linear(row[None]) for row in x])
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for rows in range(1, 65):
+                assert torch.equal(linear(x[:rows]), alone[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_compiled_linear_layer_in_bf16_rounds_a_sum_once(each_compiled: CompiledKernels, biased: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(13, 520).bfloat16(), torch.randn(1201, 520).bfloat16()
+    bias = torch.randn(1201).bfloat16() if biased else None
+    linear = each_compiled.linear(weight, bias)
+    if not isinstance(linear, CompiledLinear):
+        pytest.skip("this CPU has no AVX2")
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # A sum in fp32 that is rounded once is off by half a step of bf16 at most, and a little.
+    torch.testing.assert_close(linear(x).double(), wanted, rtol=2**-8, atol=1e-3)
 
 
 @st.composite

@@ -18,8 +18,8 @@ INSTRUCTIONS = {
     "x86-64-v4-vnni-bf16": "avx512_bf16",
     "x86-64-v4-vnni": "avx512",
     "x86-64-v4": "avx512",
-    "x86-64-v3-vnni": "baseline",
-    "x86-64-v3": "baseline",
+    "x86-64-v3-vnni": "avx2",
+    "x86-64-v3": "avx2",
 }
 
 

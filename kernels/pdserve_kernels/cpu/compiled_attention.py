@@ -12,7 +12,7 @@ from pdserve_kernels.cpu.library import CStep, CTokens, Library
 from pdserve_kernels.kv_layout import KvLayout
 
 MAX_HEAD_DIM = 1024
-"""The same limit as ``kMaxHeadDim`` of csrc/prepare.cpp."""
+"""The same limit as ``kMaxHeadDim`` of csrc/attention.h."""
 
 
 class CompiledAttention:

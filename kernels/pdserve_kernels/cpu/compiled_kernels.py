@@ -1,7 +1,7 @@
 """The kernel set of a CPU with a C++ compiler.
 
-On a CPU with AVX-512 a weight is packed for its products (``CompiledLinear``). All other products are those of the set
-of plain torch.
+On a CPU with AVX2 or AVX-512 a weight is packed for its products (``CompiledLinear``). All other products are those of
+the set of plain torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from pdserve_kernels.cpu.torch_kernels import PackedLinear
 from pdserve_kernels.cpu.weight_memory import FilledMemory, WeightMemory
 from pdserve_kernels.kv_layout import KvLayout
 
-COLUMNS = 32
-"""The outputs that one panel of the packed weight holds, as in csrc/panel.h."""
-
 
 class CompiledLinear:
     """Computes ``x @ weight.T + bias`` in bf16 or fp32. A row's result does not depend on the other rows.
@@ -43,7 +40,7 @@ class CompiledLinear:
             read = weight.read().contiguous()
             library.pack_linear(_bf16(read), read.data_ptr(), panels.data_ptr(), self._inner, self._outer)
 
-        columns = -(-self._outer // COLUMNS) * COLUMNS
+        columns = -(-self._outer // library.linear_columns) * library.linear_columns
         self._panels = memory.filled(weight.key, columns * self._inner * weight.dtype.itemsize, pack)
         self._bias = None if bias is None else bias.to(weight.dtype).contiguous()
         self._dtype = weight.dtype
@@ -65,7 +62,7 @@ class CompiledLinear:
 
 def fits(library: Library, weight: torch.Tensor | UnreadWeight) -> bool:
     """Returns whether the compiled kernel computes with this weight on this CPU."""
-    return library.linear_is_fast and weight.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] % 2 == 0
+    return library.linear_columns > 0 and weight.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] % 2 == 0
 
 
 class CompiledKernels:
@@ -83,7 +80,7 @@ class CompiledKernels:
         self.name = f"compiled {self._library.instructions}"
         self.packing = f"{path.stem} {_packers_digest()}"
         """The name of the form in which weights are packed: another one for other kernels or another CPU."""
-        self.packs_linear = self._library.linear_is_fast
+        self.packs_linear = self._library.linear_columns > 0
         """Whether weights that are not in blocks are packed on this CPU."""
         self.memory: FilledMemory = WeightMemory(self._library)
 

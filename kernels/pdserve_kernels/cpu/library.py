@@ -98,7 +98,7 @@ _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_cores_forget": [_POINTER, _LONG, _INT],
 }
 
-_INSTRUCTIONS = ("baseline", "avx512", "avx512_bf16")
+_INSTRUCTIONS = ("baseline", "avx2", "avx512", "avx512_bf16")
 
 
 class Library:
@@ -117,7 +117,7 @@ class Library:
             library.pdserve_cores_open.argtypes = [_POINTER, _LONG, _INT, _POINTER, _LONG]
             library.pdserve_cores_pieces.restype = _LONG
             library.pdserve_cores_borrowed_seconds.restype = ctypes.c_double
-            self.linear_is_fast = bool(library.pdserve_linear_is_fast())
+            self.linear_columns = int(library.pdserve_linear_columns())
             self.instructions = _INSTRUCTIONS[library.pdserve_instructions()]
         except (OSError, AttributeError) as exc:
             raise BuildError(f"the compiled CPU kernels cannot be loaded: {exc}") from exc

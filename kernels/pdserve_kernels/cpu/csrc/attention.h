@@ -5,6 +5,8 @@
 
 namespace pdserve {
 
+inline constexpr long kMaxHeadDim = 1024;
+
 // A step is planned once, for all layers. Rows with one new token come first.
 struct Step {
   void* cache;            // [blocks, kv_heads, layers, 2, block_size, head_dim]

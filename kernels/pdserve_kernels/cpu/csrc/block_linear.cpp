@@ -118,13 +118,14 @@ float span_bytes(const Bf16* x, int8_t* bytes, int32_t* sums) {
   uint16_t most = 0;
   for (long k = 0; k < kSpan; k++) most = std::max<uint16_t>(most, x[k].bits & 0x7fff);
   const SpanScale factors(widen(Bf16{most}));
-  const IntLanes first = (IntLanes)(load(x) * factors.inverse + kRound) - kRoundBits;
-  const IntLanes second = (IntLanes)(load(x + kLanes) * factors.inverse + kRound) - kRoundBits;
-  typedef int8_t ByteLanes __attribute__((vector_size(16)));
-  const ByteLanes parts[2] = {__builtin_convertvector(first, ByteLanes), __builtin_convertvector(second, ByteLanes)};
-  std::memcpy(bytes, parts, sizeof parts);
+  typedef int8_t ByteLanes __attribute__((vector_size(kLanes)));
+  for (long k = 0; k < kSpan; k += kLanes) {
+    const IntLanes whole = (IntLanes)(load(x + k) * factors.inverse + kRound) - kRoundBits;
+    const ByteLanes part = __builtin_convertvector(whole, ByteLanes);
+    std::memcpy(bytes + k, &part, sizeof part);
+  }
   sums[0] = sums[1] = 0;
-  for (long k = 0; k < kSpan; k++) sums[k / kLanes] += bytes[k];
+  for (long k = 0; k < kSpan; k++) sums[2 * k / kSpan] += bytes[k];
   return factors.scale;
 }
 #endif
@@ -229,23 +230,25 @@ inline __attribute__((always_inline)) void vectors_product(InputRows x, BlockSha
 // Computes a group of rows of 16 outputs, of which `width` exist. One or two rows read the panel once, from end to end.
 // The sums of more rows stay in the registers only for one vector of outputs at a time.
 template <class F, long kRows>
-void block_product(InputRows x, BlockShape shape, const uint8_t* panel, long ahead, Lanes bias, Bf16* out, long width) {
+void block_product(InputRows x, BlockShape shape, const uint8_t* panel, long ahead, const float* bias, Bf16* out,
+                   long width) {
   constexpr long kSome = kRows > 2 ? 1 : kVectors;
   Floats totals[kRows][kVectors];
   for (long v = 0; v < kVectors; v += kSome) {
     vectors_product<F, kRows, kSome>(x, shape, panel, v == 0 ? ahead : 0, v, totals);
   }
   for (long r = 0; r < kRows; r++) {
-    Lanes result;
-    std::memcpy(&result, totals[r], sizeof result);
-    store_part(out + r * shape.outer, result + bias, width);
+    const auto* sums = (const float*)totals[r];
+    for (long c = 0; c < std::min(width, kBlockColumns); c += kLanes) {
+      store_part(out + r * shape.outer + c, load(sums + c) + load(bias + c), width - c);
+    }
   }
 }
 
 // Computes the groups of kRows rows, then those of fewer.
 template <class F, long kRows = kMostRows>
-void block_products(const InputRows& x, long row, long rows, BlockShape shape, const uint8_t* panel, Lanes bias,
-                    Bf16* out, long width) {
+void block_products(const InputRows& x, long row, long rows, BlockShape shape, const uint8_t* panel,
+                    const float* bias, Bf16* out, long width) {
   for (; row + kRows <= rows; row += kRows) {
     // Later groups find the panel in a cache.
     const long ahead = row == 0 ? kAhead : 0;
@@ -263,7 +266,8 @@ void block_linear(const Bf16* from, const uint8_t* panels, const Bf16* bias, Bf1
     each(rows, [&](long row) { quantise_row<F>(from, x, row, rows, shape); });
     each(count, [&](long p) {
       const long column = p * kBlockColumns, width = shape.outer - column;
-      const Lanes offset = bias ? load_part(bias + column, width) : Lanes{};
+      float offset[kBlockColumns] = {};
+      for (long c = 0; bias && c < std::min(width, kBlockColumns); c++) offset[c] = widen(bias[column + c]);
       block_products<F>(x, 0, rows, shape, panels + p * bytes, offset, out + column, width);
     });
   });

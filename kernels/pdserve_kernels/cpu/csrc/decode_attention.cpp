@@ -27,7 +27,9 @@ void fetch(const T* from, long count) {
 // One part of a context for kHeads query heads of one KV head. A head fills kVectors vectors; 0 takes any head_dim.
 template <class T, int kVectors, int kHeads>
 struct Part {
-  static constexpr int kRoom = kVectors ? kVectors : 64;
+  static constexpr int kRoom = kVectors ? kVectors : kMaxHeadDim / kLanes;
+  // So many vectors of every head stay in the registers at a time.
+  static constexpr int kTogether = kLanes == 16 ? 4 : 2;
 
   const Step& step;
   const Row& row;
@@ -89,22 +91,21 @@ struct Part {
         }
       }
     } else {
-      // Four vectors of every head stay in registers at a time.
-      for (long first = 0; first < kVectors; first += 4) {
-        Lanes sums[kHeads][4];
+      for (long first = 0; first < kVectors; first += kTogether) {
+        Lanes sums[kHeads][kTogether];
         for (int h = 0; h < kHeads; h++) {
-          for (long v = 0; v < 4; v++) sums[h][v] = acc[h][first + v];
+          for (long v = 0; v < kTogether; v++) sums[h][v] = acc[h][first + v];
         }
         for (long i = 0; i < count; i++) {
 #pragma GCC unroll 4
-          for (long v = 0; v < 4; v++) {
+          for (long v = 0; v < kTogether; v++) {
             const Lanes x = load(value + i * kVectors * kLanes + (first + v) * kLanes);
 #pragma GCC unroll 4
             for (int h = 0; h < kHeads; h++) sums[h][v] += weights[i * kSlots + h] * x;
           }
         }
         for (int h = 0; h < kHeads; h++) {
-          for (long v = 0; v < 4; v++) acc[h][first + v] = sums[h][v];
+          for (long v = 0; v < kTogether; v++) acc[h][first + v] = sums[h][v];
         }
       }
     }
@@ -127,7 +128,11 @@ struct Part {
       store(scores + i, weights);
       sums += weights;
     }
-    for (long s = 0; s < kSlots; s++) top[s] = best[s], total[s] = sums[s] + sums[s + 4] + sums[s + 8] + sums[s + 12];
+    for (long s = 0; s < kSlots; s++) {
+      top[s] = best[s];
+      total[s] = sums[s];
+      for (long i = s + kSlots; i < kLanes; i += kSlots) total[s] += sums[i];
+    }
   }
 
   // Takes the query of kHeads heads. The part's result is acc[kHeads][vectors], top[kHeads] and total[kHeads].
@@ -207,7 +212,7 @@ void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query
     const T* q = query + (row.first_token * step.heads + kv_head * group) * dim;
     float* acc = partial + item * size;
     float* top = acc + group * nv * kLanes;
-    const auto run = dim == 64 ? part<T, 4> : dim == 128 ? part<T, 8> : part<T, 0>;
+    const auto run = dim == 64 ? part<T, 64 / kLanes> : dim == 128 ? part<T, 128 / kLanes> : part<T, 0>;
     run(step, row, kv_head, tokens.layer, low, high, q, group, (Lanes*)acc, top, top + group);
   });
   each(step.num_singles, [&](long i) {

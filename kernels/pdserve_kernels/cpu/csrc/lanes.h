@@ -1,10 +1,10 @@
-// Has sixteen fp32 lanes, loaded from and stored to bf16 or fp32. They are the compiler's vector extension, so any CPU
-// runs this code; with AVX-512, the lanes are one register.
+// Has fp32 lanes, loaded from and stored to bf16 or fp32: as many as one register of AVX-512 or AVX2 has. They are the
+// compiler's vector extension, so any CPU runs this code. Wider ones than the registers would stay in memory.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -14,12 +14,16 @@ struct Bf16 {
   uint16_t bits;
 };
 
-typedef float Lanes __attribute__((vector_size(64)));
-typedef int32_t IntLanes __attribute__((vector_size(64)));
-typedef uint32_t BitLanes __attribute__((vector_size(64)));
-typedef uint16_t HalfBits __attribute__((vector_size(32)));
-
+#if defined(__AVX512F__)
 inline constexpr long kLanes = 16;
+#else
+inline constexpr long kLanes = 8;
+#endif
+
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t BitLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfBits __attribute__((vector_size(2 * kLanes)));
 
 inline Lanes splat(float x) { return x - Lanes{}; }
 
@@ -66,7 +70,7 @@ inline void store(Bf16* to, Lanes x) {
   std::memcpy(to, &bits, sizeof bits);
 }
 
-// Loads the first n of 16. The other lanes are zero.
+// Loads the first n lanes. The others are zero.
 template <class T>
 inline Lanes load_part(const T* from, long n) {
   if (n >= kLanes) return load(from);
@@ -100,6 +104,10 @@ inline void sums(const Lanes* x, float* to) {
   const auto cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
   const auto abcd = (__m512)_mm512_unpacklo_pd(ab, cd) + (__m512)_mm512_unpackhi_pd(ab, cd);
   const auto half = _mm512_castps512_ps256(abcd) + _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)abcd, 1));
+  _mm_storeu_ps(to, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+  const auto pair = [](Lanes left, Lanes right) { return _mm256_hadd_ps((__m256)left, (__m256)right); };
+  const __m256 half = _mm256_hadd_ps(pair(x[0], x[1]), pair(x[2], x[3]));
   _mm_storeu_ps(to, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
 #else
   for (int i = 0; i < 4; i++) to[i] = sum(x[i]);

@@ -10,7 +10,11 @@ namespace {
 // themselves keep memory busy.
 constexpr long kAhead = 4096;
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#define PDSERVE_HAS_LINEAR
+// One or two rows would leave the units of AVX2 waiting for their sums, so they are multiplied by two panels at once.
+constexpr long kFewRows = kLanes == 16 ? 0 : 2;
+
 // Returns `count` values as those by which panels are multiplied.
 template <class X, class T>
 const X* inputs(const T* x, long count) {
@@ -24,30 +28,48 @@ const X* inputs(const T* x, long count) {
 }
 
 template <class T>
-void linear(const T* from, const T* panels, const T* bias, T* out, long rows, long inner, long outer) {
-  const long depth = padded_to(inner, kPair<T>), count = padded_to(outer, kColumns) / kColumns;
-  const auto* x = inputs<Operand<T>>(from, rows * inner);
-  const long blocks = (rows + kMaxRows - 1) / kMaxRows;
-  each(count, [&](long p) {
-    const T* panel = panels + p * kColumns * depth;
-    const long column = p * kColumns, width = outer - column;
-    Lanes offset[2] = {};
-    if (bias) {
-      offset[0] = load_part(bias + column, width);
-      if (width > kLanes) offset[1] = load_part(bias + column + kLanes, width - kLanes);
+struct Layer {
+  const Operand<T>* x;
+  const T *panels, *bias;
+  T* out;
+  long rows, inner, outer;
+
+  // Computes the outputs of kPanels panels, from number p on.
+  template <long kMostRows, long kPanels>
+  void outputs(long p) const {
+    const long depth = padded_to(inner, kPair<T>), column = p * kColumns, width = outer - column;
+    Lanes offset[2 * kPanels] = {};
+    for (long v = 0; bias && v < 2 * kPanels && v * kLanes < width; v++) {
+      offset[v] = load_part(bias + column + v * kLanes, width - v * kLanes);
     }
+    const long blocks = (rows + kMostRows - 1) / kMostRows;
     long row = 0;
     for (long b = 0; b < blocks; b++) {
       const long some = (rows - row) / (blocks - b);
       T* to = out + row * outer + column;
-      product_of(some, x + row * inner, inner, panel, depth, b == 0 && some > 2 ? kAhead : 0,
-                 [&](long r, Lanes left, Lanes right) {
-                   store_part(to + r * outer, left + offset[0], width);
-                   if (width > kLanes) store_part(to + r * outer + kLanes, right + offset[1], width - kLanes);
-                 });
+      product_of<kMostRows, kPanels>(some, x + row * inner, inner, panels + column * depth, depth,
+                                     b == 0 && some > 2 ? kAhead : 0, [&](long r, long v, Lanes sums) {
+                                       if (width <= v * kLanes) return;
+                                       store_part(to + r * outer + v * kLanes, sums + offset[v], width - v * kLanes);
+                                     });
       row += some;
     }
-  });
+  }
+};
+
+template <class T>
+void linear(const T* x, const T* panels, const T* bias, T* out, long rows, long inner, long outer) {
+  const Layer<T> layer{inputs<Operand<T>>(x, rows * inner), panels, bias, out, rows, inner, outer};
+  const long count = padded_to(outer, kColumns) / kColumns;
+  if constexpr (kFewRows > 0) {
+    if (rows <= kFewRows) {
+      return each((count + 1) / 2, [&](long pair) {
+        if (2 * pair + 1 < count) layer.template outputs<kFewRows, 2>(2 * pair);
+        else layer.template outputs<kFewRows, 1>(2 * pair);
+      });
+    }
+  }
+  each(count, [&](long p) { layer.template outputs<kMaxRows, 1>(p); });
 }
 
 #endif
@@ -71,27 +93,30 @@ void pack(const T* weight, T* panels, long inner, long outer) {
 }  // namespace
 }  // namespace pdserve
 
-// Returns 1 if pdserve_linear is fast on this CPU. With smaller registers the sums of a panel would not stay in them.
-extern "C" int pdserve_linear_is_fast() {
-#if defined(__AVX512F__)
-  return 1;
+// Returns how many outputs a panel has, or 0 if this CPU has no pdserve_linear: without AVX2 it would be slow.
+extern "C" int pdserve_linear_columns() {
+#if defined(PDSERVE_HAS_LINEAR)
+  return pdserve::kColumns;
 #else
   return 0;
 #endif
 }
 
-// Returns which instructions decide how results are rounded: 2 for AVX512_BF16, 1 for AVX-512 without it, 0 for less.
+// Returns which instructions decide how results are rounded: 3 for AVX512_BF16, 2 for AVX-512 without it, 1 for AVX2,
+// 0 for less.
 extern "C" int pdserve_instructions() {
 #if defined(__AVX512BF16__)
-  return 2;
+  return 3;
 #elif defined(__AVX512F__)
+  return 2;
+#elif defined(PDSERVE_HAS_LINEAR)
   return 1;
 #else
   return 0;
 #endif
 }
 
-// Packs [outer, inner] into panels of [outer padded to 32][inner] values. inner is even.
+// Packs [outer, inner] into panels of [outer padded to whole panels][inner] values. inner is even.
 extern "C" void pdserve_pack_linear(int bf16, const void* weight, void* panels, long inner, long outer) {
   using namespace pdserve;
   if (bf16) return pack((const Bf16*)weight, (Bf16*)panels, inner, outer);
@@ -101,7 +126,7 @@ extern "C" void pdserve_pack_linear(int bf16, const void* weight, void* panels, 
 // Maps [rows, inner] to [rows, outer]. inner is even, and bias may be null.
 extern "C" void pdserve_linear(int bf16, const void* x, const void* panels, const void* bias, void* out, long rows,
                                long inner, long outer) {
-#if defined(__AVX512F__)
+#if defined(PDSERVE_HAS_LINEAR)
   using namespace pdserve;
   if (bf16) {
     return linear((const Bf16*)x, (const Bf16*)panels, (const Bf16*)bias, (Bf16*)out, rows, inner, outer);

@@ -11,8 +11,8 @@
 namespace pdserve {
 namespace {
 
-// Writes the positions from `low` on: keys as [context / 32][head_dim / pair][32][pair], and values as
-// [head_dim / 32][context / pair][32][pair]. Padding is zero.
+// Writes the positions from `low` on: keys as panels [context / kColumns][head_dim / pair][kColumns][pair],
+// and values as panels [head_dim / kColumns][context / pair][kColumns][pair]. Padding is zero.
 template <class T, class E>
 void lay_out(const Step& step, const Row& row, long layer, long kv_head, long low, long first, long last, E* keys,
              E* values) {
@@ -76,9 +76,8 @@ void rows_of_queries(const Step& step, const Tokens& tokens, const Row& row, lon
     for (long d = dim; d < depth; d++) q[r * depth + d] = E{};
   }
   for (long k = 0; k < length; k += kColumns) {
-    product_of(rows, q, depth, keys + (start + k) * depth, depth, 0, [&](long r, Lanes left, Lanes right) {
-      store(scores + r * length + k, left);
-      store(scores + r * length + k + kLanes, right);
+    product_of(rows, q, depth, keys + (start + k) * depth, depth, 0, [&](long r, long v, Lanes sums) {
+      store(scores + r * length + k + v * kLanes, sums);
     });
   }
   float totals[kMaxRows];
@@ -88,10 +87,11 @@ void rows_of_queries(const Step& step, const Tokens& tokens, const Row& row, lon
   }
   for (long d = 0; d < dim; d += kColumns) {
     product_of(rows, weights, length, values + d * all + start * kColumns, length, 0,
-               [&](long r, Lanes left, Lanes right) {
-                 T* out = (T*)tokens.out + ((row.first_token + token_of(r)) * step.heads + head_of(r)) * dim + d;
-                 store_part(out, left / totals[r], dim - d);
-                 if (dim - d > kLanes) store_part(out + kLanes, right / totals[r], dim - d - kLanes);
+               [&](long r, long v, Lanes sums) {
+                 const long at = d + v * kLanes;
+                 if (at >= dim) return;
+                 T* out = (T*)tokens.out + ((row.first_token + token_of(r)) * step.heads + head_of(r)) * dim;
+                 store_part(out + at, sums / totals[r], dim - at);
                });
   }
 }

@@ -5,8 +5,6 @@
 namespace pdserve {
 namespace {
 
-constexpr long kMaxHeadDim = 1024;
-
 template <class T>
 void head(const T* from, const T* norm, float eps, const float* cos, const float* sin, long head_dim, T* to) {
   float x[kMaxHeadDim];
