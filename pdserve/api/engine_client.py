@@ -6,7 +6,6 @@ import asyncio
 import enum
 import itertools
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +18,8 @@ import zmq
 from pdserve.api.generation import TURN_TOKENS, BatchNotify, Generation
 from pdserve.api.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch
-from pdserve.errors import EngineError, EngineGone, InvalidRequest, RequestError, Unavailable
+from pdserve.errors import ConfigError, EngineError, EngineGone, InvalidRequest, RequestError, Unavailable
+from pdserve.local_socket import bind, folder_of
 from pdserve.process import ChildProcess, python_program
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import (
@@ -52,6 +52,7 @@ from pdserve.wire.trace_context import TraceContext
 log = logging.getLogger(__name__)
 
 ENGINE_COMMAND = python_program("pdserve.engine")
+SOCKET_NAME = "the engine's socket"
 START_SILENCE_S = 600.0
 """An engine may take as long as it needs to start, but must not be silent for so long."""
 LAST_WORDS_S = 2.0
@@ -93,6 +94,7 @@ class EngineClient:
     """Owns the child process, the socket and its folder. ``stop`` frees all of it."""
 
     def __init__(self, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        """Raises ConfigError if the engine's socket cannot be made."""
         self._config = config
         self._command = command
         self._max_open = config.scheduler.max_num_seqs + config.scheduler.max_waiting
@@ -110,7 +112,7 @@ class EngineClient:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._lost: asyncio.Future[EngineError] = self._loop.create_future()
         self._heard = self._loop.time()
-        self._folder = _folder_of_socket()
+        self._folder = folder_of(SOCKET_NAME, prefix="pdserve-")
         self._address = f"ipc://{self._folder.name}/engine"
         self._channel = EngineChannel(self._address, self._handle, self._lose)
         self._process: ChildProcess | None = None
@@ -419,7 +421,7 @@ class EngineChannel:
         on_message: Callable[[FromEngine], None],
         on_garbage: Callable[[EngineError], None],
     ) -> None:
-        """Raises EngineError if the socket cannot be made."""
+        """Raises ConfigError if the socket cannot be made."""
         self._on_message = on_message
         self._on_garbage = on_garbage
         self._encoder = msgspec.msgpack.Encoder()
@@ -432,11 +434,11 @@ class EngineChannel:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as exc:
+            bind(self._socket, address, SOCKET_NAME)
+        except ConfigError:
             self._socket.close()
             self._context.term()
-            raise EngineError(f"the engine's socket cannot be made: {exc}; TMPDIR may name a folder with room") from exc
+            raise
         self._fd = cast("int", self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
 
@@ -483,13 +485,3 @@ class EngineChannel:
             self._on_garbage(EngineError(f"the engine sent a message that is none: {exc}"))
             return
         self._on_message(message)
-
-
-def _folder_of_socket() -> tempfile.TemporaryDirectory[str]:
-    """Returns a new folder for the engine's socket. Raises EngineError."""
-    try:
-        return tempfile.TemporaryDirectory(prefix="pdserve-")
-    except OSError as exc:
-        raise EngineError(
-            f"no folder for the engine's socket can be made: {exc}; TMPDIR may name a folder with room"
-        ) from exc

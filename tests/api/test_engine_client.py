@@ -18,7 +18,7 @@ import pytest
 from pdserve.api.engine_client import EngineChannel, EngineClient, EngineState, PromptChoices, WantedChoice
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import SchedulerConfig, StreamConfig
-from pdserve.errors import EngineError, InvalidRequest, Unavailable
+from pdserve.errors import ConfigError, EngineError, InvalidRequest, Unavailable
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput, Stats, StepOutput
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
@@ -121,12 +121,12 @@ async def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch:
 
 async def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(EngineError, match=r"no folder for the engine's socket can be made: .*No such file"):
+    with pytest.raises(ConfigError, match=r"no folder for the engine's socket can be made: .*No such file"):
         EngineClient(engine_config(tmp_path))
 
 
 async def test_a_socket_that_cannot_be_made_says_so(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"the engine's socket cannot be made: .*; TMPDIR"):
+    with pytest.raises(ConfigError, match=r"the engine's socket cannot be made: .*; TMPDIR"):
         EngineChannel(f"ipc://{tmp_path}/gone/engine", lambda _: None, lambda _: None)
 
 

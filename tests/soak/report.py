@@ -35,7 +35,7 @@ JUDGED_FROM_MINUTES = 30.0
 MAX_FILES = 32
 """Files that the processes of six servers may have in shared memory, or among temporary ones."""
 MOST_NOT_KEPT = 50
-"""Of those who have to ask again, at most so many, or one in so many, may find that their answers are not kept."""
+"""Clients that ask again may find that their answers are not kept: so many of them, or one in so many of them."""
 _KEPT_EVERY_S = 30.0
 
 

@@ -11,16 +11,16 @@ import asyncio
 import dataclasses
 import logging
 import socket
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeAlias
 
 from pdserve.config import ProxyConfig, RoleChoice
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import PdserveError
 from pdserve.http.server import bind_shared, url_of
 from pdserve.http.tls import Trust
+from pdserve.local_socket import folder_of
 from pdserve.process import ChildProcess
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
@@ -32,7 +32,7 @@ from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.roles.controller import RoleController
 from pdserve_proxy.serving import Addresses, store_limits
 from pdserve_proxy.workers.worker import WORKER_COMMAND, WorkerLaunch
-from pdserve_proxy.workers.worker_channel import WorkerChannel
+from pdserve_proxy.workers.worker_channel import SOCKET_NAME, WorkerChannel
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ async def supervise(
     metrics = ProxyMetrics("supervisor", config.request.timeout_s)
     secrets, trust = Secrets(credentials.secret), Trust(credentials.authorities)
     with ExitStack() as owned:
-        address = f"ipc://{owned.enter_context(_folder_of_socket())}/workers"
+        folder = owned.enter_context(folder_of(SOCKET_NAME, prefix="pdserve-proxy-"))
+        address = f"ipc://{folder}/workers"
         boot_id = new_id()
         registry = Registry(config.registry.heartbeat_ms / 1000, config.registry.missed_heartbeats, own_id=boot_id)
         limits = store_limits(config.store)
@@ -131,16 +132,6 @@ async def supervise(
         # Not in the block above: some versions of Python 3.11 wrap what is raised there.
         if died is not None:
             raise WorkerDied(str(died.exceptions[0])) from died
-
-
-def _folder_of_socket() -> tempfile.TemporaryDirectory[str]:
-    """Returns a new folder for the workers' socket. Raises ConfigError."""
-    try:
-        return tempfile.TemporaryDirectory(prefix="pdserve-proxy-")
-    except OSError as exc:
-        raise ConfigError(
-            f"no folder for the workers' socket can be made: {exc}; TMPDIR may name a folder with room"
-        ) from exc
 
 
 def worker_share(config: ProxyConfig) -> ProxyConfig:

@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.errors import ConfigError
+from pdserve.local_socket import bind
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
     AskLanes,
@@ -65,6 +66,7 @@ from pdserve_proxy.workers.stored_responses import abandon, answer
 
 log = logging.getLogger(__name__)
 
+SOCKET_NAME = "the workers' socket"
 PUBLISH_PAUSE_S = 0.05
 """Seconds between two messages with the nodes: however many heartbeats come, workers get at most 20 a second."""
 RETRY_S = 1.0
@@ -157,11 +159,11 @@ class WorkerChannel:
         self._socket.set(zmq.SNDHWM, MAX_QUEUED)
         self._socket.set(zmq.RCVHWM, MAX_QUEUED)
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as exc:
+            bind(self._socket, address, SOCKET_NAME)
+        except ConfigError:
             self._socket.close()
             self._context.term()
-            raise ConfigError(f"the workers' socket cannot be made: {exc}; TMPDIR may name a folder with room") from exc
+            raise
 
     def __enter__(self) -> Self:
         return self

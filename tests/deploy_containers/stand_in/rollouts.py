@@ -11,14 +11,14 @@ from tests.deploy_containers.stand_in.manifests import ManifestError, RollingUpd
 
 @dataclass(frozen=True)
 class PodState:
-    """What a controller sees of one of its pods."""
+    """A controller sees this of each of its pods."""
 
     name: str
     ordinal: int
     revision: str
     """Which version of the workload's template the pod was made of."""
     ready: bool
-    """For a Deployment: ready for ``minReadySeconds``."""
+    """The pod is ready. A pod of a Deployment has to have been so for ``minReadySeconds``."""
     terminating: bool
 
 

@@ -76,7 +76,7 @@ class Report:
     """The mean requests at a prefill node, over the time."""
     ttft_s: Shares
     gap_s: Shares
-    """Of answers' mean time between tokens."""
+    """The quantiles of the mean time between the tokens of an answer, over all answers."""
     same_node: float
     """The share of requests that go to the decode node of the request before in their conversation."""
     loss: LossReport | None
@@ -85,7 +85,7 @@ class Report:
 
 @dataclass(frozen=True)
 class LossReport:
-    """What a loss of many nodes did. What nothing was seen of in the run is None."""
+    """What a loss of many nodes did. A figure is None if the run ended before there was anything to measure it by."""
 
     nodes: int
     noticed_s: float | None
@@ -93,20 +93,20 @@ class LossReport:
     streams: int
     """The streams that had an answer under way there."""
     resumed: int
-    """Those of them that went on; all do, unless the cluster that is left is too small for them."""
+    """How many of them went on. All do, unless the nodes that are left are too few for them."""
     pause_s: Shares
-    """Of how long the streams of lost nodes stood still."""
+    """The quantiles of how long the streams of lost nodes stood still."""
     most_resumed_s: float | None
     """When 99 % of them had gone on; None if fewer did."""
     last_resumed_s: float
     standing: list[int]
-    """How many of them still stood still, after each second."""
+    """How many streams still stood still after each second."""
     surge: float | None
     """The most requests at a decode node that is left, as a multiple of the mean there before."""
     ttft_before_s: float | None
     """The p99 of other requests' time to the first token before."""
     ttft_s: Shares
-    """Of that from the loss until the last stream has gone on."""
+    """The quantiles of that time from the loss until the last stream has gone on."""
     worst_ttft_s: float | None
     """The worst p99 of a second."""
     normal_after_s: float | None
