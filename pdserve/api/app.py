@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Callable
 
@@ -39,6 +38,7 @@ from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList, model_in_query
 from pdserve.http.request import JSON, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH, DirectRoutes, quart_app
+from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.command import COMMAND_PATH
 
 
@@ -101,8 +101,6 @@ def _add_models(app: Quart, node: ServingNode) -> None:
 
 
 def _add_probes(app: Quart, node: ServingNode) -> None:
-    installed = importlib.metadata.version("pdserve")
-
     @app.get("/live")
     async def live() -> Response:
         return _json({"status": "live"})
@@ -125,14 +123,14 @@ def _add_probes(app: Quart, node: ServingNode) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return _json({"version": installed})
+        return _json({"version": INSTALLED_VERSION})
 
     @app.get("/server_info")
     async def server_info() -> Response:
         ready = node.ready
         return _json(
             NodeServerInfo(
-                installed,
+                INSTALLED_VERSION,
                 node.name,
                 node.role.value,
                 node.model,

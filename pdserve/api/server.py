@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.metadata
 import logging
 import os
 import socket
@@ -35,6 +34,7 @@ from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.freed_memory import give_freed_memory_back
 from pdserve.http.server import HttpServer, bind, url_of
+from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.process import set_up_logging, share_interpreter
@@ -262,7 +262,7 @@ class NodeServer:
                 max_model_len=ready.max_model_len,
             ),
             kernels=ready.kernels,
-            version=importlib.metadata.version("pdserve"),
+            version=INSTALLED_VERSION,
             compute=ready.compute,
         )
 

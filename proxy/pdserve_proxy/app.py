@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.request import request_label
 from pdserve.http.routes import DirectRoutes, quart_app
+from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.settings import is_loopback
 from pdserve.wire.ids import MAX_REQUEST_ID_CHARS
 from pdserve.wire.version import SPOKEN
@@ -101,7 +101,6 @@ class InformationRoutes:
         self._keys = credentials.keys
         self._admins = credentials.admins
         self._started = int(time.time())
-        self._version = importlib.metadata.version("pdserve")
 
     def add_routes(self, app: Quart) -> None:
         app.add_url_rule("/v1/models", "models", self.models)
@@ -176,12 +175,12 @@ class InformationRoutes:
         return Response(await self._scrape(), content_type=CONTENT_TYPE)
 
     async def version(self) -> Response:
-        return _json({"version": self._version})
+        return _json({"version": INSTALLED_VERSION})
 
     async def server_info(self) -> Response:
         roles = Counter(node.info.role.value for node in self._registry.snapshot().nodes)
         models = sorted(self._cards())
-        return _json(ProxyServerInfo(self._version, SPOKEN.newest, models, dict(roles), self._max_body_bytes))
+        return _json(ProxyServerInfo(INSTALLED_VERSION, SPOKEN.newest, models, dict(roles), self._max_body_bytes))
 
 
 def _instance(node: RegisteredNode, now: float) -> Instance:

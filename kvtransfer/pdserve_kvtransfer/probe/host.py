@@ -6,12 +6,12 @@ that an asker sends can land in a KV block or be sent from one.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import time
 
 from pdserve.errors import PeerLost, TransferError
+from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.connection_guard import RoutedMessage
 from pdserve.wire.frame import MAX_REASON_CHARS
 from pdserve.wire.transfer import (
@@ -129,7 +129,6 @@ class ProbeHost:
     def __init__(self, engine: LocalEngine, server: ControlServer) -> None:
         self._engine = engine
         self._server = server
-        self._version = importlib.metadata.version("pdserve")
         self._probing: _Probing | None = None
         self._free_at = -math.inf
 
@@ -152,7 +151,7 @@ class ProbeHost:
         identity = machine_identity()
         return Examined(
             boot_id=self._engine.boot_id,
-            version=self._version,
+            version=INSTALLED_VERSION,
             spec=self._engine.spec,
             block_bytes=self._engine.region.block_bytes,
             clock_ms=int(time.time() * 1000),

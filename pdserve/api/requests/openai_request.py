@@ -384,7 +384,7 @@ class BodyParser(Generic[T]):
 
 
 def _names(struct: type[msgspec.Struct]) -> set[str]:
-    return {field.encode_name for field in msgspec.structs.fields(struct)}
+    return set(struct.__struct_encode_fields__)
 
 
 _UNPAIRED_SURROGATE = re.compile(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import math
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from itertools import islice
 
 import msgspec
 
+from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
 from pdserve_proxy.incidents import last_incidents
@@ -139,7 +139,6 @@ class Reporter:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._started_s = clock()
-        self._version = importlib.metadata.version("pdserve")
         self._throughput = Throughput(RATE_S, WINDOW_S)
 
     def report(self, snapshot: Snapshot, parts: Sequence[RelayStatus], workers: int = 1) -> StatusReport:
@@ -153,7 +152,7 @@ class Reporter:
         nodes = tuple(self._node(node, now) for node in snapshot.nodes[:MAX_NODES_SHOWN])
         shown = tuple(under_way[:MAX_UNDER_WAY_SHOWN])
         return StatusReport(
-            version=self._version,
+            version=INSTALLED_VERSION,
             unix_s=time.time(),
             now_s=now,
             uptime_s=now - self._started_s,

@@ -7,7 +7,6 @@ ends.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import itertools
 import logging
 import socket
@@ -24,6 +23,7 @@ import zmq.asyncio
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError, PdserveError, Unavailable
+from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup, stop_signals
 from pdserve.tracing.kept_lanes import KeptLanes
@@ -146,7 +146,7 @@ class SupervisorChannel:
 
     async def run(self) -> None:
         """Serves until it is cancelled."""
-        await self.send(WorkerHello(importlib.metadata.version("pdserve")))
+        await self.send(WorkerHello(INSTALLED_VERSION))
         while True:
             match _decoder.decode(await self._socket.recv()):
                 case Nodes() as nodes:

@@ -6,7 +6,6 @@ It sends the workers the nodes, adds up their metrics, and finds the workers tha
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -20,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.errors import ConfigError
+from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.local_socket import bind
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
@@ -152,7 +152,6 @@ class WorkerChannel:
         self._number = 0
         self._tasks: set[asyncio.Task[object]] = set()
         self._context = zmq.asyncio.Context()
-        self._version = importlib.metadata.version("pdserve")
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # so that a message for which there is no room is not lost unseen
@@ -265,13 +264,13 @@ class WorkerChannel:
             health.unanswered = 0
             match _decoder.decode(data):
                 case WorkerHello(version=version):
-                    if version != self._version:
+                    if version != INSTALLED_VERSION:
                         log.error(
                             "worker %s runs pdserve %s, its supervisor %s: pdserve was replaced under a running proxy; "
                             "restart the proxy",
                             name.decode(),
                             version,
-                            self._version,
+                            INSTALLED_VERSION,
                         )
                     self._workers[name] = ()
                     self._outdated.add(name)
