@@ -9,6 +9,7 @@ from tests.simulation.mutants import Change, Mutant
 
 GUARD = "pdserve.http.guard"
 RELAY = "pdserve_proxy.relay"
+RETRIED = 'headers["x-should-retry"] = "false"'
 
 PUT_BACK = (
     Mutant(
@@ -173,21 +174,21 @@ PUT_BACK = (
         "out_of_time or kind in (FailureKind.REFUSED, FailureKind.OVERLOADED, FailureKind.CLOSED):",
         "out_of_time:",
     ),
-)
-"""The seed of each finds it."""
-
-WITHOUT_SEED = (
     Mutant(
         "a client that has waited until its deadline is not told to stay away",
-        0,
+        20,
         "pdserve.http.request",
         "error_headers",
-        'headers["x-should-retry"] = "false"',
+        RETRIED,
         "pass",
+        (
+            Change("pdserve.http.routes", "error_headers", RETRIED, "pass"),
+            Change("pdserve.api.answers.journaled_answer", "error_headers", RETRIED, "pass"),
+        ),
     ),
     Mutant(
         "prompts that are fetched take the places of the batch",
-        0,
+        1674,
         "pdserve.engine.scheduling.batch_admission.BatchAdmission",
         "has_place",
         "len(self._queues.running)",
@@ -195,7 +196,7 @@ WITHOUT_SEED = (
     ),
     Mutant(
         "the first byte is that of the node that was busy",
-        0,
+        105,
         f"{RELAY}.relay",
         "read_whole",
         "elif body and response.status not in REFUSALS:",
@@ -207,8 +208,13 @@ WITHOUT_SEED = (
                 "self.first_byte_at_s = self.prompt_done_s = None",
                 "pass",
             ),
+            Change(f"{RELAY}.whole_answer", "_read_all", "if response.status not in REFUSALS:", "if True:"),
         ),
     ),
+)
+"""The seed of each finds it."""
+
+WITHOUT_SEED = (
     Mutant(
         "a rank may still clear blocks that go to a fetch",
         0,
