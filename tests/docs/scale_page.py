@@ -1,5 +1,5 @@
-"""Writes what scale.md in docs/benchmarks says of virtual time, and the plot beside it, from scale/policies.json and
-scale/resumes.json: ``python -m tests.docs.scale_page``.
+"""Writes the figures of scale.md in docs/benchmarks, and the plot beside it, from the files in the folder scale:
+``python -m tests.docs.scale_page``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from pdserve.config import RoutingPolicy
 from tests.docs.page_part import markdown_table, with_part
+from tests.scale.figures import ChoiceRuns, ProxyFigures, ProxyRuns
+from tests.scale.figures import read as read_real
 from tests.simulation.scale.cluster import LossReport, Plan
 from tests.simulation.scale.figures import Figures, Run, read
 from tests.simulation.scale.plot import write_plot
@@ -17,9 +19,67 @@ DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 PAGE = DOCS / "scale.md"
 POLICIES = DOCS / "scale/policies.json"
 RESUMES = DOCS / "scale/resumes.json"
+ROUTING = DOCS / "scale/routing.json"
+PROXY = DOCS / "scale/proxy.json"
 PLOT = DOCS / "scale" / "plot.svg"
+ROUTING_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/routing.json -->"
+PROXY_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/proxy.json -->"
 POLICIES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/policies.json -->"
 RESUMES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/resumes.json -->"
+
+
+def routing(figures: ChoiceRuns) -> str:
+    """Returns what a choice of nodes takes, as Markdown."""
+    rows = [[f"{run.nodes:,}", *(f"{run.us[policy.value]:.0f} µs" for policy in RoutingPolicy)] for run in figures.runs]
+    return "\n\n".join(
+        [
+            markdown_table(["nodes", *(f"`{policy.value}`" for policy in RoutingPolicy)], rows),
+            f"{figures.machine.cores} cores ({figures.machine.cpu}), {figures.machine.measured} UTC. "
+            f"[All figures]({ROUTING.relative_to(DOCS)}).",
+        ]
+    )
+
+
+def proxies(figures: ProxyRuns) -> str:
+    """Returns what real proxies with many nodes take, as Markdown: a column for each number of workers and nodes."""
+    head = ["", *(f"{_counted(run.nodes, 'node')}, {_counted(run.workers, 'worker')}" for run in figures.runs)]
+    rows = [
+        ("heartbeats alone, share of a core", [f"{run.idle_percent:.1f} %" for run in figures.runs]),
+        ("resident memory", [f"{run.rss_mib:.0f} MiB" for run in figures.runs]),
+        *(
+            (f"a request, `{policy.value}`", [f"{_request_us(run, policy):.0f} µs" for run in figures.runs])
+            for policy in RoutingPolicy
+        ),
+        ("a fourth of the nodes dies: all known after", [_known(run) for run in figures.runs]),
+        ("requests that failed meanwhile", ["" if run.rack is None else str(run.rack.failed) for run in figures.runs]),
+        (
+            "a proxy that starts again has all nodes after",
+            [f"{run.restart_s:.1f} s, {run.restart_cpu_s:.1f} s of CPU" for run in figures.runs],
+        ),
+        *(
+            (f"an answer of `{page}`", [f"{run.pages_ms[page]:.1f} ms" for run in figures.runs])
+            for page in figures.runs[0].pages_ms
+        ),
+    ]
+    return "\n\n".join(
+        [
+            markdown_table(head, ([name, *cells] for name, cells in rows)),
+            f"{figures.machine.cores} cores ({figures.machine.cpu}), {figures.machine.measured} UTC. "
+            f"[All figures]({PROXY.relative_to(DOCS)}).",
+        ]
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
+def _request_us(run: ProxyFigures, policy: RoutingPolicy) -> float:
+    return next(found.request_us for found in run.policies if found.policy == policy.value)
+
+
+def _known(run: ProxyFigures) -> str:
+    return "" if run.rack is None else f"{run.rack.known_s:.1f} s"
 
 
 def policies(figures: Figures) -> str:
@@ -110,6 +170,8 @@ def command(plan: Plan) -> str:
 
 def page_with(text: str, of_policies: Figures, of_resumes: Figures) -> str:
     """Returns the page's ``text`` with its tables in their places."""
+    text = with_part(text, ROUTING_BEGIN, routing(read_real(ROUTING, ChoiceRuns)))
+    text = with_part(text, PROXY_BEGIN, proxies(read_real(PROXY, ProxyRuns)))
     plot = f"![share of streams that stand still over time]({PLOT.relative_to(DOCS)})"
     text = with_part(text, POLICIES_BEGIN, policies(of_policies))
     return with_part(text, RESUMES_BEGIN, f"{plot}\n\n{resumes(of_resumes)}")

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from pdserve.config import RoutingPolicy
 from pdserve.process import PARENT_PID_ENV, free_port
 from tests.eventually import eventually
 from tests.processes import SECRET, Process, clean_environ, pdserve, running
+from tests.scale.figures import PolicyFigures, ProxyFigures, RackFigures, add_runs
 from tests.scale.mock_nodes import MODEL
 
 PLAY = (sys.executable, "-m", "tests.scale.mock_nodes")
@@ -37,47 +38,6 @@ PATIENCE_S = 60.0
 LOOK_S = 0.1
 ASKED = 20
 """Each page is asked for so many times."""
-
-
-@dataclass(frozen=True)
-class PolicyFigures:
-    """A proxy with one policy."""
-
-    policy: str
-    request_us: float
-    """CPU time of a request, without that of heartbeats."""
-    p50_ms: float
-    p99_ms: float
-    failed: int
-
-
-@dataclass(frozen=True)
-class RackFigures:
-    """A fourth of the nodes dies at once, while requests come."""
-
-    known_s: float
-    """From the kill until the proxy has dropped all of them."""
-    p99_ms: float
-    """The 99th percentile of the requests that came from the kill until a second after that."""
-    failed: int
-
-
-@dataclass(frozen=True)
-class Figures:
-    nodes: int
-    workers: int
-    registration_s: float
-    """From the start of the processes that play the nodes until the proxy knows all nodes."""
-    restart_s: float
-    """From when a proxy at the old addresses takes connections until it knows all nodes, which find it themselves."""
-    restart_cpu_s: float
-    idle_percent: float
-    """The share of a core that heartbeats alone take."""
-    rss_mib: float
-    pages_ms: dict[str, float]
-    """CPU time of one answer of each page."""
-    policies: list[PolicyFigures]
-    rack: RackFigures | None
 
 
 class Proxy:
@@ -225,7 +185,7 @@ def idle_share(at: Proxy, seconds: float) -> float:
     return (at.cpu_s() - before) / (time.monotonic() - began)
 
 
-def measure(nodes: int, workers: int, rate: float, seconds: float) -> Figures:
+def measure(nodes: int, workers: int, rate: float, seconds: float) -> ProxyFigures:
     """Measures with so many nodes. The proxy is started again with each policy, and the nodes find it again."""
     first, *others = RoutingPolicy
     policies: list[PolicyFigures] = []
@@ -250,7 +210,7 @@ def measure(nodes: int, workers: int, rate: float, seconds: float) -> Figures:
                     last = nodes - nodes * (PLAYERS - 1) // PLAYERS
                     rack = measure_rack(at, played[-1], nodes - last)
     restart_s, restart_cpu_s = (statistics.median(figures) for figures in zip(*restarts, strict=True))
-    return Figures(
+    return ProxyFigures(
         nodes, workers, registration_s, restart_s, restart_cpu_s, idle * 100, rss_mib, pages_ms, policies, rack
     )
 
@@ -261,15 +221,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rate", type=float, default=200.0, help="plain requests a second")
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--json", default="")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the runs to this file, or replace them there")
     asked = parser.parse_args()
     found = []
     for nodes in asked.nodes:
         figures = measure(nodes, asked.workers, asked.rate, asked.seconds)
         print(json.dumps(asdict(figures)), flush=True)
-        found.append(asdict(figures))
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(found, indent=1) + "\n")
+        found.append(figures)
+    if asked.json is not None:
+        add_runs(asked.json, found)
 
 
 if __name__ == "__main__":

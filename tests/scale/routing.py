@@ -1,18 +1,22 @@
-"""Times the choice of nodes alone, in this process: ``python -m tests.scale.routing``.
+"""Times the choice of nodes alone, in this process: ``python -m tests.scale.routing --json FILE``.
 
 CPU time of a choice with the five heartbeats that come between two requests, by the number of nodes and the policy.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
+from pathlib import Path
 
+from pdserve.bench.machine import this_machine
 from pdserve.config import RoutingPolicy
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad, Register
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RouteQuery, Router
+from tests.scale.figures import ChoiceRuns, ChoiceTimes, write
 from tests.scale.mock_nodes import MODEL, describe
 
 SIZES = (10, 100, 1000, 4000)
@@ -49,9 +53,17 @@ def choice_us(nodes: int, policy: RoutingPolicy) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.scale.routing", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    asked = parser.parse_args()
     print("nodes", *[policy.value for policy in RoutingPolicy], sep="\t")
+    found = []
     for nodes in SIZES:
-        print(nodes, *[f"{choice_us(nodes, policy):.0f}" for policy in RoutingPolicy], sep="\t", flush=True)
+        times = {policy.value: choice_us(nodes, policy) for policy in RoutingPolicy}
+        print(nodes, *[f"{us:.0f}" for us in times.values()], sep="\t", flush=True)
+        found.append(ChoiceTimes(nodes, times))
+    if asked.json is not None:
+        write(asked.json, ChoiceRuns(this_machine(), tuple(found)))
 
 
 if __name__ == "__main__":
