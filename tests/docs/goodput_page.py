@@ -1,7 +1,7 @@
 """Writes what goodput.md in docs/benchmarks shows, and the README's picture: ``python -m tests.docs.goodput_page``.
 
-``goodput.json`` has the systems beside other servers, and no request names a target; the plots show it. In
-``goodput-told.json`` every request does (``--tell on``).
+``goodput.json`` has the systems beside other servers, and no request names a target; the plots show it.
+``goodput-long.json`` has them alone, in longer runs. In ``goodput-told.json`` every request names one (``--tell on``).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ DOCS = ROOT / "docs" / "benchmarks"
 README = ROOT / "README.md"
 PAGE = DOCS / "goodput.md"
 FIGURES = DOCS / "goodput.json"
+LONG_FIGURES = DOCS / "goodput-long.json"
 TOLD_FIGURES = DOCS / "goodput-told.json"
 
 _LOADS = {Loop.CLOSED: "clients", Loop.OPEN: "rate %"}
@@ -90,10 +91,12 @@ def written(text: str, part: str, file: Path) -> str:
     return with_part(text, f"<!-- written by tests/docs/goodput_page.py from {file.name} -->", part)
 
 
-def page_with(text: str, beside: Report, told: Report) -> str:
+def page_with(text: str, beside: Report) -> str:
     """Returns the page's ``text`` with all parts."""
     text = written(text, f"{plots()}\n\n{figures(beside, FIGURES)}", FIGURES)
-    return written(text, figures(told, TOLD_FIGURES), TOLD_FIGURES)
+    for file in (LONG_FIGURES, TOLD_FIGURES):
+        text = written(text, figures(read_report(file), file), file)
+    return text
 
 
 def _unloaded(report: Report) -> str:
@@ -162,7 +165,7 @@ def _cells(row: Row, names: Iterable[str]) -> list[str]:
 def main() -> None:
     report = read_report(FIGURES)
     write_plot(report, DOCS)
-    PAGE.write_text(page_with(PAGE.read_text(), report, read_report(TOLD_FIGURES)))
+    PAGE.write_text(page_with(PAGE.read_text(), report))
     README.write_text(written(README.read_text(), picture(report), FIGURES))
 
 
