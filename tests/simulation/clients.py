@@ -69,6 +69,8 @@ class ClientRequest:
     choices: dict[int, Choice] = field(default_factory=dict)
     began_s: float = 0.0
     ended_s: float = 0.0
+    paused_s: float = 0.0
+    """For how long the client itself has read nothing."""
     on_text: Callable[[ClientRequest], None] = lambda _: None
     on_sent: Callable[[str], None] = lambda _: None
     """Called with the label of each try whose last byte is sent."""
@@ -186,6 +188,7 @@ class _Reader(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.request.planned.manner is Manner.READS_SLOWLY:
             self._transport.pause_reading()
+            self.request.paused_s += READ_PAUSE_S
             asyncio.get_running_loop().call_later(READ_PAUSE_S, self._transport.resume_reading)
         self._parser.feed_data(data)
 

@@ -450,11 +450,14 @@ class Cluster:
 
         async def run() -> None:
             self.events.add(f"request {request.name} begins: {request.planned}")
+            processes = self.proxies[request.planned.proxy].processes()
+            stopped_before_s = {process: process.stopped_s for process in processes}
             await self._ask(request)
             self.events.add(f"request {request.name} ends: {request.told}")
             self._check_answer(request)
             took_s = request.ended_s - request.began_s
-            if took_s > self.shape.timeout_s + LATE_S and not request.planned.returns:
+            held_up_s = request.paused_s + max(process.stopped_s - stopped_before_s[process] for process in processes)
+            if took_s > self.shape.timeout_s + LATE_S + held_up_s and not request.planned.returns:
                 self.violated(f"request {request.name} ended {took_s:.1f} s after it began")
 
         return self.as_client(run())

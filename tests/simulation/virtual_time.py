@@ -264,6 +264,8 @@ class SimProcess:
         self.on_crash: Callable[[], None] = lambda: None
         self.was_stopped = False
         """Whether it was ever stopped."""
+        self._stopped_before_s = 0.0
+        self._stop_began_s = 0.0
         self._held: deque[asyncio.Handle] = deque()
         self._stops = 0
 
@@ -305,8 +307,15 @@ class SimProcess:
         made[0].begin(self)
         return made[0]
 
+    @property
+    def stopped_s(self) -> float:
+        """For how long it has been stopped so far."""
+        return self._stopped_before_s + (self.loop.time() - self._stop_began_s if self._stops else 0.0)
+
     def stop(self) -> None:
         """Does what SIGSTOP does, until ``go_on`` has been called as often."""
+        if not self._stops:
+            self._stop_began_s = self.loop.time()
         self._stops += 1
         self.was_stopped = True
         self.running = False
@@ -316,6 +325,7 @@ class SimProcess:
         self._stops -= 1
         if self.ended or self._stops:
             return
+        self._stopped_before_s += self.loop.time() - self._stop_began_s
         self.running = True
         held, self._held = self._held, deque()
         self.loop._due.extend(held)

@@ -113,10 +113,11 @@ class EventStream:
 
     async def _after_loss(self, loss: NodeLost) -> bytes:
         relayed, journal = self._relayed, self._journal
+        if journal is not None and journal.done:
+            # Its client has all of it, also where the request was cut short while the end of the body was on its way.
+            self.over = True
+            return b""
         if relayed.cut_short is None:
-            if journal is not None and journal.done:
-                self.over = True
-                return b""
             if self._resumption is None or not self._resumption.planned:
                 reason = loss or repr(loss)
                 relayed.node_lost()

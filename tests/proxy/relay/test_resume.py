@@ -508,6 +508,14 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(second: Beha
             await eventually(lambda node=node: not node._connections, "its connection is closed")
 
 
+async def test_a_deadline_ends_no_stream_anew_whose_client_has_all_of_it() -> None:
+    """The end of the body is still on its way."""
+    wanted = config(base=proxy_config(timeout_s=0.4))
+    async with cluster(wanted) as running, nodes(running, hangs_at(len(ANSWER))):
+        assert await ask(running) == SHOWN
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 1
+
+
 @pytest.mark.parametrize("second", [None, hangs_at(2)])
 async def test_the_deadline_ends_a_stream_that_is_being_resumed(second: Behaviour | None) -> None:
     behaviours = [dies_at(2)] if second is None else [dies_at(2), second]
