@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,11 +41,15 @@ FREE, OWNED, LENT, WANTED, SHARED = (
 )
 
 
-class Neighbour:
-    """The process of ``core_neighbour``."""
+IN_CONTAINER = ("unshare", "--fork", "--kill-child", "--pid", "--mount", "--mount-proc", "--ipc", "--uts")
+"""Runs a process in namespaces of its own, as a container has them: it shares files, and the machine's cores."""
 
-    def __init__(self, path: Path, *own: int) -> None:
-        argv = [sys.executable, "-m", "tests.kernels.core_neighbour", str(path), ",".join(map(str, own))]
+
+class Neighbour:
+    """The process of ``core_neighbour``, below the command ``inside`` if there is one."""
+
+    def __init__(self, path: Path, *own: int, inside: Sequence[str] = ()) -> None:
+        argv = [*inside, sys.executable, "-m", "tests.kernels.core_neighbour", str(path), ",".join(map(str, own))]
         self._popen = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.engine = int(self._answer())
 
@@ -71,16 +76,28 @@ class Neighbour:
         return line
 
 
+@functools.cache
+def why_no_container() -> str | None:
+    """Returns why this machine gives processes no namespaces of their own, or None if it does."""
+    try:
+        subprocess.run([*IN_CONTAINER, "true"], check=True, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        return f"namespaces cannot be made here: {getattr(exc, 'stderr', None) or exc}"
+    return None
+
+
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[CoreLedger]:
     with CoreLedger(tmp_path / "ledger") as opened:
         yield opened
 
 
-@pytest.fixture
-def neighbour(tmp_path: Path, ledger: CoreLedger) -> Iterator[Neighbour]:
-    """Yields an engine that owns ``CORE``."""
-    started = Neighbour(tmp_path / "ledger", CORE)
+@pytest.fixture(params=[(), IN_CONTAINER], ids=["process", "container"])
+def neighbour(tmp_path: Path, ledger: CoreLedger, request: pytest.FixtureRequest) -> Iterator[Neighbour]:
+    """Yields an engine that owns ``CORE``. Namespaces need root, which CI has."""
+    if request.param and (why := why_no_container()) is not None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
+    started = Neighbour(tmp_path / "ledger", CORE, inside=request.param)
     yield started
     started.die()
 
