@@ -26,6 +26,7 @@ from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
 
 _DRAIN_LEASES = 3
+_GREETING_LEASES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class SideSettings:
     def drain_s(self) -> float:
         """How long a peer that is alive may move nothing while blocks of ended transfers are still in use."""
         return _DRAIN_LEASES * self.lease_s
+
+    @property
+    def greeting_s(self) -> float:
+        """How long a peer that is alive may leave a greeting without an answer while a fetch waits for that."""
+        return _GREETING_LEASES * self.lease_s
 
     @property
     def heartbeat_s(self) -> float:

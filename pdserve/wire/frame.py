@@ -288,7 +288,7 @@ class Opener(Generic[T]):
         Raises MalformedFrame if it is no message of this channel (UnreadableMessage if it is authentic nonetheless),
         and AuthenticationFailed if it cannot be trusted (ForgedFrame if its signature is wrong; WrongReceiver if it is
         authentic, but for another process;
-        StaleFrame if it names this one, is the next of a known sender, and only too old).
+        StaleFrame if it names this one, is the next of its sender, and only too old).
         """
         outer = self._authentic(frame)
         named = outer.version == NAMED
@@ -324,9 +324,8 @@ class Opener(Generic[T]):
         try:
             self._check_age(frame, max_age_s)
         except AuthenticationFailed as exc:
-            known = self._senders.get(frame.sender)
             # A frame that names no receiver may have been sent to another one, whose frames come here by an attacker.
-            if frame.version == NAMED and known is not None and known.use(frame.counter):
+            if frame.version == NAMED and self._counters_of(frame.sender).use(frame.counter):
                 raise StaleFrame(str(exc), frame.sender) from exc
             raise
         self._check_first_use(frame)
@@ -340,9 +339,12 @@ class Opener(Generic[T]):
             )
 
     def _check_first_use(self, frame: _Frame) -> None:
-        record = self._senders.pop(frame.sender, None) or self._record()
-        self._senders[frame.sender] = record
+        if not self._counters_of(frame.sender).use(frame.counter):
+            raise AuthenticationFailed("replayed frame: its counter was seen before")
+
+    def _counters_of(self, sender: bytes) -> RisingCounter | ReplayWindow:
+        record = self._senders.pop(sender, None) or self._record()
+        self._senders[sender] = record
         if len(self._senders) > MAX_SENDERS:
             del self._senders[next(iter(self._senders))]
-        if not record.use(frame.counter):
-            raise AuthenticationFailed("replayed frame: its counter was seen before")
+        return record

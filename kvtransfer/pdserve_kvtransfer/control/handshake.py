@@ -80,8 +80,8 @@ class Handshake:
         return self.protocol is None or opened.named is (self.protocol >= NAMED_RECEIVERS)
 
     def is_of_peer(self, frame: StaleFrame) -> bool:
-        """Returns whether the engine with which this handshake was completed has sent a frame."""
-        return self.complete and frame.sender == self._target_boot
+        """Returns whether the engine that was meant has sent a frame."""
+        return frame.sender == self._target_boot
 
     def on_welcome(self, message: Welcome, *, named: bool = True) -> tuple[bytes, ...] | None:
         """Returns the addresses of the other engine's ranks, or None if the handshake was complete already.
@@ -107,6 +107,8 @@ class Handshake:
             return PeerLost("the prefill node has restarted")
         if self.complete:
             return PeerLost("the prefill engine has given up the handshake")
+        if message.field == "handshake":
+            return PeerLost("the prefill engine knows of no handshake: it has dropped the greeting")
         return HandshakeRefused(message.field, message.theirs, message.ours)
 
     def check_boot(self, boot_id: bytes) -> None:

@@ -107,6 +107,8 @@ class FetchPeer:
         self._arrived = now
         self._ping_timer = PingTimer(engine.settings.heartbeat_s)
         self.lease = Lease(engine.settings.lease_s)
+        self._greeting = Lease(engine.settings.greeting_s)
+        """Runs while fetches wait for the answer to the greeting. Nothing but that ends it: pings do not."""
         self._draining = Lease(engine.settings.drain_s)
         """Runs while blocks of ended fetches are still written. Each landed piece renews it."""
         self._client = ControlClient(engine.zmq_context, target.control)
@@ -351,16 +353,21 @@ class FetchPeer:
     def renew_leases(self, now: float) -> None:
         """Starts the leases anew, because this process did not listen for a while."""
         self.lease.renew(now)
+        self._greeting.renew(now)
         self._draining.renew(now)
 
     def tick(self, now: float) -> None:
         """Acts on every timer that is due.
 
-        Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined.
+        Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined, or if fetches have
+        waited for long for the answer to the greeting.
         """
+        greeted = len(self._addresses) == self.link.ranks
         # Before the Hello the prefill engine would take the frame for a stranger's.
-        if self._ping_timer.due(now) and len(self._addresses) == self.link.ranks:
+        if self._ping_timer.due(now) and greeted:
             self._send(Ping(self._engine.boot_id))
+        if self._greeting.expired_while(greeted and not self.welcomed and not self.idle, now):
+            raise PeerLost("it answers pings, and not the greeting")
         if self._offers_until is not None and now >= self._offers_until:
             self._drop_offers()
         for session in list(self._sessions.values()):
@@ -382,7 +389,8 @@ class FetchPeer:
     def next_timer(self) -> float | None:
         live = [session for session in self._sessions.values() if not session.over]
         timers = (time for session in live for time in (session.deadline, self._stalls_at(session)))
-        return earliest((self.lease.until, self._draining.until, self._ping_timer.next, self._offers_until, *timers))
+        leases = (self.lease.until, self._greeting.until, self._draining.until)
+        return earliest((*leases, self._ping_timer.next, self._offers_until, *timers))
 
     def pollables(self) -> list[Pollable]:
         return [*self._client.sockets, *self.link.pollables()]

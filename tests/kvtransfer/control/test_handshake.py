@@ -80,6 +80,10 @@ def test_a_refusal_after_the_welcome_is_a_lost_handshake(handshake: Handshake) -
     assert isinstance(handshake.refused(Refused(THEIRS, "handshake", "none", "assumed")), PeerLost)
 
 
+def test_a_greeting_that_was_dropped_is_no_misfit(handshake: Handshake) -> None:
+    assert isinstance(handshake.refused(Refused(THEIRS, "handshake", "none", "assumed")), PeerLost)
+
+
 def test_waiting_for_a_handshake_costs_no_cpu() -> None:
     with FakePrefill() as silent, engine(config=PATIENT) as decode:
         decode.thread.fetch(Pair(decode, decode).order((0,), target=silent.target))

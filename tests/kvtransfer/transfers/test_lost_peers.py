@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -59,6 +60,34 @@ def test_a_dropped_message_of_a_prefill_node_ends_its_fetches_at_once() -> None:
         failed = decode.next(FetchFailed)
         assert failed.kind is FailureKind.PEER_LOST
         assert "clock" in failed.reason
+
+
+def test_a_dropped_answer_to_the_greeting_ends_the_fetches_that_wait_for_it() -> None:
+    """The clock is right again, so pings are answered, and nobody greets twice."""
+    with engine(config=PATIENT) as decode, FakePrefill() as stranger:
+        decode.thread.fetch(Pair(decode, decode).order((5,), target=stranger.target))
+        stranger.next(Hello)
+        stranger.clock_late_s = 2 * MAX_AGE_S
+        stranger.send(Welcome(stranger.boot_id, SPEC, [stranger.link.address]))
+        stranger.clock_late_s = 0.0
+        failed = decode.next(FetchFailed)
+        assert failed.kind is FailureKind.PEER_LOST
+        assert "clock" in failed.reason
+        decode.thread.fetch(Pair(decode, decode).order((5,), target=stranger.target))
+        stranger.next(Hello)
+
+
+def test_a_greeting_that_is_never_answered_fails_though_pings_are() -> None:
+    with engine(config=replace(PATIENT, lease_ms=300, heartbeat_ms=50)) as decode, FakePrefill() as stranger:
+        decode.thread.fetch(Pair(decode, decode).order((5,), target=stranger.target))
+        stranger.next(Hello)
+        while decode.quiet():
+            if stranger.socket.poll(20):
+                stranger.socket.recv_multipart()
+                stranger.send(Pong(stranger.boot_id))
+        failed = decode.next(FetchFailed)
+        assert failed.kind is FailureKind.PEER_LOST
+        assert "greeting" in failed.reason
 
 
 def test_a_dropped_message_of_a_decode_node_ends_its_pushes_at_once() -> None:
