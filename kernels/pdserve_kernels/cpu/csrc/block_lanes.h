@@ -47,8 +47,25 @@ inline Floats half_floats(const uint8_t* from) {
 #endif
 }
 
-inline Floats byte_floats(const uint8_t* from) { return __builtin_convertvector(loaded<Bytes>(from), Floats); }
-inline Floats signed_byte_floats(const uint8_t* from) { return __builtin_convertvector(loaded<SignedBytes>(from), Floats); }
+// Widens kWide bytes. GCC converts vectors of bytes to floats one by one.
+inline Floats byte_floats(const uint8_t* from) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  return __builtin_convertvector(loaded<Bytes>(from), Floats);
+#endif
+}
+inline Floats signed_byte_floats(const uint8_t* from) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  return __builtin_convertvector(loaded<SignedBytes>(from), Floats);
+#endif
+}
 
 // Adds to each lane the products of its four weights, 0 to 63 (with VNNI, to 255), and four inputs, -127 to 127.
 // Weights of more bits are signed where there is no VNNI: see multiply_signed.

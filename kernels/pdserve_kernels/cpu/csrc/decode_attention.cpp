@@ -24,6 +24,25 @@ void fetch(const T* from, long count) {
   for (long i = 0; i < count; i += 64 / long(sizeof(T))) __builtin_prefetch(from + i);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Sixteen bf16 values as fp32: half of the work of widening them in their order.
+struct EvenOdd {
+  Lanes even, odd;
+  explicit EvenOdd(const Bf16* from) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)from);
+    even = (Lanes)_mm256_slli_epi32(both, 16);
+    odd = (Lanes)_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000)));
+  }
+};
+
+inline void store_in_order(Lanes even, Lanes odd, Lanes* to) {
+  const __m256 lower = _mm256_unpacklo_ps((__m256)even, (__m256)odd);
+  const __m256 upper = _mm256_unpackhi_ps((__m256)even, (__m256)odd);
+  to[0] = (Lanes)_mm256_permute2f128_ps(lower, upper, 0x20);
+  to[1] = (Lanes)_mm256_permute2f128_ps(lower, upper, 0x31);
+}
+#endif
+
 // One part of a context for kHeads query heads of one KV head. A head fills kVectors vectors; 0 takes any head_dim.
 template <class T, int kVectors, int kHeads>
 struct Part {
@@ -111,6 +130,79 @@ struct Part {
     }
   }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Does the same as operator(), with vectors of elements of even and of odd numbers in turns.
+  void even_odd(const T* query, Lanes* acc, float* top, float* total) const {
+    alignas(64) float scores[kPart * kSlots + kLanes];
+    Lanes wide[kHeads][kVectors];
+    for (int h = 0; h < kHeads; h++) {
+      for (long v = 0; v < kVectors; v += 2) {
+        const EvenOdd q(query + h * dim() + v * kLanes);
+        wide[h][v] = q.even;
+        wide[h][v + 1] = q.odd;
+      }
+    }
+    const long tile = step.block_size * dim();
+    fetch(key_at(low), std::min(high - low, step.block_size) * dim());
+    each_tile([&](long i, const T* key, long count) {
+      const long next = low + i + count;
+      const T* ahead = next < high ? key_at(next) : key;
+      for (long j = 0; j < count; j++, key += dim(), ahead += dim()) {
+        // A few lines at a time: more at once than the core has under way would stop it.
+        fetch(ahead, dim());
+        fetch(key + tile, dim());
+        Lanes dots[kSlots] = {};
+#pragma GCC unroll 16
+        for (long v = 0; v < kVectors; v += 2) {
+          const EvenOdd k(key + v * kLanes);
+#pragma GCC unroll 4
+          for (int h = 0; h < kHeads; h++) dots[h] += wide[h][v] * k.even;
+#pragma GCC unroll 4
+          for (int h = 0; h < kHeads; h++) dots[h] += wide[h][v + 1] * k.odd;
+        }
+        pdserve::sums(dots, scores + (i + j) * kSlots);
+      }
+    });
+    float tops[kSlots], totals[kSlots];
+    soften(scores, high - low, tops, totals);
+    constexpr long kAtOnce = kHeads < 4 ? 4 : 2;  // vectors of every head whose sums stay in the registers
+    Lanes sums[kHeads][kVectors] = {};
+    each_tile([&](long i, const T* key, long count) {
+      const T* values = key + tile;
+      for (long first = 0; first < kVectors; first += kAtOnce) {
+        Lanes part[kHeads][kAtOnce];
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; h++) {
+#pragma GCC unroll 4
+          for (long v = 0; v < kAtOnce; v++) part[h][v] = sums[h][first + v];
+        }
+        for (long j = 0; j < count; j++) {
+          const float* weights = scores + (i + j) * kSlots;
+#pragma GCC unroll 4
+          for (long v = 0; v < kAtOnce; v += 2) {
+            const EvenOdd x(values + j * dim() + (first + v) * kLanes);
+#pragma GCC unroll 4
+            for (int h = 0; h < kHeads; h++) {
+              part[h][v] += weights[h] * x.even;
+              part[h][v + 1] += weights[h] * x.odd;
+            }
+          }
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; h++) {
+#pragma GCC unroll 4
+          for (long v = 0; v < kAtOnce; v++) sums[h][first + v] = part[h][v];
+        }
+      }
+    });
+    for (int h = 0; h < kHeads; h++) {
+      for (long v = 0; v < kVectors; v += 2) store_in_order(sums[h][v], sums[h][v + 1], acc + h * kVectors + v);
+      top[h] = tops[h];
+      total[h] = totals[h];
+    }
+  }
+#endif
+
   // Turns scores into weights in place, and writes the maximum and the sum of each head.
   void soften(float* scores, long count, float* top, float* total) const {
     const long all = padded_to(count * kSlots, kLanes);
@@ -137,6 +229,9 @@ struct Part {
 
   // Takes the query of kHeads heads. The part's result is acc[kHeads][vectors], top[kHeads] and total[kHeads].
   void operator()(const T* query, Lanes* acc, float* top, float* total) const {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (kVectors && std::is_same_v<T, Bf16>) return even_odd(query, acc, top, total);
+#endif
     alignas(64) float scores[kPart * kSlots + kLanes];
     const long tile = step.block_size * dim();
     each_tile([&](long i, const T* key, long count) {

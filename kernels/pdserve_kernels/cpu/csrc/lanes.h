@@ -43,6 +43,9 @@ inline Lanes load(const float* from) {
 inline Lanes load(const Bf16* from) {
 #if defined(__AVX512F__)
   return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif defined(__AVX2__)
+  // GCC widens the two halves of a vector by themselves.
+  return (Lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
 #else
   HalfBits bits;
   std::memcpy(&bits, from, sizeof bits);
