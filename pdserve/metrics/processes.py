@@ -12,6 +12,8 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.installed_version import INSTALLED_VERSION
+
 
 class ProcessMetrics(Collector):
     """The usual ``process_*`` metrics, of several processes with a ``process`` label each.
@@ -56,7 +58,7 @@ class BuildInfo(Collector):
 
     def __init__(self, **labels: str) -> None:
         """``labels`` come beside the versions of pdserve and of Python."""
-        self._labels = {"version": version("pdserve"), "python": platform.python_version(), **labels}
+        self._labels = {"version": INSTALLED_VERSION, "python": platform.python_version(), **labels}
 
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
