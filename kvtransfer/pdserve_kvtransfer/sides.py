@@ -26,7 +26,7 @@ from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
 
 _DRAIN_LEASES = 3
-_GREETING_LEASES = 3
+_GREETING_LEASES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SideSettings:
 
     @property
     def greeting_s(self) -> float:
-        """How long a peer that is alive may leave a greeting without an answer while a fetch waits for that."""
+        """How long a peer that is alive may leave a greeting without an answer: all its ranks have to open a link."""
         return _GREETING_LEASES * self.lease_s
 
     @property

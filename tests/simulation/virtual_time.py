@@ -323,9 +323,11 @@ class SimProcess:
     def go_on(self) -> None:
         """Does what SIGCONT does."""
         self._stops -= 1
-        if self.ended or self._stops:
+        if self._stops:
             return
         self._stopped_before_s += self.loop.time() - self._stop_began_s
+        if self.ended:
+            return
         self.running = True
         held, self._held = self._held, deque()
         self.loop._due.extend(held)

@@ -184,6 +184,20 @@ def test_the_next_frame_of_a_sender_that_is_too_old_is_told_apart() -> None:
     assert receiver.open(sender.seal(ACK, receiver_id)) == ACK
 
 
+def test_a_sender_is_heard_after_its_first_frame_was_too_old() -> None:
+    clock, receiver_id = Clock(), b"r" * 16
+    receiver: Opener[Ack] = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=receiver_id, clock=clock)
+    sender = sealer(clock)
+    early = sender.seal(ACK, receiver_id)
+    clock.now -= MAX_AGE_S + 1
+    with pytest.raises(StaleFrame):
+        receiver.open(early)
+    clock.now += MAX_AGE_S + 1
+    with pytest.raises(AuthenticationFailed, match="replayed"):
+        receiver.open(early)
+    assert receiver.open(sender.seal(ACK, receiver_id)) == ACK
+
+
 @pytest.mark.parametrize("shift_s", [MAX_AGE_S - 1, 1 - MAX_AGE_S])
 def test_a_little_skew_is_accepted(shift_s: float) -> None:
     clock = Clock()

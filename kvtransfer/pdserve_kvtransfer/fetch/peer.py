@@ -108,7 +108,7 @@ class FetchPeer:
         self._ping_timer = PingTimer(engine.settings.heartbeat_s)
         self.lease = Lease(engine.settings.lease_s)
         self._greeting = Lease(engine.settings.greeting_s)
-        """Runs while fetches wait for the answer to the greeting. Nothing but that ends it: pings do not."""
+        """Runs from the greeting to its answer. Nothing but that ends it: pings do not."""
         self._draining = Lease(engine.settings.drain_s)
         """Runs while blocks of ended fetches are still written. Each landed piece renews it."""
         self._client = ControlClient(engine.zmq_context, target.control)
@@ -133,6 +133,10 @@ class FetchPeer:
     def welcomed(self) -> bool:
         """Whether the handshake with this boot is complete."""
         return self._handshake.complete
+
+    def unanswered(self, now: float) -> bool:
+        """Returns whether the greeting should have been answered by now, and was not: it may have been dropped."""
+        return self._greeting.expired(now)
 
     @property
     def serving(self) -> bool:
@@ -297,6 +301,7 @@ class FetchPeer:
         addresses = self._handshake.on_welcome(message, named=named)
         if addresses is None:
             return
+        self._greeting.release()
         if message.lease_ms:
             self._ping_timer.keep(message.lease_ms / 1000, now)
         if message.max_prompt_tokens:
@@ -332,6 +337,7 @@ class FetchPeer:
             case LinkOpened(address=address) if self._lost is None:
                 self._addresses[rank] = address
                 if len(self._addresses) == self.link.ranks:
+                    self._greeting.hold(now)
                     self._send(self._handshake.hello([self._addresses[i] for i in range(self.link.ranks)]))
             case LinkBroken(reason=reason) if self._lost is None:
                 raise PeerLost(reason)
@@ -359,14 +365,13 @@ class FetchPeer:
     def tick(self, now: float) -> None:
         """Acts on every timer that is due.
 
-        Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined, or if fetches have
-        waited for long for the answer to the greeting.
+        Raises PeerLost if nothing has landed for long while blocks of ended fetches are quarantined, or if a fetch
+        waits for the answer to a greeting that should have come by now.
         """
-        greeted = len(self._addresses) == self.link.ranks
         # Before the Hello the prefill engine would take the frame for a stranger's.
-        if self._ping_timer.due(now) and greeted:
+        if self._ping_timer.due(now) and len(self._addresses) == self.link.ranks:
             self._send(Ping(self._engine.boot_id))
-        if self._greeting.expired_while(greeted and not self.welcomed and not self.idle, now):
+        if not self.idle and self.unanswered(now):
             raise PeerLost("it answers pings, and not the greeting")
         if self._offers_until is not None and now >= self._offers_until:
             self._drop_offers()
@@ -389,7 +394,8 @@ class FetchPeer:
     def next_timer(self) -> float | None:
         live = [session for session in self._sessions.values() if not session.over]
         timers = (time for session in live for time in (session.deadline, self._stalls_at(session)))
-        leases = (self.lease.until, self._greeting.until, self._draining.until)
+        greeting = None if self.idle else self._greeting.until
+        leases = (self.lease.until, greeting, self._draining.until)
         return earliest((*leases, self._ping_timer.next, self._offers_until, *timers))
 
     def pollables(self) -> list[Pollable]:

@@ -63,6 +63,9 @@ class FetchSide:
                 raise TransferError("an engine does not fetch from itself")
             peer = self._peers.get(order.target.boot_id) or self._peer_for(order.target, now)
             if self._silent.get(peer.target.control) == peer.target.boot_id and not peer.welcomed:
+                if peer.unanswered(now):
+                    self._lose(peer, FailureKind.PEER_LOST, "it has not answered the greeting", now)
+                    self._greet_again(order.target, now)
                 raise PeerLost("it fell silent, and has not answered since")
         except TransferError as exc:
             self._cannot_fetch(order, str(exc))

@@ -131,9 +131,14 @@ class PushSide:
                 self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "boot_id", "another", "assumed")
             case UnreadableMessage() if (peer := self._peers.get(opened.sender)) is not None:
                 peer.on_unreadable(opened)
-            case StaleFrame() if (peer := self._peers.get(opened.sender)) is not None:
-                # Nothing is sent twice, so a transfer that lacks a message would wait until its request's deadline.
-                self._lose(peer, PushOutcome.PEER_LOST, f"a message of it was dropped: {opened}")
+            case StaleFrame():
+                # Nothing is sent twice: a transfer that lacks a message would wait until its request's deadline, and a
+                # greeting that was dropped is not repeated.
+                peer = self._peers.get(opened.sender)
+                if peer is not None and peer.connection == received.connection:
+                    self._lose(peer, PushOutcome.PEER_LOST, f"a message of it was dropped: {opened}")
+                else:
+                    self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "handshake", "none", "assumed")
             case Spoilt(why):
                 for peer in [peer for peer in self._peers.values() if peer.connection == received.connection]:
                     self._lose(peer, PushOutcome.PEER_LOST, f"a message of it came spoilt: {why}")

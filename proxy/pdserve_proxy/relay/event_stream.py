@@ -113,7 +113,8 @@ class EventStream:
 
     async def _after_loss(self, loss: NodeLost) -> bytes:
         relayed, journal = self._relayed, self._journal
-        if journal is not None and journal.done:
+        # The entry of an event that is too long to be held back comes before the event's end.
+        if journal is not None and journal.done and not self._events.inside:
             # Its client has all of it, also where the request was cut short while the end of the body was on its way.
             self.over = True
             return b""

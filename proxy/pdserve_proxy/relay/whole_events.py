@@ -29,6 +29,11 @@ class WholeEvents:
         self.long_event = b""
         """The beginning of the last event that was passed on in parts; empty if there was none."""
 
+    @property
+    def inside(self) -> bool:
+        """Whether the client has the beginning of an event, and not its end."""
+        return self._inside
+
     def feed(self, piece: bytes) -> bytes:
         """Returns the bytes that can be sent on now, which may be none."""
         seam = self._tail + piece if self._tail else piece

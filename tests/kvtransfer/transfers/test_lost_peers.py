@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from pdserve.errors import TransferError
+from pdserve.errors import AuthenticationFailed, TransferError
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.rank_transfer import Direction
 from pdserve.wire.sampling_params import SampledToken
@@ -77,8 +78,35 @@ def test_a_dropped_answer_to_the_greeting_ends_the_fetches_that_wait_for_it() ->
         stranger.next(Hello)
 
 
+def test_a_dropped_greeting_is_refused_so_that_it_comes_again() -> None:
+    with engine(config=PATIENT) as prefill, FakeDecode(prefill.address) as stranger:
+        stranger.seal(Ping(stranger.boot_id))  # it asks for the prefill engine's name
+        stranger.clock_late_s = 2 * MAX_AGE_S
+        stranger.send(Hello(stranger.boot_id, SPEC, [stranger.link.address]))
+        stranger.clock_late_s = 0.0
+        assert stranger.next(Refused).field == "handshake"
+        stranger.greet()
+
+
+def test_an_engine_that_fell_silent_is_greeted_again_and_again() -> None:
+    """The greeting that followed its silence may have been dropped."""
+    with engine(config=replace(PATIENT, lease_ms=100, heartbeat_ms=50)) as decode, FakePrefill() as stranger:
+        decode.thread.fetch(Pair(decode, decode).order((5,), target=stranger.target))
+        stranger.next(Hello)
+        assert decode.next(FetchFailed).kind is FailureKind.LEASE_EXPIRED
+        hellos = 0  # the one that follows the silence, and the one that follows that
+        while hellos < 2:
+            if not stranger.socket.poll(50):
+                decode.thread.fetch(Pair(decode, decode).order((5,), target=stranger.target))
+                assert "silent" in decode.next(FetchFailed).reason
+                continue
+            with suppress(AuthenticationFailed):  # frames of connections that have ended
+                opened = stranger.opener.open_from(stranger.socket.recv_multipart()[1])
+                hellos += opened.named and isinstance(opened.message, Hello)
+
+
 def test_a_greeting_that_is_never_answered_fails_though_pings_are() -> None:
-    with engine(config=replace(PATIENT, lease_ms=300, heartbeat_ms=50)) as decode, FakePrefill() as stranger:
+    with engine(config=replace(PATIENT, lease_ms=500, heartbeat_ms=50)) as decode, FakePrefill() as stranger:
         decode.thread.fetch(Pair(decode, decode).order((5,), target=stranger.target))
         stranger.next(Hello)
         while decode.quiet():

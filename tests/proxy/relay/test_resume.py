@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
+import json
 import logging
 import re
 from typing import Any
@@ -17,13 +18,14 @@ from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
 from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import cut
+from pdserve.wire.journal import DONE_ENTRY, cut
 from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay import given_back, resume, resume_turns
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import NodeRequest, TicketSigner
 from pdserve_proxy.relay.relay import Relay, StreamedResponse
+from pdserve_proxy.relay.whole_events import MAX_EVENT_BYTES
 from pdserve_proxy.requests.request_body import read_body
 from pdserve_proxy.routing.attempts import Attempts
 from tests.proxy.cluster import SECRET, Cluster, cluster, error_of, eventually, heard, metric, node_info, proxy_config
@@ -508,12 +510,29 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(second: Beha
             await eventually(lambda node=node: not node._connections, "its connection is closed")
 
 
-async def test_a_deadline_ends_no_stream_anew_whose_client_has_all_of_it() -> None:
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_stream_that_is_cut_short_ends_no_second_time_if_its_client_has_all_of_it(stops: bool) -> None:
     """The end of the body is still on its way."""
-    wanted = config(base=proxy_config(timeout_s=0.4))
+    wanted = config(base=proxy_config(drain_s=0.2) if stops else proxy_config(timeout_s=0.4))
     async with cluster(wanted) as running, nodes(running, hangs_at(len(ANSWER))):
-        assert await ask(running) == SHOWN
-        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 1
+        async with running.chat(stream=True) as response:
+            assert await response.content.readexactly(len(SHOWN)) == SHOWN
+            if stops:
+                running.stop.set()
+            assert await response.read() == b""
+        if not stops:
+            assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 1
+            await nothing_is_left(running)
+
+
+async def test_a_stream_that_breaks_in_the_middle_of_a_long_last_event_is_not_whole() -> None:
+    """The entry of such an event is there before its end."""
+    beginning = DONE_ENTRY + b"data: " + b"x" * (MAX_EVENT_BYTES + 2**16)
+    async with cluster(NO_WAIT) as running, nodes(running, dies_at(len(ANSWER) - 1, more=beginning)):
+        body = await ask(running)
+        assert body.startswith(shown(len(ANSWER) - 1) + b"data: xxx")
+        assert json.loads(body.partition(b"\n\n" + ERROR)[2])["error"]["code"] == "upstream_lost"
+        assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="upstream_lost"}') == 1
 
 
 @pytest.mark.parametrize("second", [None, hangs_at(2)])
