@@ -195,7 +195,7 @@ MUTANTS = (
         27,
         "pdserve.wire.frame.Opener",
         "_check_first_use",
-        "if not record.use(frame.counter):",
+        "if not self._counters_of(frame.sender).use(frame.counter):",
         "if False:",
     ),
     Mutant(
