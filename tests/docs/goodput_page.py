@@ -1,7 +1,8 @@
 """Writes what goodput.md in docs/benchmarks shows, and the README's picture: ``python -m tests.docs.goodput_page``.
 
 ``goodput.json`` has the systems beside other servers, and no request names a target; the plots show it.
-``goodput-long.json`` has them alone, in longer runs. In ``goodput-told.json`` every request names one (``--tell on``).
+``goodput-long.json`` has them alone, in longer runs, and ``goodput-shapes.json`` with other prompts and answers. In
+``goodput-told.json`` every request names one (``--tell on``).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ README = ROOT / "README.md"
 PAGE = DOCS / "goodput.md"
 FIGURES = DOCS / "goodput.json"
 LONG_FIGURES = DOCS / "goodput-long.json"
+SHAPES_FIGURES = DOCS / "goodput-shapes.json"
 TOLD_FIGURES = DOCS / "goodput-told.json"
 
 _LOADS = {Loop.CLOSED: "clients", Loop.OPEN: "rate %"}
@@ -94,7 +96,7 @@ def written(text: str, part: str, file: Path) -> str:
 def page_with(text: str, beside: Report) -> str:
     """Returns the page's ``text`` with all parts."""
     text = written(text, f"{plots()}\n\n{figures(beside, FIGURES)}", FIGURES)
-    for file in (LONG_FIGURES, TOLD_FIGURES):
+    for file in (LONG_FIGURES, SHAPES_FIGURES, TOLD_FIGURES):
         text = written(text, figures(read_report(file), file), file)
     return text
 
