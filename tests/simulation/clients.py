@@ -70,7 +70,7 @@ class ClientRequest:
     began_s: float = 0.0
     ended_s: float = 0.0
     paused_s: float = 0.0
-    """For how long the client itself has read nothing."""
+    """The client itself has read nothing for so long."""
     on_text: Callable[[ClientRequest], None] = lambda _: None
     on_sent: Callable[[str], None] = lambda _: None
     """Called with the label of each try whose last byte is sent."""

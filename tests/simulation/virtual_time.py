@@ -309,7 +309,7 @@ class SimProcess:
 
     @property
     def stopped_s(self) -> float:
-        """For how long it has been stopped so far."""
+        """It has been stopped for so long, in all."""
         return self._stopped_before_s + (self.loop.time() - self._stop_began_s if self._stops else 0.0)
 
     def stop(self) -> None:

@@ -43,7 +43,8 @@ class TakenTicket:
     header: str
     ticket: Ticket
     process: SimProcess
-    at_s: float
+    asked_s: float
+    """When a proxy has signed it. A node that was stopped takes it late, when another one may have answered."""
 
     @property
     def begins_answer(self) -> bool:
@@ -97,7 +98,7 @@ class Witness:
         age_s = process.loop.time() - signed.at_s
         if age_s > signed.deadline_s + MAX_AGE_S and self.clocks_agree():
             self.violated(f"{process.name} takes a ticket of {label} that is {age_s:.1f} s old")
-        self.taken[header] = TakenTicket(header, ticket, process, process.loop.time())
+        self.taken[header] = TakenTicket(header, ticket, process, signed.at_s)
         self.labels[process].add(label)
 
     def end(self, fields: tuple[Any, ...]) -> None:
@@ -110,12 +111,8 @@ class Witness:
 
     def _check_first_byte(self, label: str, at_s: float) -> None:
         """Checks that the first byte of an answer came after the last node was asked that was to begin with it."""
-        # A node that was stopped takes its ticket late, and meanwhile another one may have sent the answer.
-        asked_s = [
-            self.signed[one.header].at_s
-            for one in self.taken.values()
-            if one.ticket.request_id == label and not one.ticket.resume
-        ]
+        asked = [one for one in self.taken.values() if one.ticket.request_id == label and not one.ticket.resume]
+        asked_s = [one.asked_s for one in asked]
         if asked_s and at_s < max(asked_s) - CLOCK_STEP_S:
             early_s = max(asked_s) - at_s
             self.violated(f"{label} has its first byte {early_s:.3f} s before the node was asked that sent it")
