@@ -231,11 +231,14 @@ UNANSWERED: dict[str, Callable[[Known], Messages]] = {
     "no secret": lambda known: [[known.frame(secret=b"")]],
     "another channel's purpose": lambda known: [[known.frame(purpose=Purpose.TICKET)]],
     "the purpose of the other control port": lambda known: [[known.frame(purpose=_other(known.purpose))]],
-    "an old frame": lambda known: [[known.frame(late_s=120.0)]],
-    "a frame of tomorrow": lambda known: [[known.frame(late_s=-86_400.0)]],
     "no message, signed": lambda known: known.sign(b""),
 }
 """These are frames of both forms. Neither control port answers them."""
+STALE: dict[str, Callable[[Known], Messages]] = {
+    "an old frame": lambda known: [[known.frame(late_s=120.0)]],
+    "a frame of tomorrow": lambda known: [[known.frame(late_s=-86_400.0)]],
+}
+"""These frames are authentic and untimely. An engine tells the sender that it must greet anew; a proxy says nothing."""
 UNREADABLE: dict[str, Callable[[Known], bytes]] = {
     "a message of no kind": lambda _: msgspec.msgpack.encode({}),
     "a message of nobody's kind": lambda _: msgspec.msgpack.encode({"kind": "wizard"}),
@@ -300,6 +303,10 @@ def _frames(names: bool) -> Iterator[FrameCase]:
         port, answer = purpose.name.lower(), harmless_answer(purpose)
         for name, make in UNANSWERED.items():
             yield FrameCase(f"{port}: {name}", purpose, make)
+        # The refusal is for the frame's sender, which is not the sender of the greeting.
+        stale = (WrongReceiver,) if names and purpose is Purpose.TRANSFER else ()
+        for name, make in STALE.items():
+            yield FrameCase(f"{port}: {name}", purpose, make, stale)
         refusal = (discovery.ProxyRefusal,) if names and purpose is Purpose.DISCOVERY else ()
         for name, body in UNREADABLE.items():
             yield FrameCase(f"{port}: {name}, signed", purpose, _signing(body), refusal)
