@@ -439,6 +439,13 @@ class ProfilingConfig:
         maximum=2,
         first=True,
     )
+    repeats: int = setting(
+        "repeats",
+        "All is measured this often, in turns: a machine that others use becomes faster and slower.",
+        3,
+        minimum=1,
+        maximum=100,
+    )
     lend_cores: Switch = setting(
         "lend-cores", "A node that has nothing to compute lends its cores to the other one.", Switch.ON
     )
@@ -452,7 +459,7 @@ class ProfilingConfig:
         "startup-timeout-s", "The nodes get this many seconds to start.", 300.0, minimum=1, maximum=86_400
     )
     limit_s: float = setting(
-        "run-timeout-s", "All measurements together may take this many seconds.", 900.0, minimum=1, maximum=86_400
+        "run-timeout-s", "One round of measurements may take this many seconds.", 900.0, minimum=1, maximum=86_400
     )
 
 
@@ -483,7 +490,14 @@ class PlanBenchConfig:
         (20, 50, 80, 120),
     )
     seconds: float = setting(
-        "seconds", "The requests of a run come within this many seconds.", 30.0, minimum=1, maximum=3600
+        "seconds", "The requests of a run come within this many seconds.", 20.0, minimum=1, maximum=3600
+    )
+    repeats: int = setting(
+        "repeats",
+        "Each system has each rate this often, in turns. A profile is measured as often, and three times at most.",
+        5,
+        minimum=1,
+        maximum=100,
     )
     seed: int = setting("seed", "The requests follow from this seed.", 0, minimum=0)
     vocab_size: int = setting("prompt-vocab", "Prompts are made of token ids below this number.", 32_000, minimum=4)

@@ -213,6 +213,15 @@ class RoleChoice(enum.Enum):
     """The proxy moves nodes between roles by what they measure."""
 
 
+class PrefillAnswers(enum.Enum):
+    """Whether a prefill node that has nothing to prefill answers requests itself."""
+
+    AUTO = "auto"
+    """Where it shares no machine with the decode node."""
+    ON = "on"
+    OFF = "off"
+
+
 class RoutingPolicy(enum.Enum):
     """The way in which the proxy chooses nodes for a request."""
 
@@ -779,6 +788,12 @@ class RoutingConfig:
 
     policy: RoutingPolicy = setting(
         "policy", "The proxy chooses the nodes for a request in this way.", RoutingPolicy.ROUND_ROBIN, first=True
+    )
+    prefill_answers: PrefillAnswers = setting(
+        "prefill-answers",
+        "A prefill node that has nothing to prefill, and a smaller share of its batch in use than the decode node, "
+        "answers requests itself. 'auto' has it do so where both do not divide the cores of one machine.",
+        PrefillAnswers.AUTO,
     )
 
 

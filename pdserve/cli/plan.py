@@ -37,7 +37,7 @@ _DESCRIPTION = (
     "expect of the clusters around that choice. First measure what nodes take on your machine: pdserve plan profile."
 )
 _PROFILE_DESCRIPTION = (
-    "Measures what a node takes on this machine for its steps, transfers and requests, in two minutes for a small "
+    "Measures what a node takes on this machine for its steps, transfers and requests, in six minutes for a small "
     "model. Nothing else should run meanwhile."
 )
 
@@ -149,7 +149,7 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
     from pdserve.plan.cluster import ClusterShape
     from pdserve.plan.demand import check_itl, least_nodes
     from pdserve.plan.prediction import PlanTargets, predict, predict_if_good
-    from pdserve.plan.sizing import ANY_NODES, Sizing, checked_sizing
+    from pdserve.plan.sizing import Sizing, checked_sizing
 
     plan, targets = config.plan, config.targets
     wanted = PlanTargets(targets.target_ttft_ms / 1e3, targets.target_itl_ms / 1e3, plan.percentile)
@@ -184,7 +184,7 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
     itl = wanted.itl_s, plan.percentile
     check_itl(profile, requests, plan.nodes_per_machine, *itl)
     # A trace may come in bursts, most of whose work is done after the last request has come.
-    least = ANY_NODES if plan.trace else least_nodes(profile, requests, plan.nodes_per_machine, *itl)
+    least = 1 if plan.trace else least_nodes(profile, requests, plan.nodes_per_machine, *itl)
     apart = profile.transfer is not None
     sized = checked_sizing(Sizing(of, if_good, plan.most_nodes, plan.nodes_per_machine, least, apart=apart), kept)
     only = "" if apart else " (the profile says nothing of transfers, so only mixed nodes were looked at)"

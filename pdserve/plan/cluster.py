@@ -27,6 +27,8 @@ _ORDER_TIMEOUT_S = TransferConfig().prefill_timeout_ms / 1e3
 """An order that is not begun so long after its estimated time is withdrawn."""
 _EARLY_TOKENS = 2048
 """The blocks of prompts that are no shorter move while the rest is computed (``kv_connector.pushing_connector``)."""
+_FEW_PROMPTS, _NEWEST = 0.3, 0.1
+"""A prefill node answers that has prompts for a smaller share of the time. The newest request has this weight in it."""
 _LAST = 2**62
 """More than all events."""
 
@@ -151,6 +153,8 @@ class _Engine:
     """When the last of the steps begins."""
     version: int = 0
     busy_s: float = 0.0
+    prompt_share: float = 0.0
+    """The share of the latest requests at whose coming this engine had prompts to compute."""
     inbox: list[Callable[[float], None]] = field(default_factory=list)
     """What has come while a step was under way, and is seen after it."""
 
@@ -158,6 +162,19 @@ class _Engine:
     def others_busy(self) -> float:
         others = len(self.machine) - 1
         return sum(other.step is not None for other in self.machine if other is not self) / others if others else 0.0
+
+    def answers_instead_of(self, decode: _Engine) -> bool:
+        """Returns whether a prefill node answers a request itself, by ``pdserve_proxy.routing.idle_prefill``."""
+        has_prompts = bool(self.node.queued_tokens or self.inbox)
+        few = self.prompt_share < _FEW_PROMPTS
+        self.prompt_share += _NEWEST * (has_prompts - self.prompt_share)
+        return (
+            self.node.role is Role.PREFILL
+            and self.machine is not decode.machine
+            and few
+            and not has_prompts
+            and self.node.requests < decode.node.requests
+        )
 
     def until(self, steps: int) -> float:
         """Returns when so many of the steps are over."""
@@ -260,6 +277,8 @@ class _Simulation:
             engine = self._answering.next()
             assert engine is not None
             other = self._prefilling.next(but=engine) if self._profile.transfer is not None else None
+            if other is not None and other.answers_instead_of(engine):
+                engine, other = other, None
             target = None if other is None else other.node.as_target
             prompt = PendingPrompt(answer, answer.request.prompt_tokens, now, target)
             self._tell(engine, now, lambda _: engine.node.wait(prompt))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
@@ -18,24 +17,14 @@ _CHANCE = 3.0
 """Chance may leave more of few requests: this divided by the square root of their number."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeastNodes:
-    """Fewer nodes cannot keep up."""
-
-    all: int
-    """The number of nodes of any kind."""
-    decode: int
-    """The number of decode nodes, where there are prefill nodes."""
-
-
 def least_nodes(
     profile: Profile,
     load: Sequence[PlannedRequest],
     nodes_per_machine: int,
     itl_s: float = 0.0,
     percentile: float = 90.0,
-) -> LeastNodes:
-    """Returns the least numbers of nodes whose steps could do the work of ``load`` while it comes.
+) -> int:
+    """Returns the least number of nodes of any kind whose steps could do the work of ``load`` while it comes.
 
     That holds for loads that come at one rate, as those that are drawn. A burst at the end of a trace may be computed
     afterwards: how many nodes it needs is up to the targets. The batches of the nodes are as full as the ITL target of
@@ -44,15 +33,14 @@ def least_nodes(
     seconds = load[-1].at_s - load[0].at_s
     share = 1 - _LEFT - _CHANCE / math.sqrt(len(load))
     if share <= 0 or not seconds:
-        return LeastNodes(1, 1)
+        return 1
     speed, cache = profile.speed(nodes_per_machine), profile.cache
     # A node computes with all cores for one share of the time, or with its own all the time: each part is no less.
     parts = speed.steps.times(nodes_per_machine).least(speed.beside)
     longest_s = itl_s / speed.least_spread if itl_s else math.inf
     decoding_s = _decoding_s(parts, load, cache, longest_s, percentile / 100)
     prompts_s = sum(_prompt_s(parts, request.prompt_tokens, cache.max_num_batched_tokens) for request in load)
-    needed = [max(1, math.ceil(share * work_s / seconds)) for work_s in (decoding_s + prompts_s, decoding_s)]
-    return LeastNodes(*needed)
+    return max(1, math.ceil(share * (decoding_s + prompts_s) / seconds))
 
 
 def check_itl(

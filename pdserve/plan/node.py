@@ -191,6 +191,11 @@ class SimulatedNode:
         return len(self.computing) + self.decoding.rows
 
     @property
+    def requests(self) -> int:
+        """The requests that this node has, also those whose prompts others compute."""
+        return self.running + len(self.waiting) + self.remote + len(self.landed)
+
+    @property
     def load(self) -> PrefillLoad:
         """The load as a prefill node tells it."""
         return PrefillLoad(self.queued_tokens, self.cost.tokens_per_s, self.decoding.rows)

@@ -142,6 +142,12 @@ def gap_quantiles(gaps: Sequence[TokenGaps], speed: NodeSpeed, percentile: float
     """Returns the quantiles of gaps, each of which is as long as it says but for the spread of steps."""
     if not gaps:
         return Quantiles(0.0, 0.0, 0.0, 0.0, 0.0)
+    values, weights = spread_gaps(gaps, speed)
+    return quantiles(values, percentile, weights)
+
+
+def spread_gaps(gaps: Sequence[TokenGaps], speed: NodeSpeed) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how long gaps are with the spread of steps, in seconds, and how many there are of each length."""
     values, weights = [], []
     for beside in (False, True):
         seconds = np.array([gap.seconds for gap in gaps if gap.beside is beside])
@@ -149,7 +155,7 @@ def gap_quantiles(gaps: Sequence[TokenGaps], speed: NodeSpeed, percentile: float
         times = np.array(speed.spread_of(beside))
         values.append(np.outer(seconds, times).ravel())
         weights.append(np.repeat(counts / len(times), len(times)))
-    return quantiles(np.concatenate(values), percentile, np.concatenate(weights))
+    return np.concatenate(values), np.concatenate(weights)
 
 
 def quantiles(values: np.ndarray, percentile: float, weights: np.ndarray | None = None) -> Quantiles:

@@ -100,6 +100,19 @@ class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return requests * (self.blocks(tokens) + 1) <= self.num_blocks
 
 
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What some prompts and streams took on a node that has all cores. Measured again, it tells the machine's pace."""
+
+    prompt_s: float
+    """The time to the first token of a prompt that was alone."""
+    step_s: float
+    """A step of several streams."""
+
+    def pace(self, before: Probe) -> float:
+        """Returns how many times as long as ``before`` the machine takes: the geometric mean of both ratios."""
+        return math.sqrt(self.prompt_s / before.prompt_s * self.step_s / before.step_s)
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What was measured of one model on one machine."""
 
@@ -116,6 +129,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """None if no transfer was measured."""
     front: FrontCost
     cache: CacheGeometry
+    probe: Probe | None = None
+    """None in a file of an older pdserve."""
 
     def telling_s(self, output_tokens: float) -> float:
         """Returns how long requests have to come before it shows whether a node keeps up with them.
@@ -124,6 +139,20 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """
         parts, rows = self.speeds[0].steps, self.cache.max_num_seqs
         return max(60.0, 4 * output_tokens * parts.step_s(rows, rows * output_tokens, 0))
+
+    def times(self, factor: float) -> Profile:
+        """Returns the profile of a machine on which all takes ``factor`` times as long."""
+        front, transfer, probe = self.front, self.transfer, self.probe
+        return msgspec.structs.replace(
+            self,
+            speeds=tuple(
+                msgspec.structs.replace(speed, steps=speed.steps.times(factor), beside=speed.beside.times(factor))
+                for speed in self.speeds
+            ),
+            transfer=transfer and TransferCost(fixed_s=factor * transfer.fixed_s, byte_s=factor * transfer.byte_s),
+            front=FrontCost(request_s=factor * front.request_s, token_s=factor * front.token_s),
+            probe=probe and Probe(prompt_s=factor * probe.prompt_s, step_s=factor * probe.step_s),
+        )
 
     def speed(self, nodes: int) -> NodeSpeed:
         """Returns the speed of each of ``nodes`` nodes that share a machine like this one. Raises PlanError."""
@@ -175,6 +204,8 @@ def _wrong(profile: Profile) -> str:
         if not speed.spread or not all(0 < times < math.inf for times in speed.spread + speed.spread_beside):
             return "a spread that is not a list of positive numbers"
     costs = [profile.front.request_s, profile.front.token_s]
+    if profile.probe is not None and not (0 < profile.probe.prompt_s < math.inf > profile.probe.step_s > 0):
+        return "a probe that takes no time"
     if profile.transfer is not None:
         costs += [profile.transfer.fixed_s, profile.transfer.byte_s]
     if not all(0 <= cost < math.inf for cost in costs):

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
-from pdserve.plan.demand import LeastNodes
 from pdserve.plan.prediction import Prediction
 
 _FEW = 8
 """Every cluster of so many nodes and fewer is tried."""
-ANY_NODES = LeastNodes(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Sizing:
         predict_if_good: Callable[[ClusterShape], Prediction | None],
         most_nodes: int,
         nodes_per_machine: int,
-        least: LeastNodes = ANY_NODES,
+        least: int = 1,
         *,
         apart: bool = True,
     ) -> None:
@@ -46,9 +44,9 @@ class Sizing:
 
     def find(self) -> Sized:
         """Returns the smallest cluster: of equal ones, that with the most goodput. Raises PlanError."""
-        if self._least.all > self._most:
+        if self._least > self._most:
             raise PlanError(
-                f"{self._most} nodes are too few: the tokens of the load alone keep {self._least.all} nodes busy. "
+                f"{self._most} nodes are too few: the tokens of the load alone keep {self._least} nodes busy. "
                 "Allow more with --max-nodes"
             )
         chosen = self._among_all() or self._among_large()
@@ -71,7 +69,7 @@ class Sizing:
 
     def _among_all(self) -> ClusterShape | None:
         """Tries every cluster of few nodes."""
-        for nodes in range(min(self._least.all, self._most), min(self._most, _FEW) + 1):
+        for nodes in range(min(self._least, self._most), min(self._most, _FEW) + 1):
             prefill_too = range(1, nodes if self._apart_too else 1)
             apart = [self._apart(prefill, nodes - prefill) for prefill in prefill_too]
             good = [found for shape in (self._mixed(nodes), *apart) if (found := self._good(shape)) is not None]
@@ -101,8 +99,7 @@ class Sizing:
     def _good(self, shape: ClusterShape) -> Prediction | None:
         """Returns what is expected of a cluster if it does; None otherwise."""
         if shape not in self._known:
-            too_few = shape.nodes < self._least.all or (shape.decode and shape.decode < self._least.decode)
-            self._known[shape] = None if too_few else self._predict_if_good(shape)
+            self._known[shape] = None if shape.nodes < self._least else self._predict_if_good(shape)
         return self._known[shape]
 
     def _of(self, shape: ClusterShape) -> Prediction:
@@ -111,7 +108,7 @@ class Sizing:
 
     def _smallest_mixed(self) -> Prediction | None:
         """Takes more and more nodes until they do, and then halves the interval."""
-        too_few = max(_FEW, self._least.all - 1)
+        too_few = max(_FEW, self._least - 1)
         enough, more = min(too_few + 1, self._most), 1
         while (found := self._good(self._mixed(enough))) is None:
             if enough == self._most:

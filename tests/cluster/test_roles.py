@@ -56,7 +56,7 @@ class Pairing:
 def test_every_node_fetches_from_every_other_one(tiny_model: Path) -> None:
     wanted = answers(tiny_model, LENGTHS)
     with cluster(tiny_model, "--dtype", "fp32", "--kv-cache-mib", "16", decode=2, mixed=1) as running:
-        # The prefill node has no tokenizer and answers nobody, so it is only fetched from.
+        # The prefill node is only fetched from.
         pairings = [Pairing(running, *two) for two in permutations(running.decode, 2)]
         pairings += [Pairing(running, node, running.prefill[0]) for node in running.decode]
         before = {node.name: node.metric("prefills_total", source="remote") for node in running.decode}

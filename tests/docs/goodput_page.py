@@ -14,8 +14,6 @@ from pdserve.bench.goodput.figures import (
     AGAINST_BEST,
     AGAINST_PEER,
     GOODPUTS,
-    HIGH,
-    LOW,
     OUTPUT_RATIO,
     RATE,
     STEADINESS,
@@ -31,7 +29,7 @@ from pdserve.bench.goodput.workload import TOLD, Loop, Tightness
 from pdserve.bench.report import Report, Row, number, read_report
 from pdserve.bench_config import BenchGoodputConfig
 from pdserve.settings.setting import settings_of
-from tests.docs.page_part import command_of, markdown_table, with_part
+from tests.docs.page_part import command_of, markdown_table, with_interval, with_part
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "benchmarks"
@@ -127,7 +125,9 @@ def _ratios(report: Report) -> str:
     rows = []
     for loop, load in _LOADS.items():
         for row in report.rows_of(against(loop)):
-            rows.append([str(row.at["shape"]), f"{load} {_load(row, loop)}", *_with_intervals(row, _RATIOS)])
+            rows.append(
+                [str(row.at["shape"]), f"{load} {_load(row, loop)}", *(with_interval(row, name) for name in _RATIOS)]
+            )
     for row in report.rows_of(AGAINST_BEST):
         rows.append([str(row.at["shape"]), "highest of all loads", *_cells(row, _RATIOS)])
     return markdown_table(["auto against the better of mixed and always", "load", *_RATIOS], rows) if rows else ""
@@ -145,17 +145,6 @@ def _peers(report: Report) -> str:
 def _load(row: Row, loop: Loop) -> str:
     load, told = row.at[_LOADS[loop]], row.at.get(TOLD)
     return str(load) if told is None else f"{load}, told {told}"
-
-
-def _with_intervals(row: Row, names: Iterable[str]) -> list[str]:
-    """Returns the ratios of ``names``, with the ends of the interval behind those that have one."""
-    found = {figure.name: number(figure) for figure in row.figures}
-    return [
-        f"{found[name]} ({found[name + LOW]}–{found.get(name + HIGH, '∞')})"
-        if name + LOW in found
-        else found.get(name, "")
-        for name in names
-    ]
 
 
 def _cells(row: Row, names: Iterable[str]) -> list[str]:

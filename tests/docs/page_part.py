@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pdserve.bench.report import Report
+from pdserve.bench.bootstrap import HIGH, LOW
+from pdserve.bench.report import Report, Row, number
 from pdserve.settings.setting import Setting, to_text
 
 END = "<!-- to here -->"
@@ -21,6 +22,14 @@ def with_part(text: str, begin: str, part: str) -> str:
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def with_interval(row: Row, name: str) -> str:
+    """Returns a figure, with the ends of its interval behind it if it has one; nothing if the row lacks it."""
+    found = {figure.name: number(figure) for figure in row.figures}
+    if name + LOW in found:
+        return f"{found[name]} ({found[name + LOW]}–{found.get(name + HIGH, '∞')})"
+    return found.get(name, "")
 
 
 def command_of(report: Report, program: str, settings: Iterable[Setting]) -> str:

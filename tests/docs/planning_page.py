@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdserve.bench.plan.benchmark import BESIDE, RATE, SYSTEM, VERDICTS, WITHIN, ratio_name, verdict
+from pdserve.bench.plan.figures import (
+    BESIDE,
+    LEAST_PACE,
+    MOST_PACE,
+    PACE,
+    RATE,
+    SYSTEM,
+    VERDICTS,
+    WITHIN,
+    by_the_profile_alone,
+    ratio_name,
+    verdict,
+)
 from pdserve.bench.plan.forecast_plot import write_plot
 from pdserve.bench.report import Report, Row, number, read_report
 from pdserve.bench_config import BenchPlanConfig
 from pdserve.settings.setting import settings_of
-from tests.docs.page_part import command_of, markdown_table, with_part
+from tests.docs.page_part import command_of, markdown_table, with_interval, with_part
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FIGURES, PLOT = DOCS / "planning.md", DOCS / "planning.json", DOCS / "planning.svg"
@@ -22,7 +34,7 @@ _UNITS = {"output": "tok/s", "TTFT p90": "ms", "ITL p90": "ms"}
 def figures(report: Report) -> str:
     """Returns what the report says as Markdown, with its plot."""
     machine = report.machine
-    verdicts = [verdict(report.rows, name) for name in WITHIN]
+    verdicts = [*(verdict(report.rows, name) for name in WITHIN), by_the_profile_alone(report.rows)]
     parts = [
         f"![TTFT, ITL and output over the rate, predicted and measured]({PLOT.name})",
         f"`{command(report)}` on {machine.cores} cores ({machine.cpu}), {machine.measured} UTC: "
@@ -42,17 +54,18 @@ def command(report: Report) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    head = ["system", "rate, req/s"]
+    head = ["system", "rate, req/s", "pace (least–most)"]
     for name, unit in _UNITS.items():
         head += [f"{name} predicted, {unit}", "measured", "ratio"]
     return markdown_table(head, map(_cells, rows))
 
 
 def _cells(row: Row) -> list[str]:
-    cells = [str(row.at[SYSTEM]), f"{number(row.figure('rate'))} ({row.at[RATE]} %)"]
+    pace, least, most = (number(row.figure(name)) for name in (PACE, LEAST_PACE, MOST_PACE))
+    cells = [str(row.at[SYSTEM]), f"{number(row.figure('rate'))} ({row.at[RATE]} %)", f"{pace} ({least}–{most})"]
     for name in _UNITS:
-        found = [row.figure(f"{name} predicted"), row.figure(f"{name} measured"), row.figure(ratio_name(name))]
-        cells += [number(figure) for figure in found]
+        cells += [number(row.figure(f"{name} {what}")) for what in ("predicted", "measured")]
+        cells.append(with_interval(row, ratio_name(name)))
     return cells
 
 

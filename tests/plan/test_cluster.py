@@ -55,6 +55,22 @@ def test_a_lone_request_takes_the_sum_of_its_steps(prompt: int, output: int) -> 
     assert answer.last_at - answer.first_at == pytest.approx(sum(steps))
 
 
+def test_a_prefill_node_on_a_machine_of_its_own_answers_while_it_has_nothing_to_prefill() -> None:
+    load = poisson_load(2.5, 300, read_lengths("32"), read_lengths("256"), 1)
+    alone, apart, mixed, together = (
+        live(profile_of(), shape, load)
+        for shape in (MIXED, PAIR, ClusterShape(mixed=2), ClusterShape(1, 1, nodes_per_machine=2))
+    )
+    assert apart.busy_s[Role.PREFILL] > 0.5 * apart.busy_s[Role.DECODE]
+    assert itl_p50(apart) < 1.1 * itl_p50(mixed) < itl_p50(alone)
+    # On one machine it keeps to the prompts.
+    assert together.busy_s[Role.PREFILL] < 0.2 * together.busy_s[Role.DECODE]
+
+
+def itl_p50(lived: Lived) -> float:
+    return gap_quantiles(lived.gaps, profile_of().speed(1), 50.0).p50
+
+
 def test_a_prompt_that_goes_to_a_prefill_node_comes_later_by_the_transfer() -> None:
     profile = profile_of()
     there = live(profile, PAIR, [one(200, 3)], disaggregation=Disaggregation.ALWAYS)
@@ -139,7 +155,8 @@ def test_slower_steps_are_not_better_in_the_mean(part: str, factor: float, shape
     always = Disaggregation.ALWAYS
     usual = _means(live(profile_of(), shape, load, disaggregation=always))
     slow = _means(live(profile_of(slower), shape, load, disaggregation=always))
-    assert slow[1] >= usual[1] * 0.999
+    # A prefill node answers other requests itself then, which may fall better.
+    assert slow[1] >= usual[1] * (0.9 if shape is PAIR else 0.999)
 
 
 def test_nodes_that_share_a_machine_slow_each_other_down_only_while_both_compute() -> None:
@@ -154,7 +171,13 @@ def test_nodes_that_share_a_machine_slow_each_other_down_only_while_both_compute
     free = live(profile, PAIR, load, disaggregation=Disaggregation.ALWAYS).answers
     assert both[0].last_at > free[0].last_at + 0.05
     chunk_s = profile.speed(1).steps.step_s(0, 0, 200)
-    assert both[1].ttft_s == pytest.approx(free[1].ttft_s + chunk_s, abs=0.02)
+    # On machines of their own, the prefill node answers the second request itself, and nothing moves.
+    assert both[1].ttft_s == pytest.approx(free[1].ttft_s + chunk_s + _moved_s(profile, 200), abs=0.02)
+
+
+def _moved_s(profile: Profile, tokens: int) -> float:
+    assert profile.transfer is not None
+    return profile.transfer.seconds(CACHE.blocks(tokens) * CACHE.block_bytes)
 
 
 def test_a_step_that_began_with_borrowed_cores_goes_on_without_them() -> None:

@@ -21,6 +21,19 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "profile.json") == profile_of()
 
 
+def test_a_machine_of_half_the_speed_takes_twice_as_long_for_everything() -> None:
+    profile, slow = profile_of(slower_beside=1.5), profile_of(slower_beside=1.5).times(2.0)
+    for speed, slower in zip(profile.speeds, slow.speeds, strict=True):
+        assert slower.steps == speed.steps.times(2.0) and slower.beside == speed.beside.times(2.0)
+        assert slower.spread == speed.spread
+    assert profile.transfer is not None and slow.transfer is not None
+    assert slow.transfer.seconds(10_000_000) == pytest.approx(2 * profile.transfer.seconds(10_000_000))
+    assert slow.front.seconds(100) == pytest.approx(2 * profile.front.seconds(100))
+    assert profile.probe is not None and slow.probe is not None
+    assert slow.probe.pace(profile.probe) == pytest.approx(2.0)
+    assert (slow.cache, slow.model) == (profile.cache, profile.model)
+
+
 @settings(max_examples=examples(50))
 @given(st.integers(0, 64), st.integers(0, 10_000), st.integers(0, 512), st.integers(0, 4096))
 def test_an_engine_that_has_learnt_the_parts_estimates_what_the_profile_says(
@@ -40,6 +53,7 @@ def test_an_engine_that_has_learnt_the_parts_estimates_what_the_profile_says(
         ({"speeds": []}, "no speeds"),
         ({"cache": {"block_size": 0}}, "block_size of 0"),
         ({"transfer": {"byte_s": -1.0}}, "negative times"),
+        ({"probe": {"step_s": 0.0}}, "a probe that takes no time"),
         ({"unknown": 1}, "unknown"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.config import TargetsConfig
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
-from pdserve.plan.demand import LeastNodes, check_itl, least_nodes
+from pdserve.plan.demand import check_itl, least_nodes
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import PendingPrompt, SimulatedNode
 from pdserve.plan.prediction import PlanTargets, Prediction, predict, predict_if_good
@@ -155,10 +155,11 @@ def test_fewer_nodes_than_the_least_do_not_keep_up(rate: float, itl_s: float, pe
     profile, wanted = profile_of(slower_beside=1.5), PlanTargets(0.0, itl_s)
     targets = TargetsConfig(target_itl_ms=1e3 * itl_s)
     least = least_nodes(profile, load, per_machine, itl_s)
-    assert least.all > 1
-    fewer = [ClusterShape(mixed=least.all - 1, nodes_per_machine=per_machine)]
-    if least.decode > 1:
-        fewer.append(ClusterShape(8, least.decode - 1, nodes_per_machine=per_machine))
+    assert least > 1
+    fewer = [ClusterShape(mixed=least - 1, nodes_per_machine=per_machine)]
+    if least > 2:
+        fewer += [ClusterShape(1, least - 2, nodes_per_machine=per_machine)]
+        fewer += [ClusterShape(least - 2, 1, nodes_per_machine=per_machine)]
     for shape in fewer:
         assert not predict(profile, shape, load, wanted, targets).meets
 
@@ -183,8 +184,8 @@ def test_the_least_nodes_of_a_large_load_are_not_far_from_enough() -> None:
     load, wanted = poisson_load(60.0, 3600, read_lengths("256"), read_lengths("64"), 0), PlanTargets(2.0, 0.1)
     least = least_nodes(profile_of(), load, 1, wanted.itl_s)
     targets = TargetsConfig(target_ttft_ms=2000.0, target_itl_ms=100.0)
-    assert least.all > 8
-    assert predict_if_good(profile_of(), ClusterShape(mixed=math.ceil(1.6 * least.all)), load, wanted, targets)
+    assert least > 8
+    assert predict_if_good(profile_of(), ClusterShape(mixed=math.ceil(1.6 * least)), load, wanted, targets)
 
 
 def test_more_work_than_the_most_nodes_can_do_is_said_at_once() -> None:
@@ -192,7 +193,7 @@ def test_more_work_than_the_most_nodes_can_do_is_said_at_once() -> None:
         raise AssertionError(f"{shape} was tried")
 
     with pytest.raises(PlanError, match=r"4 nodes are too few: .* 9 nodes busy.*--max-nodes"):
-        Sizing(never, never, 4, 1, LeastNodes(9, 3)).find()
+        Sizing(never, never, 4, 1, 9).find()
 
 
 def test_without_transfers_only_mixed_nodes_are_looked_at() -> None:

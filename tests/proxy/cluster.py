@@ -17,7 +17,16 @@ import zmq
 import zmq.asyncio
 
 from pdserve.api.registration import Registration
-from pdserve.config import HttpConfig, ProxyConfig, RegistryConfig, RelayConfig, RequestConfig, TlsConfig
+from pdserve.config import (
+    HttpConfig,
+    PrefillAnswers,
+    ProxyConfig,
+    RegistryConfig,
+    RelayConfig,
+    RequestConfig,
+    RoutingConfig,
+    TlsConfig,
+)
 from pdserve.wire.discovery import Capacity, ComputeCores, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
@@ -96,7 +105,9 @@ def proxy_config(
     idle_timeout_s: float = 10.0,
     write_timeout_s: float = 20.0,
     tls: TlsConfig | None = None,
+    prefill_answers: PrefillAnswers = PrefillAnswers.OFF,
 ) -> ProxyConfig:
+    """Returns a configuration for tests. Nodes keep to their roles: those of tests name no machine."""
     return ProxyConfig(
         http=HttpConfig(
             port=http_port, max_body_bytes=max_body_bytes, drain_s=drain_s, write_timeout_s=write_timeout_s
@@ -104,6 +115,7 @@ def proxy_config(
         tls=tls or TlsConfig(),
         registry=RegistryConfig(control_port=0, heartbeat_ms=4 * HEARTBEAT_MS),
         relay=RelayConfig(idle_timeout_s=idle_timeout_s),
+        routing=RoutingConfig(prefill_answers=prefill_answers),
         request=RequestConfig(timeout_s=timeout_s),
     )
 

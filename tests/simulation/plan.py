@@ -61,6 +61,8 @@ class Shape:
     """The longest context of prefill nodes."""
     max_waiting: int = 32
     """The requests that may wait at a node."""
+    prefill_answers: bool = False
+    """Whether prefill nodes that have nothing to prefill answer requests themselves."""
     buffer_bytes: int = 64 * 1024
     """What a program writes before it is told that the other side does not read. Short answers need a small one."""
 
@@ -325,11 +327,13 @@ class Plan:
 
 CALM_SHARE = 0.1
 MORE_REQUESTS = 8
-"""So many more requests are a load for which nodes change their roles."""
+"""So many more requests are a load for which nodes change their roles, or prefill nodes answer."""
 RANKS_SHARE = 0.2
 REFUSED_SHARE = 0.15
 STRANGER_SHARE = 0.25
 AT_ONCE_S = 0.5
+PREFILL_ANSWERS_FROM = 10_000
+"""Seeds below it are older than that prefill nodes answer, and stand for what they have always stood for."""
 VANISHED_S = 6.0
 """A proxy has dropped a node by then that sends no heartbeats."""
 
@@ -363,7 +367,8 @@ def plan_of(seed: int) -> Plan:
         wider = _widened(plan, Random(f"cluster {seed}"))
         if wider is not plan:
             plan = _with_roles(_with_workers(wider, Random(f"workers {seed}")), Random(f"roles {seed}"))
-    return _stranger(_ranked(plan, Random(f"ranks {seed}")), Random(f"stranger {seed}"))
+    plan = _stranger(_ranked(plan, Random(f"ranks {seed}")), Random(f"stranger {seed}"))
+    return plan if seed < PREFILL_ANSWERS_FROM else _with_answers(plan, Random(f"prefill answers {seed}"))
 
 
 def _limited(random: Random, shape: Shape) -> Shape:
@@ -428,6 +433,14 @@ def _with_workers(plan: Plan, random: Random) -> Plan:
     shape = replace(plan.shape, workers=random.choice((2, 2, 3)))
     more = tuple(_worker_fault(random, shape) for _ in range(random.choice((0, 1, 1, 2, 3))))
     return replace(plan, shape=shape, faults=plan.faults + more)
+
+
+def _with_answers(plan: Plan, random: Random) -> Plan:
+    """Returns the plan with prefill nodes that answer, and enough requests for it; half of the plans as is."""
+    if random.random() < 0.5:
+        return plan
+    more = tuple(_varied(random, _request(random)) for _ in range(MORE_REQUESTS))
+    return replace(plan, shape=replace(plan.shape, prefill_answers=True), requests=plan.requests + more)
 
 
 def _with_roles(plan: Plan, random: Random) -> Plan:

@@ -35,6 +35,7 @@ import msgspec
 import uvicorn.server
 import zmq
 import zmq.asyncio
+from werkzeug.routing import Rule
 
 from pdserve.engine.tp.tp_ranks import RankProcess
 from pdserve.models.tp.rank_board import RankBoard
@@ -308,6 +309,7 @@ def _is_positional(function: types.FunctionType) -> bool:
     return True
 
 
+_builders: dict[tuple[Any, ...], Any] = {}
 _positional: dict[types.FunctionType, tuple[Any, ...]] = {}
 
 
@@ -420,6 +422,7 @@ def simulated(
         self.connections = OrderedConnections()  # type: ignore[assignment]
 
     state.__init__ = begin_ordered_state  # type: ignore[method-assign]
+    compiled, Rule._compile_builder = Rule._compile_builder, _kept_builder(Rule._compile_builder)  # type: ignore[method-assign]
     RankProcess.__bases__ = (SimChild,)
     guard = _module("pdserve.wire.connection_guard").ConnectionGuard
     waiting, guard._waiting = guard._waiting, lambda self, descriptor, port: 0
@@ -428,6 +431,7 @@ def simulated(
     finally:
         guard._waiting = waiting
         RankProcess.__bases__ = (ChildProcess,)
+        Rule._compile_builder = compiled  # type: ignore[method-assign]
         state.__init__ = begin_state  # type: ignore[method-assign]
         for module, name, value in reversed(undo):
             setattr(module, name, value)
@@ -435,6 +439,20 @@ def simulated(
             function.__kwdefaults__[name] = default
         for function, defaults in _positional.items():
             function.__defaults__ = defaults
+
+
+def _kept_builder(compiled: Callable[[Rule, bool], Any]) -> Callable[..., Any]:
+    """Returns what compiles a route's builder once: every proxy and node of every run has the same routes."""
+
+    def kept(self: Rule, append_unknown: bool = True) -> Any:
+        if self.defaults:
+            return compiled(self, append_unknown)
+        key = (self.rule, tuple(self._trace), append_unknown)
+        if key not in _builders:
+            _builders[key] = compiled(self, append_unknown)
+        return _builders[key]
+
+    return kept
 
 
 def _clock_for(default: Any, wall: Callable[[], float], loop: SimLoop) -> Any:

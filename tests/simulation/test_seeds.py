@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.simulation.clients import Outcome
-from tests.simulation.plan import Plan, PlannedRequest, plan_of
+from tests.simulation.plan import Plan, PlannedRequest, Shape, plan_of
 from tests.simulation.run import Result, run_plan, shrunk
 
 SEEDS = 100
+NEWER_SEEDS = range(10_000, 10_020)
+"""Prefill nodes of half of these answer requests."""
 AT_ONCE = 10
 FOUND = [
     2029,  # A transfer's message was dropped because a clock had jumped, and nobody noticed that it was missing.
@@ -37,6 +40,16 @@ def test_a_request_is_answered_by_a_prefill_and_a_decode_node() -> None:
     assert result.violations == ()
     assert result.outcomes[0] is Outcome.WHOLE
     assert any("source=remote" in line and "request_id=r0" in line for line in result.lines)
+
+
+@pytest.mark.integration
+def test_a_request_is_answered_by_a_prefill_node_that_has_nothing_to_prefill() -> None:
+    late = (PlannedRequest(0.03, tuple(range(20, 24)), 12), PlannedRequest(0.03, tuple(range(30, 34)), 12))
+    shape = replace(Shape(), prefill_answers=True)
+    result = run_plan(7, Plan(shape, (PlannedRequest(0.0, tuple(range(3, 8)), 50), *late)))
+    assert result.violations == ()
+    assert set(result.outcomes) == {Outcome.WHOLE}
+    assert any("decode=prefill0.1 prefill=-" in line and "outcome=ok" in line for line in result.lines)
 
 
 @pytest.mark.integration
@@ -81,7 +94,7 @@ def test_seeds_that_fail_are_named_and_the_first_one_is_shown(monkeypatch: pytes
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
+@pytest.mark.parametrize("first", [*range(0, SEEDS, AT_ONCE), *NEWER_SEEDS[::AT_ONCE]])
 def test_no_seed_breaks_a_promise(first: int) -> None:
     _check(range(first, first + AT_ONCE))
 

@@ -8,12 +8,12 @@ asks it of the 99th percentile of the answer's gaps, which shows stalls that a m
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.bench.answer_targets import AnswerTargets
+from pdserve.bench.bootstrap import HIGH, LOW, interval
 from pdserve.bench.goodput.workload import LoadPoint, Loop, Tightness
 from pdserve.bench.report import Better, Figure, Row, Unit, measured
 from pdserve.bench.streamed_answer import LoadResult, Stream, summarise
@@ -33,14 +33,8 @@ GOODPUTS = tuple(goodput_name(tightness, at_p99) for tightness in Tightness for 
 OUTPUT_RATIO, TTFT_RATIO, STEADINESS = "output : mixed", "TTFT p50 : mixed", "ITL p99 : p50"
 
 
-LOW, HIGH = ", low", ", high"
-"""The ends of a ratio's interval, behind the name of the ratio."""
-
 _SERVED = 0.1
 """If not even this share of the answers to a load is good in any system, a ratio of goodputs says nothing."""
-_DRAWS = 1000
-_TAIL = 0.05
-"""A ratio lies below its interval, or above it, with this probability."""
 
 
 def against(loop: Loop) -> str:
@@ -174,7 +168,7 @@ def _best_rows(outcome: ShapeOutcome) -> list[Row]:
 def _against_better_with_interval(outcome: ShapeOutcome, point: LoadPoint, name: str) -> list[Figure]:
     """Returns a load's ratio of goodputs and its interval; nothing where no system serves the load within the targets.
 
-    The interval comes from rounds that are drawn anew, with replacement, for both systems alike (the bootstrap).
+    Rounds are drawn for both systems alike.
     """
     by_system = outcome.runs[point]
     systems = [system for system in (AUTO, MIXED, ALWAYS) if system in by_system]
@@ -184,7 +178,6 @@ def _against_better_with_interval(outcome: ShapeOutcome, point: LoadPoint, name:
         return []
     seconds = {system: [run.seconds for run in by_system[system]] for system in good}
     better = max(systems[1:], key=lambda other: sum(good[other]) / sum(seconds[other]))
-    chance = random.Random(0)  # noqa: S311  # rounds must be drawn alike, not secretly
 
     def ratio(rounds: Sequence[int]) -> float:
         ours, theirs = (
@@ -193,13 +186,8 @@ def _against_better_with_interval(outcome: ShapeOutcome, point: LoadPoint, name:
         return math.inf if ours and not theirs else _ratio(ours, theirs)
 
     rounds = range(len(good[AUTO]))
-    figures = [Figure(name, ratio(rounds), Unit.RATIO, Better.HIGHER)]
-    if len(rounds) > 1:
-        draws = [ratio(chance.choices(rounds, k=len(rounds))) for _ in range(_DRAWS)]
-        drawn = sorted(value for value in draws if not math.isnan(value))
-        tail = int(_TAIL * len(drawn))
-        figures += [Figure(name + LOW, drawn[tail], Unit.RATIO), Figure(name + HIGH, drawn[-1 - tail], Unit.RATIO)]
-    return figures
+    figure = Figure(name, ratio(rounds), Unit.RATIO, Better.HIGHER)
+    return [figure, *interval(name, len(rounds), ratio)]
 
 
 def _against_better(goodputs: Mapping[str, Mapping[str, float]]) -> list[Figure]:

@@ -12,7 +12,7 @@ import random
 import statistics
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 
@@ -20,7 +20,7 @@ from pdserve.bench.load import Job, Target, run_job, uniform_jobs
 from pdserve.bench.streamed_answer import Stream
 from pdserve.errors import BenchError
 from pdserve.plan.fit import Observed, decode_step, lone_prompt, mixed_step
-from pdserve.plan.profile import CacheGeometry
+from pdserve.plan.profile import CacheGeometry, Probe
 
 LONE_PROMPTS = (16, 64, 160, 256, 512, 1024)
 LONE_REPEATS = 3
@@ -32,6 +32,8 @@ _LEAST_STEPS = 8
 BESIDE = ((2, 32), (2, 200), (8, 64), (8, 200))
 """Numbers of streams, and the tokens of the prompt that comes beside them."""
 BESIDE_REPEATS = 3
+_PROBE_PROMPT, _PROBE_PROMPTS, _PROBE_BATCH = 256, 5, (8, 256)
+"""So many prompts and such a batch tell the machine's pace in a few seconds."""
 _OUTLIER = 3.0
 """A gap of more than so many medians is none of the engine's making."""
 _PROMPT, _STREAM = 32, 4000
@@ -47,6 +49,15 @@ _NEEDED = 16
 
 
 @dataclass(slots=True)
+class Timings:
+    """What was measured of nodes of one kind."""
+
+    observed: list[Observed] = field(default_factory=list)
+    ratios: list[list[float]] = field(default_factory=list)
+    """The gaps of each batch of streams in step, as multiples of their mean."""
+
+
+@dataclass(slots=True)
 class Battery:
     """The measurements of one node."""
 
@@ -57,14 +68,13 @@ class Battery:
     """The most tokens that a prompt and its answer may have together."""
     vocab_size: int
     seed: str
-    observed: list[Observed] = field(default_factory=list)
-    ratios: list[list[float]] = field(default_factory=list)
-    """The gaps of each batch of streams in step, as multiples of their mean."""
+    timings: Timings = field(default_factory=Timings)
+    """All that is measured is added to these."""
     _numbers: Callable[[], int] = field(default_factory=lambda: itertools.count().__next__)
 
-    def again(self) -> Battery:
-        """Returns a battery for the same node that has measured nothing yet, with prompts of its own."""
-        return Battery(self.session, self.target, self.cache, self.longest, self.vocab_size, f"{self.seed}:again")
+    def into(self, timings: Timings) -> Battery:
+        """Returns a battery for the same node that adds to other timings."""
+        return replace(self, timings=timings)
 
     @property
     def chunk(self) -> int:
@@ -78,13 +88,22 @@ class Battery:
     async def lone_prompts(self) -> None:
         for prompt_tokens in self._that_fit(LONE_PROMPTS):
             times = [(await self.ask(prompt_tokens, 2)).ttft_s for _ in range(LONE_REPEATS)]
-            self.observed.append(lone_prompt(prompt_tokens, self.chunk, statistics.median(times)))
+            self.timings.observed.append(lone_prompt(prompt_tokens, self.chunk, statistics.median(times)))
 
     async def decode_steps(self) -> None:
         for rows, prompt_tokens in batches_within(self.cache):
             steps = steps_of(rows, prompt_tokens, self.chunk)
             if prompt_tokens + steps <= self.longest:
-                self.observed.append(await self._together(rows, prompt_tokens, steps))
+                self.timings.observed.append(await self._together(rows, prompt_tokens, steps))
+
+    async def probe(self) -> Probe:
+        """Returns what always the same prompt and batch take now. It is added to no timings."""
+        prompt_tokens = min(_PROBE_PROMPT, self.longest - _NEEDED)
+        times = [(await self.ask(prompt_tokens, 2)).ttft_s for _ in range(_PROBE_PROMPTS)]
+        within = batches_within(self.cache)
+        batch = _PROBE_BATCH if _PROBE_BATCH in within else within[0]
+        step = await self.into(Timings())._together(*batch, steps_of(*batch, self.chunk))
+        return Probe(prompt_s=statistics.fmean(times), step_s=step.seconds)
 
     async def _together(self, rows: int, prompt_tokens: int, steps: int) -> Observed:
         """Returns what a step takes in which so many streams decode, over about so many steps.
@@ -107,7 +126,7 @@ class Battery:
         mean_s = statistics.fmean(kept)
         if not mean_s:
             raise BenchError("all tokens came at once: the client was too late to time any step")
-        self.ratios.append([gap / mean_s for gap in kept])
+        self.timings.ratios.append([gap / mean_s for gap in kept])
         return mean_s
 
     async def prompts_beside_streams(self) -> None:
@@ -119,7 +138,7 @@ class Battery:
                 raise BenchError(f"{rows} streams had no gap when a prompt came beside them")
             contexts = statistics.fmean(gap.context_tokens for gap in longest)
             seconds = statistics.median(gap.seconds for gap in longest)
-            self.observed.append(mixed_step(rows, contexts, prompt_tokens, seconds))
+            self.timings.observed.append(mixed_step(rows, contexts, prompt_tokens, seconds))
 
     async def _beside(self, streaming: Sequence[Stream], prompt_tokens: int) -> _LongGap | None:
         """Returns the gap that a prompt makes in streams beside it; None if there is none, or not beside all."""

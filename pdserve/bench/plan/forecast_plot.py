@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pdserve.bench.plan.benchmark import BESIDE, SYSTEM
+from pdserve.bench.plan.figures import BESIDE, SYSTEM
 from pdserve.bench.plan.forecast import CLUSTER, PREDICTED
 from pdserve.bench.plot_style import page_style
 from pdserve.bench.report import Report, Row

@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -19,9 +20,8 @@ import aiohttp
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Target, first_model
 from pdserve.bench.machine import this_machine
-from pdserve.bench.plan.battery import Battery, batches_within, beside_within, quiet_seed
-from pdserve.bench.programs import mixed_node, running
-from pdserve.bench_config import PlanProfileConfig
+from pdserve.bench.plan.battery import Battery, Timings, batches_within, beside_within, quiet_seed
+from pdserve.bench_config import PlanProfileConfig, ProfilingConfig
 from pdserve.config import Disaggregation, Switch
 from pdserve.core_ledger import private_ledger
 from pdserve.errors import BenchError, PlanError
@@ -29,7 +29,7 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.plan.fit import fit, lone_prompt_s, spread_of
-from pdserve.plan.profile import MOST_NODES, VERSION, CacheGeometry, FrontCost, NodeSpeed, Profile, TransferCost
+from pdserve.plan.profile import MOST_NODES, VERSION, CacheGeometry, FrontCost, NodeSpeed, Probe, Profile, TransferCost
 from pdserve.process import partition_cores
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
@@ -49,7 +49,31 @@ def measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str])
     try:
         return asyncio.run(_measure(config, folder, environ))
     except TimeoutError as exc:
-        raise BenchError(f"the profile was not done in {config.profile.limit_s:g} s") from exc
+        raise BenchError(f"a round of the profile was not done in {config.profile.limit_s:g} s") from exc
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What all rounds have measured."""
+
+    alone: Timings = field(default_factory=Timings)
+    """Of a node that has all cores."""
+    asleep: Timings = field(default_factory=Timings)
+    """Of one of two nodes that divide the cores, while the other one sleeps."""
+    busy: Timings = field(default_factory=Timings)
+    """Of the same node while the other one computes."""
+    moved: list[_MovedPrompt] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _MovedPrompt:
+    """An answer of three tokens whose prompt a prefill node has computed."""
+
+    prompt_tokens: int
+    ttft_s: float
+    span_s: float
+    """The time from the first token to the last. Tokens that come late may come together."""
 
 
 async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
@@ -57,13 +81,17 @@ async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str
     cache = cache_geometry(config, folder)
     check_cache(cache)
     longest = min(longest_request(config, folder), cache.room // 2)
-    async with asyncio.timeout(config.profile.limit_s):
-        alone, front_s = await _one_node(config, own, cache, longest)
-        speeds: list[NodeSpeed] = [alone]
-        transfer = None
-        if config.profile.nodes == MOST_NODES:
-            speeds.append(await _two_nodes(config, own, cache, longest))
-            transfer = await _transfers(config, own, cache, speeds[-1], front_s, longest)
+    both = config.profile.nodes == MOST_NODES
+    measured = _Measured()
+    for number in range(config.profile.repeats):
+        _say(f"round {number + 1} of {config.profile.repeats}")
+        async with asyncio.timeout(config.profile.limit_s):
+            await _one_node(config, own, cache, longest, measured)
+            if both:
+                await _two_nodes(config, own, cache, longest, measured)
+                await _transfers(config, own, cache, longest, measured)
+    alone, front_s = _alone(measured)
+    speeds = [alone, _dividing(measured, front_s)] if both else [alone]
     return Profile(
         version=VERSION,
         model=config.model.served_model_name or served_model_name(config.model.path, folder),
@@ -71,10 +99,44 @@ async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str
         cores=len(_cores(config)),
         measured=machine.measured,
         speeds=tuple(speeds),
-        transfer=transfer,
+        transfer=_transfer_cost(measured.moved, speeds[-1], front_s, cache) if both else None,
         front=FrontCost(request_s=front_s, token_s=0.0),
         cache=cache,
+        probe=Probe(
+            prompt_s=statistics.fmean(probe.prompt_s for probe in measured.probes),
+            step_s=statistics.fmean(probe.step_s for probe in measured.probes),
+        ),
     )
+
+
+def _alone(measured: _Measured) -> tuple[NodeSpeed, float]:
+    """Returns the speed of a node that has all cores, and what a request takes besides its steps."""
+    steps, front_s = fit(measured.alone.observed)
+    return NodeSpeed(nodes=1, steps=steps, beside=steps, spread=spread_of(measured.alone.ratios)), front_s
+
+
+def _dividing(measured: _Measured, front_s: float) -> NodeSpeed:
+    """Returns the speed of each of two nodes that divide the cores."""
+    steps, _ = fit(measured.asleep.observed, front_s)
+    beside, _ = fit(measured.busy.observed, front_s)
+    spread, spread_beside = spread_of(measured.asleep.ratios), spread_of(measured.busy.ratios)
+    return NodeSpeed(nodes=2, steps=steps, beside=beside, spread=spread, spread_beside=spread_beside)
+
+
+def _transfer_cost(
+    moved: Sequence[_MovedPrompt], speed: NodeSpeed, front_s: float, cache: CacheGeometry
+) -> TransferCost:
+    """Returns by how much tokens are later than steps explain if a prefill node has computed the prompt."""
+    fixed, sizes, late = [], [], []
+    for tokens in sorted({prompt.prompt_tokens for prompt in moved}):
+        alike = [prompt for prompt in moved if prompt.prompt_tokens == tokens]
+        steps_s = lone_prompt_s(speed.steps, tokens, cache.max_num_batched_tokens)
+        fixed.append(statistics.median(prompt.ttft_s for prompt in alike) - steps_s - front_s)
+        sizes.append(cache.blocks(tokens) * cache.block_bytes)
+        span_s = statistics.median(prompt.span_s for prompt in alike)
+        late.append(max(0.0, span_s - sum(speed.steps.step_s(1, tokens + step, 0) for step in (1, 2))))
+    byte_s = sum(size * seconds for size, seconds in zip(sizes, late, strict=True)) / sum(size * size for size in sizes)
+    return TransferCost(fixed_s=max(0.0, statistics.median(fixed)), byte_s=byte_s)
 
 
 def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
@@ -114,8 +176,8 @@ def _cores(config: PlanProfileConfig) -> list[int]:
 
 
 @asynccontextmanager
-async def _asking(
-    config: PlanProfileConfig, cache: CacheGeometry, longest: int, targets: Sequence[str]
+async def asking(
+    config: ProfilingConfig, cache: CacheGeometry, longest: int, targets: Sequence[str]
 ) -> AsyncIterator[list[Battery]]:
     """Yields a battery for each server of ``targets``, which has answered a few requests."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -124,7 +186,7 @@ async def _asking(
         found = []
         for url in targets:
             target = Target(url, await first_model(url))
-            found.append(Battery(session, target, cache, longest, config.profile.vocab_size, f"{seed}:{url}"))
+            found.append(Battery(session, target, cache, longest, config.vocab_size, f"{seed}:{url}"))
             await found[-1].warm_up()
         yield found
 
@@ -140,15 +202,14 @@ def _lending(config: PlanProfileConfig, environ: Mapping[str, str]) -> Iterator[
 
 
 async def _one_node(
-    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, longest: int
-) -> tuple[NodeSpeed, float]:
-    """Returns the speed of a node that has all cores, and what a request takes besides its steps."""
+    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, longest: int, measured: _Measured
+) -> None:
     started = running_cluster("profile", [Role.MIXED], _cores(config), environ, config.profile.startup_timeout_s)
-    async with started as cluster, _asking(config, cache, longest, [cluster.url]) as (battery,):
+    async with started as cluster, asking(config.profile, cache, longest, [cluster.url]) as (battery,):
         _say("a node with all cores")
-        await _whole(battery)
-    steps, front_s = fit(battery.observed)
-    return NodeSpeed(nodes=1, steps=steps, beside=steps, spread=spread_of(battery.ratios)), front_s
+        measured.probes.append(await battery.probe())
+        await _whole(battery.into(measured.alone))
+        measured.probes.append(await battery.probe())
 
 
 async def _whole(battery: Battery) -> None:
@@ -158,58 +219,42 @@ async def _whole(battery: Battery) -> None:
 
 
 async def _two_nodes(
-    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, longest: int
-) -> NodeSpeed:
-    """Returns the speed of each of two nodes that divide the cores."""
+    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, longest: int, measured: _Measured
+) -> None:
     async with AsyncExitStack() as stack:
         own = stack.enter_context(_lending(config, environ))
-        shares = partition_cores(_cores(config), 2)
-        nodes = [mixed_node(f"profile, node {number}", own, share) for number, share in enumerate(shares)]
-        started = await stack.enter_async_context(running(nodes, config.profile.startup_timeout_s))
-        urls = [node.listening.url for node in started]
-        one, other = await stack.enter_async_context(_asking(config, cache, longest, urls))
+        urls = []
+        # Tokens pass a proxy, which computes on the same cores. Each node has one, so that it can be asked alone.
+        for number, share in enumerate(partition_cores(_cores(config), 2)):
+            label = f"profile, node {number}"
+            started = running_cluster(label, [Role.MIXED], share, own, config.profile.startup_timeout_s)
+            urls.append((await stack.enter_async_context(started)).url)
+        one, other = await stack.enter_async_context(asking(config.profile, cache, longest, urls))
         _say("two nodes that divide the cores, one of them asleep")
-        await _whole(one)
+        await _whole(one.into(measured.asleep))
         _say("two nodes that divide the cores, both at work")
-        busy = one.again()
+        busy = one.into(measured.busy)
         async with other.prefilling():
             await busy.decode_steps()
         async with other.streaming(max(rows for rows, _ in beside_within(cache))):
             await busy.lone_prompts()
             await busy.prompts_beside_streams()
-    # What a request takes besides its steps is known from a node behind a proxy.
-    steps, _ = fit(one.observed)
-    beside, _ = fit(busy.observed)
-    spread, spread_beside = spread_of(one.ratios), spread_of(busy.ratios)
-    return NodeSpeed(nodes=2, steps=steps, beside=beside, spread=spread, spread_beside=spread_beside)
 
 
 async def _transfers(
-    config: PlanProfileConfig,
-    environ: Mapping[str, str],
-    cache: CacheGeometry,
-    speed: NodeSpeed,
-    front_s: float,
-    longest: int,
-) -> TransferCost:
-    """Returns by how much tokens are later than steps explain if a prefill node has computed the prompt."""
-    fixed, sizes, late = [], [], []
+    config: PlanProfileConfig, environ: Mapping[str, str], cache: CacheGeometry, longest: int, measured: _Measured
+) -> None:
     with _lending(config, environ) as lending:
         own = {**lending, "PDSERVE_DISAGGREGATION": Disaggregation.ALWAYS.value}
         roles = [Role.PREFILL, Role.DECODE]
         started = running_cluster("profile", roles, _cores(config), own, config.profile.startup_timeout_s)
-        async with started as cluster, _asking(config, cache, longest, [cluster.url]) as (battery,):
+        async with started as cluster, asking(config.profile, cache, longest, [cluster.url]) as (battery,):
             _say("transfers")
             for tokens in (tokens for tokens in _MOVED if tokens + _MOVES < longest):
-                streams = [await battery.ask(tokens, 3) for _ in range(_MOVES)]
-                steps_s = lone_prompt_s(speed.steps, tokens, cache.max_num_batched_tokens)
-                fixed.append(statistics.median(stream.ttft_s for stream in streams) - steps_s - front_s)
-                sizes.append(cache.blocks(tokens) * cache.block_bytes)
-                # Tokens that come late may come together, so what counts is the time from the first one to the last.
-                span_s = statistics.median(stream.arrivals[-1] - stream.arrivals[0] for stream in streams)
-                late.append(max(0.0, span_s - sum(speed.steps.step_s(1, tokens + step, 0) for step in (1, 2))))
-    byte_s = sum(size * seconds for size, seconds in zip(sizes, late, strict=True)) / sum(size * size for size in sizes)
-    return TransferCost(fixed_s=max(0.0, statistics.median(fixed)), byte_s=byte_s)
+                for _ in range(_MOVES):
+                    stream = await battery.ask(tokens, 3)
+                    span_s = stream.arrivals[-1] - stream.arrivals[0]
+                    measured.moved.append(_MovedPrompt(tokens, stream.ttft_s, span_s))
 
 
 def _say(text: str) -> None:

@@ -24,6 +24,7 @@ from pdserve_proxy.relay.node_counts import NodeCounts
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
 from pdserve_proxy.routing.attempts import Attempt, Attempts
+from pdserve_proxy.routing.idle_prefill import NodeWork, answers_itself
 from pdserve_proxy.routing.router import Route, RouteQuery, Router
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 from pdserve_proxy.upstream.node_pool import NodePool
@@ -71,6 +72,7 @@ class Dispatch:
         self._coming_tokens: Counter[bytes] = Counter()
         """The tokens that go to a node for want of room elsewhere, by its boot id. Its load does not show them yet."""
         self._router = Router(config.routing.policy, attempts)
+        self._prefill_answers = config.routing.prefill_answers
         self._tickets = tickets
         self._pool = pool
         self._nodes = nodes
@@ -83,9 +85,30 @@ class Dispatch:
         """
         route, broken = self._router.choose(self._registry.serving(), query, excluded), relayed.broken_links
         if not broken:
-            return route
+            return self._with_idle_prefill(route, query, excluded)
         linked = tuple(node for node in route.prefill if node.boot_id not in broken)
         return msgspec.structs.replace(route, prefill=linked if len(broken) < MAX_BROKEN_LINKS else ())
+
+    def _with_idle_prefill(self, route: Route, query: RouteQuery, excluded: frozenset[bytes]) -> Route:
+        """Returns a route to the prefill node alone, if that is to answer itself; else ``route``.
+
+        A client that may ask again has to find its node again, and what goes on elsewhere goes on at a decode node.
+        """
+        if not route.prefill or query.key or query.kind is not None:
+            return route
+        prefill = route.prefill[0]
+        if prefill.boot_id in excluded or prefill.protocol < query.oldest_protocol:
+            return route
+        if not answers_itself(self._prefill_answers, self._work(prefill), self._work(route.decode)):
+            return route
+        return Route(prefill, ())
+
+    def _work(self, node: NodeInfo) -> NodeWork:
+        boot_id, attempts = node.boot_id, self._attempts
+        load = self._registry.load(boot_id) or NodeLoad()
+        return NodeWork(
+            node, attempts.load(boot_id), attempts.prompts(boot_id), load.queue_s, attempts.prompt_share(boot_id)
+        )
 
     def begin(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
         """Begins an attempt, which counts as load of its nodes until the next one, or until the request's end."""

@@ -419,8 +419,8 @@ class RelayedRequest:
         """Notes that the node needs its prefill node no more."""
         if self.prompt_done_s is None:
             self.prompt_done_s = self.first_byte_at_s or time.monotonic()
-        if self._attempt is not None and self.route is not None:
-            self._attempt.end_at(*[info.boot_id for info in self.route.prefill])
+        if self._attempt is not None:
+            self._attempt.prompt_computed()
 
     def node_lost(self) -> None:
         """Notes that the node of the present attempt was lost, from which the answer came."""

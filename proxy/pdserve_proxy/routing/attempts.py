@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.wire.discovery import NodeInfo, NodeLoad
+
+_NEWEST = 0.1
+"""The weight of the newest heartbeat in a share of heartbeats: about the last ten count."""
 
 
 @dataclass(slots=True)
 class Attempt:
     """One attempt that is under way."""
 
-    _on_end_at: Callable[[bytes, int], None]
+    _attempts: Attempts
     _nodes: dict[bytes, int]
     """The number of requests that the attempt counts as at each node."""
+    _answering: bytes
+    _prompts_at: set[bytes]
+    """The nodes that are to compute its prompts, until they have."""
+
+    def prompt_computed(self) -> None:
+        """Ends the attempt at the nodes that only compute its prompts. A second call does nothing."""
+        if self._answering in self._prompts_at:
+            self._end_prompts(self._answering)
+        self.end_at(*self._prompts_at)
 
     def end_at(self, *boot_ids: bytes) -> None:
         """Ends the attempt at these nodes. A second call for the same node does nothing."""
         for boot_id in boot_ids:
+            self._end_prompts(boot_id)
             count = self._nodes.pop(boot_id, 0)
             if count:
-                self._on_end_at(boot_id, count)
+                self._attempts.end(boot_id, count)
 
     def end_everywhere(self) -> None:
         self.end_at(*tuple(self._nodes))
+
+    def _end_prompts(self, boot_id: bytes) -> None:
+        if boot_id in self._prompts_at:
+            self._prompts_at.discard(boot_id)
+            self._attempts.end_prompts(boot_id)
 
 
 class Attempts:
@@ -32,34 +51,46 @@ class Attempts:
 
     def __init__(self) -> None:
         self._under_way: dict[bytes, int] = {}
+        self._prompts: Counter[bytes] = Counter()
+        """The attempts whose prompts each node is to compute."""
         self._said: dict[bytes, int] = {}
         """The requests at each node by its last heartbeat."""
         self._reported: dict[bytes, int] = {}
         """The part of what is under way that the node's last heartbeat counted."""
+        self._prompt_shares: dict[bytes, float] = {}
+        """The share of each node's latest heartbeats in which it had prompts to compute."""
         self._on_load: list[Callable[[bytes], object]] = []
 
     def on_load(self, callback: Callable[[bytes], object]) -> None:
         """From now on calls ``callback`` too with the boot id of each node whose load may have changed."""
         self._on_load.append(callback)
 
-    def begin(self, *nodes: tuple[NodeInfo, int]) -> Attempt:
-        """Begins an attempt at ``nodes``, each with the number of requests that it is for the node's engine."""
-        counts = {node.boot_id: count for node, count in nodes}
+    def begin(self, answering: tuple[NodeInfo, int], *prefilling: tuple[NodeInfo, int]) -> Attempt:
+        """Begins an attempt at these nodes, each with the number of requests that it is for the node's engine.
+
+        Without a node that prefills, the one that answers computes the prompts.
+        """
+        counts = {node.boot_id: count for node, count in (answering, *prefilling)}
+        prompts_at = {node.boot_id for node, _ in prefilling} or {answering[0].boot_id}
+        self._prompts.update(prompts_at)
         for boot_id, count in counts.items():
             self._under_way[boot_id] = self._under_way.get(boot_id, 0) + count
             self._tell(boot_id)
-        return Attempt(self._end, counts)
+        return Attempt(self, counts, answering[0].boot_id, prompts_at)
 
     def heard_from(self, boot_id: bytes, load: NodeLoad) -> None:
         """Notes the load in a heartbeat, which counts the attempts that are under way now."""
         self._said[boot_id] = load.running + load.waiting
         self._reported[boot_id] = self._under_way.get(boot_id, 0)
+        before = self._prompt_shares.get(boot_id, 0.0)
+        self._prompt_shares[boot_id] = before + _NEWEST * ((load.queue_s > 0) - before)
         self._tell(boot_id)
 
     def forget(self, boot_id: bytes) -> None:
         """Forgets the heartbeat of a node that the registry has dropped."""
         self._said.pop(boot_id, None)
         self._reported.pop(boot_id, None)
+        self._prompt_shares.pop(boot_id, None)
         self._tell(boot_id)
 
     def under_way(self, boot_id: bytes) -> int:
@@ -71,7 +102,22 @@ class Attempts:
         since = self._under_way.get(boot_id, 0) - self._reported.get(boot_id, 0)
         return max(0, self._said.get(boot_id, 0) + since)
 
-    def _end(self, boot_id: bytes, count: int) -> None:
+    def prompts(self, boot_id: bytes) -> int:
+        """Returns the number of attempts whose prompts a node is to compute."""
+        return self._prompts[boot_id]
+
+    def prompt_share(self, boot_id: bytes) -> float:
+        """Returns the share of a node's latest heartbeats in which it had prompts to compute; 0 before the first."""
+        return self._prompt_shares.get(boot_id, 0.0)
+
+    def end_prompts(self, boot_id: bytes) -> None:
+        """Notes that a node has computed the prompts of one attempt, or will not."""
+        self._prompts[boot_id] -= 1
+        if not self._prompts[boot_id]:
+            del self._prompts[boot_id]
+
+    def end(self, boot_id: bytes, count: int) -> None:
+        """Notes that so many requests have ended at a node."""
         self._under_way[boot_id] -= count
         if not self._under_way[boot_id]:
             del self._under_way[boot_id]

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pdserve.bench.bootstrap import HIGH, LOW
 from pdserve.bench.compare import changes
 from pdserve.bench.goodput.figures import (
     AGAINST_BEST,
     AGAINST_PEER,
-    HIGH,
-    LOW,
     UNLOADED,
     GoodputRun,
     against,

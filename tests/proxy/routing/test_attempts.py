@@ -60,6 +60,38 @@ def test_what_landed_once_does_not_land_again() -> None:
     assert (load(NODE), load(prefill)) == (0, 0)
 
 
+def test_prompts_are_those_that_a_node_is_still_to_compute() -> None:
+    attempts = Attempts()
+    prefill, decode = node_info("p", Role.PREFILL), node_info("d", Role.DECODE)
+    computed, ended = attempts.begin((decode, 1), (prefill, 1)), attempts.begin((decode, 1), (prefill, 1))
+    own = attempts.begin((prefill, 1))
+    assert (attempts.prompts(prefill.boot_id), attempts.prompts(decode.boot_id)) == (3, 0)
+    for attempt in (computed, own):
+        attempt.prompt_computed()
+        attempt.prompt_computed()
+    assert attempts.prompts(prefill.boot_id) == 1
+    # What it answers itself goes on after its prompt; what it only prefills does not.
+    assert (attempts.load(prefill.boot_id), attempts.load(decode.boot_id)) == (2, 2)
+    for attempt in (computed, ended, own):
+        attempt.end_everywhere()
+    assert (attempts.load(prefill.boot_id), attempts.load(decode.boot_id)) == (0, 0)
+    assert attempts.prompts(prefill.boot_id) == 0
+    assert not attempts._prompts
+
+
+def test_a_node_has_a_share_of_heartbeats_with_prompts_and_a_new_one_has_none() -> None:
+    attempts = Attempts()
+    assert attempts.prompt_share(NODE.boot_id) == 0.0
+    shares = []
+    for queue_s in [0.5] * 40 + [0.0] * 40:
+        attempts.heard_from(NODE.boot_id, NodeLoad(queue_s=queue_s))
+        shares.append(attempts.prompt_share(NODE.boot_id))
+    assert sorted(shares[:40]) == shares[:40] and 0.9 < shares[39] < 1.0
+    assert sorted(shares[40:], reverse=True) == shares[40:] and 0.0 < shares[-1] < 0.1
+    attempts.forget(NODE.boot_id)
+    assert attempts.prompt_share(NODE.boot_id) == 0.0
+
+
 def test_a_node_that_is_gone_leaves_nothing_behind() -> None:
     attempts = Attempts()
     registry = Registry(1.0, 3, watcher=attempts)
@@ -69,5 +101,7 @@ def test_a_node_that_is_gone_leaves_nothing_behind() -> None:
     registry.expire(100.0)
     attempt.end_everywhere()
     assert not attempts._under_way
+    assert not attempts._prompts
     assert not attempts._reported
+    assert not attempts._prompt_shares
     assert not attempts._said

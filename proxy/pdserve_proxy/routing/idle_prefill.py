@@ -1,0 +1,66 @@
+"""Says when a prefill node answers a request itself, from the prompt to the last token.
+
+Where answers are long and prompts short, a prefill node rests while its decode nodes are full. So it takes a request
+that it would only prefill otherwise, if it has no prompt to compute, had few of them lately, and has a smaller share of
+its batch in use than the chosen decode node. Then no KV blocks move. A node that is often asked to prefill takes none:
+its streams would stand still during each prompt. Nodes that divide the cores of one machine gain nothing by it: a
+prefill node that rests lends its cores. The function has no state and does no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.config import PrefillAnswers
+from pdserve.wire.discovery import NodeInfo, Role
+from pdserve.wire.version import ROLE_COMMANDS
+from pdserve_proxy.routing.candidates import size_of
+
+FEW_PROMPTS = 0.3
+"""A prefill node that has prompts for a larger share of the time answers nothing (``docs/benchmarks/goodput.md``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWork:
+    """A node and what it has to do, as far as this proxy knows."""
+
+    info: NodeInfo
+    requests: int
+    prompts: int
+    """The prompts of this proxy's requests that the node is to compute."""
+    queue_s: float
+    """How long a prompt would wait there, by the node's last heartbeat: this shows what other proxies have sent."""
+    prompt_share: float
+    """The share of its latest heartbeats in which it had prompts to compute."""
+
+    @property
+    def share(self) -> float:
+        """The share of the node's batch that is in use."""
+        return self.requests / size_of(self.info)
+
+
+def answers_itself(choice: PrefillAnswers, prefill: NodeWork, decode: NodeWork) -> bool:
+    """Returns whether ``prefill`` answers a request itself, for which ``decode`` was chosen."""
+    if choice is PrefillAnswers.OFF or not _can_replace(prefill.info, decode.info):
+        return False
+    if choice is PrefillAnswers.AUTO and _share_a_machine(prefill.info, decode.info):
+        return False
+    rests = not prefill.prompts and not prefill.queue_s and prefill.prompt_share < FEW_PROMPTS
+    return rests and prefill.share < decode.share
+
+
+def _can_replace(prefill: NodeInfo, decode: NodeInfo) -> bool:
+    """Returns whether a prefill node takes all requests that ``decode`` takes."""
+    ours, theirs = prefill.capacity, decode.capacity
+    # An older node has never taken a request in this role.
+    return (
+        prefill.role is Role.PREFILL
+        and prefill.protocol >= ROLE_COMMANDS
+        and ours.max_model_len == theirs.max_model_len
+        and ours.num_blocks >= theirs.num_blocks
+    )
+
+
+def _share_a_machine(one: NodeInfo, other: NodeInfo) -> bool:
+    """Returns whether both compute on cores of the same machine. A node on a GPU names no cores."""
+    return one.compute is not None and other.compute is not None and one.compute.machine == other.compute.machine
