@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import logging
 import os
 import socket
@@ -83,6 +84,13 @@ def serve(
         return EXIT_FAILED
 
 
+def answers_hash(config: NodeConfig, chat_template: str) -> str:
+    """Returns a hash of the settings that decide which requests a node takes, and how it answers them."""
+    limits = (config.http.max_body_bytes, config.model.max_model_len)
+    parts = (config.message, config.grammar, config.request, config.scheduler, config.stream, config.kept, limits)
+    return hashlib.blake2b(f"{parts} {chat_template}".encode(), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class NodeServer:
     """The settings that one node is made from."""
@@ -135,7 +143,7 @@ class NodeServer:
         secrets: Secrets,
     ) -> None:
         url = self.config.http.advertise.rstrip("/") or url_of(listener, wildcard=socket.gethostname())
-        info = self._info(ready, boot_id, url)
+        info = self._info(ready, tokenizer, boot_id, url)
         keeping, places = self.config.kept, self.config.scheduler.max_num_seqs // UNREAD_SHARE
         kept = KeptAnswers(KeptLimits(keeping.answers, keeping.memory_mib * 2**20, keeping.keep_s, places))
         name_node(info.name)
@@ -246,7 +254,7 @@ class NodeServer:
             records=config.trace.records,
         )
 
-    def _info(self, ready: Ready, boot_id: bytes, url: str) -> NodeInfo:
+    def _info(self, ready: Ready, tokenizer: Tokenizer, boot_id: bytes, url: str) -> NodeInfo:
         return NodeInfo(
             name=self.config.discovery.name or f"{self.role.value}-{url.partition('://')[2]}",
             boot_id=boot_id,
@@ -264,6 +272,7 @@ class NodeServer:
             kernels=ready.kernels,
             version=INSTALLED_VERSION,
             compute=ready.compute,
+            answers=answers_hash(self.config, tokenizer.chat_template or ""),
         )
 
     def _state(

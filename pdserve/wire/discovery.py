@@ -126,6 +126,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The version of pdserve that the node runs."""
     compute: Annotated[ComputeCores | None, since(6)] = None
     """Where its engine computes; None on a GPU, and from older nodes."""
+    answers: Annotated[Text, since(6)] = ""
+    """A hash of all settings that decide which requests the node takes and how it answers them."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):

@@ -80,6 +80,7 @@ def node_info(
     max_model_len: int = 256,
     protocol: int = RELEASED_0_1,
     compute: ComputeCores | None = None,
+    answers: str = "",
 ) -> NodeInfo:
     """Returns a node's description of itself. ``Registration`` puts today's protocol into it."""
     return NodeInfo(
@@ -93,6 +94,7 @@ def node_info(
         capacity=Capacity(max_running=max_running, num_blocks=16, block_size=16, max_model_len=max_model_len),
         protocol=protocol,
         compute=compute,
+        answers=answers,
     )
 
 

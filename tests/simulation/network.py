@@ -131,7 +131,9 @@ class End:
         self.greeting = b""
         """What the other side learns as soon as it has accepted the connection."""
         self.open = True
-        self.receive: Callable[[Any], None] = lambda item: None
+        self.early: list[object] = []
+        """What came before the connection was established here: the other side knows of it sooner."""
+        self.receive: Callable[[Any], None] = self.early.append
         self.lost: Callable[[], None] = lambda: None
         process.on_end[self.reset] = None
 
@@ -419,8 +421,15 @@ class Network:
             near = self.end_of(process)
             near.greeting = greeting
             listener.meet(near)
-            # The other process may have ended meanwhile.
-            Flow(self, kernel, process, lambda _: established(near) if near.open else refused()).send(None)
+            Flow(self, kernel, process, lambda _: establish(near)).send(None)
+
+        def establish(near: End) -> None:
+            if not near.open:  # the other process has ended meanwhile
+                refused()
+                return
+            established(near)
+            for item in tuple(near.early):
+                near.receive(item)
 
         Flow(self, process, kernel, lambda _: answer()).send(None)
 

@@ -23,6 +23,7 @@ FOUND = [
     212,  # Two nodes died while a request ran there, and its client gave up before the proxies took it again.
     1376,  # A connection's end came in the same moment as the connection, and the simulation lost it.
     2618,
+    10076,  # A node closed a connection before the other side knew of it, and the simulation lost that end.
     4684,  # A clock jumped, the answer to a handshake was dropped, and each prompt waited for it until its deadline.
     3102,  # A deadline came between the last event of a stream and the end of its body, and an error followed.
     1414,  # An answer left a node that had no free block, and the simulation took its second attempt for an error.

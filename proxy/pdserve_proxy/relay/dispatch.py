@@ -34,6 +34,8 @@ REFUSALS = (401, PrefillLost.status, 503)
 
 MAX_BROKEN_LINKS = 2
 """A request that has lost links to so many prefill nodes goes without one. To look at each of them takes time."""
+MAX_ONLY_PREFILL = 1024
+"""So many prefill nodes are remembered as out of this proxy's reach; all are forgotten when there are more."""
 SPARE_SHARE = 8
 """A node keeps one of so many blocks free when an answer moves there for want of room, or it would soon be the next."""
 
@@ -73,35 +75,52 @@ class Dispatch:
         """The tokens that go to a node for want of room elsewhere, by its boot id. Its load does not show them yet."""
         self._router = Router(config.routing.policy, attempts)
         self._prefill_answers = config.routing.prefill_answers
+        self._only_prefill: set[bytes] = set()
+        """The boot ids of prefill nodes that this proxy could not reach, and asks for no answers any more."""
         self._tickets = tickets
         self._pool = pool
         self._nodes = nodes
 
-    def choose(self, relayed: RelayedRequest, query: RouteQuery, excluded: frozenset[bytes]) -> Route:
+    def choose(self, relayed: RelayedRequest, query: RouteQuery, excluded: frozenset[bytes], answers: int = 0) -> Route:
         """Returns a route by what is known of the nodes now. Raises Unavailable if there is none.
+
+        A prefill node may give so many ``answers`` itself; none with 0.
 
         A prefill node to which this request has lost a link is no part of it: each further try could cost another
         node. After ``MAX_BROKEN_LINKS`` of them, the decode node computes the prompt itself.
         """
         route, broken = self._router.choose(self._registry.serving(), query, excluded), relayed.broken_links
         if not broken:
-            return self._with_idle_prefill(route, query, excluded)
+            return self._with_idle_prefill(route, query, excluded, answers)
         linked = tuple(node for node in route.prefill if node.boot_id not in broken)
         return msgspec.structs.replace(route, prefill=linked if len(broken) < MAX_BROKEN_LINKS else ())
 
-    def _with_idle_prefill(self, route: Route, query: RouteQuery, excluded: frozenset[bytes]) -> Route:
-        """Returns a route to the prefill node alone, if that is to answer itself; else ``route``.
+    def _with_idle_prefill(self, route: Route, query: RouteQuery, excluded: frozenset[bytes], answers: int) -> Route:
+        """Returns a route to the prefill node alone, if that is to give so many answers itself; else ``route``.
 
-        A client that may ask again has to find its node again, and what goes on elsewhere goes on at a decode node.
+        A client that may ask again has to find its node again, what goes on elsewhere goes on at a decode node, and so
+        does what has failed at a node. A prefill node that has failed is no part of the route.
         """
-        if not route.prefill or query.key or query.kind is not None:
+        if excluded:
+            failed = [node for node in route.prefill if node.role is Role.PREFILL and node.boot_id in excluded]
+            left = tuple(node for node in route.prefill if node not in failed)
+            return msgspec.structs.replace(route, prefill=left) if failed else route
+        if not (answers and route.prefill) or query.key or query.kind is not None:
             return route
-        prefill = route.prefill[0]
-        if prefill.boot_id in excluded or prefill.protocol < query.oldest_protocol:
+        first = route.prefill[0]
+        if first.boot_id in self._only_prefill or first.protocol < query.oldest_protocol:
             return route
-        if not answers_itself(self._prefill_answers, self._work(prefill), self._work(route.decode)):
-            return route
-        return Route(prefill, ())
+        itself = answers_itself(self._prefill_answers, self._work(first), self._work(route.decode), answers)
+        return Route(first, ()) if itself else route
+
+    def note_unreachable(self, node: NodeInfo) -> None:
+        """Notes that no connection to a node could be made. One that only prefills needs none from here."""
+        if node.role is not Role.PREFILL:
+            self._registry.mark_unreachable(node.boot_id)
+            return
+        if len(self._only_prefill) == MAX_ONLY_PREFILL:
+            self._only_prefill.clear()
+        self._only_prefill.add(node.boot_id)
 
     def _work(self, node: NodeInfo) -> NodeWork:
         boot_id, attempts = node.boot_id, self._attempts

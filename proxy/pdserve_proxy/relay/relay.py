@@ -209,7 +209,7 @@ class Relay:
         until_s = 0.0
         for number in range(MAX_ATTEMPTS):
             try:
-                route = self._dispatch.choose(relayed, query, tried)
+                route = self._dispatch.choose(relayed, query, tried, request.body.answers)
             except RequestError:
                 if not failures:
                     raise
@@ -267,7 +267,7 @@ class Relay:
         decode = route.decode.name
         log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, decode, failure.error)
         if failure.kind is AttemptFailureKind.UNREACHABLE:
-            self._registry.mark_unreachable(route.decode.boot_id)
+            self._dispatch.note_unreachable(route.decode)
         if failure.kind is not AttemptFailureKind.REFUSED:
             self._counts.incidents.add(
                 IncidentKind.ATTEMPT_FAILED, failure.error.message, node=name, request=relayed.request_id

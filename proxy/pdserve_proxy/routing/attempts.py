@@ -20,14 +20,14 @@ class Attempt:
     _nodes: dict[bytes, int]
     """The number of requests that the attempt counts as at each node."""
     _answering: bytes
-    _prompts_at: set[bytes]
-    """The nodes that are to compute its prompts, until they have."""
+    _prompts_at: dict[bytes, int]
+    """The nodes that are to compute its prompts, until they have, and the heartbeats that each had sent before."""
 
     def prompt_computed(self) -> None:
         """Ends the attempt at the nodes that only compute its prompts. A second call does nothing."""
         if self._answering in self._prompts_at:
             self._end_prompts(self._answering)
-        self.end_at(*self._prompts_at)
+        self.end_at(*tuple(self._prompts_at))
 
     def end_at(self, *boot_ids: bytes) -> None:
         """Ends the attempt at these nodes. A second call for the same node does nothing."""
@@ -41,9 +41,9 @@ class Attempt:
         self.end_at(*tuple(self._nodes))
 
     def _end_prompts(self, boot_id: bytes) -> None:
-        if boot_id in self._prompts_at:
-            self._prompts_at.discard(boot_id)
-            self._attempts.end_prompts(boot_id)
+        beats = self._prompts_at.pop(boot_id, None)
+        if beats is not None:
+            self._attempts.end_prompts(boot_id, beats)
 
 
 class Attempts:
@@ -51,8 +51,10 @@ class Attempts:
 
     def __init__(self) -> None:
         self._under_way: dict[bytes, int] = {}
-        self._prompts: Counter[bytes] = Counter()
-        """The attempts whose prompts each node is to compute."""
+        self._beats: Counter[bytes] = Counter()
+        """How many heartbeats each node has sent."""
+        self._prompts: Counter[tuple[bytes, int]] = Counter()
+        """The attempts whose prompts a node is to compute, by the heartbeats that it had sent before they began."""
         self._said: dict[bytes, int] = {}
         """The requests at each node by its last heartbeat."""
         self._reported: dict[bytes, int] = {}
@@ -71,8 +73,9 @@ class Attempts:
         Without a node that prefills, the one that answers computes the prompts.
         """
         counts = {node.boot_id: count for node, count in (answering, *prefilling)}
-        prompts_at = {node.boot_id for node, _ in prefilling} or {answering[0].boot_id}
-        self._prompts.update(prompts_at)
+        computing = [node.boot_id for node, _ in prefilling] or [answering[0].boot_id]
+        prompts_at = {boot_id: self._beats[boot_id] for boot_id in computing}
+        self._prompts.update(prompts_at.items())
         for boot_id, count in counts.items():
             self._under_way[boot_id] = self._under_way.get(boot_id, 0) + count
             self._tell(boot_id)
@@ -82,6 +85,7 @@ class Attempts:
         """Notes the load in a heartbeat, which counts the attempts that are under way now."""
         self._said[boot_id] = load.running + load.waiting
         self._reported[boot_id] = self._under_way.get(boot_id, 0)
+        self._beats[boot_id] += 1
         before = self._prompt_shares.get(boot_id, 0.0)
         self._prompt_shares[boot_id] = before + _NEWEST * ((load.queue_s > 0) - before)
         self._tell(boot_id)
@@ -91,6 +95,7 @@ class Attempts:
         self._said.pop(boot_id, None)
         self._reported.pop(boot_id, None)
         self._prompt_shares.pop(boot_id, None)
+        self._beats.pop(boot_id, None)
         self._tell(boot_id)
 
     def under_way(self, boot_id: bytes) -> int:
@@ -103,18 +108,22 @@ class Attempts:
         return max(0, self._said.get(boot_id, 0) + since)
 
     def prompts(self, boot_id: bytes) -> int:
-        """Returns the number of attempts whose prompts a node is to compute."""
-        return self._prompts[boot_id]
+        """Returns the number of attempts whose prompts a node is to compute, and which its heartbeats may not show yet.
+
+        Older ones show there, if the node has their prompts at all: a decode node computes some itself.
+        """
+        beats = self._beats[boot_id]
+        return self._prompts[boot_id, beats] + self._prompts[boot_id, beats - 1]
 
     def prompt_share(self, boot_id: bytes) -> float:
         """Returns the share of a node's latest heartbeats in which it had prompts to compute; 0 before the first."""
         return self._prompt_shares.get(boot_id, 0.0)
 
-    def end_prompts(self, boot_id: bytes) -> None:
-        """Notes that a node has computed the prompts of one attempt, or will not."""
-        self._prompts[boot_id] -= 1
-        if not self._prompts[boot_id]:
-            del self._prompts[boot_id]
+    def end_prompts(self, boot_id: bytes, beats: int) -> None:
+        """Notes that a node has computed the prompts of one attempt, or will not: it began after so many heartbeats."""
+        self._prompts[boot_id, beats] -= 1
+        if self._prompts[boot_id, beats] <= 0:
+            del self._prompts[boot_id, beats]
 
     def end(self, boot_id: bytes, count: int) -> None:
         """Notes that so many requests have ended at a node."""

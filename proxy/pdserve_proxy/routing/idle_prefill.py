@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from pdserve.config import PrefillAnswers
 from pdserve.wire.discovery import NodeInfo, Role
-from pdserve.wire.version import ROLE_COMMANDS
 from pdserve_proxy.routing.candidates import size_of
 
 FEW_PROMPTS = 0.3
@@ -33,31 +32,31 @@ class NodeWork:
     prompt_share: float
     """The share of its latest heartbeats in which it had prompts to compute."""
 
-    @property
-    def share(self) -> float:
-        """The share of the node's batch that is in use."""
-        return self.requests / size_of(self.info)
+    def share(self, more: int = 0) -> float:
+        """Returns the share of the node's batch that is in use, with so many more requests."""
+        return (self.requests + more) / size_of(self.info)
 
 
-def answers_itself(choice: PrefillAnswers, prefill: NodeWork, decode: NodeWork) -> bool:
-    """Returns whether ``prefill`` answers a request itself, for which ``decode`` was chosen."""
+def answers_itself(choice: PrefillAnswers, prefill: NodeWork, decode: NodeWork, answers: int) -> bool:
+    """Returns whether ``prefill`` gives so many ``answers`` to a request itself, for which ``decode`` was chosen."""
     if choice is PrefillAnswers.OFF or not _can_replace(prefill.info, decode.info):
         return False
     if choice is PrefillAnswers.AUTO and _share_a_machine(prefill.info, decode.info):
         return False
     rests = not prefill.prompts and not prefill.queue_s and prefill.prompt_share < FEW_PROMPTS
-    return rests and prefill.share < decode.share
+    return rests and prefill.share(answers) <= min(1.0, decode.share())
 
 
 def _can_replace(prefill: NodeInfo, decode: NodeInfo) -> bool:
-    """Returns whether a prefill node takes all requests that ``decode`` takes."""
+    """Returns whether a prefill node takes all requests that ``decode`` takes, and answers them alike."""
     ours, theirs = prefill.capacity, decode.capacity
-    # An older node has never taken a request in this role.
+    longest = min(theirs.max_model_len, theirs.num_blocks * theirs.block_size)
     return (
         prefill.role is Role.PREFILL
-        and prefill.protocol >= ROLE_COMMANDS
+        and prefill.answers == decode.answers != ""
         and ours.max_model_len == theirs.max_model_len
-        and ours.num_blocks >= theirs.num_blocks
+        and ours.max_running >= theirs.max_running
+        and ours.num_blocks * ours.block_size >= longest
     )
 
 

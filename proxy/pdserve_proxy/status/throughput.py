@@ -50,7 +50,6 @@ class Throughput:
         self._window_s = window_s
         self._kept: dict[bytes, deque[_Look]] = {}
         self._newest: dict[bytes, _Look] = {}
-        self._answering: frozenset[bytes] = frozenset()
 
     def note(self, nodes: Iterable[RegisteredNode]) -> None:
         """Looks at ``nodes``, and forgets all others."""
@@ -66,7 +65,6 @@ class Throughput:
             while len(looks) > 1 and look.at_s - looks[0].at_s > self._window_s:
                 looks.popleft()
         self._newest, self._kept = newest, kept
-        self._answering = frozenset(node.info.boot_id for node in nodes if node.info.role.answers)
 
     def rates_of(self, boot_id: bytes) -> TokenRates:
         """Returns the rates of one node."""
@@ -87,17 +85,10 @@ class Throughput:
         )
 
     def total(self) -> TokenRates:
-        """Returns the rates of all nodes together, without those that were looked at once only.
-
-        What prefill nodes generate is the first tokens of answers, which the nodes that answer count too.
-        """
+        """Returns the rates of all nodes together, without those that were looked at once only."""
         rates = {boot_id: self.rates_of(boot_id) for boot_id in self._newest}
         prompt = [rate.prompt for rate in rates.values() if rate.prompt is not None]
-        generated = [
-            rate.generated
-            for boot_id, rate in rates.items()
-            if rate.generated is not None and boot_id in self._answering
-        ]
+        generated = [rate.generated for rate in rates.values() if rate.generated is not None]
         return TokenRates(sum(prompt) if prompt else None, sum(generated) if generated else None)
 
     def gaps(self) -> Percentiles:

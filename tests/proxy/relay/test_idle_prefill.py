@@ -75,8 +75,8 @@ async def pair(
         FakeNode(stream) as decode,
         cluster(proxy_config(prefill_answers=answers)) as running,
     ):
-        await running.add(node_info("p", Role.PREFILL, prefill.url), load=load)
-        await running.add(node_info("d", Role.DECODE, decode.url), load=NodeLoad())
+        await running.add(node_info("p", Role.PREFILL, prefill.url, answers="same"), load=load)
+        await running.add(node_info("d", Role.DECODE, decode.url, answers="same"), load=NodeLoad())
         yield Pair(running, prefill, decode, begin, end)
 
 

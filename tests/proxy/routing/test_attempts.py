@@ -79,6 +79,22 @@ def test_prompts_are_those_that_a_node_is_still_to_compute() -> None:
     assert not attempts._prompts
 
 
+def test_prompts_that_a_nodes_heartbeats_have_to_show_by_now_are_not_counted() -> None:
+    """A decode node computes some itself, and others wait there for a place."""
+    attempts = Attempts()
+    prefill, decode = node_info("p", Role.PREFILL), node_info("d", Role.DECODE)
+    old = attempts.begin((decode, 1), (prefill, 1))
+    for heartbeats, prompts in ((1, 1), (2, 0)):
+        attempts.heard_from(prefill.boot_id, NodeLoad())
+        assert attempts.prompts(prefill.boot_id) == prompts, heartbeats
+    new = attempts.begin((decode, 1), (prefill, 1))
+    old.end_everywhere()
+    assert attempts.prompts(prefill.boot_id) == 1
+    attempts.forget(prefill.boot_id)
+    new.end_everywhere()
+    assert not attempts._prompts
+
+
 def test_a_node_has_a_share_of_heartbeats_with_prompts_and_a_new_one_has_none() -> None:
     attempts = Attempts()
     assert attempts.prompt_share(NODE.boot_id) == 0.0

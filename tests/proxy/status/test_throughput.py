@@ -44,12 +44,12 @@ def test_a_restarted_node_counts_anew_and_one_that_left_is_forgotten() -> None:
     assert throughput.rates_of(DECODE.boot_id) == TokenRates()
 
 
-def test_first_tokens_of_prefill_nodes_count_once() -> None:
+def test_tokens_that_prefill_nodes_give_themselves_count() -> None:
     throughput = Throughput(10.0, 60.0)
     throughput.note([said(DECODE, 1.0, 0, 0), said(PREFILL, 1.0, 0, 0)])
-    throughput.note([said(DECODE, 2.0, 10, 20), said(PREFILL, 2.0, 50, 1)])
-    assert throughput.rates_of(PREFILL.boot_id) == TokenRates(50.0, 1.0)
-    assert throughput.total() == TokenRates(60.0, 20.0)
+    throughput.note([said(DECODE, 2.0, 10, 20), said(PREFILL, 2.0, 50, 30)])
+    assert throughput.rates_of(PREFILL.boot_id) == TokenRates(50.0, 30.0)
+    assert throughput.total() == TokenRates(60.0, 50.0)
 
 
 def test_gaps_are_those_since_the_first_look_of_all_nodes() -> None:
