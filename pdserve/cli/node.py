@@ -13,7 +13,10 @@ from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role
 
 _DESCRIPTIONS = {
-    Role.PREFILL: "Computes the KV cache of prompts and pushes it to the decode nodes that ask.",
+    Role.PREFILL: (
+        "Computes the KV cache of prompts and pushes it to the decode nodes that ask. While it has no prompts, the "
+        "proxy may have it answer requests: give it the settings of the decode nodes."
+    ),
     Role.DECODE: (
         "Answers requests, with the prompt's KV cache from a prefill node. "
         "Without --proxy it serves clients directly and prefills by itself."
