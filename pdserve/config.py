@@ -222,6 +222,10 @@ class PrefillAnswers(enum.Enum):
     OFF = "off"
 
 
+FEW_PROMPTS = 0.3
+"""A prefill node that has prompts for a larger share of the time answers nothing. ``pdserve.plan`` goes by it, too."""
+
+
 class RoutingPolicy(enum.Enum):
     """The way in which the proxy chooses nodes for a request."""
 

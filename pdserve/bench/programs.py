@@ -49,18 +49,9 @@ async def running_node(
 
     Raises BenchError if it is not ready in time, and ChildDied if it ends.
     """
-    async with running([_mixed(name, flags, environ)], timeout_s) as (node,):
-        yield node.listening.url
-
-
-def mixed_node(name: str, environ: Mapping[str, str], cores: Sequence[int]) -> Program:
-    """Returns a ``pdserve mixed`` on these cores that serves clients directly, with the settings of ``environ``."""
-    return _mixed(name, ["--cores", ",".join(map(str, cores))], environ)
-
-
-def _mixed(name: str, flags: Sequence[str], environ: Mapping[str, str]) -> Program:
     own = {**environ, **OWN_SETTINGS, "PDSERVE_SECRET": secrets.token_hex(32)}
-    return Program(name, pdserve_command("mixed", *flags), own)
+    async with running([Program(name, pdserve_command("mixed", *flags), own)], timeout_s) as (node,):
+        yield node.listening.url
 
 
 @asynccontextmanager

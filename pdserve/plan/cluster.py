@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.config import Disaggregation, TargetsConfig, TransferConfig
+from pdserve.config import FEW_PROMPTS, Disaggregation, TargetsConfig, TransferConfig
 from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.answer import Answer
@@ -27,8 +27,8 @@ _ORDER_TIMEOUT_S = TransferConfig().prefill_timeout_ms / 1e3
 """An order that is not begun so long after its estimated time is withdrawn."""
 _EARLY_TOKENS = 2048
 """The blocks of prompts that are no shorter move while the rest is computed (``kv_connector.pushing_connector``)."""
-_FEW_PROMPTS, _NEWEST = 0.3, 0.1
-"""A prefill node answers that has prompts for a smaller share of the time. The newest request has this weight in it."""
+_NEWEST = 0.1
+"""The weight of the newest request in a share of requests."""
 _LAST = 2**62
 """More than all events."""
 
@@ -164,9 +164,12 @@ class _Engine:
         return sum(other.step is not None for other in self.machine if other is not self) / others if others else 0.0
 
     def answers_instead_of(self, decode: _Engine) -> bool:
-        """Returns whether a prefill node answers a request itself, by ``pdserve_proxy.routing.idle_prefill``."""
+        """Returns whether a prefill node answers a request itself, by ``pdserve_proxy.routing.idle_prefill``.
+
+        Each call counts as the coming of a request.
+        """
         has_prompts = bool(self.node.queued_tokens or self.inbox)
-        few = self.prompt_share < _FEW_PROMPTS
+        few = self.prompt_share < FEW_PROMPTS
         self.prompt_share += _NEWEST * (has_prompts - self.prompt_share)
         return (
             self.node.role is Role.PREFILL

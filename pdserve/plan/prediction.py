@@ -161,8 +161,10 @@ def spread_gaps(gaps: Sequence[TokenGaps], speed: NodeSpeed) -> tuple[np.ndarray
 def quantiles(values: np.ndarray, percentile: float, weights: np.ndarray | None = None) -> Quantiles:
     order = np.argsort(values)
     upto = np.cumsum(weights[order] if weights is not None else np.ones(len(values)))
-    found = [
-        float(values[order][min(int(np.searchsorted(upto, share / 100 * upto[-1])), len(values) - 1)])
-        for share in (50, 90, 95, 99, percentile)
-    ]
-    return Quantiles(*found)
+    rising = values[order]
+    return Quantiles(*(not_exceeded(rising, upto, share) for share in (50, 90, 95, 99, percentile)))
+
+
+def not_exceeded(rising: np.ndarray, upto: np.ndarray, share: float) -> float:
+    """Returns the least of ``rising`` values that so many of 100 do not exceed. ``upto`` sums up their weights."""
+    return float(rising[min(int(np.searchsorted(upto, share / 100 * upto[-1])), len(rising) - 1)])

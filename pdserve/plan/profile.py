@@ -100,7 +100,7 @@ class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return requests * (self.blocks(tokens) + 1) <= self.num_blocks
 
 
-class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PaceProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What some prompts and streams took on a node that has all cores. Measured again, it tells the machine's pace."""
 
     prompt_s: float
@@ -108,7 +108,7 @@ class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     step_s: float
     """A step of several streams."""
 
-    def pace(self, before: Probe) -> float:
+    def pace(self, before: PaceProbe) -> float:
         """Returns how many times as long as ``before`` the machine takes: the geometric mean of both ratios."""
         return math.sqrt(self.prompt_s / before.prompt_s * self.step_s / before.step_s)
 
@@ -129,7 +129,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """None if no transfer was measured."""
     front: FrontCost
     cache: CacheGeometry
-    probe: Probe | None = None
+    probe: PaceProbe | None = None
     """None in a file of an older pdserve."""
 
     def telling_s(self, output_tokens: float) -> float:
@@ -151,7 +151,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ),
             transfer=transfer and TransferCost(fixed_s=factor * transfer.fixed_s, byte_s=factor * transfer.byte_s),
             front=FrontCost(request_s=factor * front.request_s, token_s=factor * front.token_s),
-            probe=probe and Probe(prompt_s=factor * probe.prompt_s, step_s=factor * probe.step_s),
+            probe=probe and PaceProbe(prompt_s=factor * probe.prompt_s, step_s=factor * probe.step_s),
         )
 
     def speed(self, nodes: int) -> NodeSpeed:
@@ -203,9 +203,9 @@ def _wrong(profile: Profile) -> str:
                 return "steps that take no time"
         if not speed.spread or not all(0 < times < math.inf for times in speed.spread + speed.spread_beside):
             return "a spread that is not a list of positive numbers"
-    costs = [profile.front.request_s, profile.front.token_s]
     if profile.probe is not None and not (0 < profile.probe.prompt_s < math.inf > profile.probe.step_s > 0):
         return "a probe that takes no time"
+    costs = [profile.front.request_s, profile.front.token_s]
     if profile.transfer is not None:
         costs += [profile.transfer.fixed_s, profile.transfer.byte_s]
     if not all(0 <= cost < math.inf for cost in costs):

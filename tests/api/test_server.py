@@ -21,14 +21,16 @@ import pytest
 import zmq
 
 from pdserve.api.proxy_link import RegistrationStatus
-from pdserve.api.server import NodeServer
+from pdserve.api.server import NodeServer, answers_hash
 from pdserve.config import (
     CacheConfig,
     DiscoveryConfig,
     DrainMode,
     HttpConfig,
+    MessageConfig,
     ModelConfig,
     NodeConfig,
+    SchedulerConfig,
     StreamConfig,
     Switch,
 )
@@ -433,3 +435,17 @@ def test_others_are_answered_while_a_template_renders_for_long(model_dir: Path, 
             answered += 1
         assert [answer.result().status for answer in slow] == [200] * 6
     assert answered > 2 * len(slow)
+
+
+def test_nodes_answer_alike_by_their_hash_only_with_the_settings_that_decide_on_answers() -> None:
+    usual, alike = NodeConfig(), NodeConfig(cache=CacheConfig(kv_cache_mib=17), http=HttpConfig(port=9))
+    assert answers_hash(usual, "template") == answers_hash(alike, "template")
+    tools = next(choice for choice in type(usual.message.tool_parser) if choice is not usual.message.tool_parser)
+    others = [
+        NodeConfig(message=MessageConfig(tool_parser=tools)),
+        NodeConfig(http=HttpConfig(max_body_bytes=1)),
+        NodeConfig(scheduler=SchedulerConfig(max_num_seqs=1)),
+        NodeConfig(model=ModelConfig(max_model_len=1)),
+    ]
+    hashes = {answers_hash(usual, "template"), answers_hash(usual, ""), *(answers_hash(one, "") for one in others)}
+    assert len(hashes) == 2 + len(others)

@@ -144,7 +144,7 @@ def test_latencies_of_an_overloaded_node_are_shown_but_not_judged() -> None:
     crowded = [msgspec.structs.replace(row, at={**row.at, "rate %": 120}) for row in rows]
     assert "of 4 loads" in verdict(rows + crowded, "TTFT p90")
     assert "of 8 loads" in verdict(rows + crowded, "output")
-    # At this pace, the node would answer 75 % of what comes at 90 %.
+    # At this pace, more comes at 90 % than the node can answer.
     slow = report_of(BenchPlanConfig(), profile_of(), outcomes(pace=1.2)).rows
     assert "of 2 loads" in verdict(slow, "TTFT p90")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.engine.placement.step_parts import StepParts
-from pdserve.plan.profile import VERSION, CacheGeometry, FrontCost, NodeSpeed, Probe, Profile, TransferCost
+from pdserve.plan.profile import VERSION, CacheGeometry, FrontCost, NodeSpeed, PaceProbe, Profile, TransferCost
 
 PARTS = StepParts(
     batch=0.010,
@@ -33,5 +33,5 @@ def profile_of(parts: StepParts = PARTS, cache: CacheGeometry = CACHE, slower_be
         transfer=TransferCost(fixed_s=0.002, byte_s=1e-9),
         front=FrontCost(request_s=0.003, token_s=0.0),
         cache=cache,
-        probe=Probe(prompt_s=0.2, step_s=0.02),
+        probe=PaceProbe(prompt_s=0.2, step_s=0.02),
     )

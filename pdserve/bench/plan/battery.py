@@ -20,7 +20,7 @@ from pdserve.bench.load import Job, Target, run_job, uniform_jobs
 from pdserve.bench.streamed_answer import Stream
 from pdserve.errors import BenchError
 from pdserve.plan.fit import Observed, decode_step, lone_prompt, mixed_step
-from pdserve.plan.profile import CacheGeometry, Probe
+from pdserve.plan.profile import CacheGeometry, PaceProbe
 
 LONE_PROMPTS = (16, 64, 160, 256, 512, 1024)
 LONE_REPEATS = 3
@@ -96,14 +96,14 @@ class Battery:
             if prompt_tokens + steps <= self.longest:
                 self.timings.observed.append(await self._together(rows, prompt_tokens, steps))
 
-    async def probe(self) -> Probe:
+    async def probe(self) -> PaceProbe:
         """Returns what always the same prompt and batch take now. It is added to no timings."""
         prompt_tokens = min(_PROBE_PROMPT, self.longest - _NEEDED)
         times = [(await self.ask(prompt_tokens, 2)).ttft_s for _ in range(_PROBE_PROMPTS)]
         within = batches_within(self.cache)
         batch = _PROBE_BATCH if _PROBE_BATCH in within else within[0]
         step = await self.into(Timings())._together(*batch, steps_of(*batch, self.chunk))
-        return Probe(prompt_s=statistics.fmean(times), step_s=step.seconds)
+        return PaceProbe(prompt_s=statistics.fmean(times), step_s=step.seconds)
 
     async def _together(self, rows: int, prompt_tokens: int, steps: int) -> Observed:
         """Returns what a step takes in which so many streams decode, over about so many steps.

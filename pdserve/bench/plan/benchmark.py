@@ -31,7 +31,7 @@ from pdserve.core_ledger import private_ledger
 from pdserve.errors import BenchError, PlanError
 from pdserve.plan.cluster import ClusterShape, live
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
-from pdserve.plan.profile import Probe, Profile, read_profile, write_profile
+from pdserve.plan.profile import PaceProbe, Profile, read_profile, write_profile
 from pdserve.settings import to_environ
 
 _MIXED = "mixed"
@@ -84,7 +84,7 @@ def _profiling(config: BenchPlanConfig) -> PlanProfileConfig:
 async def _runs(config: BenchPlanConfig, profile: Profile, folder: Path, environ: Mapping[str, str]) -> list[Outcome]:
     plan, own = config.plan, {**environ, **to_environ(config)}
     profiling = _profiling(config)
-    longest = min(longest_request(profiling, folder), profile.cache.room // 2)
+    longest = longest_request(profiling, folder, profile.cache)
     cores = sorted(config.cpu.cores or os.sched_getaffinity(0))
     if profile.probe is None:
         raise PlanError("the profile has no probe, which tells the machine's pace; `pdserve plan profile` measures one")
@@ -131,7 +131,7 @@ def run_of(
     return Run(pace, live(profile.times(pace), shape, load), live(profile, shape, load), streams)
 
 
-async def _pace(config: BenchPlanConfig, probe: Probe, battery: Battery) -> float:
+async def _pace(config: BenchPlanConfig, probe: PaceProbe, battery: Battery) -> float:
     """Returns how many times as long as in the profile the machine takes now. Raises BenchError."""
     try:
         async with asyncio.timeout(config.plan.run_timeout_s):

@@ -17,7 +17,7 @@ from pdserve.bench.bootstrap import HIGH, LOW, interval
 from pdserve.bench.report import Better, Figure, Row, Unit, measured
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.plan.cluster import Lived
-from pdserve.plan.prediction import spread_gaps
+from pdserve.plan.prediction import not_exceeded, spread_gaps
 from pdserve.plan.profile import NodeSpeed
 
 SYSTEM, RATE = "system", "rate %"
@@ -43,9 +43,9 @@ class Run:
     pace: float
     """How many times as long as in the profile the machine took."""
     expected: Lived
-    """By the profile and the pace."""
+    """What the profile and the pace predict."""
     expected_of_profile: Lived
-    """By the profile alone."""
+    """What the profile alone predicts."""
     streams: Sequence[Stream]
 
 
@@ -56,7 +56,7 @@ class Outcome:
     system: str
     percent: int
     rate: float
-    """Requests a second."""
+    """So many requests come a second."""
     speed: NodeSpeed
     """What the profile says of such nodes."""
     runs: Sequence[Run]
@@ -146,19 +146,19 @@ def _ends(row: Row, ratio: str) -> tuple[float, float]:
 
 
 def _beside(name: str, expected: _OfRounds, alone: _OfRounds, found: _OfRounds, rounds: int) -> list[Figure]:
-    def ratio(of: Rounds) -> float:
+    def ratio(predicted: _OfRounds, of: Rounds) -> float:
         value = found(of)
-        return expected(of) / value if value else math.nan
+        return predicted(of) / value if value else math.nan
 
     every, unit = range(rounds), Unit.TOKENS_PER_S if name == "output" else Unit.MS
     figures = [
         Figure(f"{name} predicted", expected(every), unit),
         Figure(f"{name} measured", found(every), unit),
-        Figure(ratio_name(name), ratio(every), Unit.RATIO, Better.NEITHER),
+        Figure(ratio_name(name), ratio(expected, every), Unit.RATIO, Better.NEITHER),
     ]
     if name in WITHIN:
-        figures += interval(ratio_name(name), rounds, ratio)
-        figures.append(Figure(alone_name(name), alone(every) / found(every), Unit.RATIO, Better.NEITHER))
+        figures += interval(ratio_name(name), rounds, partial(ratio, expected))
+        figures.append(Figure(alone_name(name), ratio(alone, every), Unit.RATIO, Better.NEITHER))
     return figures
 
 
@@ -206,7 +206,7 @@ class _Latencies:
         upto = np.cumsum(self._weights * times[self._rounds])
         if not len(upto) or not upto[-1]:
             return math.nan
-        return float(self._values_ms[min(int(np.searchsorted(upto, share / 100 * upto[-1])), len(upto) - 1)])
+        return not_exceeded(self._values_ms, upto, share)
 
 
 def _alike(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

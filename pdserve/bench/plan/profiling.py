@@ -29,7 +29,16 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.plan.fit import fit, lone_prompt_s, spread_of
-from pdserve.plan.profile import MOST_NODES, VERSION, CacheGeometry, FrontCost, NodeSpeed, Probe, Profile, TransferCost
+from pdserve.plan.profile import (
+    MOST_NODES,
+    VERSION,
+    CacheGeometry,
+    FrontCost,
+    NodeSpeed,
+    PaceProbe,
+    Profile,
+    TransferCost,
+)
 from pdserve.process import partition_cores
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
@@ -57,13 +66,13 @@ class _Measured:
     """What all rounds have measured."""
 
     alone: Timings = field(default_factory=Timings)
-    """Of a node that has all cores."""
+    """These are of a node that has all cores."""
     asleep: Timings = field(default_factory=Timings)
-    """Of one of two nodes that divide the cores, while the other one sleeps."""
+    """These are of one of two nodes that divide the cores, while the other one sleeps."""
     busy: Timings = field(default_factory=Timings)
-    """Of the same node while the other one computes."""
+    """These are of the same node, while the other one computes."""
     moved: list[_MovedPrompt] = field(default_factory=list)
-    probes: list[Probe] = field(default_factory=list)
+    probes: list[PaceProbe] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str
     machine, own = this_machine(), {**environ, **to_environ(config)}
     cache = cache_geometry(config, folder)
     check_cache(cache)
-    longest = min(longest_request(config, folder), cache.room // 2)
+    longest = longest_request(config, folder, cache)
     both = config.profile.nodes == MOST_NODES
     measured = _Measured()
     for number in range(config.profile.repeats):
@@ -102,7 +111,7 @@ async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str
         transfer=_transfer_cost(measured.moved, speeds[-1], front_s, cache) if both else None,
         front=FrontCost(request_s=front_s, token_s=0.0),
         cache=cache,
-        probe=Probe(
+        probe=PaceProbe(
             prompt_s=statistics.fmean(probe.prompt_s for probe in measured.probes),
             step_s=statistics.fmean(probe.step_s for probe in measured.probes),
         ),
@@ -162,13 +171,16 @@ def check_cache(cache: CacheGeometry) -> None:
         )
 
 
-def longest_request(config: PlanProfileConfig, folder: Path) -> int:
-    """Returns how many tokens a prompt and its answer may have together. Raises PlanError if they are too few."""
+def longest_request(config: PlanProfileConfig, folder: Path, cache: CacheGeometry) -> int:
+    """Returns how many tokens a prompt and its answer may have together, so that the cache holds two such requests.
+
+    Raises PlanError if the model takes too few.
+    """
     positions = read_decoder_config(folder).max_positions
     longest = min(positions, config.model.max_model_len or positions)
     if longest < LEAST_POSITIONS:
         raise PlanError(f"a profile needs requests of {LEAST_POSITIONS} tokens; the model takes {longest}")
-    return longest
+    return min(longest, cache.room // 2)
 
 
 def _cores(config: PlanProfileConfig) -> list[int]:

@@ -86,25 +86,21 @@ class Dispatch:
 
         A prefill node may give so many ``answers`` itself; none with 0.
 
-        A prefill node to which this request has lost a link is no part of it: each further try could cost another
-        node. After ``MAX_BROKEN_LINKS`` of them, the decode node computes the prompt itself.
+        A prefill node to which this request has lost a link, or which has failed to answer it, is no part of it: each
+        further try could cost another node. After ``MAX_BROKEN_LINKS`` links, the decode node computes the prompt
+        itself.
         """
         route, broken = self._router.choose(self._registry.serving(), query, excluded), relayed.broken_links
-        if not broken:
-            return self._with_idle_prefill(route, query, excluded, answers)
-        linked = tuple(node for node in route.prefill if node.boot_id not in broken)
-        return msgspec.structs.replace(route, prefill=linked if len(broken) < MAX_BROKEN_LINKS else ())
+        if not (broken or excluded):
+            return self._with_idle_prefill(route, query, answers)
+        left = tuple(node for node in route.prefill if not (node.boot_id in broken or _has_failed(node, excluded)))
+        return msgspec.structs.replace(route, prefill=left if len(broken) < MAX_BROKEN_LINKS else ())
 
-    def _with_idle_prefill(self, route: Route, query: RouteQuery, excluded: frozenset[bytes], answers: int) -> Route:
+    def _with_idle_prefill(self, route: Route, query: RouteQuery, answers: int) -> Route:
         """Returns a route to the prefill node alone, if that is to give so many answers itself; else ``route``.
 
-        A client that may ask again has to find its node again, what goes on elsewhere goes on at a decode node, and so
-        does what has failed at a node. A prefill node that has failed is no part of the route.
+        A client that may ask again has to find its node again, and what goes on elsewhere goes on at a decode node.
         """
-        if excluded:
-            failed = [node for node in route.prefill if node.role is Role.PREFILL and node.boot_id in excluded]
-            left = tuple(node for node in route.prefill if node not in failed)
-            return msgspec.structs.replace(route, prefill=left) if failed else route
         if not (answers and route.prefill) or query.key or query.kind is not None:
             return route
         first = route.prefill[0]
@@ -274,6 +270,11 @@ class TicketSigner:
             gives_back=gives_back,
         )
         return to_header(self._sealer.seal(ticket))
+
+
+def _has_failed(prefill: NodeInfo, excluded: frozenset[bytes]) -> bool:
+    """Returns whether a prefill node was asked for the answer. A mixed node that was may still compute the prompt."""
+    return prefill.role is Role.PREFILL and prefill.boot_id in excluded
 
 
 def _targets(nodes: Sequence[NodeInfo]) -> tuple[PrefillTarget, ...]:

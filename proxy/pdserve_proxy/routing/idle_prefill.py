@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.config import PrefillAnswers
+from pdserve.config import FEW_PROMPTS, PrefillAnswers
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve_proxy.routing.candidates import size_of
-
-FEW_PROMPTS = 0.3
-"""A prefill node that has prompts for a larger share of the time answers nothing (``docs/benchmarks/goodput.md``)."""
 
 
 @dataclass(frozen=True, slots=True)

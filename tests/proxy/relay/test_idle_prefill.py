@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
 
 from pdserve.config import PrefillAnswers
 from pdserve.wire.discovery import NodeLoad, Role
+from pdserve.wire.ids import new_id
 from tests.proxy.cluster import Cluster, cluster, eventually, node_info, proxy_config, ticket_of
 from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode
 
@@ -56,10 +60,10 @@ class Pair:
 @asynccontextmanager
 async def pair(
     answers: PrefillAnswers = PrefillAnswers.ON,
-    load: NodeLoad = NodeLoad(),  # noqa: B008  # frozen
+    loads: tuple[NodeLoad, NodeLoad] | None = None,
     prefill_does: Callable[[Exchange], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Pair]:
-    """Yields the nodes. The prefill node's heartbeats have this ``load``."""
+    """Yields the nodes, whose heartbeats have these ``loads``. Without any, there is no heartbeat in the next 30 s."""
     begin, end = asyncio.Event(), asyncio.Event()
 
     async def stream(exchange: Exchange) -> None:
@@ -70,14 +74,37 @@ async def pair(
         await exchange.chunk(b"".join(EVENTS[1:]) + DONE)
         await exchange.finish()
 
+    config = proxy_config(prefill_answers=answers)
+    if loads is None:
+        config = replace(config, registry=replace(config.registry, heartbeat_ms=60_000))
     async with (
         FakeNode(prefill_does or stream) as prefill,
         FakeNode(stream) as decode,
-        cluster(proxy_config(prefill_answers=answers)) as running,
+        cluster(config) as running,
     ):
-        await running.add(node_info("p", Role.PREFILL, prefill.url, answers="same"), load=load)
-        await running.add(node_info("d", Role.DECODE, decode.url, answers="same"), load=NodeLoad())
+        for role, node, load in zip(
+            (Role.PREFILL, Role.DECODE), (prefill, decode), loads or (NodeLoad(),) * 2, strict=True
+        ):
+            await running.add(node_info(role.value, role, node.url, answers="same", boot_id=_late()), load=load)
+        if loads is not None:
+            await _heard(running, loads)
         yield Pair(running, prefill, decode, begin, end)
+
+
+def _late() -> bytes:
+    """Returns a boot id whose node sends its first heartbeat in the second half of the first interval."""
+    return next(boot_id for boot_id in iter(new_id, None) if Random(boot_id).random() < 0.5)
+
+
+async def _heard(running: Cluster, loads: tuple[NodeLoad, NodeLoad]) -> None:
+    """Waits until the proxy has a heartbeat of each node."""
+    wanted = [(load.running, load.queue_s) for load in loads]
+
+    async def heard() -> bool:
+        async with running.http.get("/instances") as response:
+            return [(node["load"]["running"], node["load"]["queue_s"]) for node in await response.json()] == wanted
+
+    await eventually(heard, "the proxy has heard of the nodes' loads")
 
 
 async def test_it_answers_when_it_has_no_prompt_and_the_decode_node_has_more_to_do() -> None:
@@ -98,15 +125,18 @@ async def test_it_answers_when_it_has_no_prompt_and_the_decode_node_has_more_to_
         assert ticket_of(nodes.decode).prefill
 
 
-async def test_it_only_prefills_where_others_have_prompts_for_it_or_it_may_not_answer() -> None:
-    for answers, load in ((PrefillAnswers.ON, NodeLoad(queue_s=0.1)), (PrefillAnswers.OFF, NodeLoad())):
-        async with pair(answers, load) as nodes:
-            nodes.begin.set()
-            first = nodes.ask()
-            await first.begun.wait()
-            nodes.end.set()
-            assert [await first.answer, await nodes.ask().answer] == [ANSWER] * 2
-            assert len(nodes.decode.requests) == 2
+@pytest.mark.parametrize(
+    ("answers", "queue_s", "itself"),
+    [(PrefillAnswers.ON, 0.0, True), (PrefillAnswers.ON, 0.1, False), (PrefillAnswers.OFF, 0.0, False)],
+)
+async def test_it_only_prefills_where_others_have_prompts_for_it_or_it_may_not_answer(
+    answers: PrefillAnswers, queue_s: float, itself: bool
+) -> None:
+    async with pair(answers, (NodeLoad(free_blocks=1, queue_s=queue_s), NodeLoad(running=1))) as nodes:
+        nodes.begin.set()
+        nodes.end.set()
+        assert await nodes.ask().answer == ANSWER
+        assert (len(nodes.prefill.requests), len(nodes.decode.requests)) == ((1, 0) if itself else (0, 1))
 
 
 async def test_a_client_that_may_ask_again_gets_its_own_node() -> None:
