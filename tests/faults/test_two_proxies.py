@@ -23,7 +23,7 @@ from tests.processes import Process, pdserve
 
 PATIENCE_S = 120.0
 COMMON: Mapping[str, object] = {"model": MODEL, "prompt": TEXT, "ignore_eos": True}
-LONG: Mapping[str, object] = {**COMMON, "max_tokens": 150}
+LONG: Mapping[str, object] = {**COMMON, "max_tokens": 300}
 BODIES: dict[str, Mapping[str, object]] = {
     **{f"stream {seed}": {**LONG, "stream": True, "seed": seed} for seed in range(31, 35)},
     "several": {**LONG, "stream": True, "seed": 36, "n": 2, "stream_options": {"include_usage": True}},
@@ -151,7 +151,8 @@ def test_a_killed_proxy_costs_no_request_and_no_answer_with_a_key(two: TwoProxie
     os.killpg(two.cluster.proxy.pid, signal.SIGKILL)
     eventually(lambda: all(client.tries == 2 for client in clients.values()), "clients at the other proxy")
     seen = {name: len(client.events) for name, client in streams.items()}
-    eventually(lambda: all(len(client.events) > seen[name] + 8 for name, client in streams.items()), "they go on")
+    # Nodes go on while clients look for the other proxy, so a stream may have few tokens left then.
+    eventually(lambda: all(goes_on(client, seen[name]) for name, client in streams.items()), "they go on")
     assert any(client.thread.is_alive() for client in streams.values())
     assert sum(node.metric("kept_answers_replayed_total") for node in two.cluster.decode) >= len(streams)
     # What the second proxy has of the answers is enough for another node to go on with them.
@@ -167,6 +168,10 @@ def test_a_killed_proxy_costs_no_request_and_no_answer_with_a_key(two: TwoProxie
     assert not [client.failure for client in load if client.failure]
     assert max(client.tries for client in load) <= 2
     assert sample(second, "proxy_resumes_total", outcome="resumed") > 0
+
+
+def goes_on(client: Resuming, seen: int) -> bool:
+    return len(client.events) > seen + 8 or not client.thread.is_alive()
 
 
 def kill(node: Node) -> None:
