@@ -479,9 +479,12 @@ class PlanBenchConfig:
     """How far predictions are from what a mixed node, and a prefill and a decode node, then do."""
 
     profile: str = setting(
-        "profile", "Predictions go by this profile. If it is empty, one is measured first.", "", metavar="FILE"
+        "profile",
+        "Predictions go by this profile. If it is empty, one is measured before each round.",
+        "",
+        metavar="FILE",
     )
-    keep_profile: str = setting("keep-profile", "The profile that was measured goes to this file.", "", metavar="FILE")
+    keep_profile: str = setting("keep-profile", "The profile of the first round goes to this file.", "", metavar="FILE")
     prompts: str = setting("prompt-lengths", "Prompts have so many tokens, as in pdserve plan.", "64-512")
     outputs: str = setting("output-lengths", "Answers have so many tokens.", "16-128")
     rate_percents: tuple[int, ...] = setting(
@@ -494,7 +497,7 @@ class PlanBenchConfig:
     )
     repeats: int = setting(
         "repeats",
-        "Each system has each rate this often, in turns. A profile is measured as often, and three times at most.",
+        "Each system has each rate this often, in turns.",
         5,
         minimum=1,
         maximum=100,

@@ -211,7 +211,7 @@ def _profile(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from pdserve.plan.profile import write_profile
 
     check_layout(config.profile.nodes, len(cores))
-    profile = measure(config, resolve_model(config.model.path), environ)
+    profile = asyncio.run(measure(config, resolve_model(config.model.path), environ))
     write_profile(profile, Path(config.profile.out))
     print(f"the profile of {profile.model} is in {config.profile.out}")
     return 0

@@ -56,15 +56,17 @@ def outcomes(*gaps_s: float, pace: float = 1.0) -> list[Outcome]:
     for name, shape in SYSTEMS.items():
         for percent in (30, 90):
             runs = [
-                run_of(profile, shape, requests_of(config, 1.0, percent, number), pace, streams(30, 10 * gap_s, gap_s))
+                run_of(
+                    profile, shape, 1.0, requests_of(config, 1.0, percent, number), pace, streams(30, 10 * gap_s, gap_s)
+                )
                 for number, gap_s in enumerate(gaps_s or (0.02, 0.02, 0.02))
             ]
-            found.append(Outcome(name, percent, 1.0, profile.speed(shape.nodes_per_machine), runs))
+            found.append(Outcome(name, percent, runs))
     return found
 
 
 def test_each_load_has_what_was_predicted_beside_what_was_measured_in_all_rounds() -> None:
-    report = report_of(BenchPlanConfig(), profile_of(), outcomes(0.01, 0.02, 0.02))
+    report = report_of(BenchPlanConfig(), outcomes(0.01, 0.02, 0.02))
     assert [(row.at["system"], row.at["rate %"]) for row in report.rows] == [
         (name, percent) for name in SYSTEMS for percent in (30, 90)
     ]
@@ -75,34 +77,46 @@ def test_each_load_has_what_was_predicted_beside_what_was_measured_in_all_rounds
         assert row.figure("output measured").value == pytest.approx(3 * 30 * 50 / seconds)
         ratio = row.figure("ITL p90 predicted : measured").value
         assert ratio == pytest.approx(row.figure("ITL p90 predicted").value / row.figure("ITL p90 measured").value)
-    half = report_of(BenchPlanConfig(), profile_of(), outcomes(0.01, 0.01, 0.02))
+    half = report_of(BenchPlanConfig(), outcomes(0.01, 0.01, 0.02))
     assert [row.figure("ITL p50 measured").value for row in half.rows] == [pytest.approx(10.0)] * len(half.rows)
 
 
 def test_a_ratio_has_the_interval_in_which_it_lies_if_rounds_are_drawn_anew() -> None:
     ratio = "ITL p90 predicted : measured"
-    for row in report_of(BenchPlanConfig(), profile_of(), outcomes(0.01, 0.02, 0.03, 0.02)).rows:
+    for row in report_of(BenchPlanConfig(), outcomes(0.01, 0.02, 0.03, 0.02)).rows:
         assert row.figure(ratio + LOW).value < row.figure(ratio + HIGH).value
         assert row.figure(ratio + LOW).value <= row.figure(ratio).value <= row.figure(ratio + HIGH).value
-    one = report_of(BenchPlanConfig(), profile_of(), outcomes(0.02)).rows
+    one = report_of(BenchPlanConfig(), outcomes(0.02)).rows
     assert not [figure.name for row in one for figure in row.figures if figure.name in (ratio + LOW, ratio + HIGH)]
     assert verdict(one, "ITL p90").startswith(UNDECIDED)
 
 
 def test_a_round_is_predicted_for_the_pace_that_it_had_and_for_that_of_the_profile() -> None:
     profile, load = profile_of(), requests_of(BenchPlanConfig(), 0.1, 10)
-    run = run_of(profile, SYSTEMS["mixed"], load, 3.0, streams(2, 0.2, 0.02))
+    run = run_of(profile, SYSTEMS["mixed"], 0.1, load, 3.0, streams(2, 0.2, 0.02))
     for alone, slow in zip(run.expected_of_profile.answers, run.expected.answers, strict=True):
         assert slow.ttft_s == pytest.approx(3 * alone.ttft_s)
-    usual, slower = (report_of(BenchPlanConfig(), profile, outcomes(pace=pace)).rows[0] for pace in (1.0, 3.0))
+    usual, slower = (report_of(BenchPlanConfig(), outcomes(pace=pace)).rows[0] for pace in (1.0, 3.0))
     assert [slower.figure(name).value for name in (PACE, MOST_PACE)] == pytest.approx([3.0, 3.0])
     assert slower.figure("ITL p50 predicted").value > 2.5 * usual.figure("ITL p50 predicted").value
     ratio = alone_name("ITL p90")
     assert usual.figure(ratio).value == slower.figure(ratio).value == usual.figure("ITL p90 predicted : measured").value
 
 
+def test_each_round_is_predicted_by_its_own_profile() -> None:
+    config, shape, found = BenchPlanConfig(), SYSTEMS["mixed"], streams(30, 0.2, 0.02)
+    profile, load = profile_of(), requests_of(config, 0.1, 10)
+    rounds = [run_of(profile, shape, 0.2, load, 1.0, found), run_of(profile.times(3.0), shape, 0.1, load, 1.0, found)]
+    told = [Outcome("mixed", 10, of_round) for of_round in (rounds[:1], rounds[1:], rounds)]
+    quick, slow, both = report_of(config, told).rows
+    name = "TTFT p50 predicted"
+    assert slow.figure(name).value == pytest.approx(3 * quick.figure(name).value)
+    assert quick.figure(name).value <= both.figure(name).value <= slow.figure(name).value
+    assert [row.figure("rate").value for row in (quick, slow, both)] == pytest.approx([0.2, 0.1, 0.15])
+
+
 def test_how_near_the_profile_alone_would_have_been_is_told_without_a_judgement() -> None:
-    rows = report_of(BenchPlanConfig(), profile_of(), outcomes()).rows
+    rows = report_of(BenchPlanConfig(), outcomes()).rows
     near = sum(abs(row.figure(alone_name("ITL p90")).value - 1) <= 0.2 for row in rows)
     assert f"ITL p90 at {near} of 4 loads" in by_the_profile_alone(rows)
 
@@ -140,12 +154,12 @@ def test_a_verdict_says_where_a_prediction_was_near_enough_and_what_more_rounds_
 
 
 def test_latencies_of_an_overloaded_node_are_shown_but_not_judged() -> None:
-    rows = list(report_of(BenchPlanConfig(), profile_of(), outcomes()).rows)
+    rows = list(report_of(BenchPlanConfig(), outcomes()).rows)
     crowded = [msgspec.structs.replace(row, at={**row.at, "rate %": 120}) for row in rows]
     assert "of 4 loads" in verdict(rows + crowded, "TTFT p90")
     assert "of 8 loads" in verdict(rows + crowded, "output")
     # At this pace, more comes at 90 % than the node can answer.
-    slow = report_of(BenchPlanConfig(), profile_of(), outcomes(pace=1.2)).rows
+    slow = report_of(BenchPlanConfig(), outcomes(pace=1.2)).rows
     assert "of 2 loads" in verdict(slow, "TTFT p90")
 
 
@@ -187,7 +201,7 @@ def test_a_node_that_cannot_be_measured_is_refused_before_it_starts(tokens: int,
 def test_the_page_and_the_plot_show_the_report(tmp_path: Path) -> None:
     from pdserve.bench.plan.forecast_plot import write_plot
 
-    report = report_of(BenchPlanConfig(), profile_of(), outcomes())
+    report = report_of(BenchPlanConfig(), outcomes())
     write_plot(report, tmp_path / "planning.svg")
     assert "1P1D, measured" in (tmp_path / "planning.svg").read_text()
     shown = planning_page.figures(report)

@@ -153,6 +153,11 @@ def test_the_page_of_faults_has_every_cell_and_the_committed_figures() -> None:
     assert sum(not cell.nightly for cell in TESTED) == int(re.findall(r"(\d+) of the tests run in", text)[0])
 
 
+def test_committed_figures_name_no_path_of_the_machine_that_made_them() -> None:
+    for file in ROOT.glob("docs/**/*.json"):
+        assert not re.findall(r'": "(/(?!v1/)[^"]*)"', file.read_text()), file
+
+
 def test_goodput_is_shown_as_in_the_committed_figures() -> None:
     report = read_report(goodput_page.FIGURES)
     again = "python -m tests.docs.goodput_page writes them anew"

@@ -3,7 +3,7 @@
 The prediction knows the profile, the times and the lengths of the requests, and the machine's pace just before and just
 after they are answered; of the answers it knows nothing. What the profile alone predicts is in the report, too. Both
 systems are up from the beginning, and get the same requests one after the other, as ``pdserve up`` would place them on
-this machine.
+this machine. Each round has a profile of its own, because a machine that others use becomes faster and slower.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -39,41 +39,65 @@ SYSTEMS = {_MIXED: ClusterShape(mixed=1), "1P1D": ClusterShape(prefill=1, decode
 _SATURATING = 200
 """So many requests that come at once show what a node can answer at most."""
 _WARM_UP = 8
+_Point = tuple[int, str]
+"""A rate in percent, and the name of a system."""
 
 
 def run(config: BenchPlanConfig, folder: Path, environ: Mapping[str, str]) -> Report:
     """Measures, predicts and runs. Raises BenchError, PlanError and ChildDied."""
-    profile = _profile(config, folder, environ)
-    return report_of(config, profile, asyncio.run(_runs(config, profile, folder, environ)))
+    return report_of(config, asyncio.run(_outcomes(config, folder, environ)))
 
 
-def report_of(config: BenchPlanConfig, profile: Profile, outcomes: Sequence[Outcome]) -> Report:
+def report_of(config: BenchPlanConfig, outcomes: Sequence[Outcome]) -> Report:
     """Returns what was predicted and measured, side by side."""
     rows = tuple(map(row_of, outcomes))
+    profile = f"the profile in {Path(config.plan.profile).name}" if config.plan.profile else "a profile of the round"
     notes = (
         f"{config.plan.repeats} rounds, in which requests come at random times for {config.plan.seconds:g} s, "
         f"prompts of {config.plan.prompts} and answers of {config.plan.outputs} tokens; predictions know their times "
-        f"and lengths, the profile of {profile.measured} UTC, and how many times as long as in the profile the machine "
-        "took just before and just after",
+        f"and lengths, {profile}, and how many times as long as in the profile the machine took just before and just "
+        "after",
         *(verdict(rows, name) for name in WITHIN),
         by_the_profile_alone(rows),
     )
     return Report("plan", this_machine(), to_environ(config), notes, rows)
 
 
-def _profile(config: BenchPlanConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
+async def _outcomes(config: BenchPlanConfig, folder: Path, environ: Mapping[str, str]) -> list[Outcome]:
+    plan, profiling = config.plan, _profiling(config)
+    runs: dict[_Point, list[Run]] = {(percent, name): [] for percent in plan.rate_percents for name in SYSTEMS}
+    profile = await _first_profile(config, folder, environ)
+    longest = longest_request(profiling, folder, profile.cache)
+    async with AsyncExitStack() as stack:
+        targets = {name: await _started(name, config, environ, stack) for name in SYSTEMS}
+        urls = [targets[_MIXED].url]
+        (battery,) = await stack.enter_async_context(asking(profiling.profile, profile.cache, longest, urls))
+        for number in range(plan.repeats):
+            if number and not plan.profile:
+                profile = await measure(profiling, folder, environ)
+            async for point, run in _round(config, number, profile, targets, battery):
+                runs[point].append(run)
+    return [Outcome(name, percent, of_point) for (percent, name), of_point in runs.items()]
+
+
+async def _first_profile(config: BenchPlanConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
+    """Returns the profile of the first round. Raises PlanError if nothing can be predicted from it."""
     if config.plan.profile:
-        return read_profile(Path(config.plan.profile))
-    profile = measure(_profiling(config), folder, environ)
+        profile = read_profile(Path(config.plan.profile))
+    else:
+        profile = await measure(_profiling(config), folder, environ)
     if config.plan.keep_profile:
         write_profile(profile, Path(config.plan.keep_profile))
+    if profile.probe is None:
+        raise PlanError("the profile has no probe, which tells the machine's pace; `pdserve plan profile` measures one")
+    for shape in SYSTEMS.values():
+        live(profile, shape, requests_of(config, 1.0, 0, count=2))
     return profile
 
 
 def _profiling(config: BenchPlanConfig) -> PlanProfileConfig:
-    repeats = min(config.plan.repeats, ProfilingConfig().repeats)
     settings = ProfilingConfig(
-        repeats=repeats,
+        repeats=1,
         vocab_size=config.plan.vocab_size,
         startup_timeout_s=config.plan.startup_timeout_s,
         limit_s=config.plan.run_timeout_s,
@@ -81,54 +105,53 @@ def _profiling(config: BenchPlanConfig) -> PlanProfileConfig:
     return PlanProfileConfig(settings, config.model, config.cache, config.scheduler, config.cpu)
 
 
-async def _runs(config: BenchPlanConfig, profile: Profile, folder: Path, environ: Mapping[str, str]) -> list[Outcome]:
-    plan, own = config.plan, {**environ, **to_environ(config)}
-    profiling = _profiling(config)
-    longest = longest_request(profiling, folder, profile.cache)
+async def _started(name: str, config: BenchPlanConfig, environ: Mapping[str, str], stack: AsyncExitStack) -> Target:
+    """Starts a system, and has it answer a few requests. ``stack`` ends it."""
     cores = sorted(config.cpu.cores or os.sched_getaffinity(0))
-    if profile.probe is None:
-        raise PlanError("the profile has no probe, which tells the machine's pace; `pdserve plan profile` measures one")
-    for shape in SYSTEMS.values():
-        live(profile, shape, requests_of(config, 1.0, 0, count=2))
+    ledger = stack.enter_context(private_ledger())
+    own = {**environ, **to_environ(config), "PDSERVE_CORE_LEDGER": str(ledger)}
+    started = running_cluster(name, SYSTEMS[name].roles(), cores, own, config.plan.startup_timeout_s)
+    cluster = await stack.enter_async_context(started)
+    target = Target(cluster.url, await first_model(cluster.url))
+    _say(f"warming up {name}")
+    warm_up = uniform_jobs(_WARM_UP, 256, 32, config.plan.vocab_size, quiet_seed())
+    _whole(name, await run_jobs(target, warm_up, _WARM_UP))
+    return target
+
+
+async def _round(
+    config: BenchPlanConfig, number: int, profile: Profile, targets: Mapping[str, Target], battery: Battery
+) -> AsyncIterator[tuple[_Point, Run]]:
+    """Yields what became of each load on each system. The rates are shares of what the profile says."""
+    assert profile.probe is not None
     most = _most_per_s(config, profile)
-    runs: dict[tuple[int, str], list[Run]] = {(percent, name): [] for percent in plan.rate_percents for name in SYSTEMS}
-    async with AsyncExitStack() as stack:
-        targets = {}
-        for name, shape in SYSTEMS.items():
-            ledger = stack.enter_context(private_ledger())
-            settings = {**own, "PDSERVE_CORE_LEDGER": str(ledger)}
-            cluster = await stack.enter_async_context(
-                running_cluster(name, shape.roles(), cores, settings, plan.startup_timeout_s)
+    before = await _pace(config, profile.probe, battery)
+    for percent in config.plan.rate_percents:
+        for name, target in targets.items():
+            rate = percent / 100 * most
+            load = requests_of(config, rate, percent, number)
+            streams = await _measured(config, target, load)
+            after = await _pace(config, profile.probe, battery)
+            run = run_of(profile, SYSTEMS[name], rate, load, math.sqrt(before * after), streams)
+            _say(
+                f"round {number + 1}, {percent} %, {name}: {len(load)} requests; the machine took "
+                f"{run.pace:.2f} times as long as in the profile"
             )
-            targets[name] = Target(cluster.url, await first_model(cluster.url))
-            _say(f"warming up {name}")
-            warm_up = uniform_jobs(_WARM_UP, 256, 32, plan.vocab_size, f"{quiet_seed()}")
-            _whole(name, await run_jobs(targets[name], warm_up, _WARM_UP))
-        urls = [targets[_MIXED].url]
-        (battery,) = await stack.enter_async_context(asking(profiling.profile, profile.cache, longest, urls))
-        before = await _pace(config, profile.probe, battery)
-        for number in range(plan.repeats):
-            for (percent, name), of_point in runs.items():
-                load = requests_of(config, percent / 100 * most, percent, number)
-                streams = await _measured(config, targets[name], load)
-                after = await _pace(config, profile.probe, battery)
-                of_point.append(run_of(profile, SYSTEMS[name], load, math.sqrt(before * after), streams))
-                _say(
-                    f"round {number + 1}, {percent} %, {name}: {len(load)} requests; the machine took "
-                    f"{of_point[-1].pace:.2f} times as long as in the profile"
-                )
-                before = after
-    return [
-        Outcome(name, percent, percent / 100 * most, profile.speed(SYSTEMS[name].nodes_per_machine), of_point)
-        for (percent, name), of_point in runs.items()
-    ]
+            yield (percent, name), run
+            before = after
 
 
 def run_of(
-    profile: Profile, shape: ClusterShape, load: Sequence[PlannedRequest], pace: float, streams: Sequence[Stream]
+    profile: Profile,
+    shape: ClusterShape,
+    rate: float,
+    load: Sequence[PlannedRequest],
+    pace: float,
+    streams: Sequence[Stream],
 ) -> Run:
     """Returns what was predicted of a load on a machine of that pace, beside what came."""
-    return Run(pace, live(profile.times(pace), shape, load), live(profile, shape, load), streams)
+    speed = profile.speed(shape.nodes_per_machine)
+    return Run(rate, speed, pace, live(profile.times(pace), shape, load), live(profile, shape, load), streams)
 
 
 async def _pace(config: BenchPlanConfig, probe: PaceProbe, battery: Battery) -> float:

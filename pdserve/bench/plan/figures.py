@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean, geometric_mean
 
 import numpy as np
 
@@ -40,6 +41,10 @@ _SHARES = (50, 90, 99)
 class Run:
     """One round of a load: what was predicted for the machine's pace around it, and what came."""
 
+    rate: float
+    """So many requests came a second."""
+    speed: NodeSpeed
+    """What the round's profile says of such nodes."""
     pace: float
     """How many times as long as in the profile the machine took."""
     expected: Lived
@@ -55,10 +60,6 @@ class Outcome:
 
     system: str
     percent: int
-    rate: float
-    """So many requests come a second."""
-    speed: NodeSpeed
-    """What the profile says of such nodes."""
     runs: Sequence[Run]
 
 
@@ -71,14 +72,15 @@ def row_of(outcome: Outcome) -> Row:
     """Returns the figures of all rounds together."""
     paces = [run.pace for run in outcome.runs]
     figures = [
-        Figure("rate", outcome.rate, Unit.REQUESTS_PER_S),
-        Figure(PACE, math.exp(sum(map(math.log, paces)) / len(paces)), Unit.RATIO),
+        Figure("rate", fmean(run.rate for run in outcome.runs), Unit.REQUESTS_PER_S),
+        Figure(PACE, geometric_mean(paces), Unit.RATIO),
         Figure(LEAST_PACE, min(paces), Unit.RATIO),
         Figure(MOST_PACE, max(paces), Unit.RATIO),
     ]
     found = _measured([run.streams for run in outcome.runs])
-    expected = _expected([run.expected for run in outcome.runs], outcome.speed)
-    alone = _expected([run.expected_of_profile for run in outcome.runs], outcome.speed)
+    speeds = [run.speed for run in outcome.runs]
+    expected = _expected([run.expected for run in outcome.runs], speeds)
+    alone = _expected([run.expected_of_profile for run in outcome.runs], speeds)
     for name, value in found.items():
         figures += _beside(name, expected[name], alone[name], value, len(outcome.runs))
     return Row(BESIDE, {SYSTEM: outcome.system, RATE: outcome.percent}, measured(*figures))
@@ -162,13 +164,13 @@ def _beside(name: str, expected: _OfRounds, alone: _OfRounds, found: _OfRounds, 
     return figures
 
 
-def _expected(rounds: Sequence[Lived], speed: NodeSpeed) -> dict[str, _OfRounds]:
+def _expected(rounds: Sequence[Lived], speeds: Sequence[NodeSpeed]) -> dict[str, _OfRounds]:
     """Returns the figures of what was predicted of some rounds, by their names."""
     requests = [[answer.request for answer in lived.answers] for lived in rounds]
     tokens = [sum(request.output_tokens for request in of_round) for of_round in requests]
     seconds = [lived.ended_at - of_round[0].at_s for lived, of_round in zip(rounds, requests, strict=True)]
     ttft = _Latencies([_alike([answer.ttft_s for answer in lived.answers]) for lived in rounds])
-    itl = _Latencies([spread_gaps(lived.gaps, speed) for lived in rounds])
+    itl = _Latencies([spread_gaps(lived.gaps, speed) for lived, speed in zip(rounds, speeds, strict=True)])
     return {"output": _output(tokens, seconds), **ttft.figures("TTFT"), **itl.figures("ITL")}
 
 

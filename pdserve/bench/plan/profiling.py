@@ -53,10 +53,10 @@ LEAST_POSITIONS = 512
 """Two chunks of a prompt tell what tokens read that are before them."""
 
 
-def measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
+async def measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
     """Returns the profile of the model in ``folder`` on this machine. Raises BenchError, PlanError and ChildDied."""
     try:
-        return asyncio.run(_measure(config, folder, environ))
+        return await _measure(config, folder, environ)
     except TimeoutError as exc:
         raise BenchError(f"a round of the profile was not done in {config.profile.limit_s:g} s") from exc
 
@@ -246,11 +246,12 @@ async def _two_nodes(
         await _whole(one.into(measured.asleep))
         _say("two nodes that divide the cores, both at work")
         busy = one.into(measured.busy)
+        # A node that decodes has one beside it that prefills, and the other way round.
         async with other.prefilling():
             await busy.decode_steps()
+            await busy.prompts_beside_streams()
         async with other.streaming(max(rows for rows, _ in beside_within(cache))):
             await busy.lone_prompts()
-            await busy.prompts_beside_streams()
 
 
 async def _transfers(
