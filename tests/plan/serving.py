@@ -25,9 +25,14 @@ from pdserve.plan.node import PendingPrompt
 from pdserve.plan.prediction import PlanTargets, gap_quantiles
 from pdserve.plan.profile import Profile, read_profile
 
-PROFILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "goodput" / "profile.json"
+_PROFILES = Path(__file__).parents[2] / "docs" / "benchmarks" / "goodput"
+PROFILE = _PROFILES / "profile.json"
 """The demo model on two cores, as `pdserve plan profile` has measured it."""
-PROMPT, OUTPUT = 256, 64
+AVX2_PROFILE = _PROFILES / "profile-avx2.json"
+"""The same on two cores that have AVX2 alone: prompts take three times as long there."""
+Shape = tuple[int, int]
+"""The tokens of a request's prompt and of its answer."""
+SHAPE: Shape = (256, 64)
 SYSTEMS = {
     "mixed": (ClusterShape(mixed=1), Disaggregation.NEVER),
     "always": (ClusterShape(prefill=1, decode=1, nodes_per_machine=2), Disaggregation.ALWAYS),
@@ -84,7 +89,7 @@ class ClosedLoop(_Simulation):
     def gaps(self) -> list[TokenGaps]:
         return self._gaps
 
-    def answers(self, clients: int, seconds: float, spread: float = 0.0) -> list[Answer]:
+    def answers(self, clients: int, seconds: float, spread: float = 0.0, shape: Shape = SHAPE) -> list[Answer]:
         """Returns the answers of clients that ask for so many seconds."""
         answers: list[Answer] = []
         chance = random.Random(clients)  # it must be repeatable, not secret
@@ -92,7 +97,7 @@ class ClosedLoop(_Simulation):
         def ask(at_s: float) -> None:
             if at_s > seconds:
                 return
-            prompt, output = (round(length * chance.uniform(1 - spread, 1 + spread)) for length in (PROMPT, OUTPUT))
+            prompt, output = (round(length * chance.uniform(1 - spread, 1 + spread)) for length in shape)
             answer = ClientsAnswer.to(PlannedRequest(at_s, prompt, output))
             assert isinstance(answer, ClientsAnswer)
             answer.ended = lambda now: ask(now + _THINK_S)
@@ -125,37 +130,47 @@ def to_clients(
     told: bool = True,
     spread: float = 0.0,
     seconds: float = 100.0,
+    shape: Shape = SHAPE,
 ) -> Served:
     """Returns what clients get that ask for so many seconds. Nodes know the ``targets`` if they are ``told``."""
-    lived = _lived_with_clients(profile, clients, system, _config(targets, told), spread, seconds)
+    lived = _lived_with_clients(profile, clients, system, _config(targets, told), spread, seconds, shape)
     return _served(lived, profile, system, targets, seconds)
 
 
 def at_rate(
-    profile: Profile, rate: float, system: str, targets: PlanTargets, *, told: bool = True, count: int = 200
+    profile: Profile,
+    rate: float,
+    system: str,
+    targets: PlanTargets,
+    *,
+    told: bool = True,
+    count: int = 200,
+    shape: Shape = SHAPE,
 ) -> Served:
     """Returns the mean of some loads."""
     served = []
     for seed in range(_SEEDS):
-        lived = _lived_at_rate(profile, rate, system, _config(targets, told), count, seed)
+        lived = _lived_at_rate(profile, rate, system, _config(targets, told), count, seed, shape)
         served.append(_served(lived, profile, system, targets, lived.answers[-1].request.at_s))
     return Served(*map(statistics.fmean, zip(*map(astuple, served), strict=True)))
 
 
 @cache
 def _lived_with_clients(
-    profile: Profile, clients: int, system: str, nodes: TargetsConfig, spread: float, seconds: float
+    profile: Profile, clients: int, system: str, nodes: TargetsConfig, spread: float, seconds: float, shape: Shape
 ) -> Lived:
-    shape, disaggregation = SYSTEMS[system]
-    loop = ClosedLoop(profile, shape, nodes, disaggregation, None)
-    return Lived(loop.answers(clients, seconds, spread), loop.gaps)
+    cluster, disaggregation = SYSTEMS[system]
+    loop = ClosedLoop(profile, cluster, nodes, disaggregation, None)
+    return Lived(loop.answers(clients, seconds, spread, shape), loop.gaps)
 
 
 @cache
-def _lived_at_rate(profile: Profile, rate: float, system: str, nodes: TargetsConfig, count: int, seed: int) -> Lived:
-    shape, disaggregation = SYSTEMS[system]
-    load = poisson_load(rate, count, Lengths.of([(PROMPT,) * 2 + (1,)]), Lengths.of([(OUTPUT,) * 2 + (1,)]), seed)
-    return live(profile, shape, load, nodes, disaggregation)
+def _lived_at_rate(
+    profile: Profile, rate: float, system: str, nodes: TargetsConfig, count: int, seed: int, shape: Shape
+) -> Lived:
+    cluster, disaggregation = SYSTEMS[system]
+    prompts, outputs = (Lengths.of([(length, length, 1)]) for length in shape)
+    return live(profile, cluster, poisson_load(rate, count, prompts, outputs, seed), nodes, disaggregation)
 
 
 def _config(targets: PlanTargets, told: bool) -> TargetsConfig:
@@ -180,6 +195,7 @@ def _served(lived: Lived, profile: Profile, system: str, targets: PlanTargets, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, default=PROFILE)
+    parser.add_argument("--shape", default="/".join(map(str, SHAPE)), help="the tokens of prompts and of answers")
     parser.add_argument("--ttft-ms", type=float, default=704.0)
     parser.add_argument("--itl-ms", type=float, nargs="+", default=[17.3, 43.3])
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 8, 16])
@@ -190,17 +206,19 @@ def main() -> None:
     chosen = parser.parse_args()
     profile = read_profile(chosen.profile)
     told = chosen.tell == "on"
+    prompt, output = map(int, chosen.shape.split("/"))
+    shape = (prompt, output)
     latency_targets.ITL_FACTOR = chosen.itl_factor or latency_targets.ITL_FACTOR
     print(_row(*_COLUMNS))
     print("|---" * len(_COLUMNS) + "|")
     loads: list[tuple[str, Callable[[str, PlanTargets], Served]]] = [
         (
             f"{clients} client{'s' * (clients > 1)}",
-            partial(to_clients, profile, clients, told=told, spread=chosen.spread),
+            partial(to_clients, profile, clients, told=told, spread=chosen.spread, shape=shape),
         )
         for clients in chosen.clients
     ]
-    loads += [(f"{rate:g} req/s", partial(at_rate, profile, rate, told=told)) for rate in chosen.rates]
+    loads += [(f"{rate:g} req/s", partial(at_rate, profile, rate, told=told, shape=shape)) for rate in chosen.rates]
     for itl_ms, (name, serve) in itertools.product(chosen.itl_ms, loads):
         targets = PlanTargets(chosen.ttft_ms / 1e3, itl_ms / 1e3)
         mixed, always, auto = (serve(system, targets) for system in SYSTEMS)

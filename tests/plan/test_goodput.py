@@ -9,9 +9,9 @@ import pytest
 
 from pdserve.plan.prediction import PlanTargets
 from pdserve.plan.profile import read_profile
-from tests.plan.serving import PROFILE, Served, at_rate, to_clients
+from tests.plan.serving import AVX2_PROFILE, PROFILE, Served, Shape, at_rate, to_clients
 
-MACHINE = read_profile(PROFILE)
+MACHINE, SLOW_MACHINE = read_profile(PROFILE), read_profile(AVX2_PROFILE)
 TTFT_S = 0.7
 
 
@@ -32,6 +32,19 @@ def test_auto_serves_clients_about_as_well_as_the_better_of_the_others(
     """With 8, the prefill node alone is just full: which prompts the decode node has to take is known too late."""
     targets = PlanTargets(TTFT_S, itl_s)
     mixed, always, auto = (to_clients(MACHINE, clients, system, targets) for system in ("mixed", "always", "auto"))
+    assert auto.good_per_s >= least * max(mixed.good_per_s, always.good_per_s)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ttft_s", "itl_s", "least"), [((256, 64), 0.9, 0.0155, 1.3), ((64, 256), 0.29, 0.015, 1.0)], ids=str
+)
+def test_where_prompts_take_long_a_tight_target_is_kept_more_often_than_by_the_others(
+    shape: Shape, ttft_s: float, itl_s: float, least: float
+) -> None:
+    targets = PlanTargets(ttft_s, itl_s)
+    mixed, always, auto = (
+        to_clients(SLOW_MACHINE, 4, system, targets, spread=0.3, shape=shape) for system in ("mixed", "always", "auto")
+    )
     assert auto.good_per_s >= least * max(mixed.good_per_s, always.good_per_s)
 
 
