@@ -29,10 +29,10 @@ _PROFILES = Path(__file__).parents[2] / "docs" / "benchmarks" / "goodput"
 PROFILE = _PROFILES / "profile.json"
 """The demo model on two cores, as `pdserve plan profile` has measured it."""
 AVX2_PROFILE = _PROFILES / "profile-avx2.json"
-"""The same on two cores that have AVX2 alone: prompts take three times as long there."""
-Shape = tuple[int, int]
+"""The same on two cores that have AVX2 alone: a prompt takes half as long again there."""
+RequestShape = tuple[int, int]
 """The tokens of a request's prompt and of its answer."""
-SHAPE: Shape = (256, 64)
+SHAPE: RequestShape = (256, 64)
 SYSTEMS = {
     "mixed": (ClusterShape(mixed=1), Disaggregation.NEVER),
     "always": (ClusterShape(prefill=1, decode=1, nodes_per_machine=2), Disaggregation.ALWAYS),
@@ -89,7 +89,7 @@ class ClosedLoop(_Simulation):
     def gaps(self) -> list[TokenGaps]:
         return self._gaps
 
-    def answers(self, clients: int, seconds: float, spread: float = 0.0, shape: Shape = SHAPE) -> list[Answer]:
+    def answers(self, clients: int, seconds: float, spread: float = 0.0, shape: RequestShape = SHAPE) -> list[Answer]:
         """Returns the answers of clients that ask for so many seconds."""
         answers: list[Answer] = []
         chance = random.Random(clients)  # it must be repeatable, not secret
@@ -130,7 +130,7 @@ def to_clients(
     told: bool = True,
     spread: float = 0.0,
     seconds: float = 100.0,
-    shape: Shape = SHAPE,
+    shape: RequestShape = SHAPE,
 ) -> Served:
     """Returns what clients get that ask for so many seconds. Nodes know the ``targets`` if they are ``told``."""
     lived = _lived_with_clients(profile, clients, system, _config(targets, told), spread, seconds, shape)
@@ -145,7 +145,7 @@ def at_rate(
     *,
     told: bool = True,
     count: int = 200,
-    shape: Shape = SHAPE,
+    shape: RequestShape = SHAPE,
 ) -> Served:
     """Returns the mean of some loads."""
     served = []
@@ -157,7 +157,13 @@ def at_rate(
 
 @cache
 def _lived_with_clients(
-    profile: Profile, clients: int, system: str, nodes: TargetsConfig, spread: float, seconds: float, shape: Shape
+    profile: Profile,
+    clients: int,
+    system: str,
+    nodes: TargetsConfig,
+    spread: float,
+    seconds: float,
+    shape: RequestShape,
 ) -> Lived:
     cluster, disaggregation = SYSTEMS[system]
     loop = ClosedLoop(profile, cluster, nodes, disaggregation, None)
@@ -166,7 +172,7 @@ def _lived_with_clients(
 
 @cache
 def _lived_at_rate(
-    profile: Profile, rate: float, system: str, nodes: TargetsConfig, count: int, seed: int, shape: Shape
+    profile: Profile, rate: float, system: str, nodes: TargetsConfig, count: int, seed: int, shape: RequestShape
 ) -> Lived:
     cluster, disaggregation = SYSTEMS[system]
     prompts, outputs = (Lengths.of([(length, length, 1)]) for length in shape)

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.plan.prediction import PlanTargets
 from pdserve.plan.profile import read_profile
-from tests.plan.serving import AVX2_PROFILE, PROFILE, Served, Shape, at_rate, to_clients
+from tests.plan.serving import AVX2_PROFILE, PROFILE, RequestShape, Served, at_rate, to_clients
 
 MACHINE, SLOW_MACHINE = read_profile(PROFILE), read_profile(AVX2_PROFILE)
 TTFT_S = 0.7
@@ -38,9 +38,10 @@ def test_auto_serves_clients_about_as_well_as_the_better_of_the_others(
 @pytest.mark.parametrize(
     ("shape", "ttft_s", "itl_s", "least"), [((256, 64), 0.9, 0.0155, 1.3), ((64, 256), 0.29, 0.015, 1.0)], ids=str
 )
-def test_where_prompts_take_long_a_tight_target_is_kept_more_often_than_by_the_others(
-    shape: Shape, ttft_s: float, itl_s: float, least: float
+def test_on_a_slower_machine_a_tight_target_is_kept_as_often_as_by_the_others_with_short_prompts(
+    shape: RequestShape, ttft_s: float, itl_s: float, least: float
 ) -> None:
+    """With prompts of 1,024 tokens it is kept far less often, which is a defect: docs/benchmarks/goodput.md."""
     targets = PlanTargets(ttft_s, itl_s)
     mixed, always, auto = (
         to_clients(SLOW_MACHINE, 4, system, targets, spread=0.3, shape=shape) for system in ("mixed", "always", "auto")
