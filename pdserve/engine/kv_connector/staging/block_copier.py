@@ -101,6 +101,7 @@ class BlockCopier(Generic[Key]):
         self._on_gpu = cache.device.type == "cuda"
         self._batch = max(1, min(len(staging), BATCH_BYTES // cache[0].nbytes))
         self._buffer = torch.empty(self._batch, *cache.shape[1:], dtype=cache.dtype, device=cache.device)
+        self._warm_up()
         self._jobs: deque[_Copy[Key]] = deque()
         self._news = threading.Condition()
         self._done: deque[Key] = deque()
@@ -126,6 +127,13 @@ class BlockCopier(Generic[Key]):
             self._closing = True
             self._news.notify()
         self._thread.join(timeout_s)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        # The first call compiles a GPU's kernel, and no prompt should wait for that. Block 0 gets what it has.
+        block = torch.zeros(1, dtype=torch.int32, device=self._cache.device)
+        self._kernels.gather(self._cache, block, self._buffer)
+        self._kernels.scatter(self._cache, block, self._buffer)
 
     def _order(self, key: Key, blocks: Sequence[int], staged: Sequence[int], *, upload: bool) -> None:
         if len(blocks) != len(staged):
