@@ -2,8 +2,8 @@
 
 ``goodput.json`` has the systems beside other servers, and no request names a target; the plots show it.
 ``goodput-long.json`` has them alone, in longer runs, ``goodput-shapes.json`` with other prompts and answers, and
-``goodput-mix.json`` with many short requests and a few long ones. In ``goodput-told.json`` and
-``goodput-told-shapes.json`` every request names a target (``--tell on``).
+``goodput-mix.json`` with many short requests and a few long ones. In ``goodput-told.json``,
+``goodput-told-shapes.json`` and ``goodput-told-long.json`` every request names a target (``--tell on``).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ SHAPES_FIGURES = DOCS / "goodput-shapes.json"
 MIX_FIGURES = DOCS / "goodput-mix.json"
 TOLD_FIGURES = DOCS / "goodput-told.json"
 TOLD_SHAPES_FIGURES = DOCS / "goodput-told-shapes.json"
+TOLD_LONG_FIGURES = DOCS / "goodput-told-long.json"
 
 _LOADS = {Loop.CLOSED: "clients", Loop.OPEN: "rate %"}
 _RATIOS = (*(goodput_name(tightness) for tightness in Tightness), OUTPUT_RATIO, TTFT_RATIO, STEADINESS)
@@ -97,7 +98,8 @@ def written(text: str, part: str, file: Path) -> str:
 def page_with(text: str, beside: Report) -> str:
     """Returns the page's ``text`` with all parts."""
     text = written(text, f"{plots()}\n\n{figures(beside, FIGURES)}", FIGURES)
-    for file in (LONG_FIGURES, SHAPES_FIGURES, MIX_FIGURES, TOLD_FIGURES, TOLD_SHAPES_FIGURES):
+    told = (TOLD_FIGURES, TOLD_SHAPES_FIGURES, TOLD_LONG_FIGURES)
+    for file in (LONG_FIGURES, SHAPES_FIGURES, MIX_FIGURES, *told):
         text = written(text, figures(read_report(file), file), file)
     return text
 

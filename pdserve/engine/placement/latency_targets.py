@@ -19,6 +19,9 @@ TTFT_FACTOR = 2.0
 """A first token may take so many times what its prompt takes alone on this node, if the operator has set no target."""
 TTFT_AIM = 0.7
 """A first token is planned for this share of its target, where chunks in this node's own steps keep the ITL target."""
+TTFT_PATIENCE = 1.5
+"""A first token is planned for so many times its target where the shortest such chunks break an ITL target that is set.
+Computed here, it would be in time, and the tokens of all streams late."""
 
 LEAST_PROMPT_TOKENS = 8
 """So many tokens of prompts are computed in a step however long it takes."""
@@ -127,15 +130,25 @@ class LatencyTargets:
 
         ``own_ms`` is the target of the request itself, if it has one. Queues grow while prompts are in them, so the aim
         is below a target that somebody has set: this node computes a prompt rather than let it come late. But it takes
-        the whole time where its own steps are too long for more than ``LEAST_PROMPT_TOKENS`` as it is.
+        the whole time where its own steps are too long for more than ``LEAST_PROMPT_TOKENS`` as it is. It takes even
+        more where already these few break an ITL target that is set, since the tokens of all streams would be late.
         """
         ttft_s = self.ttft_s(alone_s) if own_ms is None else own_ms / 1000
-        is_set = own_ms is not None or self._ttft_s > 0
-        return TTFT_AIM * ttft_s if is_set and self._chunks_keep_itl(rows, context_tokens, own_itl) else ttft_s
+        itl_s = self._set_itl_s(own_itl)
+        if rows and itl_s is not None:
+            if itl_s < self._least_beside_s(rows, context_tokens):
+                return TTFT_PATIENCE * ttft_s
+            if itl_s < (self._doubled_s(rows, context_tokens) or 0.0):
+                return ttft_s
+        return TTFT_AIM * ttft_s if own_ms is not None or self._ttft_s else ttft_s
 
-    def _chunks_keep_itl(self, rows: int, context_tokens: int, own: OwnItl) -> bool:
-        """Returns whether a step may take ``ITL_FACTOR`` times what it takes without prompts, by the targets set."""
-        set_ = [self._itl_s] if self._itl_s and not own.all_have else []
-        if own.tightest_s is not None:
-            set_.append(own.tightest_s)
-        return not set_ or min(set_) >= (self._doubled_s(rows, context_tokens) or 0.0)
+    def _set_itl_s(self, own: OwnItl) -> float | None:
+        """Returns the tightest ITL target that the operator or a request has set; None without one."""
+        if not self._itl_s or own.all_have:
+            return own.tightest_s
+        return self._itl_s if own.tightest_s is None else min(self._itl_s, own.tightest_s)
+
+    def _least_beside_s(self, rows: int, context_tokens: int) -> float:
+        """Returns what a step takes with the fewest tokens of prompts; 0 before a prompt was measured."""
+        cost = self._step_cost
+        return cost.estimate_s(rows, context_tokens, LEAST_PROMPT_TOKENS) if cost.known else 0.0

@@ -14,6 +14,7 @@ from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, rem
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillDecisions, PrefillNodeStats, PrefillReason, PrefillSource, PrefillStats
 from pdserve.wire.ids import BootId
+from pdserve.wire.request_targets import RequestTargets
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 
@@ -66,14 +67,23 @@ class Placement:
         there = node.measures(now, self.bytes_per_token, here.tokens_per_s)
         self._times = estimate(prompt, here, there, self._max_num_batched_tokens)
         alone_s = here.alone_s(prompt.missing_tokens)
-        ttft_s = self.targets.ttft_aim_s(
-            alone_s, prompt.own_ttft_ms, prompt.rows, prompt.context_tokens, prompt.own_itl
-        )
+        ttft_s = self.targets.ttft_aim_s(alone_s, prompt.own_ttft_ms, *self._held_up(prompt))
         # A short prompt that waits does not let the prefill node run dry before long ones.
         most_queued_s = max(
             self.targets.ttft_s(alone_s), TTFT_FACTOR * self._max_num_batched_tokens / here.tokens_per_s
         )
         return place(prompt, self._times, ttft_s, most_queued_s, there.streams)
+
+    def _held_up(self, prompt: PromptSize) -> tuple[int, int, OwnItl]:
+        """Returns the streams that a prompt would hold up here, the tokens of their contexts, and their ITL targets.
+
+        Where nobody decodes, a prompt of one step holds nobody up. While a longer one is computed, one of the requests
+        that have a place may begin to decode. That one is taken to be like the prompt's own.
+        """
+        if prompt.rows or not prompt.streams or prompt.missing_tokens <= self._max_num_batched_tokens:
+            return prompt.rows, prompt.context_tokens, prompt.own_itl
+        own = OwnItl.of([RequestTargets(itl_ms=prompt.own_itl_ms)])
+        return 1, prompt.missing_tokens + prompt.cached_tokens, own
 
     def _chunk_tokens(self, rows: int, context_tokens: int, own_itl: OwnItl, prompt_context: int = 0) -> int:
         """Returns how many tokens of prompts a step takes beside ``rows`` requests that decode."""

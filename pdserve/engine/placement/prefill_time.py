@@ -34,6 +34,8 @@ class PromptSize:
     """The ITL targets that they have of their own."""
     own_ttft_ms: float | None = None
     """How soon its client wants the first token; None if the client does not say."""
+    own_itl_ms: float | None = None
+    """How far apart its client wants the other tokens; None if the client does not say."""
     leaving_tokens: int = 0
     """The tokens of prompts that go to the prefill node before this one, and have not left this node."""
     waited_s: float = 0.0

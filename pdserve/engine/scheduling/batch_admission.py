@@ -274,6 +274,7 @@ class BatchAdmission:
             context_tokens=ahead.context_tokens,
             own_itl=ahead.own_itl,
             own_ttft_ms=request.own_targets.ttft_ms,
+            own_itl_ms=request.own_targets.itl_ms,
             leaving_tokens=ahead.leaving[target.boot_id],
             waited_s=now - request.arrived,
             may_wait=bool(self._queues.running),

@@ -118,6 +118,34 @@ def test_a_prompt_goes_where_it_surely_comes_in_time_if_streams_here_can_bear_it
     assert placement.decide(short, TARGET, 1.0) == IN_TIME
 
 
+def test_a_first_token_may_be_late_where_the_shortest_chunk_would_make_all_streams_late() -> None:
+    placement = measured()
+    for _ in range(8):
+        placement.step_cost.observe(4, 0, 0, 0.01)
+    placement.ordered(TARGET, "ahead", 512, 0, 1.0)
+    # The prefill node needs 0.384 s. Eight tokens take 4 ms, beside 10 ms of decoding.
+    beside = replace(BESIDE_STREAMS, rows=4, own_ttft_ms=300.0)
+    assert placement.decide(replace(beside, own_itl=OwnItl(0.018, all_have=True)), TARGET, 1.0) == LOCAL
+    broken = replace(beside, own_itl=OwnItl(0.012, all_have=True))
+    assert placement.decide(broken, TARGET, 1.0) == IN_TIME
+    assert placement.decide(replace(broken, own_ttft_ms=250.0), TARGET, 1.0) == LOCAL
+
+
+def test_while_nobody_decodes_only_a_prompt_of_several_steps_could_hold_a_stream_up() -> None:
+    placement = measured()
+    for _ in range(8):
+        placement.step_cost.observe(4, 0, 0, 0.01)
+    placement.ordered(TARGET, "ahead", 512, 0, 1.0)
+    for tokens, streams, itl_ms, there in (
+        (512, 4, 1.0, IN_TIME),
+        (512, 4, None, LOCAL),
+        (512, 0, 1.0, LOCAL),
+        (256, 4, 1.0, LOCAL),
+    ):
+        prompt = PromptSize(tokens, 0, 0, streams, own_ttft_ms=400.0 * tokens / 512, own_itl_ms=itl_ms)
+        assert placement.decide(prompt, TARGET, 1.0) == there, (tokens, streams, itl_ms)
+
+
 def test_a_short_prompt_may_take_twice_what_a_short_step_takes() -> None:
     """A step takes 50 ms however short it is, so the rate of long chunks says nothing of it."""
     step_cost = StepCost()
