@@ -5,8 +5,9 @@
 #
 #   tests/gpu/run_all.sh [FOLDER]     figures and the tests' log go to FOLDER (build/gpu)
 #
-# It takes 45 GB of disk for random models. PYTHON is an interpreter with a torch for CUDA and Triton (python3). Packages that it lacks are taken from the folder
-# WHEELS, or from the package index if that is not set; nothing that is there is replaced.
+# PYTHON is an interpreter with a torch for CUDA and Triton (python3). Packages that it lacks are taken from the folder
+# WHEELS, or from the package index if that is not set; nothing that is there is replaced. Random models take 17 GB of
+# disk.
 # Exit status: 0 if all tests pass and all targets are met, 1 if not, 2 if nothing could be run.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
@@ -27,9 +28,9 @@ CHECK
 # Import names and the packages that bring them: those that these tests and this benchmark need, and no more.
 missing=$("$PYTHON" - <<'MISSING'
 from importlib.util import find_spec
-needs = {"msgspec": "msgspec", "zmq": "pyzmq", "llguidance": "llguidance", "gguf": "gguf", "numpy": "numpy", "safetensors": "safetensors", "hypothesis": "hypothesis",
-         "transformers": "transformers", "xxhash": "xxhash", "pytest": "pytest",
-         "pytest_timeout": "pytest-timeout"}
+needs = {"msgspec": "msgspec", "zmq": "pyzmq", "numpy": "numpy", "safetensors": "safetensors", "hypothesis": "hypothesis",
+         "transformers": "transformers", "xxhash": "xxhash", "llguidance": "llguidance", "gguf": "gguf",
+         "pytest": "pytest", "pytest_timeout": "pytest-timeout"}
 print(*(package for name, package in needs.items() if find_spec(name) is None))
 MISSING
 )
