@@ -78,10 +78,11 @@ def _packages(facts: SoftwareFacts) -> Finding:
 
 def _ucx(facts: SoftwareFacts) -> Finding:
     if facts.ucx_error:
+        names = " ".join(name for name in facts.packages if "ucx" in name)
         return problem(
             "UCX library",
             facts.ucx_error,
-            f"without {PREFER_SYSTEM}, the package is taken: pip install --force-reinstall ucxx-cu13 libucx-cu13; "
+            f"without {PREFER_SYSTEM}, the package is taken: pip install --force-reinstall {names}; "
             "without UCX no KV block moves",
         )
     return ok("UCX library", str(facts.ucx))

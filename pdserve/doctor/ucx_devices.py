@@ -53,7 +53,7 @@ def parse_transports(text: str) -> frozenset[str]:
 
 def check_ucx(facts: UcxFacts) -> list[Finding]:
     if facts.error:
-        advice = "clear --ucx-tls and UCX_TLS: empty lets UCX choose" if facts.tls else "reinstall libucx-cu13"
+        advice = "clear --ucx-tls and UCX_TLS: empty lets UCX choose" if facts.tls else "reinstall libucx"
         return [problem("UCX transports", facts.error, advice)]
     return [
         ok("UCX transports", _listing(facts.usable)),

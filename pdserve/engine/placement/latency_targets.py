@@ -20,8 +20,8 @@ TTFT_FACTOR = 2.0
 TTFT_AIM = 0.7
 """A first token is planned for this share of its target, where chunks in this node's own steps keep the ITL target."""
 TTFT_PATIENCE = 1.5
-"""A first token is planned for so many times its target where the shortest such chunks break an ITL target that is set.
-Computed here, it would be in time, and the tokens of all streams late."""
+"""A first token may take so many times its target where ``LEAST_PROMPT_TOKENS`` in a step would break an ITL target that
+is set, and that decoding alone keeps."""
 
 LEAST_PROMPT_TOKENS = 8
 """So many tokens of prompts are computed in a step however long it takes."""
@@ -131,12 +131,13 @@ class LatencyTargets:
         ``own_ms`` is the target of the request itself, if it has one. Queues grow while prompts are in them, so the aim
         is below a target that somebody has set: this node computes a prompt rather than let it come late. But it takes
         the whole time where its own steps are too long for more than ``LEAST_PROMPT_TOKENS`` as it is. It takes even
-        more where already these few break an ITL target that is set, since the tokens of all streams would be late.
+        more where these few would break an ITL target that is set, since the tokens of all streams would be late. A
+        target that decoding alone breaks asks for no such patience: no stream would be saved.
         """
         ttft_s = self.ttft_s(alone_s) if own_ms is None else own_ms / 1000
         itl_s = self._set_itl_s(own_itl)
-        if rows and itl_s is not None:
-            if itl_s < self._least_beside_s(rows, context_tokens):
+        if rows and itl_s is not None and not self._static:
+            if self._step_s(rows, context_tokens, 0) <= itl_s < self._step_s(rows, context_tokens, LEAST_PROMPT_TOKENS):
                 return TTFT_PATIENCE * ttft_s
             if itl_s < (self._doubled_s(rows, context_tokens) or 0.0):
                 return ttft_s
@@ -148,7 +149,7 @@ class LatencyTargets:
             return own.tightest_s
         return self._itl_s if own.tightest_s is None else min(self._itl_s, own.tightest_s)
 
-    def _least_beside_s(self, rows: int, context_tokens: int) -> float:
-        """Returns what a step takes with the fewest tokens of prompts; 0 before a prompt was measured."""
+    def _step_s(self, rows: int, context_tokens: int, prompt_tokens: int) -> float:
+        """Returns what such a step takes; 0 before a prompt was measured."""
         cost = self._step_cost
-        return cost.estimate_s(rows, context_tokens, LEAST_PROMPT_TOKENS) if cost.known else 0.0
+        return cost.estimate_s(rows, context_tokens, prompt_tokens) if cost.known else 0.0

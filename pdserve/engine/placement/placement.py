@@ -78,9 +78,9 @@ class Placement:
         """Returns the streams that a prompt would hold up here, the tokens of their contexts, and their ITL targets.
 
         Where nobody decodes, a prompt of one step holds nobody up. While a longer one is computed, one of the requests
-        that have a place may begin to decode. That one is taken to be like the prompt's own.
+        that have a place may begin to decode. It is taken to have this prompt's length and ITL target.
         """
-        if prompt.rows or not prompt.streams or prompt.missing_tokens <= self._max_num_batched_tokens:
+        if prompt.rows or prompt.missing_tokens <= self._max_num_batched_tokens:
             return prompt.rows, prompt.context_tokens, prompt.own_itl
         own = OwnItl.of([RequestTargets(itl_ms=prompt.own_itl_ms)])
         return 1, prompt.missing_tokens + prompt.cached_tokens, own

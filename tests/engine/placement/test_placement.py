@@ -129,6 +129,8 @@ def test_a_first_token_may_be_late_where_the_shortest_chunk_would_make_all_strea
     broken = replace(beside, own_itl=OwnItl(0.012, all_have=True))
     assert placement.decide(broken, TARGET, 1.0) == IN_TIME
     assert placement.decide(replace(broken, own_ttft_ms=250.0), TARGET, 1.0) == LOCAL
+    # Decoding alone breaks this one, so it saves no stream to let the prompt wait.
+    assert placement.decide(replace(beside, own_itl=OwnItl(0.009, all_have=True)), TARGET, 1.0) == LOCAL
 
 
 def test_while_nobody_decodes_only_a_prompt_of_several_steps_could_hold_a_stream_up() -> None:
@@ -137,12 +139,11 @@ def test_while_nobody_decodes_only_a_prompt_of_several_steps_could_hold_a_stream
         placement.step_cost.observe(4, 0, 0, 0.01)
     placement.ordered(TARGET, "ahead", 512, 0, 1.0)
     for tokens, streams, itl_ms, there in (
-        (512, 4, 1.0, IN_TIME),
+        (512, 4, 12.0, IN_TIME),
         (512, 4, None, LOCAL),
-        (512, 0, 1.0, LOCAL),
-        (256, 4, 1.0, LOCAL),
+        (256, 4, 12.0, LOCAL),
     ):
-        prompt = PromptSize(tokens, 0, 0, streams, own_ttft_ms=400.0 * tokens / 512, own_itl_ms=itl_ms)
+        prompt = PromptSize(tokens, 0, 0, streams, own_ttft_ms=400.0, own_itl_ms=itl_ms)
         assert placement.decide(prompt, TARGET, 1.0) == there, (tokens, streams, itl_ms)
 
 
