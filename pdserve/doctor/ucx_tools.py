@@ -62,7 +62,7 @@ def check_tools(tools: UcxTools | None) -> Finding:
         return warning(
             "UCX tools",
             "the UCX that is loaded came without ucx_info and ucx_perftest",
-            "the package libucx and deploy/ucx/build.sh bring them; without them there are no device list and no yardstick",
+            "libucx and deploy/ucx/build.sh bring them; without them there is no device list and no yardstick",
         )
     return ok("UCX tools", f"ucx_info and ucx_perftest in {tools.info.parent}")
 

@@ -43,7 +43,7 @@ def test_auto_serves_clients_about_as_well_as_the_better_of_the_others(
 def test_on_a_slower_machine_a_tight_target_is_kept_as_often_as_by_the_others(
     shape: RequestShape, ttft_s: float, itl_s: float, least: float
 ) -> None:
-    """With prompts of 1,024 tokens the shortest chunk breaks the target, so that most of them are left to the prefill node."""
+    """With prompts of 1,024 tokens the shortest chunk breaks the target, so most are left to the prefill node."""
     targets = PlanTargets(ttft_s, itl_s)
     mixed, always, auto = (
         to_clients(SLOW_MACHINE, 4, system, targets, spread=0.3, shape=shape) for system in ("mixed", "always", "auto")

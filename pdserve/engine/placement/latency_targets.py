@@ -20,8 +20,8 @@ TTFT_FACTOR = 2.0
 TTFT_AIM = 0.7
 """A first token is planned for this share of its target, where chunks in this node's own steps keep the ITL target."""
 TTFT_PATIENCE = 1.5
-"""A first token may take so many times its target where ``LEAST_PROMPT_TOKENS`` in a step would break an ITL target that
-is set, and that decoding alone keeps."""
+"""A first token may take so many times its target where ``LEAST_PROMPT_TOKENS`` in a step would break an ITL target
+that is set, and that decoding alone keeps."""
 
 LEAST_PROMPT_TOKENS = 8
 """So many tokens of prompts are computed in a step however long it takes."""
