@@ -84,6 +84,14 @@ def test_too_long_for_the_model_is_told(tiny: Path) -> None:
         benchmark.run(config, tiny, TorchKernels)
 
 
+def test_a_folder_without_a_tokenizer_has_no_row_of_grammars(tmp_path: Path) -> None:
+    write_random_model(SHAPE, tmp_path)
+    model = ModelConfig(served_model_name="random", dtype=Dtype.FP32, device=Device.CPU)
+    report = benchmark.run(BenchEngineConfig(engine=SMALL, model=model), tmp_path, TorchKernels)
+    found = {row.what for row in report.rows}
+    assert "decode step" in found and "answers by a schema" not in found
+
+
 def test_the_linear_layers_are_all_of_the_models(tiny: Path) -> None:
     products = products_of(read_decoder_config(tiny), {})
     loaded = AutoModelForCausalLM.from_pretrained(tiny)

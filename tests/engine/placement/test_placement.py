@@ -133,6 +133,20 @@ def test_a_first_token_may_be_late_where_the_shortest_chunk_would_make_all_strea
     assert placement.decide(replace(beside, own_itl=OwnItl(0.009, all_have=True)), TARGET, 1.0) == LOCAL
 
 
+@pytest.mark.parametrize(
+    ("operators_ms", "own"),
+    [(12.0, NONE_OWN), (12.0, OwnItl(0.030)), (30.0, OwnItl(0.012))],
+    ids=["the operator's", "the operator's is tighter", "a request's is tighter"],
+)
+def test_so_it_may_by_whichever_target_is_tightest(operators_ms: float, own: OwnItl) -> None:
+    placement = measured(target_itl_ms=operators_ms)
+    for _ in range(8):
+        placement.step_cost.observe(4, 0, 0, 0.01)
+    placement.ordered(TARGET, "ahead", 512, 0, 1.0)
+    beside = replace(BESIDE_STREAMS, rows=4, own_ttft_ms=300.0, own_itl=own)
+    assert placement.decide(beside, TARGET, 1.0) == IN_TIME
+
+
 def test_while_nobody_decodes_only_a_prompt_of_several_steps_could_hold_a_stream_up() -> None:
     placement = measured()
     for _ in range(8):
