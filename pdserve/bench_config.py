@@ -480,11 +480,11 @@ class PlanBenchConfig:
 
     profile: str = setting(
         "profile",
-        "Predictions go by this profile. If it is empty, one is measured before each round.",
+        "Predictions go by this profile. If it is empty, they go by the mean of those that the benchmark measures.",
         "",
         metavar="FILE",
     )
-    keep_profile: str = setting("keep-profile", "The profile of the first round goes to this file.", "", metavar="FILE")
+    keep_profile: str = setting("keep-profile", "The first profile goes to this file.", "", metavar="FILE")
     prompts: str = setting("prompt-lengths", "Prompts have so many tokens, as in pdserve plan.", "64-512")
     outputs: str = setting("output-lengths", "Answers have so many tokens.", "16-128")
     rate_percents: tuple[int, ...] = setting(

@@ -57,6 +57,17 @@ def lone_prompt_s(parts: StepParts, prompt_tokens: int, chunk: int) -> float:
     return sum(parts.step_s(0, 0, tokens, done) for done, tokens in chunks_of(prompt_tokens, chunk))
 
 
+def fixed_part(explained: Sequence[float], took: Sequence[float]) -> float:
+    """Returns by how much all of some times are longer than what explains them, which grows.
+
+    A machine that others use may have become slower by a factor since that was measured, so the factor is found as
+    well, and the result is at the former pace. It is not negative.
+    """
+    counts = np.column_stack([explained, np.ones(len(explained))]) / np.array(took)[:, None]
+    factor, fixed_s = _least_squares(counts)
+    return float(fixed_s / factor) if factor else 0.0
+
+
 def chunks_of(prompt_tokens: int, chunk: int) -> list[tuple[int, int]]:
     """Returns the chunks of a prompt that is computed alone: the tokens before each, and its own."""
     done, found = 0, []

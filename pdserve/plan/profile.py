@@ -7,7 +7,10 @@ machine, model and settings only.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import TypeVar
 
 import msgspec
 
@@ -17,6 +20,29 @@ from pdserve.errors import PlanError
 VERSION = 1
 MOST_NODES = 2
 """A profile knows machines with so many nodes at most."""
+
+
+class PaceProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What some prompts and streams took on a node whose neighbours had nothing to compute.
+
+    Measured again, it tells the machine's pace.
+    """
+
+    prompt_s: float
+    """The time to the first token of a prompt that was alone."""
+    step_s: float
+    """A step of several streams."""
+
+    def pace(self, before: PaceProbe) -> float:
+        """Returns how many times as long as ``before`` the machine takes: the geometric mean of both ratios."""
+        return math.sqrt(self.prompt_s / before.prompt_s * self.step_s / before.step_s)
+
+    def times(self, factor: float) -> PaceProbe:
+        return PaceProbe(prompt_s=factor * self.prompt_s, step_s=factor * self.step_s)
+
+    @classmethod
+    def mean(cls, probes: Sequence[PaceProbe]) -> PaceProbe:
+        return cls(prompt_s=fmean(probe.prompt_s for probe in probes), step_s=fmean(probe.step_s for probe in probes))
 
 
 class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,6 +57,8 @@ class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Evenly spaced quantiles of how steps differ from their estimates, as multiples of these."""
     spread_beside: tuple[float, ...] = ()
     """The same while the others compute; empty if that makes no difference."""
+    probe: PaceProbe | None = None
+    """None in a file of an older pdserve."""
 
     def spread_of(self, beside: bool) -> tuple[float, ...]:
         """Returns how steps differ from their estimates while the others compute, or sleep."""
@@ -47,6 +75,15 @@ class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """The least multiple of its estimate that a step takes."""
         return min(self.spread + self.spread_beside)
 
+    def times(self, factor: float) -> NodeSpeed:
+        """Returns the speed of a node that takes ``factor`` times as long."""
+        return msgspec.structs.replace(
+            self,
+            steps=self.steps.times(factor),
+            beside=self.beside.times(factor),
+            probe=self.probe and self.probe.times(factor),
+        )
+
 
 class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a prompt's KV cache takes from one node to another."""
@@ -60,6 +97,9 @@ class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Returns what ``size`` bytes take that move while nothing computes."""
         return self.fixed_s + size * self.byte_s
 
+    def times(self, factor: float) -> TransferCost:
+        return TransferCost(fixed_s=factor * self.fixed_s, byte_s=factor * self.byte_s)
+
 
 class FrontCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What proxy, HTTP server and tokeniser add to the time to the first token."""
@@ -70,6 +110,9 @@ class FrontCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def seconds(self, prompt_tokens: int) -> float:
         return self.request_s + prompt_tokens * self.token_s
+
+    def times(self, factor: float) -> FrontCost:
+        return FrontCost(request_s=factor * self.request_s, token_s=factor * self.token_s)
 
 
 class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,19 +143,6 @@ class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return requests * (self.blocks(tokens) + 1) <= self.num_blocks
 
 
-class PaceProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What some prompts and streams took on a node that has all cores. Measured again, it tells the machine's pace."""
-
-    prompt_s: float
-    """The time to the first token of a prompt that was alone."""
-    step_s: float
-    """A step of several streams."""
-
-    def pace(self, before: PaceProbe) -> float:
-        """Returns how many times as long as ``before`` the machine takes: the geometric mean of both ratios."""
-        return math.sqrt(self.prompt_s / before.prompt_s * self.step_s / before.step_s)
-
-
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What was measured of one model on one machine."""
 
@@ -129,8 +159,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """None if no transfer was measured."""
     front: FrontCost
     cache: CacheGeometry
-    probe: PaceProbe | None = None
-    """None in a file of an older pdserve."""
 
     def telling_s(self, output_tokens: float) -> float:
         """Returns how long requests have to come before it shows whether a node keeps up with them.
@@ -142,16 +170,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def times(self, factor: float) -> Profile:
         """Returns the profile of a machine on which all takes ``factor`` times as long."""
-        front, transfer, probe = self.front, self.transfer, self.probe
         return msgspec.structs.replace(
             self,
-            speeds=tuple(
-                msgspec.structs.replace(speed, steps=speed.steps.times(factor), beside=speed.beside.times(factor))
-                for speed in self.speeds
-            ),
-            transfer=transfer and TransferCost(fixed_s=factor * transfer.fixed_s, byte_s=factor * transfer.byte_s),
-            front=FrontCost(request_s=factor * front.request_s, token_s=factor * front.token_s),
-            probe=probe and PaceProbe(prompt_s=factor * probe.prompt_s, step_s=factor * probe.step_s),
+            speeds=tuple(speed.times(factor) for speed in self.speeds),
+            transfer=self.transfer and self.transfer.times(factor),
+            front=self.front.times(factor),
         )
 
     def speed(self, nodes: int) -> NodeSpeed:
@@ -162,6 +185,61 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         known = ", ".join(str(speed.nodes) for speed in self.speeds)
         advice = f"`pdserve plan profile --nodes {nodes}` measures it" if nodes <= MOST_NODES else "two are the most"
         raise PlanError(f"the profile says nothing of {nodes} nodes on one machine, only of {known}; {advice}")
+
+    def probe(self, nodes: int) -> PaceProbe:
+        """Returns the probe of such a node. Raises PlanError if the profile has none."""
+        if (probe := self.speed(nodes).probe) is None:
+            raise PlanError(
+                "the profile has no probe, which tells the machine's pace; `pdserve plan profile` measures one"
+            )
+        return probe
+
+
+def mean_profile(profiles: Sequence[Profile]) -> Profile:
+    """Returns the mean of several profiles of one model on one machine, which chance has less part in than in each.
+
+    A machine that others use is faster in one profile than in the next, so each counts at the mean of their paces.
+    Raises PlanError if one has no probe.
+    """
+    last = profiles[-1]
+    speeds, factors = [], []
+    for number, speed in enumerate(last.speeds):
+        alike = [profile.speeds[number] for profile in profiles]
+        probes = [profile.probe(speed.nodes) for profile in profiles]
+        mean = PaceProbe.mean(probes)
+        factors = [mean.pace(probe) for probe in probes]
+        speeds.append(_mean_speed([one.times(factor) for one, factor in zip(alike, factors, strict=True)]))
+    moves = [profile.transfer.times(f) for profile, f in zip(profiles, factors, strict=True) if profile.transfer]
+    fronts = [profile.front.times(f) for profile, f in zip(profiles, factors, strict=True)]
+    return msgspec.structs.replace(
+        last, speeds=tuple(speeds), transfer=_mean_struct(moves) if moves else None, front=_mean_struct(fronts)
+    )
+
+
+def _mean_speed(speeds: Sequence[NodeSpeed]) -> NodeSpeed:
+    return msgspec.structs.replace(
+        speeds[-1],
+        steps=_mean_struct([speed.steps for speed in speeds]),
+        beside=_mean_struct([speed.beside for speed in speeds]),
+        spread=_mean_quantiles([speed.spread for speed in speeds]),
+        spread_beside=_mean_quantiles([speed.spread_beside for speed in speeds]),
+        probe=PaceProbe.mean([speed.probe for speed in speeds if speed.probe is not None]),
+    )
+
+
+def _mean_quantiles(spreads: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Returns the mean of each quantile, of the spreads that have as many as the last one."""
+    alike = [spread for spread in spreads if len(spread) == len(spreads[-1])]
+    return tuple(map(fmean, zip(*alike, strict=True)))
+
+
+_Times = TypeVar("_Times", StepParts, TransferCost, FrontCost)
+
+
+def _mean_struct(structs: Sequence[_Times]) -> _Times:
+    """Returns the mean of each of the fields, which are numbers."""
+    names = structs[0].__struct_fields__
+    return type(structs[0])(**{name: fmean(getattr(struct, name) for struct in structs) for name in names})
 
 
 def read_profile(path: Path) -> Profile:
@@ -203,8 +281,8 @@ def _wrong(profile: Profile) -> str:
                 return "steps that take no time"
         if not speed.spread or not all(0 < times < math.inf for times in speed.spread + speed.spread_beside):
             return "a spread that is not a list of positive numbers"
-    if profile.probe is not None and not (0 < profile.probe.prompt_s < math.inf > profile.probe.step_s > 0):
-        return "a probe that takes no time"
+        if speed.probe is not None and not (0 < speed.probe.prompt_s < math.inf > speed.probe.step_s > 0):
+            return "a probe that takes no time"
     costs = [profile.front.request_s, profile.front.token_s]
     if profile.transfer is not None:
         costs += [profile.transfer.fixed_s, profile.transfer.byte_s]

@@ -227,7 +227,7 @@ def test_a_profile_is_measured_and_predictions_are_shown_beside_what_happened(ti
         env=clean_environ(XDG_STATE_HOME=str(tmp_path)),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -241,6 +241,6 @@ def test_a_profile_is_measured_and_predictions_are_shown_beside_what_happened(ti
             assert row.figure(f"{name} predicted").value > 0 < row.figure(f"{name} measured").value
     profile = read_profile(tmp_path / "profile.json")
     assert [speed.nodes for speed in profile.speeds] == [1, 2]
-    assert profile.probe is not None and profile.probe.pace(profile.probe) == 1.0
+    assert all(speed.probe is not None for speed in profile.speeds)
     assert profile.cache.max_num_batched_tokens == 64
     assert "</svg>" in (tmp_path / "plan.svg").read_text()

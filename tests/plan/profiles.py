@@ -19,9 +19,10 @@ CACHE = CacheGeometry(block_size=16, num_blocks=4096, block_bytes=368_640, max_n
 
 def profile_of(parts: StepParts = PARTS, cache: CacheGeometry = CACHE, slower_beside: float = 1.0) -> Profile:
     """Returns a profile of one node, and of two that make each other ``slower_beside`` times as slow."""
+    probe = PaceProbe(prompt_s=0.2, step_s=0.02)
     speeds = (
-        NodeSpeed(nodes=1, steps=parts, beside=parts),
-        NodeSpeed(nodes=2, steps=parts, beside=parts.times(slower_beside)),
+        NodeSpeed(nodes=1, steps=parts, beside=parts, probe=probe),
+        NodeSpeed(nodes=2, steps=parts, beside=parts.times(slower_beside), probe=probe),
     )
     return Profile(
         version=VERSION,
@@ -33,5 +34,4 @@ def profile_of(parts: StepParts = PARTS, cache: CacheGeometry = CACHE, slower_be
         transfer=TransferCost(fixed_s=0.002, byte_s=1e-9),
         front=FrontCost(request_s=0.003, token_s=0.0),
         cache=cache,
-        probe=PaceProbe(prompt_s=0.2, step_s=0.02),
     )

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdserve.errors import PlanError
-from pdserve.plan.fit import Observed, decode_step, fit, lone_prompt, lone_prompt_s, mixed_step, spread_of
+from pdserve.plan.fit import Observed, decode_step, fit, fixed_part, lone_prompt, lone_prompt_s, mixed_step, spread_of
 from tests.plan.profiles import PARTS
 
 TRUE = msgspec.structs.replace(PARTS, context_token=2e-6)
@@ -58,6 +58,13 @@ def test_no_part_is_negative_however_times_contradict_each_other() -> None:
     ]
     parts, front_s = fit(contradicting)
     assert min(front_s, *msgspec.structs.astuple(parts)) >= 0
+
+
+@pytest.mark.parametrize("pace", [0.6, 1.0, 1.7])
+def test_what_times_have_besides_their_steps_is_found_at_the_pace_of_the_steps(pace: float) -> None:
+    explained = [0.05, 0.1, 0.3, 0.9]
+    assert fixed_part(explained, [pace * (steps_s + 0.02) for steps_s in explained]) == pytest.approx(0.02)
+    assert fixed_part(explained, [pace * steps_s - 0.01 for steps_s in explained]) == 0.0
 
 
 def test_what_was_not_measured_is_named() -> None:

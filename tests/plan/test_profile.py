@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.errors import PlanError
-from pdserve.plan.profile import Profile, read_profile, write_profile
+from pdserve.plan.profile import (
+    NodeSpeed,
+    PaceProbe,
+    Profile,
+    TransferCost,
+    mean_profile,
+    read_profile,
+    write_profile,
+)
 from tests.examples import examples
 from tests.plan.profiles import PARTS, profile_of
 
@@ -26,11 +34,10 @@ def test_a_machine_of_half_the_speed_takes_twice_as_long_for_everything() -> Non
     for speed, slower in zip(profile.speeds, slow.speeds, strict=True):
         assert slower.steps == speed.steps.times(2.0) and slower.beside == speed.beside.times(2.0)
         assert slower.spread == speed.spread
+        assert slow.probe(speed.nodes).pace(profile.probe(speed.nodes)) == pytest.approx(2.0)
     assert profile.transfer is not None and slow.transfer is not None
     assert slow.transfer.seconds(10_000_000) == pytest.approx(2 * profile.transfer.seconds(10_000_000))
     assert slow.front.seconds(100) == pytest.approx(2 * profile.front.seconds(100))
-    assert profile.probe is not None and slow.probe is not None
-    assert slow.probe.pace(profile.probe) == pytest.approx(2.0)
     assert (slow.cache, slow.model) == (profile.cache, profile.model)
 
 
@@ -53,7 +60,6 @@ def test_an_engine_that_has_learnt_the_parts_estimates_what_the_profile_says(
         ({"speeds": []}, "no speeds"),
         ({"cache": {"block_size": 0}}, "block_size of 0"),
         ({"transfer": {"byte_s": -1.0}}, "negative times"),
-        ({"probe": {"step_s": 0.0}}, "a probe that takes no time"),
         ({"unknown": 1}, "unknown"),
     ],
 )
@@ -67,6 +73,35 @@ def test_a_file_that_is_no_profile_is_refused_by_what_is_wrong(
     path.write_bytes(msgspec.json.encode(content))
     with pytest.raises(PlanError, match=wrong):
         read_profile(path)
+
+
+def test_a_probe_takes_time(tmp_path: Path) -> None:
+    speeds = (NodeSpeed(nodes=1, steps=PARTS, beside=PARTS, probe=PaceProbe(prompt_s=0.1, step_s=0.0)),)
+    write_profile(msgspec.structs.replace(profile_of(), speeds=speeds), tmp_path / "profile.json")
+    with pytest.raises(PlanError, match="a probe that takes no time"):
+        read_profile(tmp_path / "profile.json")
+
+
+def test_profiles_of_two_paces_have_a_mean_of_the_pace_between_them() -> None:
+    """What differs besides the pace is averaged: one has transfers of 2 ms, the other none."""
+    one, slow = profile_of(slower_beside=1.5), profile_of(slower_beside=1.5).times(3.0)
+    slow = msgspec.structs.replace(slow, transfer=TransferCost(fixed_s=0.0, byte_s=3e-9))
+    mean = mean_profile([one, slow])
+    for speed, found in zip(one.speeds, mean.speeds, strict=True):
+        assert found.steps.step_s(4, 1000, 100) == pytest.approx(speed.steps.times(2.0).step_s(4, 1000, 100))
+        assert found.beside.step_s(4, 1000, 100) == pytest.approx(speed.beside.times(2.0).step_s(4, 1000, 100))
+        assert mean.probe(speed.nodes).pace(one.probe(speed.nodes)) == pytest.approx(2.0)
+        assert found.spread == speed.spread
+    assert mean.transfer is not None
+    assert mean.transfer.fixed_s == pytest.approx(0.002) and mean.transfer.byte_s == pytest.approx(2e-9)
+    assert mean.front.request_s == pytest.approx(0.006)
+    assert mean_profile([one]).speeds[1].steps.step_s(1, 1, 1) == pytest.approx(one.speeds[1].steps.step_s(1, 1, 1))
+
+
+def test_a_profile_without_a_probe_has_no_pace() -> None:
+    unprobed = msgspec.structs.replace(profile_of(), speeds=(NodeSpeed(nodes=1, steps=PARTS, beside=PARTS),))
+    with pytest.raises(PlanError, match="no probe, which tells the machine's pace"):
+        mean_profile([unprobed])
 
 
 @pytest.mark.parametrize("part", ["batch", "prompt_token"])

@@ -676,6 +676,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve__engine__kv_connector__tp_rank_transfer__RankThread=cluster.make_rank_thread,
                 **rank_model(shape.kv_heads, cluster.pace),
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
+                pdserve_kvtransfer__both_sides__PushSide=cluster.witness.push_side(),
                 pdserve_proxy__workers__worker_channel__MAX_UNANSWERED=UNANSWERED_PINGS,
                 pdserve_proxy__roles__controller__RoleDecider=watched_decider(cluster.violated),
                 **cluster.proxy_processes.stand_ins(cluster.witness.admission()),

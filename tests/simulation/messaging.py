@@ -10,7 +10,7 @@ import asyncio
 import errno
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import zmq
@@ -191,6 +191,11 @@ class SimZmqSocket(Pollable):
         return self
 
     # ------------------------------------------------------------ connections
+
+    @property
+    def routes(self) -> Collection[bytes]:
+        """The routes of a ROUTER's connections."""
+        return self._routes
 
     def bind(self, address: str) -> None:
         where = _parsed(address, self._process, self._network)

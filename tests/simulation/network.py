@@ -141,11 +141,18 @@ class End:
         self.peer = peer
         self._flow = Flow(self.network, self.process, peer.process, peer._arrived)
 
+    def take_number(self) -> None:
+        self.number = self.network.new_number(self.process)
+
+    def give_number_back(self) -> None:
+        self.network.numbers[self.process].discard(self.number)
+
     def pass_to(self, process: SimProcess) -> None:
         """Gives this end to the process that accepts the connection."""
-        self.network.numbers[self.process].discard(self.number)
+        self.give_number_back()
         self.process.on_end.pop(self.reset, None)
-        self.process, self.number = process, self.network.new_number(process)
+        self.process = process
+        self.take_number()
         process.on_end[self.reset] = None
         self._flow.source = self.peer._flow.target = process
 
@@ -178,7 +185,7 @@ class End:
         self.open = False
         self.process.on_end.pop(self.reset, None)
         self.network.ends.pop(self, None)
-        self.network.numbers[self.process].discard(self.number)
+        self.give_number_back()
 
     def _arrived(self, item: object) -> None:
         if not self.open:
@@ -202,9 +209,16 @@ class Listener:
     def meet(self, near: End) -> None:
         """Takes a connection. The kernel accepts, even if the process is stopped."""
         far = near.network.end_of(self.process)
+        far.give_number_back()
         near.join(far)
         far.join(near)
-        near.network.loop.call_soon(self.accept, far, context=self.process.context)
+        near.network.loop.call_soon(self._take, far, context=self.process.context)
+
+    def _take(self, far: End) -> None:
+        """The process gives the connection a number. By then, that of one which has ended may be free."""
+        if far.open:
+            far.take_number()
+        self.accept(far)
 
 
 class SharedSocket:

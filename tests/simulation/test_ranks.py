@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, RankLost
+from pdserve.wire.discovery import Role
+from pdserve.wire.rank import Clear, Order
 from tests.simulation.clients import Outcome
 from tests.simulation.engine_program import SimRunner
 from tests.simulation.mutants import SESSION, Mutant
 from tests.simulation.plan import SETTLED_S, Fault, FaultKind, Plan, PlannedRequest, Shape
 from tests.simulation.run import run_plan
-from tests.simulation.virtual_time import START_S, present_process
+from tests.simulation.virtual_time import START_S, present_process, present_thread
 
 pytestmark = pytest.mark.integration
 _LONG_PROMPTS = tuple(PlannedRequest(0.1 * i, tuple(range(3 + i, 23 + i)), 12) for i in range(4))
@@ -90,3 +93,36 @@ def test_a_defect_of_the_aggregation_is_noticed(
     mutant = Mutant(what, 1, f"{SESSION}.Aggregator", method, before, after)
     with mutant.applied():
         assert run_plan(1, Plan(_TWO_RANKS, _LONG_PROMPTS, faults)).violations
+
+
+LATE_S = 0.8
+"""What computes on a rank comes so long after the rank's transfers to the order to clear blocks."""
+
+
+def test_a_rank_that_clears_blocks_late_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node starts while others serve. Its engine has to wait, or the rank clears what a transfer has brought."""
+    receive = OrderChannel.receive
+
+    def receive_late(channel: OrderChannel) -> Order:
+        order, thread = receive(channel), present_thread()
+        if isinstance(order, Clear) and thread.now() > START_S + SETTLED_S:
+            thread.block(LATE_S)
+        return order
+
+    monkeypatch.setattr(OrderChannel, "receive", receive_late)
+    shape = Shape((Role.PREFILL, Role.DECODE, Role.DECODE), tp_sizes=(2, 2, 2), kv_heads=2)
+    requests = tuple(PlannedRequest(0.1 * i, tuple(range(3 + i % 20, 23 + i % 20)), 12) for i in range(40))
+    plan = Plan(shape, requests, (Fault(0.1, FaultKind.KILL, 2, 0.1),))
+    result = run_plan(1, plan)
+    assert result.violations == ()
+    late = Mutant(
+        "a rank may still clear blocks that go to a fetch",
+        1,
+        "pdserve.engine.tp.tp_runner.TpRunner",
+        "clear",
+        "self._ranks.wait_for_blocks()",
+        "pass",
+    )
+    with late.applied():
+        violations = run_plan(1, plan).violations
+    assert any("is not that of the request" in violation for violation in violations), violations

@@ -32,8 +32,11 @@ _LEAST_STEPS = 8
 BESIDE = ((2, 32), (2, 200), (8, 64), (8, 200))
 """Numbers of streams, and the tokens of the prompt that comes beside them."""
 BESIDE_REPEATS = 3
-_PROBE_PROMPT, _PROBE_PROMPTS, _PROBE_BATCH = 256, 5, (8, 256)
-"""So many prompts and such a batch tell the machine's pace in a few seconds."""
+_PROBE_PROMPT, _PROBE_PROMPTS, _PROBE_BATCH = 256, 5, (8, 32)
+"""So many prompts and such a batch tell the machine's pace in a few seconds.
+
+The prompts of the batch are so short that two nodes, which compute them beside each other, soon decode all of it.
+"""
 _OUTLIER = 3.0
 """A gap of more than so many medians is none of the engine's making."""
 _PROMPT, _STREAM = 32, 4000
@@ -55,6 +58,7 @@ class Timings:
     observed: list[Observed] = field(default_factory=list)
     ratios: list[list[float]] = field(default_factory=list)
     """The gaps of each batch of streams in step, as multiples of their mean."""
+    probes: list[PaceProbe] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -1,9 +1,10 @@
 """``pdserve bench plan`` predicts what becomes of requests, sends them, and shows both side by side.
 
-The prediction knows the profile, the times and the lengths of the requests, and the machine's pace just before and just
+The prediction knows the profile, the times and the lengths of the requests, and the system's pace just before and just
 after they are answered; of the answers it knows nothing. What the profile alone predicts is in the report, too. Both
 systems are up from the beginning, and get the same requests one after the other, as ``pdserve up`` would place them on
-this machine. Each round has a profile of its own, because a machine that others use becomes faster and slower.
+this machine. A machine that others use becomes faster and slower, so a profile is measured at the beginning and before
+each round, and predictions go by the mean of all that there are by then.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.bench_config import BenchPlanConfig, PlanProfileConfig, ProfilingConfig
 from pdserve.core_ledger import private_ledger
-from pdserve.errors import BenchError, PlanError
+from pdserve.errors import BenchError
 from pdserve.plan.cluster import ClusterShape, live
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
-from pdserve.plan.profile import PaceProbe, Profile, read_profile, write_profile
+from pdserve.plan.profile import PaceProbe, Profile, mean_profile, read_profile, write_profile
 from pdserve.settings import to_environ
 
 _MIXED = "mixed"
@@ -51,11 +52,13 @@ def run(config: BenchPlanConfig, folder: Path, environ: Mapping[str, str]) -> Re
 def report_of(config: BenchPlanConfig, outcomes: Sequence[Outcome]) -> Report:
     """Returns what was predicted and measured, side by side."""
     rows = tuple(map(row_of, outcomes))
-    profile = f"the profile in {Path(config.plan.profile).name}" if config.plan.profile else "a profile of the round"
+    profile = f"the profile in {Path(config.plan.profile).name}"
+    if not config.plan.profile:
+        profile = "the mean of the profiles so far, two in the first round and one more in each other"
     notes = (
         f"{config.plan.repeats} rounds, in which requests come at random times for {config.plan.seconds:g} s, "
         f"prompts of {config.plan.prompts} and answers of {config.plan.outputs} tokens; predictions know their times "
-        f"and lengths, {profile}, and how many times as long as in the profile the machine took just before and just "
+        f"and lengths, {profile}, and how many times as long as in the profile the system took just before and just "
         "after",
         *(verdict(rows, name) for name in WITHIN),
         by_the_profile_alone(rows),
@@ -67,15 +70,17 @@ async def _outcomes(config: BenchPlanConfig, folder: Path, environ: Mapping[str,
     plan, profiling = config.plan, _profiling(config)
     runs: dict[_Point, list[Run]] = {(percent, name): [] for percent in plan.rate_percents for name in SYSTEMS}
     profile = await _first_profile(config, folder, environ)
-    longest = longest_request(profiling, folder, profile.cache)
+    cache, known = profile.cache, [profile]
     async with AsyncExitStack() as stack:
         targets = {name: await _started(name, config, environ, stack) for name in SYSTEMS}
-        urls = [targets[_MIXED].url]
-        (battery,) = await stack.enter_async_context(asking(profiling.profile, profile.cache, longest, urls))
+        urls = [target.url for target in targets.values()]
+        longest = longest_request(profiling, folder, cache)
+        found = await stack.enter_async_context(asking(profiling.profile, cache, longest, urls))
+        batteries = dict(zip(SYSTEMS, found, strict=True))
         for number in range(plan.repeats):
-            if number and not plan.profile:
-                profile = await measure(profiling, folder, environ)
-            async for point, run in _round(config, number, profile, targets, battery):
+            if not plan.profile:
+                known.append(await measure(profiling, folder, environ))
+            async for point, run in _round(config, number, mean_profile(known), targets, batteries):
                 runs[point].append(run)
     return [Outcome(name, percent, of_point) for (percent, name), of_point in runs.items()]
 
@@ -88,9 +93,8 @@ async def _first_profile(config: BenchPlanConfig, folder: Path, environ: Mapping
         profile = await measure(_profiling(config), folder, environ)
     if config.plan.keep_profile:
         write_profile(profile, Path(config.plan.keep_profile))
-    if profile.probe is None:
-        raise PlanError("the profile has no probe, which tells the machine's pace; `pdserve plan profile` measures one")
     for shape in SYSTEMS.values():
+        profile.probe(shape.nodes_per_machine)
         live(profile, shape, requests_of(config, 1.0, 0, count=2))
     return profile
 
@@ -120,25 +124,27 @@ async def _started(name: str, config: BenchPlanConfig, environ: Mapping[str, str
 
 
 async def _round(
-    config: BenchPlanConfig, number: int, profile: Profile, targets: Mapping[str, Target], battery: Battery
+    config: BenchPlanConfig,
+    number: int,
+    profile: Profile,
+    targets: Mapping[str, Target],
+    batteries: Mapping[str, Battery],
 ) -> AsyncIterator[tuple[_Point, Run]]:
     """Yields what became of each load on each system. The rates are shares of what the profile says."""
-    assert profile.probe is not None
     most = _most_per_s(config, profile)
-    before = await _pace(config, profile.probe, battery)
     for percent in config.plan.rate_percents:
         for name, target in targets.items():
-            rate = percent / 100 * most
+            rate, probe = percent / 100 * most, profile.probe(SYSTEMS[name].nodes_per_machine)
             load = requests_of(config, rate, percent, number)
+            before = await _pace(config, probe, batteries[name])
             streams = await _measured(config, target, load)
-            after = await _pace(config, profile.probe, battery)
+            after = await _pace(config, probe, batteries[name])
             run = run_of(profile, SYSTEMS[name], rate, load, math.sqrt(before * after), streams)
             _say(
-                f"round {number + 1}, {percent} %, {name}: {len(load)} requests; the machine took "
+                f"round {number + 1}, {percent} %, {name}: {len(load)} requests; the system took "
                 f"{run.pace:.2f} times as long as in the profile"
             )
             yield (percent, name), run
-            before = after
 
 
 def run_of(

@@ -28,7 +28,7 @@ from pdserve.errors import BenchError, PlanError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.runner import TORCH_DTYPES
-from pdserve.plan.fit import fit, lone_prompt_s, spread_of
+from pdserve.plan.fit import fit, fixed_part, lone_prompt_s, spread_of
 from pdserve.plan.profile import (
     MOST_NODES,
     VERSION,
@@ -46,7 +46,9 @@ from pdserve.wire.discovery import Role
 _MIB = 2**20
 _MOVED = (64, 256, 512, 1024)
 """Prompts of so many tokens show what a transfer takes."""
-_MOVES = 3
+_MOVES = 5
+_MOST_FRONT = 0.9
+"""The way of a request to the engine and back is at most so much of it."""
 LEAST_ROOM = 2048
 """A KV cache of so many tokens holds the streams and prompts that a profile needs."""
 LEAST_POSITIONS = 512
@@ -72,7 +74,6 @@ class _Measured:
     busy: Timings = field(default_factory=Timings)
     """These are of the same node, while the other one computes."""
     moved: list[_MovedPrompt] = field(default_factory=list)
-    probes: list[PaceProbe] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,41 +112,46 @@ async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str
         transfer=_transfer_cost(measured.moved, speeds[-1], front_s, cache) if both else None,
         front=FrontCost(request_s=front_s, token_s=0.0),
         cache=cache,
-        probe=PaceProbe(
-            prompt_s=statistics.fmean(probe.prompt_s for probe in measured.probes),
-            step_s=statistics.fmean(probe.step_s for probe in measured.probes),
-        ),
     )
 
 
 def _alone(measured: _Measured) -> tuple[NodeSpeed, float]:
     """Returns the speed of a node that has all cores, and what a request takes besides its steps."""
     steps, front_s = fit(measured.alone.observed)
-    return NodeSpeed(nodes=1, steps=steps, beside=steps, spread=spread_of(measured.alone.ratios)), front_s
+    spread, probe = spread_of(measured.alone.ratios), PaceProbe.mean(measured.alone.probes)
+    return NodeSpeed(nodes=1, steps=steps, beside=steps, spread=spread, probe=probe), front_s
 
 
 def _dividing(measured: _Measured, front_s: float) -> NodeSpeed:
     """Returns the speed of each of two nodes that divide the cores."""
+    # Where steps are short, chance may let a request take less here than its way to the engine and back took before.
+    front_s = min(front_s, _MOST_FRONT * min(_lone_s(measured.asleep), _lone_s(measured.busy)))
     steps, _ = fit(measured.asleep.observed, front_s)
     beside, _ = fit(measured.busy.observed, front_s)
     spread, spread_beside = spread_of(measured.asleep.ratios), spread_of(measured.busy.ratios)
-    return NodeSpeed(nodes=2, steps=steps, beside=beside, spread=spread, spread_beside=spread_beside)
+    probe = PaceProbe.mean(measured.asleep.probes)
+    return NodeSpeed(nodes=2, steps=steps, beside=beside, spread=spread, spread_beside=spread_beside, probe=probe)
+
+
+def _lone_s(timings: Timings) -> float:
+    """Returns the least time of a request that found nothing else."""
+    return min(observed.seconds for observed in timings.observed if observed.fronts)
 
 
 def _transfer_cost(
     moved: Sequence[_MovedPrompt], speed: NodeSpeed, front_s: float, cache: CacheGeometry
 ) -> TransferCost:
     """Returns by how much tokens are later than steps explain if a prefill node has computed the prompt."""
-    fixed, sizes, late = [], [], []
+    explained, took, sizes, late = [], [], [], []
     for tokens in sorted({prompt.prompt_tokens for prompt in moved}):
         alike = [prompt for prompt in moved if prompt.prompt_tokens == tokens]
-        steps_s = lone_prompt_s(speed.steps, tokens, cache.max_num_batched_tokens)
-        fixed.append(statistics.median(prompt.ttft_s for prompt in alike) - steps_s - front_s)
+        explained.append(lone_prompt_s(speed.steps, tokens, cache.max_num_batched_tokens) + front_s)
+        took.append(statistics.median(prompt.ttft_s for prompt in alike))
         sizes.append(cache.blocks(tokens) * cache.block_bytes)
         span_s = statistics.median(prompt.span_s for prompt in alike)
         late.append(max(0.0, span_s - sum(speed.steps.step_s(1, tokens + step, 0) for step in (1, 2))))
     byte_s = sum(size * seconds for size, seconds in zip(sizes, late, strict=True)) / sum(size * size for size in sizes)
-    return TransferCost(fixed_s=max(0.0, statistics.median(fixed)), byte_s=byte_s)
+    return TransferCost(fixed_s=fixed_part(explained, took), byte_s=byte_s)
 
 
 def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
@@ -219,15 +225,16 @@ async def _one_node(
     started = running_cluster("profile", [Role.MIXED], _cores(config), environ, config.profile.startup_timeout_s)
     async with started as cluster, asking(config.profile, cache, longest, [cluster.url]) as (battery,):
         _say("a node with all cores")
-        measured.probes.append(await battery.probe())
         await _whole(battery.into(measured.alone))
-        measured.probes.append(await battery.probe())
 
 
 async def _whole(battery: Battery) -> None:
+    """Measures all of a node whose neighbours sleep, between two probes."""
+    battery.timings.probes.append(await battery.probe())
     await battery.lone_prompts()
     await battery.decode_steps()
     await battery.prompts_beside_streams()
+    battery.timings.probes.append(await battery.probe())
 
 
 async def _two_nodes(
