@@ -61,11 +61,11 @@ def fixed_part(explained: Sequence[float], took: Sequence[float]) -> float:
     """Returns by how much all of some times are longer than what explains them, which grows.
 
     A machine that others use may have become slower by a factor since that was measured, so the factor is found as
-    well, and the result is at the former pace. It is not negative.
+    well, and the result is at the former pace. It is not negative. Where nothing shows a factor, all is fixed.
     """
     counts = np.column_stack([explained, np.ones(len(explained))]) / np.array(took)[:, None]
     factor, fixed_s = _least_squares(counts)
-    return float(fixed_s / factor) if factor else 0.0
+    return float(fixed_s / factor if factor else fixed_s)
 
 
 def chunks_of(prompt_tokens: int, chunk: int) -> list[tuple[int, int]]:

@@ -17,16 +17,14 @@ import msgspec
 from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 
-VERSION = 1
+VERSION = 2
+"""Since version 2, each speed has a probe, and not the whole profile."""
 MOST_NODES = 2
 """A profile knows machines with so many nodes at most."""
 
 
 class PaceProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What some prompts and streams took on a node whose neighbours had nothing to compute.
-
-    Measured again, it tells the machine's pace.
-    """
+    """What some prompts and streams took where nothing else was computed. Measured again, it tells the pace."""
 
     prompt_s: float
     """The time to the first token of a prompt that was alone."""
@@ -34,7 +32,7 @@ class PaceProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """A step of several streams."""
 
     def pace(self, before: PaceProbe) -> float:
-        """Returns how many times as long as ``before`` the machine takes: the geometric mean of both ratios."""
+        """Returns how many times as long as ``before`` it takes now: the geometric mean of both ratios."""
         return math.sqrt(self.prompt_s / before.prompt_s * self.step_s / before.step_s)
 
     def times(self, factor: float) -> PaceProbe:
@@ -58,7 +56,7 @@ class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     spread_beside: tuple[float, ...] = ()
     """The same while the others compute; empty if that makes no difference."""
     probe: PaceProbe | None = None
-    """None in a file of an older pdserve."""
+    """What a later probe is compared with, where somebody does that."""
 
     def spread_of(self, beside: bool) -> tuple[float, ...]:
         """Returns how steps differ from their estimates while the others compute, or sleep."""
@@ -196,24 +194,34 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def mean_profile(profiles: Sequence[Profile]) -> Profile:
-    """Returns the mean of several profiles of one model on one machine, which chance has less part in than in each.
+    """Returns the mean of several profiles of one model on one machine: chance counts less in it than in each.
 
     A machine that others use is faster in one profile than in the next, so each counts at the mean of their paces.
-    Raises PlanError if one has no probe.
+    Raises PlanError if one has no probe, or does not know as many nodes as the last one.
     """
-    last = profiles[-1]
-    speeds, factors = [], []
-    for number, speed in enumerate(last.speeds):
-        alike = [profile.speeds[number] for profile in profiles]
-        probes = [profile.probe(speed.nodes) for profile in profiles]
-        mean = PaceProbe.mean(probes)
-        factors = [mean.pace(probe) for probe in probes]
-        speeds.append(_mean_speed([one.times(factor) for one, factor in zip(alike, factors, strict=True)]))
-    moves = [profile.transfer.times(f) for profile, f in zip(profiles, factors, strict=True) if profile.transfer]
-    fronts = [profile.front.times(f) for profile, f in zip(profiles, factors, strict=True)]
+    newest = profiles[-1]
+    factors = {speed.nodes: _to_mean_pace(profiles, speed.nodes) for speed in newest.speeds}
+    # The way of a request was measured with the first speed, transfers with the last one.
+    first, last = factors[newest.speeds[0].nodes], factors[newest.speeds[-1].nodes]
+    transfers = [
+        profile.transfer.times(factor) for profile, factor in zip(profiles, last, strict=True) if profile.transfer
+    ]
     return msgspec.structs.replace(
-        last, speeds=tuple(speeds), transfer=_mean_struct(moves) if moves else None, front=_mean_struct(fronts)
+        newest,
+        speeds=tuple(
+            _mean_speed([profile.speed(nodes).times(factor) for profile, factor in zip(profiles, found, strict=True)])
+            for nodes, found in factors.items()
+        ),
+        transfer=_mean_struct(transfers) if newest.transfer else None,
+        front=_mean_struct([profile.front.times(factor) for profile, factor in zip(profiles, first, strict=True)]),
     )
+
+
+def _to_mean_pace(profiles: Sequence[Profile], nodes: int) -> list[float]:
+    """Returns what brings the times of each profile to the mean of their paces."""
+    probes = [profile.probe(nodes) for profile in profiles]
+    mean = PaceProbe.mean(probes)
+    return [mean.pace(probe) for probe in probes]
 
 
 def _mean_speed(speeds: Sequence[NodeSpeed]) -> NodeSpeed:
@@ -242,18 +250,29 @@ def _mean_struct(structs: Sequence[_Times]) -> _Times:
     return type(structs[0])(**{name: fmean(getattr(struct, name) for struct in structs) for name in names})
 
 
+class _Versioned(msgspec.Struct):
+    """The part of a profile that is alike in all versions."""
+
+    version: int
+
+
 def read_profile(path: Path) -> Profile:
     """Returns the profile in a file. Raises PlanError if there is none that this version can use."""
     try:
-        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+        content = path.read_bytes()
+        version = msgspec.json.decode(content, type=_Versioned).version
+        if version != VERSION:
+            raise PlanError(
+                f"{path} is a profile of version {version}, and this pdserve reads version {VERSION}; "
+                f"`pdserve plan profile --out {path}` makes one"
+            )
+        profile = msgspec.json.decode(content, type=Profile)
     except OSError as exc:
         raise PlanError(
             f"cannot read the profile {path}: {exc.strerror}; `pdserve plan profile --out {path}` measures one"
         ) from exc
     except msgspec.MsgspecError as exc:
         raise PlanError(f"{path} is not a profile: {exc}; `pdserve plan profile --out {path}` makes one") from exc
-    if profile.version != VERSION:
-        raise PlanError(f"{path} is a profile of version {profile.version}; this pdserve reads version {VERSION}")
     if wrong := _wrong(profile):
         raise PlanError(f"{path}: {wrong}")
     return profile

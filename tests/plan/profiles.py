@@ -22,7 +22,7 @@ def profile_of(parts: StepParts = PARTS, cache: CacheGeometry = CACHE, slower_be
     probe = PaceProbe(prompt_s=0.2, step_s=0.02)
     speeds = (
         NodeSpeed(nodes=1, steps=parts, beside=parts, probe=probe),
-        NodeSpeed(nodes=2, steps=parts, beside=parts.times(slower_beside), probe=probe),
+        NodeSpeed(nodes=2, steps=parts, beside=parts.times(slower_beside), probe=probe.times(1.5)),
     )
     return Profile(
         version=VERSION,

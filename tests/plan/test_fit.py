@@ -65,6 +65,7 @@ def test_what_times_have_besides_their_steps_is_found_at_the_pace_of_the_steps(p
     explained = [0.05, 0.1, 0.3, 0.9]
     assert fixed_part(explained, [pace * (steps_s + 0.02) for steps_s in explained]) == pytest.approx(0.02)
     assert fixed_part(explained, [pace * steps_s - 0.01 for steps_s in explained]) == 0.0
+    assert fixed_part(explained, [0.5, 0.5, 0.5, 0.5]) == pytest.approx(0.5)
 
 
 def test_what_was_not_measured_is_named() -> None:

@@ -61,6 +61,7 @@ def test_an_engine_that_has_learnt_the_parts_estimates_what_the_profile_says(
         ({"cache": {"block_size": 0}}, "block_size of 0"),
         ({"transfer": {"byte_s": -1.0}}, "negative times"),
         ({"unknown": 1}, "unknown"),
+        ({"version": 1, "probe": {}}, "version 1, and this pdserve reads version 2"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_by_what_is_wrong(
@@ -68,7 +69,7 @@ def test_a_file_that_is_no_profile_is_refused_by_what_is_wrong(
 ) -> None:
     content = msgspec.json.decode(msgspec.json.encode(profile_of()))
     for name, value in changes.items():
-        content[name] = {**content[name], **value} if isinstance(value, dict) else value
+        content[name] = {**content.get(name, {}), **value} if isinstance(value, dict) else value
     path = tmp_path / "profile.json"
     path.write_bytes(msgspec.json.encode(content))
     with pytest.raises(PlanError, match=wrong):
@@ -91,11 +92,38 @@ def test_profiles_of_two_paces_have_a_mean_of_the_pace_between_them() -> None:
         assert found.steps.step_s(4, 1000, 100) == pytest.approx(speed.steps.times(2.0).step_s(4, 1000, 100))
         assert found.beside.step_s(4, 1000, 100) == pytest.approx(speed.beside.times(2.0).step_s(4, 1000, 100))
         assert mean.probe(speed.nodes).pace(one.probe(speed.nodes)) == pytest.approx(2.0)
-        assert found.spread == speed.spread
     assert mean.transfer is not None
     assert mean.transfer.fixed_s == pytest.approx(0.002) and mean.transfer.byte_s == pytest.approx(2e-9)
     assert mean.front.request_s == pytest.approx(0.006)
     assert mean_profile([one]).speeds[1].steps.step_s(1, 1, 1) == pytest.approx(one.speeds[1].steps.step_s(1, 1, 1))
+
+
+def test_each_speed_of_a_mean_has_a_pace_of_its_own() -> None:
+    """A node alone has become three times as slow, each of two nodes has not: the one's pace is not the other's."""
+    one = profile_of()
+    alone, dividing = one.speeds
+    later = msgspec.structs.replace(one, speeds=(alone.times(3.0), dividing), front=one.front.times(3.0))
+    mean = mean_profile([one, later])
+    assert mean.speeds[0].steps.step_s(4, 1000, 100) == pytest.approx(2 * alone.steps.step_s(4, 1000, 100))
+    assert mean.speeds[1].steps.step_s(4, 1000, 100) == pytest.approx(dividing.steps.step_s(4, 1000, 100))
+    assert mean.front.request_s == pytest.approx(2 * one.front.request_s)
+    assert mean.transfer is not None and one.transfer is not None
+    assert mean.transfer.fixed_s == pytest.approx(one.transfer.fixed_s)
+
+
+def test_a_mean_has_the_mean_of_each_quantile_of_spreads_that_have_as_many() -> None:
+    def spread(*times: float) -> Profile:
+        speed = msgspec.structs.replace(profile_of().speeds[0], spread=times)
+        return msgspec.structs.replace(profile_of(), speeds=(speed,))
+
+    (found,) = mean_profile([spread(1.0), spread(0.8, 1.2), spread(0.6, 1.4)]).speeds
+    assert found.spread == pytest.approx((0.7, 1.3)) and found.spread_beside == ()
+
+
+def test_a_profile_of_fewer_nodes_has_no_part_in_a_mean_of_two() -> None:
+    alone = msgspec.structs.replace(profile_of(), speeds=profile_of().speeds[:1])
+    with pytest.raises(PlanError, match="says nothing of 2 nodes"):
+        mean_profile([alone, profile_of()])
 
 
 def test_a_profile_without_a_probe_has_no_pace() -> None:

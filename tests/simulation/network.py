@@ -62,6 +62,8 @@ class EndOfStream:
 FIRST_SOCKET = 2_000_000
 """The number of the first connection's socket."""
 FIRST_SHARED_SOCKET = 3_000_000
+NO_NUMBER = 0
+"""The number of a connection that its process has not taken yet."""
 RESET, EOF = Reset(), EndOfStream()
 
 
@@ -210,6 +212,7 @@ class Listener:
         """Takes a connection. The kernel accepts, even if the process is stopped."""
         far = near.network.end_of(self.process)
         far.give_number_back()
+        far.number = NO_NUMBER
         near.join(far)
         far.join(near)
         near.network.loop.call_soon(self._take, far, context=self.process.context)

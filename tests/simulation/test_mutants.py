@@ -10,6 +10,8 @@ import pytest
 
 from tests.simulation.mutants import ALL, MUTANTS, RARE, GoneLine, Mutant
 from tests.simulation.put_back import PUT_BACK
+from tests.simulation.test_ranks import CLEARS_LATE
+from tests.simulation.test_workers import NOTICED
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
 NEARBY = 20
@@ -31,8 +33,13 @@ def test_the_page_has_every_defect_that_was_put_back() -> None:
     assert len(told) == len(rows) - 1
     found = [(int(match[1]), match[2]) for answer in told if (match := re.fullmatch(r"seed (\d+): (.+)", answer))]
     assert sorted(found) == sorted((mutant.seed, mutant.what) for mutant in PUT_BACK)
-    others = [answer for answer in told if not answer.startswith("seed ")]
-    assert all(re.match(r"outside: |a plan of its own, in `test_(workers|ranks)\.py`: ", answer) for answer in others)
+    with_plans = {"test_ranks.py": {CLEARS_LATE.what}, "test_workers.py": {noticed.mutant.what for noticed in NOTICED}}
+    for answer in told:
+        if planned := re.fullmatch(r"a plan of its own, in `(.+)`: (.+)", answer):
+            assert planned[2] in with_plans[planned[1]]
+        else:
+            assert answer.startswith(("seed ", "outside: "))
+    assert any(CLEARS_LATE.what in answer for answer in told)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,14 @@ def test_a_defect_of_the_aggregation_is_noticed(
         assert run_plan(1, Plan(_TWO_RANKS, _LONG_PROMPTS, faults)).violations
 
 
+CLEARS_LATE = Mutant(
+    "a rank may still clear blocks that go to a fetch",
+    1,
+    "pdserve.engine.tp.tp_runner.TpRunner",
+    "clear",
+    "self._ranks.wait_for_blocks()",
+    "pass",
+)
 LATE_S = 0.8
 """What computes on a rank comes so long after the rank's transfers to the order to clear blocks."""
 
@@ -115,14 +123,6 @@ def test_a_rank_that_clears_blocks_late_is_noticed(monkeypatch: pytest.MonkeyPat
     plan = Plan(shape, requests, (Fault(0.1, FaultKind.KILL, 2, 0.1),))
     result = run_plan(1, plan)
     assert result.violations == ()
-    late = Mutant(
-        "a rank may still clear blocks that go to a fetch",
-        1,
-        "pdserve.engine.tp.tp_runner.TpRunner",
-        "clear",
-        "self._ranks.wait_for_blocks()",
-        "pass",
-    )
-    with late.applied():
+    with CLEARS_LATE.applied():
         violations = run_plan(1, plan).violations
     assert any("is not that of the request" in violation for violation in violations), violations

@@ -52,13 +52,13 @@ def run(config: BenchPlanConfig, folder: Path, environ: Mapping[str, str]) -> Re
 def report_of(config: BenchPlanConfig, outcomes: Sequence[Outcome]) -> Report:
     """Returns what was predicted and measured, side by side."""
     rows = tuple(map(row_of, outcomes))
-    profile = f"the profile in {Path(config.plan.profile).name}"
+    known = f"the profile in {Path(config.plan.profile).name}"
     if not config.plan.profile:
-        profile = "the mean of the profiles so far, two in the first round and one more in each other"
+        known = "the mean of the profiles so far, two in the first round and one more in each round after it"
     notes = (
         f"{config.plan.repeats} rounds, in which requests come at random times for {config.plan.seconds:g} s, "
         f"prompts of {config.plan.prompts} and answers of {config.plan.outputs} tokens; predictions know their times "
-        f"and lengths, {profile}, and how many times as long as in the profile the system took just before and just "
+        f"and lengths, {known}, and how many times as long as in the profile the system took just before and just "
         "after",
         *(verdict(rows, name) for name in WITHIN),
         by_the_profile_alone(rows),
@@ -86,7 +86,7 @@ async def _outcomes(config: BenchPlanConfig, folder: Path, environ: Mapping[str,
 
 
 async def _first_profile(config: BenchPlanConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
-    """Returns the profile of the first round. Raises PlanError if nothing can be predicted from it."""
+    """Returns the first profile. Raises PlanError if nothing can be predicted from it."""
     if config.plan.profile:
         profile = read_profile(Path(config.plan.profile))
     else:
@@ -161,12 +161,12 @@ def run_of(
 
 
 async def _pace(config: BenchPlanConfig, probe: PaceProbe, battery: Battery) -> float:
-    """Returns how many times as long as in the profile the machine takes now. Raises BenchError."""
+    """Returns how many times as long as in the profile a system takes now. Raises BenchError."""
     try:
         async with asyncio.timeout(config.plan.run_timeout_s):
             return (await battery.probe()).pace(probe)
     except TimeoutError as exc:
-        raise BenchError(f"the machine's pace was not known in {config.plan.run_timeout_s:g} s") from exc
+        raise BenchError(f"the system's pace was not known in {config.plan.run_timeout_s:g} s") from exc
 
 
 def _most_per_s(config: BenchPlanConfig, profile: Profile) -> float:

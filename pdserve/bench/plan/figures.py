@@ -39,14 +39,14 @@ _SHARES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One round of a load: what was predicted for the machine's pace around it, and what came."""
+    """One round of a load: what was predicted for the system's pace around it, and what came."""
 
     rate: float
     """So many requests came a second."""
     speed: NodeSpeed
-    """What the round's profile says of such nodes."""
+    """What the profile says of such nodes."""
     pace: float
-    """How many times as long as in the profile the machine took."""
+    """How many times as long as in the profile the system took."""
     expected: Lived
     """What the profile and the pace predict."""
     expected_of_profile: Lived
@@ -91,7 +91,7 @@ def ratio_name(name: str) -> str:
 
 
 def alone_name(name: str) -> str:
-    """Returns the name of the ratio of what the profile alone predicts, without the machine's pace."""
+    """Returns the name of the ratio of what the profile alone predicts, without the system's pace."""
     return f"{name} predicted by the profile alone : measured"
 
 
@@ -122,7 +122,7 @@ def verdict(rows: Sequence[Row], name: str) -> str:
 
 
 def by_the_profile_alone(rows: Sequence[Row]) -> str:
-    """Returns a sentence that says how often the profile would have been near enough without the machine's pace."""
+    """Returns a sentence that says how often the profile would have been near enough without the system's pace."""
     found = []
     for name, bound in WITHIN.items():
         ratios = [row.figure(alone_name(name)).value for row in _judged(rows, name)]

@@ -46,7 +46,8 @@ from pdserve.wire.discovery import Role
 _MIB = 2**20
 _MOVED = (64, 256, 512, 1024)
 """Prompts of so many tokens show what a transfer takes."""
-_MOVES = 5
+_MOVED_ANSWER, _MOVES = 3, 5
+"""Their answers have so many tokens. Each is asked so often."""
 _MOST_FRONT = 0.9
 """The way of a request to the engine and back is at most so much of it."""
 LEAST_ROOM = 2048
@@ -101,6 +102,9 @@ async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str
                 await _two_nodes(config, own, cache, longest, measured)
                 await _transfers(config, own, cache, longest, measured)
     alone, front_s = _alone(measured)
+    if both:
+        # Where steps are short, chance may let a request take less there than its way to the engine and back took here.
+        front_s = min(front_s, _MOST_FRONT * min(_lone_s(measured.asleep), _lone_s(measured.busy)))
     speeds = [alone, _dividing(measured, front_s)] if both else [alone]
     return Profile(
         version=VERSION,
@@ -124,8 +128,6 @@ def _alone(measured: _Measured) -> tuple[NodeSpeed, float]:
 
 def _dividing(measured: _Measured, front_s: float) -> NodeSpeed:
     """Returns the speed of each of two nodes that divide the cores."""
-    # Where steps are short, chance may let a request take less here than its way to the engine and back took before.
-    front_s = min(front_s, _MOST_FRONT * min(_lone_s(measured.asleep), _lone_s(measured.busy)))
     steps, _ = fit(measured.asleep.observed, front_s)
     beside, _ = fit(measured.busy.observed, front_s)
     spread, spread_beside = spread_of(measured.asleep.ratios), spread_of(measured.busy.ratios)
@@ -270,9 +272,9 @@ async def _transfers(
         started = running_cluster("profile", roles, _cores(config), own, config.profile.startup_timeout_s)
         async with started as cluster, asking(config.profile, cache, longest, [cluster.url]) as (battery,):
             _say("transfers")
-            for tokens in (tokens for tokens in _MOVED if tokens + _MOVES < longest):
+            for tokens in (tokens for tokens in _MOVED if tokens + _MOVED_ANSWER < longest):
                 for _ in range(_MOVES):
-                    stream = await battery.ask(tokens, 3)
+                    stream = await battery.ask(tokens, _MOVED_ANSWER)
                     span_s = stream.arrivals[-1] - stream.arrivals[0]
                     measured.moved.append(_MovedPrompt(tokens, stream.ttft_s, span_s))
 
