@@ -20,6 +20,7 @@ from pdserve.engine.placement.placement_rule import PlacementDecision
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.placement.step_parts import StepParts
 from pdserve.engine.scheduling.batch_plan import chunk_tokens
 from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.plan.answer import Answer
@@ -114,7 +115,7 @@ def _learnt_before(speed: NodeSpeed, longest: int) -> StepCost:
 
     Where its neighbours matter, they were busy as often as idle.
     """
-    cost = StepCost.of(speed.steps.mean(speed.beside), longest, speed.mean_spread)
+    cost = StepCost.of(StepParts.mean([speed.steps, speed.beside]), longest, speed.mean_spread)
     if speed.steps == speed.beside:
         return cost
     for rows, context, prompt_tokens in itertools.product((0, 1, 4, 16), (64, 512), (0, min(32, longest), longest)):

@@ -10,11 +10,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
 
 import msgspec
 
-from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.placement.step_parts import StepParts, Times
 from pdserve.errors import PlanError
 
 VERSION = 2
@@ -23,7 +22,7 @@ MOST_NODES = 2
 """A profile knows machines with so many nodes at most."""
 
 
-class PaceProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PaceProbe(Times, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What some prompts and streams took where nothing else was computed. Measured again, it tells the pace."""
 
     prompt_s: float
@@ -34,13 +33,6 @@ class PaceProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def pace(self, before: PaceProbe) -> float:
         """Returns how many times as long as ``before`` it takes now: the geometric mean of both ratios."""
         return math.sqrt(self.prompt_s / before.prompt_s * self.step_s / before.step_s)
-
-    def times(self, factor: float) -> PaceProbe:
-        return PaceProbe(prompt_s=factor * self.prompt_s, step_s=factor * self.step_s)
-
-    @classmethod
-    def mean(cls, probes: Sequence[PaceProbe]) -> PaceProbe:
-        return cls(prompt_s=fmean(probe.prompt_s for probe in probes), step_s=fmean(probe.step_s for probe in probes))
 
 
 class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,7 +75,7 @@ class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
 
-class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TransferCost(Times, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a prompt's KV cache takes from one node to another."""
 
     fixed_s: float
@@ -95,11 +87,8 @@ class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Returns what ``size`` bytes take that move while nothing computes."""
         return self.fixed_s + size * self.byte_s
 
-    def times(self, factor: float) -> TransferCost:
-        return TransferCost(fixed_s=factor * self.fixed_s, byte_s=factor * self.byte_s)
 
-
-class FrontCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FrontCost(Times, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What proxy, HTTP server and tokeniser add to the time to the first token."""
 
     request_s: float
@@ -108,9 +97,6 @@ class FrontCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def seconds(self, prompt_tokens: int) -> float:
         return self.request_s + prompt_tokens * self.token_s
-
-    def times(self, factor: float) -> FrontCost:
-        return FrontCost(request_s=factor * self.request_s, token_s=factor * self.token_s)
 
 
 class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -212,8 +198,8 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
             _mean_speed([profile.speed(nodes).times(factor) for profile, factor in zip(profiles, found, strict=True)])
             for nodes, found in factors.items()
         ),
-        transfer=_mean_struct(transfers) if newest.transfer else None,
-        front=_mean_struct([profile.front.times(factor) for profile, factor in zip(profiles, first, strict=True)]),
+        transfer=TransferCost.mean(transfers) if newest.transfer else None,
+        front=FrontCost.mean([profile.front.times(factor) for profile, factor in zip(profiles, first, strict=True)]),
     )
 
 
@@ -227,8 +213,8 @@ def _to_mean_pace(profiles: Sequence[Profile], nodes: int) -> list[float]:
 def _mean_speed(speeds: Sequence[NodeSpeed]) -> NodeSpeed:
     return msgspec.structs.replace(
         speeds[-1],
-        steps=_mean_struct([speed.steps for speed in speeds]),
-        beside=_mean_struct([speed.beside for speed in speeds]),
+        steps=StepParts.mean([speed.steps for speed in speeds]),
+        beside=StepParts.mean([speed.beside for speed in speeds]),
         spread=_mean_quantiles([speed.spread for speed in speeds]),
         spread_beside=_mean_quantiles([speed.spread_beside for speed in speeds]),
         probe=PaceProbe.mean([speed.probe for speed in speeds if speed.probe is not None]),
@@ -239,15 +225,6 @@ def _mean_quantiles(spreads: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """Returns the mean of each quantile, of the spreads that have as many as the last one."""
     alike = [spread for spread in spreads if len(spread) == len(spreads[-1])]
     return tuple(map(fmean, zip(*alike, strict=True)))
-
-
-_Times = TypeVar("_Times", StepParts, TransferCost, FrontCost)
-
-
-def _mean_struct(structs: Sequence[_Times]) -> _Times:
-    """Returns the mean of each of the fields, which are numbers."""
-    names = structs[0].__struct_fields__
-    return type(structs[0])(**{name: fmean(getattr(struct, name) for struct in structs) for name in names})
 
 
 class _Versioned(msgspec.Struct):

@@ -210,9 +210,7 @@ class Listener:
 
     def meet(self, near: End) -> None:
         """Takes a connection. The kernel accepts, even if the process is stopped."""
-        far = near.network.end_of(self.process)
-        far.give_number_back()
-        far.number = NO_NUMBER
+        far = near.network.end_of(self.process, NO_NUMBER)
         near.join(far)
         far.join(near)
         near.network.loop.call_soon(self._take, far, context=self.process.context)
@@ -475,9 +473,9 @@ class Network:
             self._kernels[host] = SimProcess(self.loop, f"kernel of {host}", host)
         return self._kernels[host]
 
-    def end_of(self, process: SimProcess) -> End:
-        """Returns a new end of a connection."""
-        end = End(self, process, self.new_number(process))
+    def end_of(self, process: SimProcess, number: int | None = None) -> End:
+        """Returns a new end of a connection, with this number or a new one."""
+        end = End(self, process, self.new_number(process) if number is None else number)
         self.ends[end] = None
         return end
 

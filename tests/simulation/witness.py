@@ -6,14 +6,13 @@ The product's counters and answers are compared with it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.api.serving_node import TicketGate
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.ticket import Ticket
-from pdserve_kvtransfer.control.sockets import ControlServer
 from pdserve_kvtransfer.push.side import PushSide
 from pdserve_proxy.relay.dispatch import Dispatch, TicketSigner
 from pdserve_proxy.relay.relayed_request import RelayedRequest
@@ -215,16 +214,10 @@ class Witness:
         class WatchedPushSide(PushSide):
             def _on_disconnect(self, connection: int, now: float) -> None:
                 # Connections go by the numbers of their sockets, which are given again. A route is one connection's.
+                socket: Any = self._server.sockets[0]
                 for peer in self._peers.values():
-                    if peer.connection == connection and peer.route in open_routes(self._server):
+                    if peer.connection == connection and peer.route in socket.routes:
                         witness.violated(f"{present_process().name} takes a peer for gone whose connection is open")
                 super()._on_disconnect(connection, now)
 
         return WatchedPushSide
-
-
-def open_routes(server: ControlServer) -> Collection[bytes]:
-    """Returns the routes of the connections that a simulated server has."""
-    socket: Any = server.sockets[0]
-    routes: Collection[bytes] = socket.routes
-    return routes

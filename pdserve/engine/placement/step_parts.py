@@ -5,12 +5,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Self
 
 import msgspec
 
 
-class StepParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Times(msgspec.Struct, frozen=True):
+    """Fields that are times in seconds, and nothing else."""
+
+    def times(self, factor: float) -> Self:
+        """Returns what takes ``factor`` times as long."""
+        return type(self)(**{name: factor * getattr(self, name) for name in self.__struct_fields__})
+
+    @classmethod
+    def mean(cls, of: Sequence[Self]) -> Self:
+        """Returns the mean of each field."""
+        return cls(**{name: fmean(getattr(one, name) for one in of) for name in cls.__struct_fields__})
+
+
+class StepParts(Times, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The seconds that each part of a step takes. None is negative."""
 
     batch: float
@@ -44,18 +59,6 @@ class StepParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         fixed_s = max(self.chunk_alone, decoding_s + self.chunk_beside) if rows else self.chunk_alone
         return fixed_s + prompt_tokens * self.token_s(prompt_context)
 
-    def mean(self, other: StepParts) -> StepParts:
-        """Returns the parts of a node that is as often like this one as like the other."""
-        return self._with(other, lambda own, others: (own + others) / 2)
-
     def least(self, other: StepParts) -> StepParts:
         """Returns the parts of a node whose every part takes as long as in the faster one of the two."""
-        return self._with(other, min)
-
-    def _with(self, other: StepParts, combined: Callable[[float, float], float]) -> StepParts:
-        names = self.__struct_fields__
-        return StepParts(**{name: combined(getattr(self, name), getattr(other, name)) for name in names})
-
-    def times(self, factor: float) -> StepParts:
-        """Returns the parts of a node whose steps take ``factor`` times as long."""
-        return StepParts(**{name: factor * getattr(self, name) for name in self.__struct_fields__})
+        return StepParts(**{name: min(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__})
