@@ -39,7 +39,13 @@ def test_one_grep_finds_a_request_in_every_process(tiny_pair: Cluster) -> None:
     wait_for_line(decode.process, "pdserve_kvtransfer.fetch", label)
     wait_for_line(prefill.process, "pdserve.engine.kv_connector", label)
     wait_for_line(prefill.process, "pdserve_kvtransfer.push", label)
-    finished = [line for line in prefill.process.lines if f"request_id={label} " in line and "outcome=done" in line]
+
+    def finishes(line: str) -> bool:
+        return f"request_id={label} " in line and "outcome=done" in line
+
+    # The push ends a moment after the decode node has all it needs to answer.
+    prefill.process.wait_for(finishes, 20.0)
+    finished = [line for line in prefill.process.lines if finishes(line)]
     assert [line.split()[2] for line in finished] == ["INFO"]
 
 
