@@ -18,6 +18,7 @@ from pdserve.errors import BenchError, TransferError
 from pdserve.ucx_perftest import PerftestKind, find_perftest
 from pdserve_kvtransfer.configuration import devices_of
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
+from pdserve_kvtransfer.ucx.ucx_transport import allowed_transports
 
 _LEAST_MESSAGES = 200
 _BYTES = 256 * 2**20
@@ -50,8 +51,8 @@ def perftest_bytes_per_s(
 ) -> float:
     """Returns the rate of ``ucx_perftest tag_bw`` with the transfer's settings. ``cores`` are for receiver and sender.
 
-    Without ``survivable`` the endpoints may use what UCX has for peers that never die, such as a receiver that copies
-    out of the sender's memory. Raises BenchError.
+    Without ``survivable`` it may use what no transfer does: endpoints for peers that never die, such as a receiver
+    that copies out of the sender's memory, and CUDA IPC. Raises BenchError or TransferError.
     """
     try:
         loaded = loaded_ucx()
@@ -61,8 +62,9 @@ def perftest_bytes_per_s(
     if perftest is None:
         raise BenchError(f"{loaded} came without ucx_perftest")
     settings = {**environ, "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_MM_ERROR_HANDLING": "y"}
+    tls = config.ucx_tls or environ.get("UCX_TLS", "")
     own = {
-        "UCX_TLS": config.ucx_tls,
+        "UCX_TLS": allowed_transports(tls) if survivable else tls,
         "UCX_NET_DEVICES": devices_of(config),
         "UCX_TCP_PORT_RANGE": config.ucx_tcp_ports,
     }
