@@ -151,6 +151,8 @@ class PrefillReason(enum.Enum):
     """The prefill node meets the target for the first token, and this node has more streams to spare."""
     SOONER = "sooner"
     """The first token is estimated to come sooner from there."""
+    LATE = "late"
+    """The first token would come late from the decode node, too, and its chunks would make all streams there late."""
     PROBE = "probe"
     """Nothing was known of the prefill node, or nothing recent."""
     FAILED = "failed"

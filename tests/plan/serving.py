@@ -20,7 +20,7 @@ from pdserve.config import Disaggregation, TargetsConfig
 from pdserve.engine.placement import latency_targets
 from pdserve.plan.answer import Answer
 from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, _Simulation, live
-from pdserve.plan.load import Lengths, PlannedRequest, poisson_load
+from pdserve.plan.load import Lengths, PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import PendingPrompt
 from pdserve.plan.prediction import PlanTargets, gap_quantiles
 from pdserve.plan.profile import Profile, read_profile
@@ -30,14 +30,15 @@ PROFILE = _PROFILES / "profile.json"
 """The demo model on two cores, as `pdserve plan profile` has measured it."""
 AVX2_PROFILE = _PROFILES / "profile-avx2.json"
 """The same on two cores that have AVX2 alone: a prompt takes half as long again there."""
-RequestShape = tuple[int, int]
-"""The tokens of a request's prompt and of its answer."""
-SHAPE: RequestShape = (256, 64)
+RequestShape = tuple[Lengths, Lengths]
+"""The tokens of requests' prompts and of their answers."""
 SYSTEMS = {
     "mixed": (ClusterShape(mixed=1), Disaggregation.NEVER),
     "always": (ClusterShape(prefill=1, decode=1, nodes_per_machine=2), Disaggregation.ALWAYS),
     "auto": (ClusterShape(prefill=1, decode=1, nodes_per_machine=2), Disaggregation.AUTO),
 }
+_MIX = "32-1024/16-256"
+"""What ``pdserve bench goodput`` calls the mix."""
 _SEEDS = 3
 _THINK_S = 0.003
 _COLUMNS = (
@@ -51,6 +52,15 @@ _COLUMNS = (
 )
 _SERVED_PER_S = 0.1
 """Fewer good answers a second are those of the first requests."""
+
+
+def read_shape(text: str) -> RequestShape:
+    """Returns what ``text`` says: 256/64, 32-1024/16-256, or mix."""
+    prompt, output = map(read_lengths, (_MIX if text == "mix" else text).split("/"))
+    return prompt, output
+
+
+SHAPE = read_shape("256/64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +99,17 @@ class ClosedLoop(_Simulation):
     def gaps(self) -> list[TokenGaps]:
         return self._gaps
 
-    def answers(self, clients: int, seconds: float, spread: float = 0.0, shape: RequestShape = SHAPE) -> list[Answer]:
+    def answers(
+        self, clients: int, seconds: float, spread: float = 0.0, shape: RequestShape = SHAPE, seed: int = 0
+    ) -> list[Answer]:
         """Returns the answers of clients that ask for so many seconds."""
         answers: list[Answer] = []
-        chance = random.Random(clients)  # it must be repeatable, not secret
+        chance = random.Random(f"{clients}:{seed}")  # it must be repeatable, not secret
 
         def ask(at_s: float) -> None:
             if at_s > seconds:
                 return
-            prompt, output = (round(length * chance.uniform(1 - spread, 1 + spread)) for length in shape)
+            prompt, output = (round(lengths.draw(chance) * chance.uniform(1 - spread, 1 + spread)) for lengths in shape)
             answer = ClientsAnswer.to(PlannedRequest(at_s, prompt, output))
             assert isinstance(answer, ClientsAnswer)
             answer.ended = lambda now: ask(now + _THINK_S)
@@ -132,9 +144,15 @@ def to_clients(
     seconds: float = 100.0,
     shape: RequestShape = SHAPE,
 ) -> Served:
-    """Returns what clients get that ask for so many seconds. Nodes know the ``targets`` if they are ``told``."""
-    lived = _lived_with_clients(profile, clients, system, _config(targets, told), spread, seconds, shape)
-    return _served(lived, profile, system, targets, seconds)
+    """Returns what clients get that ask for so many seconds: the mean of some runs.
+
+    Nodes know the ``targets`` if they are ``told``.
+    """
+    nodes = _config(targets, told)
+    lived = (
+        _lived_with_clients(profile, clients, system, nodes, spread, seconds, shape, seed) for seed in range(_SEEDS)
+    )
+    return _mean([_served(one, profile, system, targets, seconds) for one in lived])
 
 
 def at_rate(
@@ -152,6 +170,10 @@ def at_rate(
     for seed in range(_SEEDS):
         lived = _lived_at_rate(profile, rate, system, _config(targets, told), count, seed, shape)
         served.append(_served(lived, profile, system, targets, lived.answers[-1].request.at_s))
+    return _mean(served)
+
+
+def _mean(served: list[Served]) -> Served:
     return Served(*map(statistics.fmean, zip(*map(astuple, served), strict=True)))
 
 
@@ -164,10 +186,11 @@ def _lived_with_clients(
     spread: float,
     seconds: float,
     shape: RequestShape,
+    seed: int,
 ) -> Lived:
     cluster, disaggregation = SYSTEMS[system]
     loop = ClosedLoop(profile, cluster, nodes, disaggregation, None)
-    return Lived(loop.answers(clients, seconds, spread, shape), loop.gaps)
+    return Lived(loop.answers(clients, seconds, spread, shape, seed), loop.gaps)
 
 
 @cache
@@ -175,8 +198,7 @@ def _lived_at_rate(
     profile: Profile, rate: float, system: str, nodes: TargetsConfig, count: int, seed: int, shape: RequestShape
 ) -> Lived:
     cluster, disaggregation = SYSTEMS[system]
-    prompts, outputs = (Lengths.of([(length, length, 1)]) for length in shape)
-    return live(profile, cluster, poisson_load(rate, count, prompts, outputs, seed), nodes, disaggregation)
+    return live(profile, cluster, poisson_load(rate, count, *shape, seed), nodes, disaggregation)
 
 
 def _config(targets: PlanTargets, told: bool) -> TargetsConfig:
@@ -201,7 +223,7 @@ def _served(lived: Lived, profile: Profile, system: str, targets: PlanTargets, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, default=PROFILE)
-    parser.add_argument("--shape", default="/".join(map(str, SHAPE)), help="the tokens of prompts and of answers")
+    parser.add_argument("--shape", default="256/64", help="the tokens of prompts and of answers, or mix")
     parser.add_argument("--ttft-ms", type=float, default=704.0)
     parser.add_argument("--itl-ms", type=float, nargs="+", default=[17.3, 43.3])
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 8, 16])
@@ -212,8 +234,7 @@ def main() -> None:
     chosen = parser.parse_args()
     profile = read_profile(chosen.profile)
     told = chosen.tell == "on"
-    prompt, output = map(int, chosen.shape.split("/"))
-    shape = (prompt, output)
+    shape = read_shape(chosen.shape)
     latency_targets.ITL_FACTOR = chosen.itl_factor or latency_targets.ITL_FACTOR
     print(_row(*_COLUMNS))
     print("|---" * len(_COLUMNS) + "|")

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.plan.prediction import PlanTargets
 from pdserve.plan.profile import read_profile
-from tests.plan.serving import AVX2_PROFILE, PROFILE, RequestShape, Served, at_rate, to_clients
+from tests.plan.serving import AVX2_PROFILE, PROFILE, Served, at_rate, read_shape, to_clients
 
 MACHINE, SLOW_MACHINE = read_profile(PROFILE), read_profile(AVX2_PROFILE)
 TTFT_S = 0.7
@@ -24,36 +24,43 @@ def test_at_a_rate_auto_serves_as_many_within_targets_as_the_better_of_the_other
 
 
 @pytest.mark.parametrize(
-    ("clients", "itl_s", "least"), [(1, 0.017, 1.0), (4, 0.017, 0.97), (4, 0.043, 0.97), (8, 0.043, 0.85)]
+    ("clients", "itl_s", "least"), [(1, 0.017, 1.0), (4, 0.017, 0.97), (4, 0.043, 0.97), (8, 0.043, 0.97)]
 )
 def test_auto_serves_clients_about_as_well_as_the_better_of_the_others(
     clients: int, itl_s: float, least: float
 ) -> None:
-    """With 8, the prefill node alone is just full: which prompts the decode node has to take is known too late."""
+    """Their requests differ: alike ones fall into step, and no prompt meets another one."""
     targets = PlanTargets(TTFT_S, itl_s)
-    mixed, always, auto = (to_clients(MACHINE, clients, system, targets) for system in ("mixed", "always", "auto"))
+    mixed, always, auto = (
+        to_clients(MACHINE, clients, system, targets, spread=0.3) for system in ("mixed", "always", "auto")
+    )
     assert auto.good_per_s >= least * max(mixed.good_per_s, always.good_per_s)
 
 
 @pytest.mark.parametrize(
     ("shape", "ttft_s", "itl_s", "least"),
-    [((256, 64), 0.9, 0.0155, 1.3), ((64, 256), 0.29, 0.015, 1.0), ((1024, 32), 5.6, 0.0222, 0.95)],
+    [
+        ("256/64", 0.9, 0.0155, 1.3),
+        ("64/256", 0.29, 0.015, 0.97),
+        ("1024/32", 5.6, 0.0222, 0.95),
+        ("mix", 1.27, 0.0158, 1.0),
+    ],
     ids=str,
 )
 def test_on_a_slower_machine_a_tight_target_is_kept_as_often_as_by_the_others(
-    shape: RequestShape, ttft_s: float, itl_s: float, least: float
+    shape: str, ttft_s: float, itl_s: float, least: float
 ) -> None:
     """With prompts of 1,024 tokens the shortest chunk breaks the target, so most are left to the prefill node."""
     targets = PlanTargets(ttft_s, itl_s)
     mixed, always, auto = (
-        to_clients(SLOW_MACHINE, 4, system, targets, spread=0.3, shape=shape) for system in ("mixed", "always", "auto")
+        to_clients(SLOW_MACHINE, 4, system, targets, spread=0.3, shape=read_shape(shape))
+        for system in ("mixed", "always", "auto")
     )
     assert auto.good_per_s >= least * max(mixed.good_per_s, always.good_per_s)
 
 
 @pytest.mark.parametrize("clients", [1, 4, 8, 16])
 def test_where_nothing_is_told_clients_get_as_many_tokens_as_from_one_mixed_node(clients: int) -> None:
-    """Their requests differ: alike ones fall into step, and no prompt meets another one."""
     mixed, auto = (_untold(clients, system, 0.017) for system in ("mixed", "auto"))
     assert auto.tokens_per_s >= 0.97 * mixed.tokens_per_s
 

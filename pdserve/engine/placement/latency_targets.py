@@ -5,6 +5,7 @@ A request may have targets of its own (``RequestTargets``), which hold in place 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,11 +18,13 @@ ITL_FACTOR = 2.0
 """A decode node's step may take so many times what it takes without prompts, if the operator has set no target."""
 TTFT_FACTOR = 2.0
 """A first token may take so many times what its prompt takes alone on this node, if the operator has set no target."""
-TTFT_AIM = 0.7
+TTFT_AIM = 0.5
 """A first token is planned for this share of its target, where chunks in this node's own steps keep the ITL target."""
 TTFT_PATIENCE = 1.5
 """A first token may take so many times its target where ``LEAST_PROMPT_TOKENS`` in a step would break an ITL target
-that is set, and that decoding alone keeps."""
+that is set, and that decoding alone about keeps."""
+_ABOUT_KEPT = 1.25
+"""A stream may keep an ITL target in the mean of its gaps though some decode steps take so many times as long."""
 
 LEAST_PROMPT_TOKENS = 8
 """So many tokens of prompts are computed in a step however long it takes."""
@@ -56,6 +59,16 @@ NONE_YET = OwnItl(all_have=True)
 """What ``beside`` begins with."""
 NONE_OWN = OwnItl()
 """Requests of which none has a target of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TtftAim:
+    """How soon a first token should come, in seconds from its request's arrival, by where its prompt is computed."""
+
+    there_s: float
+    """A prompt goes to a prefill node from which its first token comes within this time."""
+    here_s: float = math.inf
+    """A first token that would come later from this node is not worth what its chunks cost this node's streams."""
 
 
 class LatencyTargets:
@@ -123,25 +136,27 @@ class LatencyTargets:
         """Returns how long the first token of a prompt may take that takes ``alone_s`` on this node alone."""
         return self._ttft_s or TTFT_FACTOR * alone_s
 
-    def ttft_aim_s(
+    def ttft_aim(
         self, alone_s: float, own_ms: float | None, rows: int, context_tokens: int, own_itl: OwnItl = NONE_OWN
-    ) -> float:
-        """Returns how long the first token of such a prompt is planned to take on a prefill node, at most.
+    ) -> TtftAim:
+        """Returns how soon the first token of such a prompt should come.
 
         ``own_ms`` is the target of the request itself, if it has one. Queues grow while prompts are in them, so the aim
         is below a target that somebody has set: this node computes a prompt rather than let it come late. But it takes
         the whole time where its own steps are too long for more than ``LEAST_PROMPT_TOKENS`` as it is. It takes even
-        more where these few would break an ITL target that is set, since the tokens of all streams would be late. A
-        target that decoding alone breaks asks for no such patience: no stream would be saved.
+        more where these few would break an ITL target that is set, since the tokens of all streams would be late; and
+        this node computes no prompt then whose first token would be late all the same. A target that decoding alone
+        breaks by far asks for no such patience: no stream would be saved.
         """
         ttft_s = self.ttft_s(alone_s) if own_ms is None else own_ms / 1000
         itl_s = self._set_itl_s(own_itl)
         if rows and itl_s is not None and not self._static:
-            if self._step_s(rows, context_tokens, 0) <= itl_s < self._step_s(rows, context_tokens, LEAST_PROMPT_TOKENS):
-                return TTFT_PATIENCE * ttft_s
+            decoding_s = self._step_s(rows, context_tokens, 0)
+            if decoding_s <= _ABOUT_KEPT * itl_s and itl_s < self._step_s(rows, context_tokens, LEAST_PROMPT_TOKENS):
+                return TtftAim(TTFT_PATIENCE * ttft_s, ttft_s)
             if itl_s < (self._doubled_s(rows, context_tokens) or 0.0):
-                return ttft_s
-        return TTFT_AIM * ttft_s if own_ms is not None or self._ttft_s else ttft_s
+                return TtftAim(ttft_s)
+        return TtftAim(TTFT_AIM * ttft_s if own_ms is not None or self._ttft_s else ttft_s)
 
     def _set_itl_s(self, own: OwnItl) -> float | None:
         """Returns the tightest ITL target that the operator or a request has set; None without one."""

@@ -67,12 +67,12 @@ class Placement:
         there = node.measures(now, self.bytes_per_token, here.tokens_per_s)
         self._times = estimate(prompt, here, there, self._max_num_batched_tokens)
         alone_s = here.alone_s(prompt.missing_tokens)
-        ttft_s = self.targets.ttft_aim_s(alone_s, prompt.own_ttft_ms, *self._held_up(prompt))
+        ttft = self.targets.ttft_aim(alone_s, prompt.own_ttft_ms, *self._held_up(prompt))
         # A short prompt that waits does not let the prefill node run dry before long ones.
         most_queued_s = max(
             self.targets.ttft_s(alone_s), TTFT_FACTOR * self._max_num_batched_tokens / here.tokens_per_s
         )
-        return place(prompt, self._times, ttft_s, most_queued_s, there.streams)
+        return place(prompt, self._times, ttft, most_queued_s, there.streams)
 
     def _held_up(self, prompt: PromptSize) -> tuple[int, int, OwnItl]:
         """Returns the streams that a prompt would hold up here, the tokens of their contexts, and their ITL targets.

@@ -2,7 +2,8 @@
 
 Streams lose least where a prefill node computes the prompts, so a prompt goes there as long as its first token comes
 within the target. Once the node's queue is too long for that, a prompt goes where its first token comes sooner: this
-node takes prompts into its own steps, as far as those stay within the ITL target.
+node takes prompts into its own steps, as far as those stay within the ITL target. Where even the shortest chunk would
+break that, this node computes only a prompt whose first token then comes in time.
 
 Orders leave while the prefill node has no more than one target's work, or two full steps' if that is more. The other
 prompts wait on this node, where the one that has a turn goes to whichever node is free for it first. So nothing has to
@@ -13,8 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.engine.placement.latency_targets import TtftAim
 from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, RemoteMeasures, local_time, remote_time
 from pdserve.wire.engine import PrefillReason, PrefillSource
+
+FAR_TOO_LATE = 3.0
+"""No first token is left to come later than so many times its target from a prefill node, for the streams' sake, if
+this node gives it sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,9 @@ def estimate(prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, chu
 
 
 def place(
-    prompt: PromptSize, times: Estimate, ttft_s: float, most_queued_s: float, remote_streams: int
+    prompt: PromptSize, times: Estimate, ttft: TtftAim, most_queued_s: float, remote_streams: int
 ) -> PlacementDecision:
-    """Decides where a prompt is computed whose first token should come within ``ttft_s`` of its arrival.
+    """Decides where a prompt is computed whose first token should come as soon as ``ttft`` says.
 
     While the prefill node's queue is longer than ``most_queued_s``, no order leaves: one that may take long waits here,
     and keeps out none that may not.
@@ -60,12 +66,14 @@ def place(
     spare its streams by slowing as many elsewhere.
     """
     may_wait = prompt.may_wait and times.queue_s > most_queued_s
-    in_time = prompt.waited_s + times.remote_s <= ttft_s
+    in_time = prompt.waited_s + times.remote_s <= ttft.there_s
     if in_time and remote_streams < prompt.streams:
         return PlacementDecision(None if may_wait else PrefillSource.REMOTE, PrefillReason.TARGET)
+    reason = PrefillReason.SOONER
     # Where both are as fast, no transfer is better.
     if times.local_s <= times.remote_s:
-        return PlacementDecision(PrefillSource.LOCAL, PrefillReason.SOONER)
-    if may_wait:
-        return PlacementDecision(None, PrefillReason.SOONER)
-    return PlacementDecision(PrefillSource.REMOTE, PrefillReason.SOONER)
+        far_too_late = prompt.waited_s + times.remote_s > FAR_TOO_LATE * ttft.here_s
+        if far_too_late or prompt.waited_s + times.local_s <= ttft.here_s:
+            return PlacementDecision(PrefillSource.LOCAL, reason)
+        reason = PrefillReason.LATE
+    return PlacementDecision(None if may_wait else PrefillSource.REMOTE, reason)
