@@ -152,7 +152,8 @@ class PrefillReason(enum.Enum):
     SOONER = "sooner"
     """The first token is estimated to come sooner from there."""
     LATE = "late"
-    """The first token would come late from the decode node, too, and its chunks would make all streams there late."""
+    """The first token would come late from either node, and on the decode node the prompt's chunks would make its
+    streams late."""
     PROBE = "probe"
     """Nothing was known of the prefill node, or nothing recent."""
     FAILED = "failed"

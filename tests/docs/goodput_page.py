@@ -3,8 +3,8 @@
 ``goodput.json`` has the systems beside other servers, and no request names a target; the plots show it.
 ``goodput-avx2.json`` has a mixed node and the pair beside ``llama-server`` on a CPU without AVX-512.
 ``goodput-long.json`` has the systems alone, in longer runs, ``goodput-shapes.json`` with other prompts and answers,
-and ``goodput-mix.json`` with many short requests and a few long ones. In ``goodput-told.json``,
-``goodput-told-shapes.json`` and ``goodput-told-long.json`` every request names a target (``--tell on``).
+and ``goodput-mix.json`` with many short requests and a few long ones. In ``goodput-told.json`` and
+``goodput-told-shapes.json`` every request names a target (``--tell on``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ MIX_FIGURES = DOCS / "goodput-mix.json"
 AVX2_FIGURES = DOCS / "goodput-avx2.json"
 TOLD_FIGURES = DOCS / "goodput-told.json"
 TOLD_SHAPES_FIGURES = DOCS / "goodput-told-shapes.json"
-TOLD_LONG_FIGURES = DOCS / "goodput-told-long.json"
 
 _LOADS = {Loop.CLOSED: "clients", Loop.OPEN: "rate %"}
 _RATIOS = (*(goodput_name(tightness) for tightness in Tightness), OUTPUT_RATIO, TTFT_RATIO, STEADINESS)
@@ -100,7 +99,7 @@ def written(text: str, part: str, file: Path) -> str:
 def page_with(text: str, beside: Report) -> str:
     """Returns the page's ``text`` with all parts."""
     text = written(text, f"{plots()}\n\n{figures(beside, FIGURES)}", FIGURES)
-    told = (TOLD_FIGURES, TOLD_SHAPES_FIGURES, TOLD_LONG_FIGURES)
+    told = (TOLD_FIGURES, TOLD_SHAPES_FIGURES)
     for file in (AVX2_FIGURES, LONG_FIGURES, SHAPES_FIGURES, MIX_FIGURES, *told):
         text = written(text, figures(read_report(file), file), file)
     return text

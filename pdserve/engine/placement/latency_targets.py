@@ -22,9 +22,9 @@ TTFT_AIM = 0.5
 """A first token is planned for this share of its target, where chunks in this node's own steps keep the ITL target."""
 TTFT_PATIENCE = 1.5
 """A first token may take so many times its target where ``LEAST_PROMPT_TOKENS`` in a step would break an ITL target
-that is set, and that decoding alone about keeps."""
-_ABOUT_KEPT = 1.25
-"""A stream may keep an ITL target in the mean of its gaps though some decode steps take so many times as long."""
+that is set, and that decoding alone keeps, or exceeds by no more than ``_LITTLE_OVER``."""
+_LITTLE_OVER = 1.25
+"""A stream can keep an ITL target on average although some decode steps take up to so many times the target."""
 
 LEAST_PROMPT_TOKENS = 8
 """So many tokens of prompts are computed in a step however long it takes."""
@@ -68,7 +68,8 @@ class TtftAim:
     there_s: float
     """A prompt goes to a prefill node from which its first token comes within this time."""
     here_s: float = math.inf
-    """A first token that would come later from this node is not worth what its chunks cost this node's streams."""
+    """If the first token would come later than this from this node, the prompt is left to the prefill node, so that its
+    chunks do not slow this node's streams. Infinite: there is no such limit."""
 
 
 class LatencyTargets:
@@ -144,16 +145,19 @@ class LatencyTargets:
         ``own_ms`` is the target of the request itself, if it has one. Queues grow while prompts are in them, so the aim
         is below a target that somebody has set: this node computes a prompt rather than let it come late. But it takes
         the whole time where its own steps are too long for more than ``LEAST_PROMPT_TOKENS`` as it is. It takes even
-        more where these few would break an ITL target that is set, since the tokens of all streams would be late; and
-        this node computes no prompt then whose first token would be late all the same. A target that decoding alone
-        breaks by far asks for no such patience: no stream would be saved.
+        more where these few would break an ITL target that is set, since streams would be late; if that is the target
+        of all streams, there is a limit for first tokens from this node as well. A target that decoding alone breaks by
+        far asks for no such patience: no stream would be saved.
         """
         ttft_s = self.ttft_s(alone_s) if own_ms is None else own_ms / 1000
         itl_s = self._set_itl_s(own_itl)
         if rows and itl_s is not None and not self._static:
             decoding_s = self._step_s(rows, context_tokens, 0)
-            if decoding_s <= _ABOUT_KEPT * itl_s and itl_s < self._step_s(rows, context_tokens, LEAST_PROMPT_TOKENS):
-                return TtftAim(TTFT_PATIENCE * ttft_s, ttft_s)
+            least_s = self._step_s(rows, context_tokens, LEAST_PROMPT_TOKENS)
+            if decoding_s <= _LITTLE_OVER * itl_s and itl_s < least_s:
+                for_all_s = own_itl.tightest_s if own_itl.all_have else self._itl_s or None
+                broken_for_all = for_all_s is not None and for_all_s < least_s
+                return TtftAim(TTFT_PATIENCE * ttft_s, ttft_s if broken_for_all else math.inf)
             if itl_s < (self._doubled_s(rows, context_tokens) or 0.0):
                 return TtftAim(ttft_s)
         return TtftAim(TTFT_AIM * ttft_s if own_ms is not None or self._ttft_s else ttft_s)

@@ -3,7 +3,8 @@
 Streams lose least where a prefill node computes the prompts, so a prompt goes there as long as its first token comes
 within the target. Once the node's queue is too long for that, a prompt goes where its first token comes sooner: this
 node takes prompts into its own steps, as far as those stay within the ITL target. Where even the shortest chunk would
-break that, this node computes only a prompt whose first token then comes in time.
+break that, a prompt whose first token would be late from this node, too, is left to the prefill node, unless it would
+come very late from there.
 
 Orders leave while the prefill node has no more than one target's work, or two full steps' if that is more. The other
 prompts wait on this node, where the one that has a turn goes to whichever node is free for it first. So nothing has to
@@ -18,9 +19,9 @@ from pdserve.engine.placement.latency_targets import TtftAim
 from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, RemoteMeasures, local_time, remote_time
 from pdserve.wire.engine import PrefillReason, PrefillSource
 
-FAR_TOO_LATE = 3.0
-"""No first token is left to come later than so many times its target from a prefill node, for the streams' sake, if
-this node gives it sooner."""
+VERY_LATE = 3.0
+"""A prompt is not left to the prefill node for the sake of streams if its first token would come later than so many
+times its target from there, and sooner from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,14 @@ def place(
     """
     may_wait = prompt.may_wait and times.queue_s > most_queued_s
     in_time = prompt.waited_s + times.remote_s <= ttft.there_s
-    if in_time and remote_streams < prompt.streams:
+    spares_streams = remote_streams < prompt.streams
+    if in_time and spares_streams:
         return PlacementDecision(None if may_wait else PrefillSource.REMOTE, PrefillReason.TARGET)
     reason = PrefillReason.SOONER
     # Where both are as fast, no transfer is better.
     if times.local_s <= times.remote_s:
-        far_too_late = prompt.waited_s + times.remote_s > FAR_TOO_LATE * ttft.here_s
-        if far_too_late or prompt.waited_s + times.local_s <= ttft.here_s:
+        very_late = prompt.waited_s + times.remote_s > VERY_LATE * ttft.here_s
+        if very_late or not spares_streams or prompt.waited_s + times.local_s <= ttft.here_s:
             return PlacementDecision(PrefillSource.LOCAL, reason)
         reason = PrefillReason.LATE
     return PlacementDecision(None if may_wait else PrefillSource.REMOTE, reason)

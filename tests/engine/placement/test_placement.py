@@ -129,7 +129,7 @@ def test_a_first_token_may_be_late_where_the_shortest_chunk_would_make_all_strea
     assert placement.decide(replace(beside, own_itl=OwnItl(0.018, all_have=True)), TARGET, 1.0) == LOCAL
     broken = replace(beside, own_itl=OwnItl(0.012, all_have=True))
     assert placement.decide(broken, TARGET, 1.0) == IN_TIME
-    # Decoding alone breaks this one by little, as the mean of a stream's gaps may not.
+    # Decoding alone exceeds this target by a little; the mean of a stream's gaps may still keep it.
     assert placement.decide(replace(beside, own_itl=OwnItl(0.009, all_have=True)), TARGET, 1.0) == IN_TIME
     # This one it breaks by far, so it saves no stream to let the prompt wait.
     assert placement.decide(replace(beside, own_itl=OwnItl(0.007, all_have=True)), TARGET, 1.0) == LOCAL
@@ -147,6 +147,29 @@ def test_streams_are_made_late_for_a_prompt_only_if_its_first_token_then_comes_i
     assert placement.decide(replace(beside, own_ttft_ms=300.0, waited_s=0.1), TARGET, 1.0) == LATE
     # No first token is left to come more than three times as late as it should.
     assert placement.decide(replace(beside, own_ttft_ms=200.0), TARGET, 1.0) == LOCAL
+    # One client's own target makes no other client's prompt late.
+    one = replace(beside, own_ttft_ms=240.0, own_itl=OwnItl(0.012))
+    assert placement.decide(one, TARGET, 1.0) == LOCAL
+
+
+@pytest.mark.parametrize("streams", [4, 40])
+def test_no_late_prompt_goes_where_as_many_streams_are(streams: int) -> None:
+    placement = measured(remote_streams=streams)
+    for _ in range(8):
+        placement.step_cost.observe(4, 0, 0, 0.01)
+    placement.ordered(TARGET, "ahead", 1024, 0, 1.0)
+    late = replace(BESIDE_STREAMS, rows=4, own_itl=OwnItl(0.012, all_have=True), own_ttft_ms=240.0)
+    assert placement.decide(late, TARGET, 1.0) == LOCAL
+
+
+def test_a_late_prompt_that_waits_stays_once_the_prefill_node_would_be_very_late() -> None:
+    placement = measured()
+    for _ in range(8):
+        placement.step_cost.observe(4, 0, 0, 0.01)
+    placement.ordered(TARGET, "ahead", 1024, 0, 1.0)
+    waits = replace(BESIDE_STREAMS, rows=4, own_itl=OwnItl(0.012, all_have=True), own_ttft_ms=240.0, may_wait=True)
+    assert placement.decide(waits, TARGET, 1.0) == replace(LATE, source=None)
+    assert placement.decide(replace(waits, waited_s=0.8), TARGET, 1.8) == LOCAL
 
 
 @pytest.mark.parametrize(

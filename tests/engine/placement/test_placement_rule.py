@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.engine.placement.latency_targets import TtftAim
-from pdserve.engine.placement.placement_rule import FAR_TOO_LATE, PlacementDecision, estimate, place
+from pdserve.engine.placement.placement_rule import VERY_LATE, PlacementDecision, estimate, place
 from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, RemoteMeasures
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from tests.engine.placement.figures import HERES, PROMPTS, SECONDS, THERES, TOKENS
@@ -81,7 +81,7 @@ def test_a_busier_or_slower_decode_node_never_keeps_a_prompt(
 
 
 @given(PROMPTS, HERES, THERES, TARGETS, st.floats(1, 100), SECONDS)
-def test_a_looser_target_or_a_shorter_wait_never_keeps_a_prompt(
+def test_where_chunks_keep_the_itl_target_a_looser_target_or_a_shorter_wait_never_keeps_a_prompt(
     prompt: PromptSize, here: LocalMeasures, there: RemoteMeasures, ttft_s: float, looser: float, waited_s: float
 ) -> None:
     later = replace(prompt, waited_s=prompt.waited_s + waited_s)
@@ -96,12 +96,16 @@ def test_the_reason_is_true(prompt: PromptSize, here: LocalMeasures, there: Remo
         assert decision.remote and prompt.waited_s + times.remote_s <= ttft.there_s and prompt.streams > there.streams
         return
     late_here = prompt.waited_s + times.local_s > ttft.here_s
-    far_too_late = prompt.waited_s + times.remote_s > FAR_TOO_LATE * ttft.here_s
+    very_late = prompt.waited_s + times.remote_s > VERY_LATE * ttft.here_s
+    spares_streams = there.streams < prompt.streams
     if decision.source is PrefillSource.LOCAL:
-        assert times.local_s <= times.remote_s and (far_too_late or not late_here)
+        assert times.local_s <= times.remote_s and (very_late or not late_here or not spares_streams)
     else:
         late = decision.reason is PrefillReason.LATE
-        assert times.local_s <= times.remote_s and late_here if late else times.remote_s < times.local_s
+        if late:
+            assert times.local_s <= times.remote_s and late_here and spares_streams and not very_late
+        else:
+            assert times.remote_s < times.local_s
         assert decision.waits == (prompt.may_wait and times.queue_s > most_queued_s(ttft))
 
 

@@ -217,6 +217,10 @@ class Stage:
                 return False
             if node.metric("kv_cache_usage_perc") or node.metric("quarantined_blocks"):
                 return False
+            # A cell finds the node of its request by a change of this count. If an older request ended at that
+            # moment, the count would not change.
+            if any(proxy.metric("proxy_node_requests_in_flight", node=node.name) for proxy in self.proxies):
+                return False
         return True
 
     def lost_since(self, before: dict[str, int]) -> list[str]:
