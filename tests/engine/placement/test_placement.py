@@ -50,6 +50,15 @@ def measured(
     return placement
 
 
+def busy(ahead: int, remote_streams: int = 0, target_itl_ms: float = 0.0) -> Placement:
+    """Returns one where steps of four requests take 10 ms, and a prefill node has so many tokens to compute at 1 s."""
+    placement = measured(remote_streams=remote_streams, target_itl_ms=target_itl_ms)
+    for _ in range(8):
+        placement.step_cost.observe(4, 0, 0, 0.01)
+    placement.ordered(TARGET, "ahead", ahead, 0, 1.0)
+    return placement
+
+
 def test_an_unknown_prefill_node_is_tried() -> None:
     assert make_placement(16, Disaggregation.AUTO).decide(ALONE, TARGET, 0.0) == PROBE
 
@@ -106,10 +115,7 @@ def test_a_requests_own_target_decides_what_is_late_for_it() -> None:
 
 
 def test_a_prompt_goes_where_it_surely_comes_in_time_if_streams_here_can_bear_its_chunks() -> None:
-    placement = measured()
-    for _ in range(8):
-        placement.step_cost.observe(4, 0, 0, 0.01)
-    placement.ordered(TARGET, "ahead", 512, 0, 1.0)
+    placement = busy(512)
     beside = replace(BESIDE_STREAMS, rows=4, own_itl=OwnItl(0.1, all_have=True))
     # The prefill node has to compute 768 tokens first, in 0.384 s.
     assert placement.decide(replace(beside, own_ttft_ms=700.0), TARGET, 1.0) == LOCAL
@@ -120,10 +126,7 @@ def test_a_prompt_goes_where_it_surely_comes_in_time_if_streams_here_can_bear_it
 
 
 def test_a_first_token_may_be_late_where_the_shortest_chunk_would_make_all_streams_late() -> None:
-    placement = measured()
-    for _ in range(8):
-        placement.step_cost.observe(4, 0, 0, 0.01)
-    placement.ordered(TARGET, "ahead", 512, 0, 1.0)
+    placement = busy(512)
     # The prefill node needs 0.384 s. Eight tokens take 4 ms, beside 10 ms of decoding.
     beside = replace(BESIDE_STREAMS, rows=4, own_ttft_ms=300.0)
     assert placement.decide(replace(beside, own_itl=OwnItl(0.018, all_have=True)), TARGET, 1.0) == LOCAL
@@ -136,10 +139,7 @@ def test_a_first_token_may_be_late_where_the_shortest_chunk_would_make_all_strea
 
 
 def test_streams_are_made_late_for_a_prompt_only_if_its_first_token_then_comes_in_time() -> None:
-    placement = measured()
-    for _ in range(8):
-        placement.step_cost.observe(4, 0, 0, 0.01)
-    placement.ordered(TARGET, "ahead", 1024, 0, 1.0)
+    placement = busy(1024)
     # The prefill node needs 0.647 s. This node needs 0.256 s, in 13 steps of twice what decoding takes.
     beside = replace(BESIDE_STREAMS, rows=4, own_itl=OwnItl(0.012, all_have=True))
     assert placement.decide(replace(beside, own_ttft_ms=300.0), TARGET, 1.0) == LOCAL
@@ -154,19 +154,13 @@ def test_streams_are_made_late_for_a_prompt_only_if_its_first_token_then_comes_i
 
 @pytest.mark.parametrize("streams", [4, 40])
 def test_no_late_prompt_goes_where_as_many_streams_are(streams: int) -> None:
-    placement = measured(remote_streams=streams)
-    for _ in range(8):
-        placement.step_cost.observe(4, 0, 0, 0.01)
-    placement.ordered(TARGET, "ahead", 1024, 0, 1.0)
+    placement = busy(1024, remote_streams=streams)
     late = replace(BESIDE_STREAMS, rows=4, own_itl=OwnItl(0.012, all_have=True), own_ttft_ms=240.0)
     assert placement.decide(late, TARGET, 1.0) == LOCAL
 
 
 def test_a_late_prompt_that_waits_stays_once_the_prefill_node_would_be_very_late() -> None:
-    placement = measured()
-    for _ in range(8):
-        placement.step_cost.observe(4, 0, 0, 0.01)
-    placement.ordered(TARGET, "ahead", 1024, 0, 1.0)
+    placement = busy(1024)
     waits = replace(BESIDE_STREAMS, rows=4, own_itl=OwnItl(0.012, all_have=True), own_ttft_ms=240.0, may_wait=True)
     assert placement.decide(waits, TARGET, 1.0) == replace(LATE, source=None)
     assert placement.decide(replace(waits, waited_s=0.8), TARGET, 1.8) == LOCAL
@@ -178,19 +172,13 @@ def test_a_late_prompt_that_waits_stays_once_the_prefill_node_would_be_very_late
     ids=["the operator's", "the operator's is tighter", "a request's is tighter"],
 )
 def test_so_it_may_by_whichever_target_is_tightest(operators_ms: float, own: OwnItl) -> None:
-    placement = measured(target_itl_ms=operators_ms)
-    for _ in range(8):
-        placement.step_cost.observe(4, 0, 0, 0.01)
-    placement.ordered(TARGET, "ahead", 512, 0, 1.0)
+    placement = busy(512, target_itl_ms=operators_ms)
     beside = replace(BESIDE_STREAMS, rows=4, own_ttft_ms=300.0, own_itl=own)
     assert placement.decide(beside, TARGET, 1.0) == IN_TIME
 
 
 def test_while_nobody_decodes_only_a_prompt_of_several_steps_could_hold_a_stream_up() -> None:
-    placement = measured()
-    for _ in range(8):
-        placement.step_cost.observe(4, 0, 0, 0.01)
-    placement.ordered(TARGET, "ahead", 512, 0, 1.0)
+    placement = busy(512)
     for tokens, streams, itl_ms, there in (
         (512, 4, 12.0, IN_TIME),
         (512, 4, None, LOCAL),
