@@ -11,6 +11,53 @@
 namespace pdserve {
 namespace {
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Turns eight vectors of eight values into the eight vectors of their first, second, ... values.
+inline void transpose(Lanes* x) {
+  __m256 pairs[8], fours[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps((__m256)x[i], (__m256)x[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps((__m256)x[i], (__m256)x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+    fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+    fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+    fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    x[i] = (Lanes)_mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+    x[i + 4] = (Lanes)_mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+  }
+}
+
+// Does the same as lay_out for kColumns positions that all are in the context, and a head_dim of whole columns. `key`
+// and `value` are where those of the first position go.
+template <class T>
+void lay_out_by_vectors(const Step& step, const Row& row, long layer, long kv_head, long position, long length,
+                        float* key, float* value) {
+  const long dim = step.head_dim;
+  const T* tiles[kColumns];
+  for (long c = 0; c < kColumns; c++, position++) {
+    tiles[c] = tile_of<T>(step, row.blocks[position / step.block_size], kv_head, layer) + position % step.block_size * dim;
+  }
+  for (long d = 0; d < dim; d += kLanes) {
+    for (long c = 0; c < kColumns; c += kLanes) {
+      Lanes x[kLanes];
+      for (long i = 0; i < kLanes; i++) x[i] = load(tiles[c + i] + d);
+      transpose(x);
+      for (long i = 0; i < kLanes; i++) store(key + (d + i) * kColumns + c, x[i]);
+    }
+  }
+  for (long c = 0; c < kColumns; c++) {
+    const T* from = tiles[c] + step.block_size * dim;
+    for (long d = 0; d < dim; d += kLanes) {
+      store(value + d / kColumns * length * kColumns + c * kColumns + d % kColumns, load(from + d));
+    }
+  }
+}
+#endif
+
 // Writes the positions from `low` on: keys as panels [context / kColumns][head_dim / pair][kColumns][pair],
 // and values as panels [head_dim / kColumns][context / pair][kColumns][pair]. Padding is zero.
 template <class T, class E>
@@ -19,6 +66,12 @@ void lay_out(const Step& step, const Row& row, long layer, long kv_head, long lo
   constexpr long kP = kPair<E>;
   const long dim = step.head_dim, depth = padded_to(dim, kP);
   const long length = padded_to(row.context - low, kColumns);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (dim % kColumns == 0 && last - first == kColumns && low + last <= row.context) {
+    lay_out_by_vectors<T>(step, row, layer, kv_head, low + first, length, keys + first * depth, values + first * kColumns);
+    return;
+  }
+#endif
   for (long i = first; i < last; i++) {
     const long position = low + i;
     E* key = keys + i / kColumns * kColumns * depth + i % kColumns * kP;
