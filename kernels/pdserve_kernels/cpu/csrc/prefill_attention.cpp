@@ -11,82 +11,87 @@
 namespace pdserve {
 namespace {
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// Turns eight vectors of eight values into the eight vectors of their first, second, ... values.
-inline void transpose(Lanes* x) {
-  __m256 pairs[8], fours[8];
-  for (int i = 0; i < 8; i += 2) {
-    pairs[i] = _mm256_unpacklo_ps((__m256)x[i], (__m256)x[i + 1]);
-    pairs[i + 1] = _mm256_unpackhi_ps((__m256)x[i], (__m256)x[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
-    fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
-    fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
-    fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; i++) {
-    x[i] = (Lanes)_mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
-    x[i + 4] = (Lanes)_mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+// Four operands of 32 bits: fp32 values, or pairs of bf16. The same shuffles serve every CPU.
+typedef uint32_t Four __attribute__((vector_size(16)));
+typedef uint16_t FourHalves __attribute__((vector_size(8)));
+
+template <class E, class T>
+inline Four load_four(const T* from) {
+  if constexpr (sizeof(T) < sizeof(E)) {
+    FourHalves bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return __builtin_convertvector(bits, Four) << 16;
+  } else {
+    Four out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
   }
 }
 
-// Does the same as lay_out for kColumns positions that all are in the context, and a head_dim of whole columns. `key`
-// and `value` are where those of the first position go.
+// Turns four vectors into those of their first, second, third and fourth operands.
+inline void transpose(Four* x) {
+  const Four first = {0, 4, 1, 5}, second = {2, 6, 3, 7}, lower = {0, 1, 4, 5}, upper = {2, 3, 6, 7};
+  const Four a = __builtin_shuffle(x[0], x[1], first), b = __builtin_shuffle(x[2], x[3], first);
+  const Four c = __builtin_shuffle(x[0], x[1], second), d = __builtin_shuffle(x[2], x[3], second);
+  x[0] = __builtin_shuffle(a, b, lower);
+  x[1] = __builtin_shuffle(a, b, upper);
+  x[2] = __builtin_shuffle(c, d, lower);
+  x[3] = __builtin_shuffle(c, d, upper);
+}
+
+// Stores the values of one position, or of a pair of them side by side, kLanes elements of each.
 template <class T>
-void lay_out_by_vectors(const Step& step, const Row& row, long layer, long kv_head, long position, long length,
-                        float* key, float* value) {
-  const long dim = step.head_dim;
-  const T* tiles[kColumns];
-  for (long c = 0; c < kColumns; c++, position++) {
-    tiles[c] = tile_of<T>(step, row.blocks[position / step.block_size], kv_head, layer) + position % step.block_size * dim;
-  }
-  for (long d = 0; d < dim; d += kLanes) {
-    for (long c = 0; c < kColumns; c += kLanes) {
-      Lanes x[kLanes];
-      for (long i = 0; i < kLanes; i++) x[i] = load(tiles[c + i] + d);
-      transpose(x);
-      for (long i = 0; i < kLanes; i++) store(key + (d + i) * kColumns + c, x[i]);
-    }
-  }
-  for (long c = 0; c < kColumns; c++) {
-    const T* from = tiles[c] + step.block_size * dim;
-    for (long d = 0; d < dim; d += kLanes) {
-      store(value + d / kColumns * length * kColumns + c * kColumns + d % kColumns, load(from + d));
-    }
-  }
+inline void store_side_by_side(float* to, const T* const* from, long d) {
+  store(to, load(from[0] + d));
 }
-#endif
+inline void store_side_by_side(Bf16* to, const Bf16* const* from, long d) {
+  HalfBits even, odd;
+  std::memcpy(&even, from[0] + d, sizeof even);
+  std::memcpy(&odd, from[1] + d, sizeof odd);
+  const BitLanes pairs = __builtin_convertvector(even, BitLanes) | __builtin_convertvector(odd, BitLanes) << 16;
+  std::memcpy(to, &pairs, sizeof pairs);
+}
 
-// Writes the positions from `low` on: keys as panels [context / kColumns][head_dim / pair][kColumns][pair],
-// and values as panels [head_dim / kColumns][context / pair][kColumns][pair]. Padding is zero.
+// Writes kColumns positions, the first of which is low + `first`: keys as panels
+// [context / kColumns][head_dim / pair][kColumns][pair], and values as panels
+// [head_dim / kColumns][context / pair][kColumns][pair]. Padding is zero.
 template <class T, class E>
-void lay_out(const Step& step, const Row& row, long layer, long kv_head, long low, long first, long last, E* keys,
-             E* values) {
+void lay_out(const Step& step, const Row& row, long layer, long kv_head, long low, long first, E* keys, E* values) {
   constexpr long kP = kPair<E>;
   const long dim = step.head_dim, depth = padded_to(dim, kP);
   const long length = padded_to(row.context - low, kColumns);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  if (dim % kColumns == 0 && last - first == kColumns && low + last <= row.context) {
-    lay_out_by_vectors<T>(step, row, layer, kv_head, low + first, length, keys + first * depth, values + first * kColumns);
+  E *key = keys + first * depth, *value = values + first * kColumns;
+  const auto value_at = [&](long c, long d) {
+    return value + d / kColumns * length * kColumns + c / kP * kP * kColumns + d % kColumns * kP + c % kP;
+  };
+  const T *tiles[kColumns], *value_tiles[kColumns];
+  const long count = std::min(kColumns, row.context - low - first);
+  for (long c = 0; c < count; c++) {
+    const long position = low + first + c;
+    tiles[c] = tile_of<T>(step, row.blocks[position / step.block_size], kv_head, layer) + position % step.block_size * dim;
+    value_tiles[c] = tiles[c] + step.block_size * dim;
+  }
+  if (count == kColumns && dim % kColumns == 0) {
+    for (long d = 0; d < dim; d += 4 * kP) {
+      for (long c = 0; c < kColumns; c += 4) {
+        Four x[4];
+        for (long i = 0; i < 4; i++) x[i] = load_four<E>(tiles[c + i] + d);
+        transpose(x);
+        for (long i = 0; i < 4; i++) std::memcpy(key + (d + i * kP) * kColumns + c * kP, &x[i], sizeof x[i]);
+      }
+    }
+    for (long c = 0; c < kColumns; c += kP) {
+      for (long d = 0; d < dim; d += kLanes) store_side_by_side(value_at(c, d), value_tiles + c, d);
+    }
     return;
   }
-#endif
-  for (long i = first; i < last; i++) {
-    const long position = low + i;
-    E* key = keys + i / kColumns * kColumns * depth + i % kColumns * kP;
-    E* value = values + i / kP * kColumns * kP + i % kP;
-    if (position >= row.context) {
-      for (long d = 0; d < depth; d++) key[d / kP * kColumns * kP + d % kP] = E{};
-      for (long d = 0; d < padded_to(dim, kColumns); d++) value[d / kColumns * length * kColumns + d % kColumns * kP] = E{};
-      continue;
-    }
-    const T* tile = tile_of<T>(step, row.blocks[position / step.block_size], kv_head, layer) + position % step.block_size * dim;
-    const T* value_tile = tile + step.block_size * dim;
-    for (long d = 0; d < dim; d++) to_operand(tile[d], key + d / kP * kColumns * kP + d % kP);
-    for (long d = dim; d < depth; d++) key[d / kP * kColumns * kP + d % kP] = E{};
-    for (long d = 0; d < dim; d++) to_operand(value_tile[d], value + d / kColumns * length * kColumns + d % kColumns * kP);
-    for (long d = dim; d < padded_to(dim, kColumns); d++) value[d / kColumns * length * kColumns + d % kColumns * kP] = E{};
+  for (long c = 0; c < kColumns; c++) {
+    const long known = c < count ? dim : 0;
+    const auto key_at = [&](long d) { return key + d / kP * kColumns * kP + c * kP + d % kP; };
+    for (long d = 0; d < known; d++) to_operand(tiles[c][d], key_at(d));
+    for (long d = known; d < depth; d++) *key_at(d) = E{};
+    for (long d = 0; d < known; d++) to_operand(value_tiles[c][d], value_at(c, d));
+    for (long d = known; d < padded_to(dim, kColumns); d++) *value_at(c, d) = E{};
   }
 }
 
@@ -167,7 +172,7 @@ void attend_span(const Step& step, const Tokens& tokens, const Row& row, const T
   const long pieces = length / kColumns;
   each(step.kv_heads * pieces, [&](long item) {
     const long h = item / pieces, first = item % pieces * kColumns;
-    lay_out<T>(step, row, tokens.layer, h, low, first, first + kColumns, keys + h * each_head, values + h * each_head);
+    lay_out<T>(step, row, tokens.layer, h, low, first, keys + h * each_head, values + h * each_head);
   });
   const long all = row.new_tokens * group, groups = (all + kMaxRows - 1) / kMaxRows;
   each<true>(step.kv_heads * groups, [&](long item) {
