@@ -216,11 +216,11 @@ async def test_engine_that_does_not_stop_is_killed(model_dir: Path) -> None:
 
     client = EngineClient(engine_config(model_dir), command=[sys.executable, "-c", program])
     start = asyncio.create_task(client.start())
-    while client.pid is None:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(WAIT_S):
+        while (pid := client.pid) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     start.cancel()
     await asyncio.gather(start, return_exceptions=True)
-    pid = client.pid
     await asyncio.wait_for(client.stop(0.1), WAIT_S)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -16,6 +16,8 @@ from dataclasses import astuple, dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from pdserve.bench.goodput.workload import MIX
+from pdserve.bench_config import BenchGoodputConfig
 from pdserve.config import Disaggregation, TargetsConfig
 from pdserve.engine.placement import latency_targets
 from pdserve.plan.answer import Answer
@@ -37,8 +39,7 @@ SYSTEMS = {
     "always": (ClusterShape(prefill=1, decode=1, nodes_per_machine=2), Disaggregation.ALWAYS),
     "auto": (ClusterShape(prefill=1, decode=1, nodes_per_machine=2), Disaggregation.AUTO),
 }
-_MIX = "32-1024/16-256"
-"""What ``pdserve bench goodput`` calls the mix."""
+_MIXED = BenchGoodputConfig().workload
 _SEEDS = 3
 _THINK_S = 0.003
 _COLUMNS = (
@@ -55,8 +56,12 @@ _SERVED_PER_S = 0.1
 
 
 def read_shape(text: str) -> RequestShape:
-    """Returns what ``text`` says: 256/64, 32-1024/16-256, or mix."""
-    prompt, output = map(read_lengths, (_MIX if text == "mix" else text).split("/"))
+    """Returns what ``text`` says: 256/64, 32-1024/16-256, or mix as in ``pdserve bench goodput``."""
+    if text == MIX:
+        prompts = (_MIXED.min_prompt_tokens, _MIXED.max_prompt_tokens, 1.0)
+        outputs = (_MIXED.min_output_tokens, _MIXED.max_output_tokens, 1.0)
+        return Lengths.of([prompts]), Lengths.of([outputs])
+    prompt, output = map(read_lengths, text.split("/"))
     return prompt, output
 
 

@@ -41,7 +41,7 @@ _SHOWN = 200
 
 
 @dataclass(slots=True)
-class Reply:
+class RawAnswer:
     """One answer. Times are seconds of one monotonic clock."""
 
     due_s: float
@@ -66,9 +66,9 @@ class RawClient:
         """``expected_chunks`` is the number of chunks of a stream; 0 for an answer in one piece."""
         self.connection = connection
         self._expected = expected_chunks
-        self.reply: Reply | None = None
+        self.reply: RawAnswer | None = None
 
-    def begin(self, reply: Reply) -> None:
+    def begin(self, reply: RawAnswer) -> None:
         self.reply = reply
         self._tail = b""
         self._size = 0
@@ -89,7 +89,7 @@ class RawClient:
             reply.error = f"{reply.chunks} chunks came where {self._expected} were sent"
         return True
 
-    def _take(self, reply: Reply, now: float, data: bytes) -> bool:
+    def _take(self, reply: RawAnswer, now: float, data: bytes) -> bool:
         self._size += len(data)
         if not self._expected:
             return self._take_whole(data)
@@ -128,11 +128,11 @@ class ClientLoad(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Reply]:
+def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[RawAnswer]:
     """Returns every reply, including incomplete ones. Raises OSError if a request cannot be sent."""
     clients = {connection.fileno(): RawClient(connection, load.chunks) for connection in connections}
     idle = deque(clients.values())
-    replies: list[Reply] = []
+    replies: list[RawAnswer] = []
     with select.epoll(len(clients)) as poll:
         for number, client in clients.items():
             client.connection.setblocking(False)
@@ -143,7 +143,7 @@ def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Re
         under_way = 0
         while (now := time.perf_counter()) < limit:
             while idle and schedule and schedule[0] <= now:
-                client, reply = idle.popleft(), Reply(heapq.heappop(schedule))
+                client, reply = idle.popleft(), RawAnswer(heapq.heappop(schedule))
                 replies.append(reply)
                 client.begin(reply)
                 client.connection.sendall(load.request)
@@ -245,7 +245,7 @@ def run(order: ProxyLoadOrder) -> ProxyLoadReport:
     )
 
 
-def _report(replies: Sequence[Reply], used_s: dict[str, float], memory_mib: dict[str, float]) -> ProxyLoadReport:
+def _report(replies: Sequence[RawAnswer], used_s: dict[str, float], memory_mib: dict[str, float]) -> ProxyLoadReport:
     good = [reply for reply in replies if not reply.error]
     errors = dict.fromkeys(reply.error for reply in replies if reply.error)
     return ProxyLoadReport(
@@ -262,7 +262,7 @@ def _report(replies: Sequence[Reply], used_s: dict[str, float], memory_mib: dict
     )
 
 
-def _gaps_s(reply: Reply) -> list[float]:
+def _gaps_s(reply: RawAnswer) -> list[float]:
     """Returns the gaps between the reply's chunks. Chunks that came in one read are 0 apart."""
     times = [now for now, count in reply.arrivals for _ in range(count)]
     return [later - earlier for earlier, later in itertools.pairwise(times)]

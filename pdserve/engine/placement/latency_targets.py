@@ -150,25 +150,15 @@ class LatencyTargets:
         far asks for no such patience: no stream would be saved.
         """
         ttft_s = self.ttft_s(alone_s) if own_ms is None else own_ms / 1000
-        itl_s = self._set_itl_s(own_itl)
-        if rows and itl_s is not None and not self._static:
-            decoding_s = self._step_s(rows, context_tokens, 0)
-            least_s = self._step_s(rows, context_tokens, LEAST_PROMPT_TOKENS)
+        node_s, own_s = self._itl_s or math.inf, own_itl.tightest_s or math.inf
+        for_all_s = own_s if own_itl.all_have else node_s
+        itl_s = min(for_all_s, own_s)
+        if rows and itl_s < math.inf and not self._static:
+            cost = self._step_cost
+            decoding_s = cost.estimate_s(rows, context_tokens, 0)
+            least_s = cost.estimate_s(rows, context_tokens, LEAST_PROMPT_TOKENS) if cost.known else 0.0
             if decoding_s <= _LITTLE_OVER * itl_s and itl_s < least_s:
-                for_all_s = own_itl.tightest_s if own_itl.all_have else self._itl_s or None
-                broken_for_all = for_all_s is not None and for_all_s < least_s
-                return TtftAim(TTFT_PATIENCE * ttft_s, ttft_s if broken_for_all else math.inf)
-            if itl_s < (self._doubled_s(rows, context_tokens) or 0.0):
+                return TtftAim(TTFT_PATIENCE * ttft_s, ttft_s if for_all_s < least_s else math.inf)
+            if itl_s < ITL_FACTOR * decoding_s:
                 return TtftAim(ttft_s)
         return TtftAim(TTFT_AIM * ttft_s if own_ms is not None or self._ttft_s else ttft_s)
-
-    def _set_itl_s(self, own: OwnItl) -> float | None:
-        """Returns the tightest ITL target that the operator or a request has set; None without one."""
-        if not self._itl_s or own.all_have:
-            return own.tightest_s
-        return self._itl_s if own.tightest_s is None else min(self._itl_s, own.tightest_s)
-
-    def _step_s(self, rows: int, context_tokens: int, prompt_tokens: int) -> float:
-        """Returns what such a step takes; 0 before a prompt was measured."""
-        cost = self._step_cost
-        return cost.estimate_s(rows, context_tokens, prompt_tokens) if cost.known else 0.0
