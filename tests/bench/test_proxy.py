@@ -60,8 +60,8 @@ def test_chunks_are_counted_however_they_are_read(size: int) -> None:
             pieces = [data[: len(HEAD)], *(data[at : at + size] for at in range(len(HEAD), len(data), size))]
             over = [client.feed(float(now), piece) for now, piece in enumerate(pieces)]
             assert over == [*(False for _ in pieces[1:]), True]
-            assert client.reply is not None
-            assert (client.reply.chunks, client.reply.error) == (5, "")
+            assert client.answer is not None
+            assert (client.answer.chunks, client.answer.error) == (5, "")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_an_answer_that_is_not_whole_is_a_failure(pieces: list[bytes], error: st
         client = RawClient(connection, 5)
         client.begin(RawAnswer(0.0))
         assert [client.feed(0.0, piece) for piece in pieces][-1]
-        assert client.reply is not None
-        assert client.reply.error == error
+        assert client.answer is not None
+        assert client.answer.error == error
 
 
 def test_a_run_without_a_peer_has_pdserves_rows_and_says_so() -> None:

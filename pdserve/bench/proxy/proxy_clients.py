@@ -60,36 +60,36 @@ class RawAnswer:
 class RawClient:
     """One kept connection with one request on it at a time. It does no I/O, but knows its socket's number."""
 
-    __slots__ = ("_expected", "_size", "_tail", "_whole_bytes", "connection", "reply")
+    __slots__ = ("_expected", "_size", "_tail", "_whole_bytes", "answer", "connection")
 
     def __init__(self, connection: socket.socket, expected_chunks: int) -> None:
         """``expected_chunks`` is the number of chunks of a stream; 0 for an answer in one piece."""
         self.connection = connection
         self._expected = expected_chunks
-        self.reply: RawAnswer | None = None
+        self.answer: RawAnswer | None = None
 
-    def begin(self, reply: RawAnswer) -> None:
-        self.reply = reply
+    def begin(self, answer: RawAnswer) -> None:
+        self.answer = answer
         self._tail = b""
         self._size = 0
         self._whole_bytes = 0
 
     def feed(self, now: float, data: bytes) -> bool:
         """Takes what a read at ``now`` brought, nothing at the connection's end. Returns whether the answer is over."""
-        reply = self.reply
-        assert reply is not None
+        answer = self.answer
+        assert answer is not None
         if not data:
-            reply.error = "the connection ended within the answer"
+            answer.error = "the connection ended within the answer"
         elif not self._size and not data.startswith(b"HTTP/1.1 200 "):
-            reply.error = data[:_SHOWN].decode("latin-1")
-        elif not self._take(reply, now, data):
+            answer.error = data[:_SHOWN].decode("latin-1")
+        elif not self._take(answer, now, data):
             return False
-        reply.ended_s = now
-        if self._expected and not reply.error and reply.chunks != self._expected:
-            reply.error = f"{reply.chunks} chunks came where {self._expected} were sent"
+        answer.ended_s = now
+        if self._expected and not answer.error and answer.chunks != self._expected:
+            answer.error = f"{answer.chunks} chunks came where {self._expected} were sent"
         return True
 
-    def _take(self, reply: RawAnswer, now: float, data: bytes) -> bool:
+    def _take(self, answer: RawAnswer, now: float, data: bytes) -> bool:
         self._size += len(data)
         if not self._expected:
             return self._take_whole(data)
@@ -97,7 +97,7 @@ class RawClient:
         # The tail is shorter than a mark, so that a mark that lies across two reads is counted once.
         count = seen.count(CHUNK_MARK)
         if count:
-            reply.arrivals.append((now, count))
+            answer.arrivals.append((now, count))
         self._tail = seen[1 - len(CHUNK_MARK) :]
         return seen.endswith(_STREAM_END)
 
@@ -129,10 +129,10 @@ class ClientLoad(msgspec.Struct, frozen=True):
 
 
 def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[RawAnswer]:
-    """Returns every reply, including incomplete ones. Raises OSError if a request cannot be sent."""
+    """Returns every answer, including incomplete ones. Raises OSError if a request cannot be sent."""
     clients = {connection.fileno(): RawClient(connection, load.chunks) for connection in connections}
     idle = deque(clients.values())
-    replies: list[RawAnswer] = []
+    answers: list[RawAnswer] = []
     with select.epoll(len(clients)) as poll:
         for number, client in clients.items():
             client.connection.setblocking(False)
@@ -143,9 +143,9 @@ def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Ra
         under_way = 0
         while (now := time.perf_counter()) < limit:
             while idle and schedule and schedule[0] <= now:
-                client, reply = idle.popleft(), RawAnswer(heapq.heappop(schedule))
-                replies.append(reply)
-                client.begin(reply)
+                client, answer = idle.popleft(), RawAnswer(heapq.heappop(schedule))
+                answers.append(answer)
+                client.begin(answer)
                 client.connection.sendall(load.request)
                 under_way += 1
             if not under_way and not schedule:
@@ -155,10 +155,10 @@ def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Ra
                 client = clients[number]
                 data = receive(client.connection, _READ_BYTES)
                 now = time.perf_counter()
-                if client.reply is None:
+                if client.answer is None:
                     poll.unregister(number)  # an idle connection ended
                 elif client.feed(now, data):
-                    client.reply = None
+                    client.answer = None
                     under_way -= 1
                     if data:
                         idle.append(client)
@@ -167,9 +167,9 @@ def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Ra
                     else:
                         poll.unregister(number)
     for client in clients.values():
-        if client.reply is not None:
-            client.reply.error = f"not over after {load.timeout_s:g} s"
-    return replies
+        if client.answer is not None:
+            client.answer.error = f"not over after {load.timeout_s:g} s"
+    return answers
 
 
 def _schedule(load: ClientLoad, start: float, clients: int) -> list[float]:
@@ -236,35 +236,35 @@ def run(order: ProxyLoadOrder) -> ProxyLoadReport:
             connection.recv(4096)
         after_mib = peak_mib(order.watched)
         before_s = cpu_s(order.watched)
-        replies = send_load(connections, order.load)
+        answers = send_load(connections, order.load)
         after_s = cpu_s(order.watched)
     return _report(
-        replies,
+        answers,
         {name: after_s[name] - before_s[name] for name in order.watched},
         {name: after_mib[name] - before_mib[name] for name in order.watched},
     )
 
 
-def _report(replies: Sequence[RawAnswer], used_s: dict[str, float], memory_mib: dict[str, float]) -> ProxyLoadReport:
-    good = [reply for reply in replies if not reply.error]
-    errors = dict.fromkeys(reply.error for reply in replies if reply.error)
+def _report(answers: Sequence[RawAnswer], used_s: dict[str, float], memory_mib: dict[str, float]) -> ProxyLoadReport:
+    good = [answer for answer in answers if not answer.error]
+    errors = dict.fromkeys(answer.error for answer in answers if answer.error)
     return ProxyLoadReport(
         answered=len(good),
-        failed=len(replies) - len(good),
+        failed=len(answers) - len(good),
         errors=tuple(itertools.islice(errors, _SHOWN_ERRORS)),
-        chunks=sum(reply.chunks for reply in good),
-        seconds=max((reply.ended_s for reply in good), default=0.0) - min((reply.due_s for reply in good), default=0.0),
-        first_s=distribution([reply.arrivals[0][0] - reply.due_s for reply in good if reply.arrivals]),
-        latency_s=distribution([reply.ended_s - reply.due_s for reply in good]),
-        gaps_s=distribution([gap for reply in good for gap in _gaps_s(reply)]),
+        chunks=sum(answer.chunks for answer in good),
+        seconds=max((one.ended_s for one in good), default=0.0) - min((one.due_s for one in good), default=0.0),
+        first_s=distribution([answer.arrivals[0][0] - answer.due_s for answer in good if answer.arrivals]),
+        latency_s=distribution([answer.ended_s - answer.due_s for answer in good]),
+        gaps_s=distribution([gap for answer in good for gap in _gaps_s(answer)]),
         cpu_s=used_s,
         memory_mib=memory_mib,
     )
 
 
-def _gaps_s(reply: RawAnswer) -> list[float]:
-    """Returns the gaps between the reply's chunks. Chunks that came in one read are 0 apart."""
-    times = [now for now, count in reply.arrivals for _ in range(count)]
+def _gaps_s(answer: RawAnswer) -> list[float]:
+    """Returns the gaps between the answer's chunks. Chunks that came in one read are 0 apart."""
+    times = [now for now, count in answer.arrivals for _ in range(count)]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 

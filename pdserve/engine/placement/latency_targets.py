@@ -159,6 +159,6 @@ class LatencyTargets:
             least_s = cost.estimate_s(rows, context_tokens, LEAST_PROMPT_TOKENS) if cost.known else 0.0
             if decoding_s <= _LITTLE_OVER * itl_s and itl_s < least_s:
                 return TtftAim(TTFT_PATIENCE * ttft_s, ttft_s if for_all_s < least_s else math.inf)
-            if itl_s < ITL_FACTOR * decoding_s:
+            if cost.decoding_known and itl_s < ITL_FACTOR * decoding_s:
                 return TtftAim(ttft_s)
         return TtftAim(TTFT_AIM * ttft_s if own_ms is not None or self._ttft_s else ttft_s)
