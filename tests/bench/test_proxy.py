@@ -14,7 +14,7 @@ import pytest
 from pdserve.bench.compare import changes
 from pdserve.bench.proxy.benchmark import IDLE, LATENCY, MANY, PLAIN, STREAMS, run
 from pdserve.bench.proxy.mock_backend import CHUNK
-from pdserve.bench.proxy.proxy_clients import RawAnswer, RawClient
+from pdserve.bench.proxy.proxy_clients import CountedAnswer, RawClient
 from pdserve.bench_config import BenchProxyConfig, ProxyBenchConfig
 from pdserve.errors import ConfigError
 
@@ -54,7 +54,7 @@ def test_chunks_are_counted_however_they_are_read(size: int) -> None:
     with socket.socket() as connection:
         client = RawClient(connection, 5)
         for _ in range(2):  # The requests follow each other on one connection.
-            client.begin(RawAnswer(0.0))
+            client.begin(CountedAnswer(0.0))
             data = HEAD + 5 * FRAMED + END
             # The client reads the status from its first piece, so the head is never cut.
             pieces = [data[: len(HEAD)], *(data[at : at + size] for at in range(len(HEAD), len(data), size))]
@@ -75,7 +75,7 @@ def test_chunks_are_counted_however_they_are_read(size: int) -> None:
 def test_an_answer_that_is_not_whole_is_a_failure(pieces: list[bytes], error: str) -> None:
     with socket.socket() as connection:
         client = RawClient(connection, 5)
-        client.begin(RawAnswer(0.0))
+        client.begin(CountedAnswer(0.0))
         assert [client.feed(0.0, piece) for piece in pieces][-1]
         assert client.answer is not None
         assert client.answer.error == error

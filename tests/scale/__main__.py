@@ -84,7 +84,7 @@ class Proxy:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
         request = head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
         load = ClientLoad(request, 0, seconds, rate, once=False, timeout_s=seconds + 30)
-        return [(reply.ended_s - reply.due_s, reply.error) for reply in send_load(connections, load)]
+        return [(answer.ended_s - answer.due_s, answer.error) for answer in send_load(connections, load)]
 
     @contextmanager
     def connections(self) -> Iterator[list[socket.socket]]:

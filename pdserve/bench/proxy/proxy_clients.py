@@ -41,8 +41,8 @@ _SHOWN = 200
 
 
 @dataclass(slots=True)
-class RawAnswer:
-    """One answer. Times are seconds of one monotonic clock."""
+class CountedAnswer:
+    """The chunks of one answer, counted as they come. Times are seconds of one monotonic clock."""
 
     due_s: float
     """The time at which its request was due."""
@@ -66,9 +66,9 @@ class RawClient:
         """``expected_chunks`` is the number of chunks of a stream; 0 for an answer in one piece."""
         self.connection = connection
         self._expected = expected_chunks
-        self.answer: RawAnswer | None = None
+        self.answer: CountedAnswer | None = None
 
-    def begin(self, answer: RawAnswer) -> None:
+    def begin(self, answer: CountedAnswer) -> None:
         self.answer = answer
         self._tail = b""
         self._size = 0
@@ -89,7 +89,7 @@ class RawClient:
             answer.error = f"{answer.chunks} chunks came where {self._expected} were sent"
         return True
 
-    def _take(self, answer: RawAnswer, now: float, data: bytes) -> bool:
+    def _take(self, answer: CountedAnswer, now: float, data: bytes) -> bool:
         self._size += len(data)
         if not self._expected:
             return self._take_whole(data)
@@ -128,11 +128,11 @@ class ClientLoad(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[RawAnswer]:
+def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[CountedAnswer]:
     """Returns every answer, including incomplete ones. Raises OSError if a request cannot be sent."""
     clients = {connection.fileno(): RawClient(connection, load.chunks) for connection in connections}
     idle = deque(clients.values())
-    answers: list[RawAnswer] = []
+    answers: list[CountedAnswer] = []
     with select.epoll(len(clients)) as poll:
         for number, client in clients.items():
             client.connection.setblocking(False)
@@ -143,7 +143,7 @@ def send_load(connections: Sequence[socket.socket], load: ClientLoad) -> list[Ra
         under_way = 0
         while (now := time.perf_counter()) < limit:
             while idle and schedule and schedule[0] <= now:
-                client, answer = idle.popleft(), RawAnswer(heapq.heappop(schedule))
+                client, answer = idle.popleft(), CountedAnswer(heapq.heappop(schedule))
                 answers.append(answer)
                 client.begin(answer)
                 client.connection.sendall(load.request)
@@ -245,7 +245,9 @@ def run(order: ProxyLoadOrder) -> ProxyLoadReport:
     )
 
 
-def _report(answers: Sequence[RawAnswer], used_s: dict[str, float], memory_mib: dict[str, float]) -> ProxyLoadReport:
+def _report(
+    answers: Sequence[CountedAnswer], used_s: dict[str, float], memory_mib: dict[str, float]
+) -> ProxyLoadReport:
     good = [answer for answer in answers if not answer.error]
     errors = dict.fromkeys(answer.error for answer in answers if answer.error)
     return ProxyLoadReport(
@@ -262,7 +264,7 @@ def _report(answers: Sequence[RawAnswer], used_s: dict[str, float], memory_mib: 
     )
 
 
-def _gaps_s(answer: RawAnswer) -> list[float]:
+def _gaps_s(answer: CountedAnswer) -> list[float]:
     """Returns the gaps between the answer's chunks. Chunks that came in one read are 0 apart."""
     times = [now for now, count in answer.arrivals for _ in range(count)]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
