@@ -147,6 +147,18 @@ def pdserve(*argv: str, prefix: Sequence[str] = (), **environ: str) -> Iterator[
         yield process
 
 
+def lean_torch_command(module: str, *args: str) -> tuple[str, ...]:
+    """Returns the command that calls ``main`` of ``module`` with ``args``, in a process with the torch of an engine."""
+    program = f"""
+import sys
+from pdserve.models.lean_torch import import_torch
+import_torch()
+from {module} import main
+main(*sys.argv[1:])
+"""
+    return (sys.executable, "-c", program, *args)
+
+
 def alive(pid: int) -> bool:
     """Returns whether there is a process with this id that has not ended."""
     try:

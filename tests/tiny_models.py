@@ -14,11 +14,14 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 VOCAB_SIZE = 512
@@ -106,10 +109,18 @@ OTHERS: dict[str, PretrainedConfig] = {
     ),
 }
 
+_WITHOUT_HEAD_SIZE = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+FALLBACK: dict[str, PretrainedConfig] = {
+    "olmo2": Olmo2Config(**_WITHOUT_HEAD_SIZE),
+    "mixtral": MixtralConfig(**_WITHOUT_HEAD_SIZE, num_local_experts=4, num_experts_per_tok=2),
+    "starcoder2": Starcoder2Config(**_WITHOUT_HEAD_SIZE, sliding_window=WINDOW),
+}
+"""A dense model, one with experts, and one with windows. None has a decoder here: transformers computes them."""
 
-def save_tiny_chat_model(tokenizer: Path, folder: Path, **shape: int) -> Path:
-    """Saves a random Llama that a node can serve, with the tokenizer and chat template in the folder ``tokenizer``."""
-    save_tiny_model("llama", folder, **shape)
+
+def save_tiny_chat_model(tokenizer: Path, folder: Path, family: str = "llama", /, **shape: int) -> Path:
+    """Saves a random model that a node can serve, with the tokenizer and chat template in the folder ``tokenizer``."""
+    save_tiny_model(family, folder, **shape)
     for path in (*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")):
         shutil.copy(path, folder)
     return folder
@@ -119,7 +130,7 @@ def save_tiny_model(family: str, folder: Path, **shape: int) -> Path:
     """Saves a random model of ``family`` in ``folder``, always the same one. ``shape`` overrides ``SHAPE``."""
     torch.manual_seed(sum(family.encode()))
     auto: Any = AutoModelForCausalLM
-    config = (FAMILIES | OTHERS)[family]
+    config = (FAMILIES | OTHERS | FALLBACK)[family]
     config = type(config).from_dict(config.to_dict() | shape)
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():

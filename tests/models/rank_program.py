@@ -1,7 +1,7 @@
 """A program that computes one model on several ranks, each of which is a fork of it, and prints what rank 0 got.
 
-One process imports torch for all ranks. Standard input has a list of ``Case`` and standard output gets a list of
-``Result``, both as JSON.
+``processes.lean_torch_command`` runs it. One process imports torch for all ranks. Standard input has a list of
+``Case`` and standard output gets a list of ``Result``, both as JSON.
 """
 
 from __future__ import annotations
@@ -99,7 +99,3 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case])
     sys.stdout.buffer.write(msgspec.json.encode([split(case) for case in cases]))
-
-
-if __name__ == "__main__":
-    main()

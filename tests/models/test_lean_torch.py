@@ -1,11 +1,23 @@
-"""Tests that an engine's torch lacks what it never uses, and that whatever needs that later gets it."""
+"""Tests that an engine's torch lacks what it never uses, and computes every kind of model as a whole torch does."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
+from gguf import GGMLQuantizationType
+
+from pdserve.settings import cache_folder
+from tests.models.lean_program import Case, Results, answer
+from tests.processes import lean_torch_command
+from tests.tiny_gguf import save_tiny_gguf
+from tests.tiny_models import FALLBACK, FAMILIES, save_tiny_model
+
+pytestmark = pytest.mark.integration
 
 PROGRAM = """
 import sys
@@ -19,7 +31,42 @@ print(torch.linalg.inv_ex(torch.empty(2, 2, device="meta")).inverse.shape)
 """
 
 
-@pytest.mark.integration
 def test_the_part_for_tensors_without_memory_comes_when_it_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["False False", "[[3.0, 3.0], [3.0, 3.0]]", "torch.Size([2, 2])"]
+
+
+STORED = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """Returns every family that has a decoder here, every format of a GGUF file, and models of transformers."""
+    root = tmp_path_factory.mktemp("models")
+    llama = save_tiny_model("llama", root / "of-gguf", **WIDTHS)
+    files = [
+        save_tiny_gguf(llama, root / f"{kind}.gguf", quantized=GGMLQuantizationType[kind], widths=(64, 96))
+        for kind in STORED
+    ]
+    native = [save_tiny_model(family, root / family) for family in sorted(FAMILIES)]
+    others = [save_tiny_model(family, root / family) for family in sorted(FALLBACK)]
+    return [
+        *(Case(str(path), compiled) for path in (*files, *native) for compiled in (False, True)),
+        # The last ones, because they complete the process's torch.
+        *(Case(str(path), False) for path in others),
+    ]
+
+
+def test_every_module_and_every_kind_of_model_runs_in_an_engines_torch(cases: list[Case]) -> None:
+    cache = cache_folder(os.environ)
+    done = subprocess.run(
+        lean_torch_command("tests.models.lean_program", str(cache)),
+        input=msgspec.json.encode(cases),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=240,
+    )
+    found = msgspec.json.decode(done.stdout, type=Results)
+    assert not found.unimportable
+    assert found.tokens == [answer(case, Path(cache)) for case in cases]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from pdserve.config import TpBackend
 from pdserve.errors import ModelError
 from pdserve.models.tp.shares import TpGroup, kv_share, share, vocab_part, vocab_share
 from tests.models.rank_program import Case, Result
+from tests.processes import lean_torch_command
 from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -109,7 +109,7 @@ def reference(folder: Path) -> list[list[int]]:
 
 def computed(cases: list[Case]) -> list[Result]:
     out = subprocess.run(
-        [sys.executable, "-m", "tests.models.rank_program"],
+        lean_torch_command("tests.models.rank_program"),
         input=msgspec.json.encode(cases),
         stdout=subprocess.PIPE,
         check=True,

@@ -10,9 +10,9 @@ import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import OutsideConfig
@@ -20,6 +20,9 @@ from pdserve.models.checkpoint.family_settings import FULL, SLIDING
 from pdserve.models.decoders.hf_decoder import HfDecoder, load_hf_model
 from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 """The rotary scalings whose frequencies depend on the context length, which a short prompt does not show."""

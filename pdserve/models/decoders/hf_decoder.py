@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._meta_registrations  # what lean_torch leaves out: models are built without memory first
+import torch._meta_registrations  # see lean_torch: transformers' models need it, and it has to come before them
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 

@@ -1,0 +1,26 @@
+"""Tests that P/D clusters serve models that only transformers computes, with the tokens of transformers, in fp32."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import cluster
+from tests.tiny_models import FALLBACK, VOCAB_SIZE, Reference, save_tiny_chat_model
+
+NEW_TOKENS = 8
+PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (5, 37, 100)]
+FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+
+
+@pytest.mark.parametrize("family", sorted(FALLBACK))
+def test_a_pair_gives_the_tokens_of_transformers(demo_model: Path, tmp_path: Path, family: str) -> None:
+    model = save_tiny_chat_model(demo_model, tmp_path, family)
+    reference = Reference(model, NEW_TOKENS)
+    wanted = [reference.answer(prompt) for prompt in PROMPTS]
+    with cluster(model, *FLAGS) as pair:
+        assert [pair.complete(prompt, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS] == wanted
+        (decode,) = pair.decode
+        assert decode.metric("prefills_total", source="remote") == 2

@@ -1,0 +1,83 @@
+"""A program that computes models and prints the tokens. ``processes.lean_torch_command`` runs it.
+
+It first imports every module of an engine, each before all others, in a fork of its own, and notes those that cannot
+be imported. Standard input has a list of ``Case`` and standard output gets a ``Results``, as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+import torch
+
+import pdserve.engine
+import pdserve.grammars
+import pdserve.models
+import pdserve_kernels
+
+PACKAGES = (pdserve.models, pdserve.engine, pdserve.grammars, pdserve_kernels)
+
+
+class Case(msgspec.Struct, frozen=True):
+    path: str
+    compiled: bool
+    """Whether the compiled kernels compute it, in bf16 and from its file's blocks."""
+
+
+class Results(msgspec.Struct, frozen=True):
+    unimportable: list[str]
+    tokens: list[list[int]]
+
+
+def answer(case: Case, cache: Path) -> list[int]:
+    """Returns the greedy tokens after a prompt of two chunks."""
+    # Imported at the top of this file, these would be there before every other module of an engine.
+    from pdserve.config import Dtype
+    from pdserve.models.checkpoint.decoder_config import read_decoder_config
+    from pdserve.models.runner import ModelRunner
+    from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+    from tests.models.greedy import greedy_tokens, small_runner
+
+    path = Path(case.path)
+    if case.compiled:
+        kernels = CompiledKernels(cache)
+        config = read_decoder_config(path)
+        runner = ModelRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
+    else:
+        runner = small_runner(path)
+    return greedy_tokens(runner, range(100, 137), 8, chunk=20)
+
+
+def unimportable() -> list[str]:
+    """Returns the modules that cannot be the first that is imported into an engine's torch, and why."""
+    names = [
+        found.name for package in PACKAGES for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    ]
+    read, write = os.pipe()
+    for name in names:
+        if name.endswith("__main__"):
+            continue
+        child = os.fork()
+        if child == 0:
+            try:
+                import_module(name)
+            except Exception as exc:
+                os.write(write, f"{name}: {exc}\n".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        return told.read().splitlines()
+
+
+def main(cache: str) -> None:
+    cases = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case])
+    failing = unimportable()
+    torch.set_num_threads(1)
+    results = Results(failing, [answer(case, Path(cache)) for case in cases])
+    sys.stdout.buffer.write(msgspec.json.encode(results))
