@@ -3,9 +3,10 @@
 torch imports that part (``torch._meta_registrations``: Python functions that tell the shapes of results) at its end,
 for compilers and for modules that are built without memory. An engine computes with memory from the beginning. Whoever
 needs the part later imports it, and gets it: nothing stays in its place. It has to come before anything that imports
-it in its turn (``torch._dynamo``, ``torch._decomp`` and so all models of transformers): these modules import each other
-in a circle, which can only be entered here. So ``hf_decoder``, the one module that imports models of transformers,
-imports the part first.
+it in its turn (``torch._dynamo``, ``torch._decomp`` and so all models and quantisers of transformers): these modules
+import each other in a circle, which can only be entered here. So ``hf_decoder`` and ``outside_config``, which import
+these parts of transformers, import this part first. ``tests/models/test_lean_torch.py`` imports every module of an
+engine before all others.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pdserve.errors import ModelError
@@ -196,6 +197,20 @@ def test_a_gemma3_with_images_is_refused_for_outer_settings(tmp_path: Path, valu
         read_decoder_config(written(tmp_path, {"model_type": "gemma3", "text_config": SMALL} | values))
 
 
+WITHOUT_EFFECT = {
+    *("attention_dropout", "initializer_range", "output_router_logits", "router_aux_loss_coef"),  # for training
+    *("bos_token_id", "pad_token_id", "use_cache"),  # for transformers' own loop and tokenizer
+    "pretraining_tp",  # how Llama was trained; transformers reads it no more
+}
+
+
+@pytest.mark.parametrize("family", sorted(SETTINGS))
+def test_every_setting_of_a_family_is_read_or_has_no_effect(family: str) -> None:
+    """A new version of transformers may give a family a setting that changes its answers."""
+    own, shared = ({field.name for field in fields(kind)} for kind in (CONFIG_MAPPING[family], PretrainedConfig))
+    assert own - shared - set(SETTINGS[family].__struct_fields__) <= WITHOUT_EFFECT
+
+
 WRONG: list[dict[str, Any]] = [
     {"hidden_size": None},
     {"hidden_size": "64"},
@@ -210,6 +225,8 @@ WRONG: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "unheard-of"}},
     {"rope_scaling": []},
     {"per_layer_config": {"2": {"head_dim": 32}}},
+    {"partial_rotary_factor": 0.5},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     {"is_causal": False},
     {"is_causal": None},
 ]

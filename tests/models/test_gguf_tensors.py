@@ -17,6 +17,7 @@ from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import resolve_model, served_model_name
+from pdserve.models.checkpoint.family_settings import LinearScaling
 from pdserve.models.checkpoint.gguf_file import read_gguf
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 from pdserve.models.checkpoint.weights import ALL, Checkpoint, fingerprint
@@ -49,6 +50,37 @@ def test_the_shape_is_read(tmp_path: Path) -> None:
     assert (config.heads, config.kv_heads, config.head_dim, config.num_layers) == (6, 2, 10, 3)
     assert (config.max_positions, config.vocab_size, config.tied_embeddings) == (512, 512, True)
     assert config.eos_token_ids == {2, 7}
+
+
+def test_settings_that_change_nothing_are_read(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    plain = read_decoder_config(save_tiny_gguf(folder, tmp_path / "plain.gguf"))
+    for window in (0, 512):
+        extra = {"llama.attention.sliding_window": window, "llama.rope.scaling.factor": 1.0}
+        assert read_decoder_config(save_tiny_gguf(folder, tmp_path / f"{window}.gguf", extra)) == plain
+
+
+def test_a_rotary_factor_alone_scales_linearly(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", {"llama.rope.scaling.factor": 4.0})
+    assert read_decoder_config(path).rotary.scaling == LinearScaling(4.0)
+
+
+def test_formats_and_tensors_are_checked_before_any_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(GgufTensors, "read", read)
+    folder = save_tiny_model("llama", tmp_path / "folder")
+    path = save_tiny_gguf(folder, tmp_path / "tiny.gguf")
+    whole = path.read_bytes()
+    for found, written, match in (
+        (b"blk.2.ffn_up.weight", b"blk.2.ffn_up.strange", r"ffn_up.*strange|up_proj"),
+        (b"blk.1.attn_norm.weight", b"blk.7.attn_norm.weight", r"layers\.[17]\.input_layernorm"),
+    ):
+        path.write_bytes(whole.replace(found, written[: len(found)]))
+        with pytest.raises(ModelError, match=match):
+            small_runner(path)
 
 
 def test_llama_3_divides_its_rotary_frequencies(tmp_path: Path) -> None:
@@ -104,6 +136,11 @@ def test_it_is_served_under_its_name(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, r"llama\.expert_count"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count"),
+        ({"llama.attention.sliding_window": 64}, r"llama\.attention\.sliding_window"),
+        ({"llama.final_logit_softcapping": 30.0}, r"llama\.final_logit_softcapping"),
+        ({"llama.rope.freq_base_swa": 5.0}, r"llama\.rope\.freq_base_swa"),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, r"rope\.scaling\.factor.* 4\.0"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, r"rope\.scaling\.attn_factor 2\.0"),
         ({"split.count": 2}, "one part of several"),
     ],
 )

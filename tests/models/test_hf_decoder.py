@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import (
     BloomConfig,
     Cohere2Config,
     Gemma2Config,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
@@ -69,6 +72,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "starcoder2": Starcoder2Config(**SHAPE, sliding_window=WINDOW),
     "granite": GraniteConfig(**SHAPE, attention_multiplier=0.3, logits_scaling=3.0, residual_multiplier=0.7),
     "cohere2": Cohere2Config(**SHAPE, sliding_window=50, layer_types=["sliding_attention"] * 2),
+    "glm4": Glm4Config(**SHAPE, head_dim=12),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
 PROMPTS = [[5, 9, 77], list(range(100, 160))]
@@ -175,3 +179,78 @@ def test_it_has_one_rank(tmp_path: Path) -> None:
     building = Building(Checkpoint(folder, torch.float32), TorchKernels(), Unsummed(0, 2))
     with pytest.raises(ModelError, match=r"--tensor-parallel-size 2 is for .*llama.*olmo2 model has one rank"):
         build_decoder(read_decoder_config(folder), building, 64, torch.float32)
+
+
+def rewritten(folder: Path, changes: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    changes(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    """Does what exporters of FP8 do: each matrix of the layers is divided by a scale, which is stored beside it."""
+    for name, tensor in list(tensors.items()):
+        if "layers" in name and tensor.dim() == 2:
+            scale = tensor.abs().max() / 448
+            tensors[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            tensors[name.removesuffix("weight") + "weight_scale"] = scale.reshape(1)
+
+
+@pytest.fixture
+def no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("pdserve.models.decoders.hf_check.load_hf_model", read)
+
+
+SAID: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
+    ({}, None, r"are quantised.*tensor '.*weight' is in F8_E4M3, with the scale '.*weight_scale'"),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, None, r"config\.json: modelopt, FP8"),
+    ({}, {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}, r"hf_quant.*: modelopt, NVFP4"),
+    ({"compression_config": {"quant_method": "unheard-of"}}, None, r"config\.json: unheard-of"),
+    ({"quantization_config": {"bits": 4}}, None, "without a quant_method"),
+]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4"])
+@pytest.mark.parametrize(("config", "beside", "match"), SAID)
+def test_quantised_weights_are_refused_before_they_are_read(
+    tmp_path: Path,
+    no_weights_are_read: None,
+    family: str,
+    config: dict[str, Any],
+    beside: dict[str, Any] | None,
+    match: str,
+) -> None:
+    folder = rewritten(save(FAMILIES[family], tmp_path), quantise)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if beside is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    with pytest.raises(ModelError, match=match):
+        small_runner(folder)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4"])
+def test_unknown_and_missing_tensors_are_named_before_any_is_read(
+    tmp_path: Path, no_weights_are_read: None, family: str
+) -> None:
+    folder = save(FAMILIES[family], tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    rewritten(folder, lambda tensors: tensors.update({name: torch.ones(1)}))
+    with pytest.raises(ModelError, match=rf"one tensor that this architecture lacks, .*: {re.escape(name)}"):
+        small_runner(folder)
+    save(FAMILIES[family], folder)
+    rewritten(folder, lambda tensors: tensors.__delitem__("model.norm.weight"))
+    with pytest.raises(ModelError, match=r"lacks tensors.*model\.norm\.weight"):
+        small_runner(folder)
+
+
+def test_tensors_that_transformers_may_leave_unread_are_no_error(tmp_path: Path) -> None:
+    gpt = save(FAMILIES["gpt-neox"], tmp_path / "gpt-neox")
+    masks = {f"gpt_neox.layers.{i}.attention.bias": torch.ones(4, 4, dtype=torch.bool) for i in range(2)}
+    masks |= {f"gpt_neox.layers.{i}.attention.rotary_emb.inv_freq": torch.zeros(6) for i in range(2)}
+    small_runner(rewritten(gpt, lambda tensors: tensors.update(masks)))

@@ -86,7 +86,9 @@ def test_projections_of_several_formats_lie_side_by_side(tmp_path: Path, kernels
     checkpoint = Checkpoint(path, torch.bfloat16)
     building = Building(checkpoint, kernels, Unsummed(0, 1), kernels)
     prefix = "model.layers.0.self_attn"
-    parts = [Projection(f"{prefix}.{name}_proj", out, ALL) for name, out in (("q", 64), ("k", 32), ("v", 32))]
+    parts = [
+        Projection(f"{prefix}.{name}_proj", out, ALL, biased=True) for name, out in (("q", 64), ("k", 32), ("v", 32))
+    ]
     joined = column_parallel(building, 64, parts)
     assert isinstance(joined, SideBySide)
     assert len(joined.linears) == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
-from pdserve.models.checkpoint.weights import Checkpoint, fingerprint, weight_files
+from pdserve.models.checkpoint.weights import Checkpoint, SafetensorsFiles, fingerprint, weight_files
 from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building
 from pdserve.models.runner import ModelRunner, StepRow
@@ -43,6 +44,71 @@ def test_unknown_tensor_is_named(tmp_path: Path) -> None:
     rewrite(folder, load_file(folder / "model.safetensors") | {"model.extra.weight": torch.zeros(2)})
     with pytest.raises(ModelError, match=r"model\.extra\.weight"):
         load(folder)
+
+
+@pytest.fixture
+def no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(SafetensorsFiles, "read", read)
+
+
+QWEN3_NORM = "model.layers.1.self_attn.q_norm.weight"
+QWEN2_BIAS = "model.layers.2.self_attn.k_proj.bias"
+LLAMA_BIAS = "model.layers.0.self_attn.v_proj.bias"
+SCALE = "model.layers.0.mlp.up_proj.weight_scale"
+EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "missing", "unknown"),
+    [
+        ("qwen3", QWEN3_NORM, None),
+        ("qwen2", QWEN2_BIAS, None),
+        ("qwen3-moe", EXPERT, None),
+        # transformers would leave it unread, because the configuration says that there is none.
+        ("llama", None, LLAMA_BIAS),
+        ("gemma3", None, SCALE),
+    ],
+)
+def test_tensors_are_compared_before_any_is_read(
+    tmp_path: Path, no_weights_are_read: None, family: str, missing: str | None, unknown: str | None
+) -> None:
+    folder = save_tiny_model(family, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    if missing is not None:
+        del tensors[missing]
+    if unknown is not None:
+        tensors[unknown] = torch.ones(20)
+    rewrite(folder, tensors)
+    with pytest.raises(ModelError, match=re.escape(missing or unknown or "")):
+        load(folder)
+
+
+def test_weights_that_are_quantised_are_refused(tmp_path: Path, no_weights_are_read: None) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, tensors | {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)})
+    with pytest.raises(ModelError, match=rf"quantised.*{re.escape(name)}' is in F8_E4M3, with the scale .*_scale'"):
+        load(folder)
+    rewrite(folder, tensors | {name: tensors[name].to(torch.int8)})
+    with pytest.raises(ModelError, match=rf"quantised.*{re.escape(name)}' is in I8\."):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3-images"])
+def test_a_quantised_configuration_is_refused_by_its_method(tmp_path: Path, family: str) -> None:
+    folder = save_tiny_model(family, tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    inner = config | {"text_config": config["text_config"] | said} if "text_config" in config else config | said
+    for changed in (config | said, inner):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ModelError, match=r"are quantised \(config\.json: fp8\)"):
+            read_decoder_config(folder)
 
 
 WRONG: dict[str, list[dict[str, int]]] = {

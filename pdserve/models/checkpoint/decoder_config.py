@@ -16,8 +16,9 @@ from pdserve.models.checkpoint.family_settings import (
     Rotary,
     settings_from_json,
 )
-from pdserve.models.checkpoint.gguf_config import gguf_settings, rotary_divisors
+from pdserve.models.checkpoint.gguf_config import gguf_biases, gguf_settings, rotary_divisors
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
+from pdserve.models.checkpoint.quantisation import refuse_unknown_quantisation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,6 +45,10 @@ class DecoderConfig:
     attention_scale: float
     """The factor of the attention scores."""
     norm_eps: float
+    biases: frozenset[str]
+    """The names of the projections that have a bias, like ``q_proj``."""
+    head_norms: bool
+    """Whether the queries and keys of each head are normalised."""
     tied_embeddings: bool
     windows: tuple[int | None, ...]
     """The number of tokens that each layer sees, including the newest; None for a layer that sees all."""
@@ -94,6 +99,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
         divisors = rotary_divisors(file)
         return replace(
             config,
+            biases=config.biases | gguf_biases(file),
             rotary=replace(config.rotary, divisors=divisors),
             window_rotary=replace(config.window_rotary, divisors=divisors),
         )
@@ -105,6 +111,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
         outside = read_outside_config(path)
         return replace(outside, eos_token_ids=_eos_token_ids(outside.hf.eos_token_id, path))
     family, text = found
+    refuse_unknown_quantisation(path)
     try:
         settings = _gemma3_text_settings(text) if family == GEMMA3_WITH_IMAGES else settings_from_json(family, text)
     except ModelError as exc:
@@ -159,6 +166,8 @@ def _decoder_config(family: str, settings: LlamaSettings, path: Path) -> Decoder
             head_dim=settings.head_size(),
             attention_scale=settings.attention_scale(),
             norm_eps=settings.rms_norm_eps,
+            biases=settings.biases(),
+            head_norms=settings.head_norms,
             tied_embeddings=settings.tie_word_embeddings,
             windows=settings.windows(),
             max_positions=settings.max_position_embeddings,

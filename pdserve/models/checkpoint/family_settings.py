@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from pdserve.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ATTENTION_BIASES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+MLP_BIASES = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -89,12 +91,16 @@ class RotarySettings(msgspec.Struct, kw_only=True):
     mscale_all_dim: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
+    partial_rotary_factor: float | None = None
     full_attention: RotarySettings | None = None
     sliding_attention: RotarySettings | None = None
 
 
 class LlamaSettings(msgspec.Struct, kw_only=True):
     """The settings that all families share, with Llama's values for those that a file leaves out."""
+
+    head_norms: ClassVar[bool] = False
+    """Whether the queries and keys of each head are normalised."""
 
     vocab_size: Count = 32_000
     hidden_size: Count = 4096
@@ -112,8 +118,11 @@ class LlamaSettings(msgspec.Struct, kw_only=True):
     rope_scaling: RotarySettings | None = None
     rope_parameters: RotarySettings | None = None
     original_max_position_embeddings: Count | None = None
+    partial_rotary_factor: float | None = None
     per_layer_config: object = None
     is_causal: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
     def check(self) -> None:
         """Raises ModelError for a setting that would be computed wrongly."""
@@ -127,6 +136,12 @@ class LlamaSettings(msgspec.Struct, kw_only=True):
     def attention_scale(self) -> float:
         """Returns the factor of the attention scores."""
         return float(self.head_size() ** -0.5)
+
+    def biases(self) -> frozenset[str]:
+        """Returns the names of the projections that have a bias."""
+        return (ATTENTION_BIASES if self.attention_bias else frozenset()) | (
+            MLP_BIASES if self.mlp_bias else frozenset()
+        )
 
     def windows(self) -> tuple[int | None, ...]:
         """Returns the number of tokens that each layer sees; None for a layer that sees all."""
@@ -158,6 +173,11 @@ class LlamaSettings(msgspec.Struct, kw_only=True):
             raise ModelError("per_layer_config, settings of single layers, is not supported")
         if not self.is_causal:
             raise ModelError("is_causal has to be true: tokens that see later ones are not supported")
+        given = (self.rope_scaling, self.rope_parameters)
+        kinds = (kind for own in given if own for kind in (own.full_attention, own.sliding_attention))
+        for own in (self, *given, *kinds):
+            if own is not None and own.partial_rotary_factor not in (None, 1.0):
+                raise ModelError("partial_rotary_factor, positions in a part of each head, is not supported")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ModelError(f"{self.num_attention_heads} heads cannot share {self.hidden_size} hidden channels")
         if self.head_size() % 2:
@@ -171,6 +191,9 @@ class MistralSettings(LlamaSettings, kw_only=True):
     num_key_value_heads: Count | None = 8
     max_position_embeddings: Count = 131_072
     sliding_window: Count | None = 4096
+
+    def biases(self) -> frozenset[str]:
+        return frozenset()
 
     def windows(self) -> tuple[int | None, ...]:
         return (self.sliding_window,) * self.num_hidden_layers
@@ -189,6 +212,9 @@ class Qwen2Settings(LlamaSettings, kw_only=True):
     max_window_layers: int = 28
     layer_types: list[str] | None = None
 
+    def biases(self) -> frozenset[str]:
+        return ATTENTION_BIASES - {"o_proj"}
+
     def windows(self) -> tuple[int | None, ...]:
         window = self.sliding_window if self.use_sliding_window else None
         kinds = self.layer_types
@@ -201,12 +227,17 @@ class Qwen2Settings(LlamaSettings, kw_only=True):
 class Qwen3Settings(Qwen2Settings, kw_only=True):
     """Qwen 3 has heads of 128 channels where a file does not say otherwise."""
 
+    head_norms: ClassVar[bool] = True
     head_dim: Count | None = 128
+
+    def biases(self) -> frozenset[str]:
+        return ATTENTION_BIASES if self.attention_bias else frozenset()
 
 
 class Qwen3MoeSettings(LlamaSettings, kw_only=True):
     """Most layers have experts, and every layer sees a window if ``use_sliding_window`` allows it."""
 
+    head_norms: ClassVar[bool] = True
     vocab_size: Count = 151_936
     hidden_size: Count = 2048
     intermediate_size: Count = 6144
@@ -225,6 +256,9 @@ class Qwen3MoeSettings(LlamaSettings, kw_only=True):
     decoder_sparse_step: Count = 1
     mlp_only_layers: list[int] | None = None
 
+    def biases(self) -> frozenset[str]:
+        return ATTENTION_BIASES if self.attention_bias else frozenset()
+
     def windows(self) -> tuple[int | None, ...]:
         return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
 
@@ -240,6 +274,7 @@ class Qwen3MoeSettings(LlamaSettings, kw_only=True):
 class Gemma3Settings(LlamaSettings, kw_only=True):
     """Every sixth layer sees everything, the others see a window and turn faster."""
 
+    head_norms: ClassVar[bool] = True
     vocab_size: Count = 262_208
     hidden_size: Count = 2304
     intermediate_size: Count = 9216
@@ -277,6 +312,9 @@ class Gemma3Settings(LlamaSettings, kw_only=True):
 
     def attention_scale(self) -> float:
         return float(self.query_pre_attn_scalar**-0.5)
+
+    def biases(self) -> frozenset[str]:
+        return ATTENTION_BIASES if self.attention_bias else frozenset()
 
     def windows(self) -> tuple[int | None, ...]:
         kinds = self.layer_types

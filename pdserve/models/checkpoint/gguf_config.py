@@ -18,23 +18,22 @@ READ = frozenset(
         "attention.head_count_kv",
         "attention.key_length",
         "attention.layer_norm_rms_epsilon",
-        "attention.sliding_window",
         "attention.value_length",
-        "attn_logit_softcapping",
         "block_count",
         "context_length",
         "embedding_length",
         "feed_forward_length",
-        "final_logit_softcapping",
         "rope.dimension_count",
         "rope.freq_base",
-        "rope.freq_base_swa",
         "rope.scaling.attn_factor",
         "rope.scaling.factor",
         "rope.scaling.original_context_length",
         "rope.scaling.type",
         "vocab_size",
     }
+)
+READ_OF_GEMMA3 = frozenset(
+    {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "rope.freq_base_swa"}
 )
 WITHOUT_EFFECT = frozenset({"rope.scaling.finetuned", "tensor_data_layout"})
 
@@ -58,7 +57,8 @@ def gguf_settings(file: GgufFile) -> tuple[str, LlamaSettings]:
         raise ModelError(
             f"{file.path} holds a model of architecture {arch!r}; as GGUF files these work: {sorted(MODEL_TYPES)}"
         )
-    known = {f"{arch}.{key}" for key in READ | WITHOUT_EFFECT}
+    read = READ | READ_OF_GEMMA3 if arch == "gemma3" else READ
+    known = {f"{arch}.{key}" for key in read | WITHOUT_EFFECT | _windows_without_effect(file)}
     if unknown := sorted(key for key in file.metadata if key.startswith(f"{arch}.") and key not in known):
         raise ModelError(f"{file.path} has settings that are not supported: {', '.join(unknown[:5])}")
     hidden, heads = file.get(f"{arch}.embedding_length", int), file.get(f"{arch}.attention.head_count", int)
@@ -109,6 +109,20 @@ def rotary_divisors(file: GgufFile) -> tuple[float, ...]:
         raise ModelError(f"{ROTARY_DIVISORS} of {file.path} cannot be read: {exc}") from exc
 
 
+def _windows_without_effect(file: GgufFile) -> frozenset[str]:
+    """Returns the key of the sliding window if no context is longer, or if it is 0, which stands for none."""
+    key = "attention.sliding_window"
+    window = file.get(f"{file.architecture}.{key}", int, 0)
+    return frozenset({key} if not 0 < window < file.get(f"{file.architecture}.context_length", int) else ())
+
+
+def gguf_biases(file: GgufFile) -> frozenset[str]:
+    """Returns the names of the projections that have a bias, which the format says by its tensors alone."""
+    names = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
+    names |= {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+    return frozenset(name for part, name in names.items() if f"blk.0.{part}.bias" in file.tensors)
+
+
 def _vocabulary(file: GgufFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -117,15 +131,21 @@ def _vocabulary(file: GgufFile) -> int:
 
 
 def _end_of_sequence(file: GgufFile) -> list[int]:
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     return sorted({file.get(key, int) for key in keys if key in file.metadata})
 
 
 def _rotary(file: GgufFile) -> dict[str, Any]:
     arch = file.architecture
-    kind = file.get(f"{arch}.rope.scaling.type", str, "none")
+    factor = file.get(f"{arch}.rope.scaling.factor", float, 1.0)
+    # A file that names a factor alone means this one, as llama.cpp reads it.
+    kind = file.get(f"{arch}.rope.scaling.type", str, "none" if factor == 1.0 else "linear")
+    if (attention := file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)) != 1.0:
+        raise ModelError(f"{arch}.rope.scaling.attn_factor {attention} of {file.path} is not supported")
     parameters: dict[str, Any] = {"rope_theta": file.get(f"{arch}.rope.freq_base", float, 10_000.0)}
     if kind == "none":
+        if factor != 1.0:
+            raise ModelError(f"{arch}.rope.scaling.factor of {file.path} is {factor}, but its type is 'none'")
         return parameters | {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
         raise ModelError(f"rotary scaling {kind!r} of {file.path} is not supported")
@@ -133,8 +153,6 @@ def _rotary(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         original = file.get(f"{arch}.rope.scaling.original_context_length", int)
         parameters["original_max_position_embeddings"] = original
-    if (factor := file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)) != 1.0:
-        raise ModelError(f"{arch}.rope.scaling.attn_factor {factor} of {file.path} is not supported")
     return parameters
 
 

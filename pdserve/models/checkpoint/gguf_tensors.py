@@ -67,6 +67,15 @@ class GgufTensors:
         """See ``weights.TensorFiles``."""
         return self._tensors[name].shape
 
+    def check_formats(self) -> None:
+        """See ``weights.TensorFiles``."""
+        readable: set[int] = set()
+        for name, tensor in self._tensors.items():
+            stored = self._stored(name, tensor)
+            if tensor.kind not in readable:
+                self._plain(name, stored[:1], GGMLQuantizationType(tensor.kind))
+                readable.add(tensor.kind)
+
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """See ``weights.TensorFiles``."""
         stored = self._stored(name, self._tensors[name])

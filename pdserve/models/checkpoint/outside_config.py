@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch._meta_registrations  # noqa: F401  # see lean_torch: it has to come before transformers' quantisers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FAMILIES, OutsideConfig
 from pdserve.models.checkpoint.family_settings import Rotary
+from pdserve.models.checkpoint.quantisation import refuse_unknown_quantisation
 
 
 def read_outside_config(folder: Path) -> OutsideConfig:
@@ -19,6 +22,7 @@ def read_outside_config(folder: Path) -> OutsideConfig:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
         raise ModelError(f"{folder} is not a readable Hugging Face model folder: {exc}") from exc
+    refuse_unknown_quantisation(folder, AUTO_QUANTIZATION_CONFIG_MAPPING)
     _check(hf, folder)
     heads: int = hf.num_attention_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
@@ -33,6 +37,8 @@ def read_outside_config(folder: Path) -> OutsideConfig:
         head_dim=head_dim,
         attention_scale=head_dim**-0.5,
         norm_eps=0.0,
+        biases=frozenset(),
+        head_norms=False,
         tied_embeddings=bool(hf.tie_word_embeddings),
         windows=(None,) * hf.num_hidden_layers,
         max_positions=hf.max_position_embeddings,

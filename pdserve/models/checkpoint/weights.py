@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -20,6 +21,11 @@ from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 ALL = slice(None)
+PLAIN_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""The number formats of weights that are not quantised, as safetensors files name them."""
+WHOLE_FORMATS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
+ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
+"""The last part of the names of tables in older exports, which the configuration's settings give, too."""
 SAMPLES = 64
 SAMPLE_BYTES = 65_536
 
@@ -31,6 +37,9 @@ class TensorFiles(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one of ``names()``. Raises ModelError if it cannot be read."""
+
+    def check_formats(self) -> None:
+        """Raises ModelError, before any is read, if the numbers of a tensor are in a format that cannot be read."""
 
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """Returns a part of one of ``names()``. Raises ModelError if it cannot be read."""
@@ -56,6 +65,22 @@ class SafetensorsFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         with self._reading(name) as opened:
             return tuple(opened.get_slice(name).get_shape())
+
+    def check_formats(self) -> None:
+        """Refuses numbers of which nobody has said how they were quantised. Masks and counters are no weights."""
+        for name in self._where:
+            with self._reading(name) as opened:
+                form: str = opened.get_slice(name).get_dtype()
+            if form in PLAIN_FORMATS or (form in WHOLE_FORMATS and not name.endswith("weight")):
+                continue
+            stem = name.removesuffix("weight")
+            scales = (other for other in self._where if other.startswith(stem) and "scale" in other[len(stem) :])
+            scale = next(scales, "")
+            raise ModelError(
+                f"the weights in {self._where[name].parent} are quantised, and nothing says how to read them: "
+                f"tensor {name!r} is in {form}{f', with the scale {scale!r}' if scale else ''}. "
+                f"Weights in safetensors files have to be in {', '.join(sorted(PLAIN_FORMATS))}"
+            )
 
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         with self._reading(name) as opened:
@@ -97,11 +122,22 @@ class Checkpoint:
         self.path = path
         self._dtype = dtype
         self._files = _tensor_files(path)
-        self._left = {name: name for name in self._files.names()}
+        self._left = {name: name for name in self._files.names() if not name.endswith(ROTARY_FREQUENCIES)}
         """What is left to take, and the names that the files know it by."""
         self._progress = progress
         self._tensors = len(self._left)
         self._read = 0
+
+    def check_formats(self) -> None:
+        """Raises ModelError, before any is read, if the numbers of a tensor are in a format that cannot be read."""
+        self._files.check_formats()
+
+    def unread(self) -> Checkpoint:
+        """Returns a checkpoint of the tensors that are left, which gives tensors without memory and reads nothing."""
+        unread = copy.copy(self)
+        unread.device = torch.device("meta")
+        unread._left = dict(self._left)
+        return unread
 
     def take(self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
         """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
@@ -158,6 +194,8 @@ class Checkpoint:
         return replace(weight, key=_key(stored, rows, columns))
 
     def _loaded(self, stored: str, rows: slice, columns: slice) -> torch.Tensor:
+        if self.device.type == "meta":
+            return _part_without_memory(self._files.shape(stored), rows, columns, self._dtype)
         tensor = self._files.read(stored, rows, columns, self._dtype).to(self.device)
         self._read += 1
         self._progress(min(1.0, self._read / self._tensors))
@@ -172,10 +210,6 @@ class Checkpoint:
                 f"{list(shape)}"
             )
 
-    def drop(self, name: str) -> None:
-        """Marks a tensor as taken, without reading it, because the model does not need it."""
-        self._left.pop(name, None)
-
     def unwrap(self, prefix: str, outside: tuple[str, ...]) -> None:
         """Takes ``prefix`` off the names of a model within another one, and leaves unread what is ``outside`` of it."""
         kept = {name: stored for name, stored in self._left.items() if not name.startswith(outside)}
@@ -184,8 +218,20 @@ class Checkpoint:
     def check_all_taken(self) -> None:
         """Raises ModelError if the checkpoint holds tensors that the model did not ask for."""
         if self._left:
-            some = ", ".join(sorted(self._left)[:5])
-            raise ModelError(f"{self.path} has {len(self._left)} tensors that this architecture lacks: {some}")
+            raise ModelError(unknown_tensors(self.path, self._left))
+
+
+def unknown_tensors(path: Path, names: Iterable[str]) -> str:
+    """Says that a checkpoint has tensors that would stay unread."""
+    found = sorted(names)
+    some = ", ".join(found[:2]) + (", …" if len(found) > 2 else "")
+    count = "one tensor" if len(found) == 1 else f"{len(found)} tensors"
+    return f"{path} has {count} that this architecture lacks, so that nothing would read them: {some}"
+
+
+def _part_without_memory(shape: tuple[int, ...], rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+    whole = torch.empty(shape, dtype=dtype, device="meta")
+    return whole[rows] if columns == ALL else whole[rows, columns]
 
 
 def _key(name: str, rows: slice, columns: slice) -> str:
@@ -207,7 +253,7 @@ def _tensor_files(path: Path) -> TensorFiles:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a model folder, from its index if it has one."""
+    """Returns the safetensors files of a model folder: those of its index, or ``model.safetensors``, or all."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -217,6 +263,9 @@ def weight_files(folder: Path) -> list[Path]:
         if any(Path(name).name != name for name in names):
             raise ModelError(f"{index} names files outside its folder")
         return [folder / name for name in names]
+    if (whole := folder / "model.safetensors").exists():
+        # Some folders have the same weights once more, in a file and with names that are for another program.
+        return [whole]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no .safetensors files")

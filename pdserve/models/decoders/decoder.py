@@ -47,6 +47,13 @@ def build_decoder(config: DecoderConfig, building: Building, max_positions: int,
         from pdserve.models.decoders.hf_check import checked_hf_decoder
 
         return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)
+    building.checkpoint.check_formats()
+    # Built without weights first: what is missing or unknown, or has another shape, shows before any weight is read.
+    _own_decoder(config, building.unread(), 1, dtype)
+    return _own_decoder(config, building, max_positions, dtype)
+
+
+def _own_decoder(config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> Decoder:
     if config.family in GEMMA3:
         return Gemma3Decoder(config, building, max_positions, dtype)
     feed_forward = sparse_or_dense if config.family in MOE else dense

@@ -17,7 +17,7 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import OutsideConfig
 from pdserve.models.checkpoint.family_settings import FULL, SLIDING
-from pdserve.models.decoders.hf_decoder import HfDecoder, load_hf_model
+from pdserve.models.decoders.hf_decoder import HfDecoder, check_tensors, load_hf_model
 from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
 
@@ -42,6 +42,9 @@ def checked_hf_decoder(folder: Path, config: OutsideConfig, kernels: Kernels, dt
     During the check the model is held in fp32. Raises ModelError, which says what does not fit.
     """
     _refuse_what_short_prompts_hide(config)
+    if getattr(config.hf, "quantization_config", None) is None:
+        # The quantisations that transformers knows have tensors of their own, which show when they are loaded.
+        check_tensors(folder, config.hf)
     hf = copy.deepcopy(config.hf)
     shortened = isinstance(getattr(hf, "sliding_window", None), int) and hf.sliding_window > WINDOW
     if shortened:

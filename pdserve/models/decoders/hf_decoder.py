@@ -23,6 +23,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.weights import SafetensorsFiles, unknown_tensors
 from pdserve_kernels.contract import Attention
 
 PAGED_ATTENTION = "pdserve_paged"
@@ -169,10 +170,50 @@ def _without_layers(model: PreTrainedModel) -> torch.nn.Module:
     return tail
 
 
+class _Unread(torch.Tensor):
+    """Has the shape of a tensor on disk, and no memory, wherever transformers would put it."""
+
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self
+
+
+def check_tensors(folder: Path, hf: PretrainedConfig) -> None:
+    """Raises ModelError if a tensor in ``folder`` is missing, would stay unread, or has another shape. Reads none.
+
+    transformers renames and joins tensors, and knows which it may leave unread. So it loads a model whose tensors have
+    their shapes alone.
+    """
+    files = SafetensorsFiles(folder)
+    files.check_formats()
+    shapes = {name: torch.empty(files.shape(name), device="meta").as_subclass(_Unread) for name in files.names()}
+    transformers: Any = importlib.import_module("transformers")
+    architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
+    try:
+        _, report = architecture.from_pretrained(
+            None,
+            config=copy.deepcopy(hf),
+            state_dict=shapes,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as exc:
+        raise ModelError(f"transformers cannot load {folder}: {exc}") from exc
+    _check_report(folder, report)
+
+
+def _check_report(folder: Path, report: dict[str, Any]) -> None:
+    """Raises ModelError for what transformers made up, because it was missing, or left unread."""
+    if lacking := sorted({str(name) for kind in ("missing_keys", "mismatched_keys") for name in report[kind]}):
+        raise ModelError(f"{folder} lacks tensors, or has them in another shape: {', '.join(lacking[:5])}")
+    if report["unexpected_keys"]:
+        raise ModelError(unknown_tensors(folder, report["unexpected_keys"]))
+
+
 def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Returns the model in ``folder`` with transformers' eager attention. Code in the folder is never run.
 
-    Raises ModelError if transformers cannot load the model, or a tensor is missing.
+    Raises ModelError if transformers cannot load the model, or a tensor is missing or unread.
     """
     transformers: Any = importlib.import_module("transformers")
     try:
@@ -188,8 +229,6 @@ def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> Pre
         )
     except (OSError, ValueError, ImportError, RuntimeError) as exc:
         raise ModelError(f"transformers cannot load {folder}: {exc}") from exc
-    # transformers fills missing tensors with random numbers.
-    if lacking := sorted({str(name) for kind in ("missing_keys", "mismatched_keys") for name in report[kind]}):
-        raise ModelError(f"{folder} lacks tensors, or has them in another shape: {', '.join(lacking[:5])}")
+    _check_report(folder, report)
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded

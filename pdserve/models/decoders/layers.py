@@ -28,6 +28,7 @@ from pdserve_kernels.contract import (
     UnreadKernels,
     UnreadWeight,
 )
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class Building:
     """The kernels for weights that stay in the blocks of their file. Without them, all weights are dequantised."""
     unread_kernels: UnreadKernels | None = None
     """The same kernels if they may have packed weights without reading them. Without them, all weights are read."""
+
+    def unread(self) -> Building:
+        """Returns what builds the same layers without reading a weight."""
+        return Building(self.checkpoint.unread(), TorchKernels(), self.tp)
 
     def weight(
         self, name: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
@@ -79,12 +84,16 @@ class Projection:
     """The tensor's name without ``.weight``."""
     outputs: int
     mine: slice
+    biased: bool = False
 
 
 def column_parallel(building: Building, inputs: int, parts: Sequence[Projection]) -> Linear:
     """Returns one product for several projections of the same ``inputs``, or one for each number format among them."""
     weights = [building.weight(f"{part.name}.weight", (part.outputs, inputs), rows=part.mine) for part in parts]
-    found = [building.checkpoint.take_optional(f"{part.name}.bias", (part.outputs,), rows=part.mine) for part in parts]
+    found = [
+        building.checkpoint.take(f"{part.name}.bias", (part.outputs,), rows=part.mine) if part.biased else None
+        for part in parts
+    ]
     lacking = [part.name for part, bias in zip(parts, found, strict=True) if bias is None]
     if 0 < len(lacking) < len(parts):
         raise ModelError(f"{building.checkpoint.path}: {lacking[0]!r} has no bias, but the layers beside it have one")
@@ -126,10 +135,10 @@ class SideBySide:
 class RowParallel:
     """A projection whose inputs are spread over the ranks; the sum of all ranks is its output."""
 
-    def __init__(self, building: Building, name: str, shape: tuple[int, int], columns: slice) -> None:
+    def __init__(self, building: Building, name: str, shape: tuple[int, int], columns: slice, *, biased: bool) -> None:
         """Takes this rank's ``columns`` of the weight, which has ``shape`` as a whole."""
         weight = building.weight(f"{name}.weight", shape, columns=columns)
-        bias = building.checkpoint.take_optional(f"{name}.bias", shape[:1])
+        bias = building.checkpoint.take(f"{name}.bias", shape[:1]) if biased else None
         self._tp = building.tp
         # Only rank 0 adds the bias, because the sum over the ranks has to have it once.
         self._linear = building.linear(weight, bias if self._tp.rank == 0 else None)
@@ -199,7 +208,8 @@ def _tied_head(building: Building, embedding: VocabParallelEmbedding, own: torch
     table = embedding.table
     if not isinstance(table, torch.Tensor):
         return table if own is None else building.linear(own)
-    if own is not None and not torch.equal(own, table):
+    # Before weights are read, what they are is not known.
+    if own is not None and not own.is_meta and not torch.equal(own, table):
         return building.linear(own)
     outer, inner = table.shape
     return building.linear(UnreadWeight(embedding.key, (outer, inner), table.dtype, lambda: table))
@@ -221,18 +231,17 @@ class SelfAttention:
         queries, keys = spread(heads, config.head_dim), spread(kv_heads, config.head_dim)
         all_queries, all_keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         parts = [
-            Projection(f"{prefix}.q_proj", all_queries, queries),
-            Projection(f"{prefix}.k_proj", all_keys, keys),
-            Projection(f"{prefix}.v_proj", all_keys, keys),
+            Projection(f"{prefix}.q_proj", all_queries, queries, "q_proj" in config.biases),
+            Projection(f"{prefix}.k_proj", all_keys, keys, "k_proj" in config.biases),
+            Projection(f"{prefix}.v_proj", all_keys, keys, "v_proj" in config.biases),
         ]
         self._qkv = column_parallel(building, config.hidden_size, parts)
-        self._out = RowParallel(building, f"{prefix}.o_proj", (config.hidden_size, all_queries), queries)
-        # Older exports contain the frequencies that rotary_table computes.
-        checkpoint.drop(f"{prefix}.rotary_emb.inv_freq")
-        query_norm = checkpoint.take_optional(f"{prefix}.q_norm.weight", (config.head_dim,))
-        key_norm = checkpoint.take_optional(f"{prefix}.k_norm.weight", (config.head_dim,))
+        shape = (config.hidden_size, all_queries)
+        self._out = RowParallel(building, f"{prefix}.o_proj", shape, queries, biased="o_proj" in config.biases)
         self._norms: HeadNorms | None = None
-        if query_norm is not None and key_norm is not None:
+        if config.head_norms:
+            query_norm = checkpoint.take(f"{prefix}.q_norm.weight", (config.head_dim,))
+            key_norm = checkpoint.take(f"{prefix}.k_norm.weight", (config.head_dim,))
             self._norms = HeadNorms(query_norm + norm_offset, key_norm + norm_offset, config.norm_eps)
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
@@ -243,9 +252,9 @@ class SelfAttention:
         return self._out(attended.reshape(tokens, -1))
 
 
-def gate_and_up(prefix: str, channels: int, mine: slice) -> list[Projection]:
-    """Returns the projections of a gated MLP to its ``channels``."""
-    return [Projection(f"{prefix}.{name}", channels, mine) for name in ("gate_proj", "up_proj")]
+def gate_and_up(prefix: str, channels: int, mine: slice, biases: frozenset[str] = frozenset()) -> list[Projection]:
+    """Returns the projections of a gated MLP to its ``channels``. Those named in ``biases`` have a bias."""
+    return [Projection(f"{prefix}.{name}", channels, mine, name in biases) for name in ("gate_proj", "up_proj")]
 
 
 class GatedMlp:
@@ -261,8 +270,9 @@ class GatedMlp:
         """Takes the tensors under ``prefix``. ``activation`` gets gate and up side by side, like ``silu_and_mul``."""
         hidden, channels = config.hidden_size, config.intermediate_size
         mine = share(building.tp, channels, "MLP channels")
-        self._gate_up = column_parallel(building, hidden, gate_and_up(prefix, channels, mine))
-        self._down = RowParallel(building, f"{prefix}.down_proj", (hidden, channels), mine)
+        self._gate_up = column_parallel(building, hidden, gate_and_up(prefix, channels, mine, config.biases))
+        biased = "down_proj" in config.biases
+        self._down = RowParallel(building, f"{prefix}.down_proj", (hidden, channels), mine, biased=biased)
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
