@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from transformers import MambaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
@@ -56,14 +57,63 @@ def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_unsupported_family_names_the_supported_ones(tmp_path: Path) -> None:
-    folder = edited(save_tiny_model("llama", tmp_path), model_type="t5")
-    with pytest.raises(ModelError, match=r"'t5'.*llama.*qwen3.*attention interface"):
+    folder = edited(save_tiny_model("llama", tmp_path), model_type="vit")
+    with pytest.raises(ModelError, match=r"'vit'.*llama.*qwen3.*attention interface"):
         read_decoder_config(folder)
 
 
 def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
     MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"mamba.*num_attention_heads"):
+    with pytest.raises(ModelError, match=r"mamba model cannot be served: it has state spaces \(state_size\)"):
+        read_decoder_config(tmp_path)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+ODD: dict[str, Any] = {"hidden_size": 0, "num_attention_heads": 0, "num_key_value_heads": 0, "kv_channels": 0}
+
+
+@pytest.mark.integration
+def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_path: Path) -> None:
+    """No configuration raises an error of transformers' own code."""
+    accepted: set[str] = set()
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        for values in ({}, SMALL, ODD):
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | values))
+            try:
+                found = read_decoder_config(tmp_path)
+            except ModelError as exc:
+                assert " " in str(exc)
+                continue
+            accepted.add(found.family)
+            assert min(found.vocab_size, found.num_layers, found.heads, found.kv_heads, found.head_dim) >= 1, family
+    assert {"gpt2", "mixtral", "glm4", "olmo2", "starcoder2", "qwen3_moe"} <= accepted
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "match"),
+    [
+        ("deepseek_v3", SMALL, r"latent attention \(kv_lora_rank\)"),
+        ("qwen3_5_text", {}, "layers with linear attention"),
+        ("gemma4_text", {}, "its layers differ in head_dim"),
+        ("inkling_text", {}, "state spaces or convolutions"),
+        ("jetmoe", ODD, "its configuration has num_attention_heads 0"),
+        ("qwen3_5", {}, r"the text model within it is a qwen3_5_text model \(text_config"),
+        ("mistral3", {}, r"the text model within it is a mistral model \(text_config"),
+        ("blt", {}, "made of several models.*patcher"),
+        ("bart", {}, "an encoder beside its decoder"),
+    ],
+)
+def test_a_refusal_names_what_cannot_be_served(tmp_path: Path, family: str, values: dict[str, Any], match: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | values))
+    with pytest.raises(ModelError, match=match):
         read_decoder_config(tmp_path)
 
 

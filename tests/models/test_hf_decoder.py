@@ -23,6 +23,7 @@ from transformers import (
     Lfm2Config,
     MixtralConfig,
     Olmo2Config,
+    OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Starcoder2Config,
@@ -62,6 +63,15 @@ GPT2_SHAPE: dict[str, Any] = {
     "n_positions": 256,
     "initializer_range": 0.3,
     "eos_token_id": None,
+}
+OPT_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 48,
+    "word_embed_proj_dim": 48,
+    "ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
 }
 FAMILIES: dict[str, PretrainedConfig] = {
     # GPT-2 has absolute positions, and scales scores differently in each layer.
@@ -125,13 +135,14 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (Gemma2Config(**SHAPE, head_dim=12), "softcap"),
+        (Gemma2Config(**SHAPE, head_dim=12), r"it has capped scores \(softcap\)"),
         (BloomConfig(vocab_size=512, hidden_size=48, n_layer=2, n_head=4), "max_position_embeddings"),
-        (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "layers of conv"),
+        (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "layers with convolutions"),
+        (OPTConfig(**OPT_SHAPE), r"opt model cannot be served: its code does not compute its head"),
         (Olmo2Config(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
         (GPTNeoXConfig(**SHAPE), "4 key heads of 12.*says 2 of 12"),
     ],
-    ids=["softcap", "alibi", "convolution", "dynamic-rotary", "heads"],
+    ids=["softcap", "alibi", "convolution", "opt", "dynamic-rotary", "heads"],
 )
 def test_what_paged_attention_cannot_compute_is_refused(tmp_path: Path, config: PretrainedConfig, match: str) -> None:
     with pytest.raises(ModelError, match=match):

@@ -109,7 +109,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
         from pdserve.models.checkpoint.outside_config import read_outside_config
 
         outside = read_outside_config(path)
-        return replace(outside, eos_token_ids=_eos_token_ids(outside.hf.eos_token_id, path))
+        return replace(outside, eos_token_ids=_eos_token_ids(getattr(outside.hf, "eos_token_id", None), path))
     family, text = found
     refuse_unknown_quantisation(path)
     try:

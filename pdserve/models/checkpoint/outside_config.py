@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch._meta_registrations  # noqa: F401  # see lean_torch: it has to come before transformers' quantisers
 from huggingface_hub.errors import StrictDataclassError
@@ -12,8 +13,24 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FAMILIES, OutsideConfig
-from pdserve.models.checkpoint.family_settings import Rotary
+from pdserve.models.checkpoint.family_settings import FULL, SLIDING, Rotary
 from pdserve.models.checkpoint.quantisation import refuse_unknown_quantisation
+
+STATES = ("state_size", "ssm_state_size", "mamba_d_state")
+"""The settings that only models with state spaces have."""
+LAYER_WORDS = {
+    "linear_attention": "linear attention",
+    "mamba": "state spaces",
+    "recurrent": "recurrent states",
+    "conv": "convolutions",
+    "chunked_attention": "chunked attention",
+    "indexed_attention": "sparse attention",
+    "compressed_sparse_attention": "sparse attention",
+    "heavily_compressed_attention": "sparse attention",
+    "hybrid": "state spaces or convolutions beside their attention",
+    "hybrid_sliding": "state spaces or convolutions beside their attention",
+}
+"""What a kind of layer that cannot be served is called, for the kinds that transformers names otherwise."""
 
 
 def read_outside_config(folder: Path) -> OutsideConfig:
@@ -22,26 +39,76 @@ def read_outside_config(folder: Path) -> OutsideConfig:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
         raise ModelError(f"{folder} is not a readable Hugging Face model folder: {exc}") from exc
+    except Exception as exc:
+        # The code of a configuration divides, looks up and compares its settings, whatever they are.
+        raise ModelError(
+            f"the settings in {folder}/config.json do not fit together: {type(exc).__name__}: {exc}"
+        ) from exc
     refuse_unknown_quantisation(folder, AUTO_QUANTIZATION_CONFIG_MAPPING)
-    _check(hf, folder)
-    heads: int = hf.num_attention_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    _check_kind(hf, folder)
+    try:
+        if other := _unlike_attention(hf):
+            raise ModelError(other)
+        return _outside_config(hf)
+    except ModelError as exc:
+        raise ModelError(f"a {hf.model_type} model cannot be served: {exc}") from exc
+
+
+def _check_kind(hf: PretrainedConfig, folder: Path) -> None:
+    """Raises ModelError for a model that is not a decoder of text alone."""
+    if hf.is_encoder_decoder:
+        raise ModelError(f"a {hf.model_type} model cannot be served: it has an encoder beside its decoder")
+    text: PretrainedConfig = hf.get_text_config(decoder=True)
+    if text is not hf:
+        raise ModelError(
+            f"a {hf.model_type} model, which takes more than text, cannot be served: the text model within it is "
+            f"a {text.model_type} model (text_config in {folder}/config.json), and has to be in a folder of its own"
+        )
+    if hf.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(
+            f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}, and decoders "
+            "that transformers computes through its attention interface"
+        )
+
+
+def _unlike_attention(hf: PretrainedConfig) -> str:
+    """Says what a model has in place of attention over keys and values, or beside it; nothing if it has none."""
+    if _has(hf, "kv_lora_rank"):
+        return "it has latent attention (kv_lora_rank)"
+    if found := next((name for name in STATES if _has(hf, name)), ""):
+        return f"it has state spaces ({found})"
+    kinds = {*(_setting(hf, "layer_types") or ()), *(_setting(hf, "layers_block_type") or ())} - {FULL, SLIDING}
+    if kinds:
+        words = sorted({LAYER_WORDS.get(kind, str(kind)) for kind in kinds})
+        return f"it has layers with {', '.join(words)} (layer_types)"
+    if hf.sub_configs and _setting(hf, "num_attention_heads") is None:
+        return f"it is made of several models ({', '.join(sorted(hf.sub_configs))})"
+    return ""
+
+
+def _outside_config(hf: PretrainedConfig) -> OutsideConfig:
+    heads, hidden_size, layers = (
+        _count(hf, name) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
+    head_dim = _setting(hf, "head_dim") or hidden_size // heads
+    if not isinstance(head_dim, int) or head_dim < 1:
+        raise ModelError(f"{heads} heads cannot share {hidden_size} hidden channels")
     return OutsideConfig(
         family=hf.model_type,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
+        vocab_size=_count(hf, "vocab_size"),
+        hidden_size=hidden_size,
         intermediate_size=0,
-        num_layers=hf.num_hidden_layers,
+        num_layers=layers,
         heads=heads,
-        kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
+        kv_heads=heads if _setting(hf, "num_key_value_heads") is None else _count(hf, "num_key_value_heads"),
         head_dim=head_dim,
         attention_scale=head_dim**-0.5,
         norm_eps=0.0,
         biases=frozenset(),
         head_norms=False,
-        tied_embeddings=bool(hf.tie_word_embeddings),
-        windows=(None,) * hf.num_hidden_layers,
-        max_positions=hf.max_position_embeddings,
+        tied_embeddings=bool(_setting(hf, "tie_word_embeddings")),
+        windows=(None,) * layers,
+        max_positions=_count(hf, "max_position_embeddings"),
         eos_token_ids=frozenset(),
         rotary=Rotary(1.0),
         window_rotary=Rotary(1.0),
@@ -50,12 +117,28 @@ def read_outside_config(folder: Path) -> OutsideConfig:
     )
 
 
-def _check(hf: PretrainedConfig, folder: Path) -> None:
-    if hf.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hf.is_encoder_decoder:
+def _setting(hf: PretrainedConfig, name: str) -> Any:
+    """Returns a setting, or None if there is none. Raises ModelError if its layers differ in it."""
+    try:
+        return getattr(hf, name, None)
+    except RuntimeError as exc:
+        raise ModelError(f"its layers differ in {name}, which has to be the same in all of them") from exc
+
+
+def _has(hf: PretrainedConfig, name: str) -> bool:
+    """Returns whether a setting is there and not zero, in at least one layer."""
+    try:
+        return bool(getattr(hf, name, None))
+    except RuntimeError:
+        return True
+
+
+def _count(hf: PretrainedConfig, name: str) -> int:
+    found = _setting(hf, name)
+    if found is None and name == "max_position_embeddings":
         raise ModelError(
-            f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}, and decoders "
-            "that transformers computes through its attention interface"
+            "its configuration has no max_position_embeddings, as models have whose positions are relative"
         )
-    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    if missing := [name for name in needed if not isinstance(getattr(hf, name, None), int)]:
-        raise ModelError(f"a {hf.model_type} model cannot be served: its configuration has no {', '.join(missing)}")
+    if not isinstance(found, int) or found < 1:
+        raise ModelError(f"its configuration has {'no ' + name if found is None else f'{name} {found!r}'}")
+    return found

@@ -16,7 +16,6 @@ import torch
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import OutsideConfig
-from pdserve.models.checkpoint.family_settings import FULL, SLIDING
 from pdserve.models.decoders.hf_decoder import HfDecoder, check_tensors, load_hf_model
 from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
@@ -61,8 +60,6 @@ def _refuse_what_short_prompts_hide(config: OutsideConfig) -> None:
     for found in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if found.get("rope_type") in LENGTH_DEPENDENT:
             raise ModelError(f"rotary scaling {found['rope_type']!r} of a {config.family} model is not supported")
-    if others := sorted(set(getattr(config.hf, "layer_types", None) or ()) - {FULL, SLIDING}):
-        raise ModelError(f"a {config.family} model cannot be served: it has layers of {', '.join(others)}")
 
 
 @torch.inference_mode()
@@ -77,7 +74,10 @@ def _check(config: OutsideConfig, model: PreTrainedModel, kernels: Kernels) -> H
         raise ModelError(f"a {config.family} model cannot be served: {exc}") from exc
     except Exception as exc:
         # A model's code may raise any exception if it does not find what it expects.
-        raise ModelError(f"a {config.family} model cannot be served: {type(exc).__name__}: {exc}") from exc
+        raise ModelError(
+            f"a {config.family} model cannot be served: transformers' code of it does not run with paged attention "
+            f"({type(exc).__name__}: {exc})"
+        ) from exc
     for ours, theirs in zip(found, wanted, strict=True):
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
         if not difference <= TOLERANCE:
@@ -104,7 +104,7 @@ def _in_steps(
         step = decoder.step(attention)
         token_ids = torch.cat([prompts[i][start:end] for i, start, end in rows])
         positions = torch.cat([torch.arange(start, end) for _, start, end in rows])
-        logits = decoder.logits(decoder.compute(token_ids, positions, step))
+        logits = _logits(decoder, decoder.compute(token_ids, positions, step))
         if unlike := sorted(window for window in step.windows if window > WINDOW):
             raise ModelError(f"its window of {unlike[0]} is not its configuration's sliding_window")
         if step.layers != set(range(config.num_layers)):
@@ -115,3 +115,10 @@ def _in_steps(
         for (i, _, _), (first, last) in zip(rows, pairwise(ends), strict=True):
             found[i].append(logits[first:last])
     return [torch.cat(parts) for parts in found]
+
+
+def _logits(decoder: HfDecoder, hidden: torch.Tensor) -> torch.Tensor:
+    try:
+        return decoder.logits(hidden)
+    except AttributeError as exc:
+        raise ModelError("its code does not compute its head from the last layer's output alone") from exc

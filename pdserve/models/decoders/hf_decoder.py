@@ -30,7 +30,14 @@ PAGED_ATTENTION = "pdserve_paged"
 STEP_KEYWORD = "paged_step"
 """The keyword argument that carries a ``PagedStep`` through a model's forward."""
 
-WITHOUT_MEANING_HERE = frozenset({"softcap", "s_aux", "position_bias", "head_mask", "alibi", "indices"})
+WITHOUT_MEANING_HERE = {
+    "softcap": "capped scores",
+    "s_aux": "attention sinks",
+    "position_bias": "biases by position",
+    "alibi": "biases by position",
+    "head_mask": "masked heads",
+    "indices": "sparse attention",
+}
 """The arguments by which a model changes its attention in ways that paged attention does not compute."""
 
 
@@ -103,8 +110,8 @@ def _attend(
         raise ModelError("it makes attention masks of its own")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ModelError("it has attention that looks ahead")
-    if used := sorted(name for name in WITHOUT_MEANING_HERE if others.get(name) is not None):
-        raise ModelError(f"its attention takes {', '.join(used)}")
+    if used := [f"{words} ({name})" for name, words in WITHOUT_MEANING_HERE.items() if others.get(name) is not None]:
+        raise ModelError(f"it has {', '.join(used)}")
     return step.attend(module, query, key, value, scaling, sliding_window), None
 
 
