@@ -278,7 +278,8 @@ class ModelConfig:
     )
     max_model_len: int = setting(
         "max-model-len",
-        "A prompt and its output have at most this many tokens together. 0 takes the model's own limit.",
+        "A prompt and its output have at most this many tokens together. 0 takes the model's own limit, or what the KV "
+        "cache holds if that is less.",
         0,
         minimum=0,
         first=True,
@@ -302,7 +303,8 @@ class CacheConfig:
     )
     kv_cache_mib: int = setting(
         "kv-cache-mib",
-        "The KV caches of all ranks together take this much memory, in MiB.",
+        "The KV caches of all ranks together take this much memory, in MiB. No prompt and output are longer together "
+        "than what fits.",
         1024,
         minimum=1,
         first=True,

@@ -121,7 +121,7 @@ FALLBACK: dict[str, PretrainedConfig] = {
 def save_tiny_chat_model(tokenizer: Path, folder: Path, family: str = "llama", /, **shape: int) -> Path:
     """Saves a random model that a node can serve, with the tokenizer and chat template in the folder ``tokenizer``."""
     save_tiny_model(family, folder, **shape)
-    for path in (*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")):
+    for path in (*tokenizer.glob("*token*.json"), *tokenizer.glob("chat_template*")):
         shutil.copy(path, folder)
     return folder
 

@@ -17,7 +17,7 @@ from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_cache.cache_size import cache_blocks
+from pdserve.engine.kv_cache.cache_size import cache_blocks, context_length
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.lane_recorder import LaneRecorder
@@ -32,7 +32,6 @@ from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
 from pdserve.engine.wake_up import WakeUp
-from pdserve.errors import ConfigError
 from pdserve.freed_memory import give_freed_memory_back
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
@@ -82,7 +81,9 @@ def assemble(
     block_size = config.cache.block_size
     layout = kv_layout(decoder, config.model.dtype, block_size, tp)
     num_blocks = cache_blocks(config.cache, layout.block_bytes, tp.size, device, model_dir, layout.dtype)
-    max_model_len = _max_model_len(config, decoder, num_blocks)
+    max_model_len = context_length(
+        config.cache, config.model.max_model_len, decoder.max_positions, num_blocks, layout.block_bytes * tp.size
+    )
     progress("preparing kernels")
     backend = rank_backend(config, device)
     cores = open_cores(config, backend.kernels)
@@ -242,19 +243,3 @@ def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, *, 
 def _pairing_fingerprint(spec: EngineSpec) -> str:
     """Returns a hash of all of the spec but the number of ranks: engines with the same one can exchange KV blocks."""
     return hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(spec, tp_size=1))).hexdigest()
-
-
-def _max_model_len(config: EngineConfig, decoder: DecoderConfig, num_blocks: int) -> int:
-    """Returns the longest context. Raises ConfigError if the cache or the model cannot hold what the settings ask."""
-    asked = config.model.max_model_len
-    if asked > decoder.max_positions:
-        raise ConfigError(f"--max-model-len is {asked}, but the model knows only {decoder.max_positions} positions")
-    fitting = num_blocks * config.cache.block_size
-    if fitting < 2 or asked > fitting:
-        share = config.cache.gpu_memory_utilization
-        given = f"--gpu-memory-utilization {share:g}" if share else f"--kv-cache-mib {config.cache.kv_cache_mib}"
-        raise ConfigError(
-            f"the KV cache ({given}) holds {fitting} tokens, which is less than one request needs"
-            + (f" (--max-model-len {asked})" if asked else "")
-        )
-    return min(asked or decoder.max_positions, fitting)

@@ -1,7 +1,8 @@
-"""How many blocks the KV cache of an engine has."""
+"""How many blocks the KV cache of an engine has, and how long a context they hold."""
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from pdserve.config import CacheConfig
 from pdserve.errors import ConfigError
 from pdserve.models.checkpoint.weights import parameters
+
+log = logging.getLogger(__name__)
 
 MIB = 2**20
 _WORKSPACE_BYTES = 2**30
@@ -51,3 +54,37 @@ def gpu_cache_bytes(share: float, total: int, free: int, weights: int) -> int:
             f"{_WORKSPACE_BYTES // MIB} stay free for computing"
         )
     return left
+
+
+def context_length(cache: CacheConfig, asked: int, max_positions: int, num_blocks: int, block_bytes: int) -> int:
+    """Returns how many tokens a prompt and its output may have together, and warns if that is less than the model's.
+
+    ``asked`` is ``--max-model-len``, and ``block_bytes`` are those of one block on all ranks. Raises ConfigError if the
+    model knows fewer tokens than are asked for, or the cache holds fewer.
+    """
+    if asked > max_positions:
+        raise ConfigError(f"--max-model-len is {asked}, but the model knows only {max_positions} positions")
+    fitting = num_blocks * cache.block_size
+    wanted = asked or max_positions
+    share = cache.gpu_memory_utilization
+    given = f"--gpu-memory-utilization {share:g}" if share else f"--kv-cache-mib {cache.kv_cache_mib}"
+    needed = f"{wanted} take {math.ceil(math.ceil(wanted / cache.block_size) * block_bytes / MIB)} MiB"
+    if fitting < 2 or asked > fitting:
+        raise ConfigError(
+            f"the KV cache ({given}) holds {fitting} tokens, which is less than one request needs"
+            + (f" (--max-model-len {asked})" if asked else "")
+            + f": {needed}"
+        )
+    if wanted <= fitting:
+        return wanted
+    log.warning(
+        "the KV cache (%s) holds %d tokens, so a prompt and its output have at most that many; the model knows %d: %s, "
+        "so raise %s, or say --max-model-len %d",
+        given,
+        fitting,
+        max_positions,
+        needed,
+        given.split()[0],
+        fitting,
+    )
+    return fitting

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 
 from pdserve.config import CacheConfig
-from pdserve.engine.kv_cache.cache_size import cache_blocks, gpu_cache_bytes
+from pdserve.engine.kv_cache.cache_size import MIB, cache_blocks, context_length, gpu_cache_bytes
 from pdserve.errors import ConfigError
 from pdserve.models.checkpoint.weights import parameters
 
@@ -41,3 +42,31 @@ def test_the_numbers_of_a_model_are_counted(tiny_model: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     assert parameters(tiny_model) == sum(tensor.numel() for tensor in dict(model.named_parameters()).values())
+
+
+def test_a_cache_that_is_too_small_for_the_models_context_says_what_it_would_take(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = CacheConfig(kv_cache_mib=8)
+    with caplog.at_level(logging.WARNING):
+        assert context_length(cache, 0, 1000, 63, MIB) == 1000
+        assert context_length(cache, 500, 1000, 40, MIB) == 500
+        assert not caplog.messages
+        assert context_length(cache, 0, 1000, 8, MIB) == 128
+    (warning,) = caplog.messages
+    assert "(--kv-cache-mib 8) holds 128 tokens" in warning
+    assert "the model knows 1000: 1000 take 63 MiB, so raise --kv-cache-mib, or say --max-model-len 128" in warning
+
+
+@pytest.mark.parametrize(
+    ("cache", "asked", "blocks", "match"),
+    [
+        (CacheConfig(), 2000, 100, "the model knows only 1000 positions"),
+        (CacheConfig(kv_cache_mib=8), 900, 8, r"kv-cache-mib 8\) holds 128 .*len 900\): 900 take 57 MiB"),
+        (CacheConfig(gpu_memory_utilization=0.5), 900, 8, r"memory-utilization 0\.5\) holds 128 .*: 900 take 57 MiB"),
+        (CacheConfig(kv_cache_mib=8), 0, 0, "holds 0 tokens"),
+    ],
+)
+def test_a_context_that_cannot_be_is_refused(cache: CacheConfig, asked: int, blocks: int, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        context_length(cache, asked, 1000, blocks, MIB)
