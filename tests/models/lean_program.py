@@ -31,6 +31,7 @@ class Case(msgspec.Struct, frozen=True):
 
 class Results(msgspec.Struct, frozen=True):
     unimportable: list[str]
+    special_tokens: dict[str, str]
     tokens: list[list[int]]
 
 
@@ -51,6 +52,14 @@ def answer(case: Case, cache: Path) -> list[int]:
     else:
         runner = small_runner(path)
     return greedy_tokens(runner, range(100, 137), 8, chunk=20)
+
+
+def special_tokens() -> dict[str, str]:
+    """Returns some of a tokenizer that transformers makes of a GGUF file, as it does for an engine's first grammar."""
+    from pdserve.models.checkpoint.demo import resolve_model
+    from pdserve.models.checkpoint.kept_tokenizer import read_tokenizer
+
+    return read_tokenizer(resolve_model("demo")).special_tokens
 
 
 def unimportable() -> list[str]:
@@ -79,5 +88,5 @@ def main(cache: str) -> None:
     cases = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case])
     failing = unimportable()
     torch.set_num_threads(1)
-    results = Results(failing, [answer(case, Path(cache)) for case in cases])
+    results = Results(failing, special_tokens(), [answer(case, Path(cache)) for case in cases])
     sys.stdout.buffer.write(msgspec.json.encode(results))

@@ -33,6 +33,19 @@ def test_several_end_of_sequence_ids(tmp_path: Path) -> None:
     assert read_decoder_config(folder).eos_token_ids == {2, 7}
 
 
+def test_rules_for_tokens_that_no_answer_follows_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    generation = {"eos_token_id": 2, "temperature": 0.6, "repetition_penalty": 1.0, "min_length": 0}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    read_decoder_config(folder)
+    assert not caplog.messages
+    rules = {"repetition_penalty": 1.05, "suppress_tokens": [7]}
+    (folder / "generation_config.json").write_text(json.dumps(generation | rules))
+    read_decoder_config(folder)
+    (warning,) = caplog.messages
+    assert "has suppress_tokens [7], repetition_penalty 1.05, which no answer follows" in warning
+
+
 def windows(folder: Path) -> tuple[int | None, ...]:
     return read_decoder_config(folder).windows
 

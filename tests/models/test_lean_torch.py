@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from pdserve.settings import cache_folder
-from tests.models.lean_program import Case, Results, answer
+from tests.models.lean_program import Case, Results, answer, special_tokens
 from tests.processes import lean_torch_command
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import FALLBACK, FAMILIES, save_tiny_model
@@ -69,4 +69,5 @@ def test_every_module_and_every_kind_of_model_runs_in_an_engines_torch(cases: li
     )
     found = msgspec.json.decode(done.stdout, type=Results)
     assert not found.unimportable
+    assert found.special_tokens == special_tokens()
     assert found.tokens == [answer(case, Path(cache)) for case in cases]

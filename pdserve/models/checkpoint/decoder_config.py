@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from pdserve.models.checkpoint.family_settings import (
 from pdserve.models.checkpoint.gguf_config import gguf_biases, gguf_settings, rotary_divisors
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
 from pdserve.models.checkpoint.quantisation import refuse_unknown_quantisation
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -186,15 +189,25 @@ class _Generation(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
+TOKEN_RULES = (
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
+    *("sequence_bias", "no_repeat_ngram_size", "repetition_penalty", "min_length", "min_new_tokens", "stop_strings"),
+)
+"""The settings of a ``generation_config.json`` by which greedy answers differ, too, and which requests have here."""
+
+
 def _eos_token_ids(own: int | list[int] | None, folder: Path) -> frozenset[int]:
     """Returns the ids of ``generation_config.json``, or ``own``, those of the configuration, if it has none."""
     path = folder / "generation_config.json"
     if not path.exists():
         return _ids(own)
     try:
-        generation = msgspec.json.decode(path.read_bytes(), type=_Generation)
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        generation = msgspec.convert(values, _Generation)
     except (OSError, msgspec.DecodeError) as exc:
         raise ModelError(f"{path} cannot be read: {exc}") from exc
+    if rules := [f"{name} {values[name]}" for name in TOKEN_RULES if values.get(name) not in (None, 0, 1, [], {})]:
+        log.warning("%s has %s, which no answer follows: requests say how to sample", path, ", ".join(rules)[:200])
     return _ids(own if generation.eos_token_id is None else generation.eos_token_id)
 
 

@@ -226,7 +226,7 @@ def unknown_tensors(path: Path, names: Iterable[str]) -> str:
     found = sorted(names)
     some = ", ".join(found[:2]) + (", …" if len(found) > 2 else "")
     count = "one tensor" if len(found) == 1 else f"{len(found)} tensors"
-    return f"{path} has {count} that this architecture lacks, so that nothing would read them: {some}"
+    return f"{path} has {count} that this architecture lacks and nothing would read: {some}"
 
 
 def _part_without_memory(shape: tuple[int, ...], rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
