@@ -260,6 +260,13 @@ def test_unknown_and_missing_tensors_are_named_before_any_is_read(
         small_runner(folder)
 
 
+def test_settings_that_a_models_code_trips_over_are_a_refusal(tmp_path: Path) -> None:
+    folder = save(FAMILIES["olmo2"], tmp_path)
+    (folder / "config.json").write_text(json.dumps({"model_type": "lfm2_moe"} | SHAPE))
+    with pytest.raises(ModelError, match=r"transformers cannot load .*: TypeError: "):
+        small_runner(folder)
+
+
 def test_tensors_that_transformers_may_leave_unread_are_no_error(tmp_path: Path) -> None:
     gpt = save(FAMILIES["gpt-neox"], tmp_path / "gpt-neox")
     masks = {f"gpt_neox.layers.{i}.attention.bias": torch.ones(4, 4, dtype=torch.bool) for i in range(2)}

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +197,7 @@ def check_tensors(folder: Path, hf: PretrainedConfig) -> None:
     shapes = {name: torch.empty(files.shape(name), device="meta").as_subclass(_Unread) for name in files.names()}
     transformers: Any = importlib.import_module("transformers")
     architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
-    try:
+    with _loading(folder):
         _, report = architecture.from_pretrained(
             None,
             config=copy.deepcopy(hf),
@@ -204,9 +206,16 @@ def check_tensors(folder: Path, hf: PretrainedConfig) -> None:
             attn_implementation="eager",
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as exc:
-        raise ModelError(f"transformers cannot load {folder}: {exc}") from exc
     _check_report(folder, report)
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """Raises ModelError for whatever transformers' code raises: models look up and divide settings of any kind."""
+    try:
+        yield
+    except Exception as exc:
+        raise ModelError(f"transformers cannot load {folder}: {type(exc).__name__}: {exc}") from exc
 
 
 def _check_report(folder: Path, report: dict[str, Any]) -> None:
@@ -223,7 +232,7 @@ def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> Pre
     Raises ModelError if transformers cannot load the model, or a tensor is missing or unread.
     """
     transformers: Any = importlib.import_module("transformers")
-    try:
+    with _loading(folder):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=hf,
@@ -234,8 +243,6 @@ def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> Pre
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as exc:
-        raise ModelError(f"transformers cannot load {folder}: {exc}") from exc
     _check_report(folder, report)
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
