@@ -23,6 +23,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from pdserve.file_system import is_own_file, make_own_folder
+
 AHEAD_DIR = Path(sys.prefix, "lib", "pdserve")
 """Where this Python environment has the libraries that were compiled ahead."""
 
@@ -72,7 +74,7 @@ class Recipe:
 
 def built_library(recipe: Recipe, cache_dir: Path, search_path: str | None = None) -> Path:
     """Returns the shared library for this CPU: the one that was compiled ahead, or the one below ``cache_dir``, which
-    is compiled now if it is not there.
+    is compiled now if it is not there, or if another user could have written to it.
 
     Several processes may call this at the same time: one compiles, the others wait. The compiler is looked for in
     ``search_path``, by default in ``PATH``. Raises BuildError, after ``LOCK_TIMEOUT_S`` at the latest.
@@ -84,12 +86,12 @@ def built_library(recipe: Recipe, cache_dir: Path, search_path: str | None = Non
         raise _no_compiler(recipe)
     try:
         target = _target(recipe, compiler, cache_dir)
-        if target.is_file():
+        make_own_folder(cache_dir)
+        if is_own_file(target):
             return target
-        cache_dir.mkdir(parents=True, exist_ok=True)
         # The kernel frees the lock when the process ends: a builder that was killed blocks no other.
         with FileLock(target.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
-            if not target.is_file():
+            if not is_own_file(target):
                 _compile(recipe, _native_flags(recipe), compiler, target, COMPILE_TIMEOUT_S)
     except Timeout as exc:
         raise BuildError(f"another process has been compiling {recipe.title} for long: {exc.lock_file}") from exc
@@ -144,7 +146,7 @@ def needs_compiling(recipe: Recipe, cache_dir: Path) -> bool:
     if compiler is None or library_ahead(recipe) is not None:
         return False
     try:
-        return not _target(recipe, compiler, cache_dir).is_file()
+        return not is_own_file(_target(recipe, compiler, cache_dir))
     except (OSError, subprocess.SubprocessError):
         return False
 
@@ -173,7 +175,7 @@ class CompilerWatch:
 
     def look(self) -> Compiling | None:
         """Returns how far they are, or None if the library is there or nobody compiles it."""
-        if self._target.is_file():
+        if is_own_file(self._target):
             return None
         counts = []
         for draft in _drafts(self._target):
@@ -279,6 +281,7 @@ def _compile(recipe: Recipe, compile_flags: tuple[str, ...], compiler: str, targ
                 pool.shutdown(cancel_futures=True)
         objects = [path.name for path in sorted(Path(draft).glob("*.o"))]
         _run([compiler, "-shared", "-o", str(made), *objects, *recipe.link_flags], draft, timeout_s)
+        made.chmod(0o755)  # whatever the umask is: a library that others may write to is not loaded
         os.rename(made, target)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import ConfigError
+from pdserve.file_system import check_own
 
 MAGIC = b"pdserve cores 1\n"
 HEADER_BYTES = 64
@@ -56,14 +57,17 @@ class CoreLedger:
     """The open file. The caller has to close it, which also frees this engine's number."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, and makes it if it is not there, for this user alone. Raises ConfigError."""
+        """Opens the file, and makes it if it is not there, for this user alone. Raises ConfigError.
+
+        Links are not followed: another user's, in a folder for all, would make a ledger of a file of this user's.
+        """
         self._path = path
         self.engine = 0
         """This engine's number, or 0 if it has none."""
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | _no_links(path), 0o600)
         except OSError as exc:
-            raise self._unusable(exc) from exc
+            raise self._unusable("it is a link" if exc.errno == errno.ELOOP else exc) from exc
         try:
             with self._locked():
                 self._map = self._mapped()
@@ -133,9 +137,8 @@ class CoreLedger:
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             raise self._unusable("it is no regular file")
-        if found.st_uid != os.geteuid():
-            raise self._unusable("it belongs to another user")
         try:
+            check_own(found)
             if found.st_size == 0 or self._is_unfinished(found.st_size):
                 self._make()
                 found = os.fstat(self._fd)
@@ -205,9 +208,15 @@ def private_ledger() -> Iterator[Path]:
     """Yields where processes of this user find a ledger that ends with the last of them, even if all are killed."""
     memory = os.memfd_create("pdserve-cores")
     try:
+        os.fchmod(memory, 0o600)
         yield Path(f"/proc/{os.getpid()}/fd/{memory}")
     finally:
         os.close(memory)
+
+
+def _no_links(path: Path) -> int:
+    """Returns the flag of ``open`` for that. What ``private_ledger`` yields is a link by its form, but the kernel's."""
+    return 0 if path.match("/proc/*/fd/*") else os.O_NOFOLLOW
 
 
 _FLOCK = struct.Struct("hhqqi4x")

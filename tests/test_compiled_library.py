@@ -26,6 +26,7 @@ from pdserve.compiled_library import (
     can_be_built,
     needs_compiling,
 )
+from tests.test_file_system import give_away
 
 SOURCES = {"one.cpp": 'extern "C" int one() { return 1; }\n', "two.cpp": 'extern "C" int two() { return 2; }\n'}
 
@@ -103,6 +104,30 @@ def test_a_library_is_named_for_all_that_it_depends_on(
     monkeypatch.setattr(compiled_library, "_cpu", lambda: "another CPU")
     elsewhere = built_library(recipe, cache)
     assert len({first, edited, faster, linked, elsewhere}) == 5
+
+
+def test_a_library_that_others_could_have_written_to_is_compiled_anew(recipe: Recipe, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    target = built_library(recipe, cache)
+    assert cache.stat().st_mode & 0o777 == 0o755
+    target.write_bytes(b"what somebody else has put there")
+    target.chmod(0o775)
+    assert needs_compiling(recipe, cache)
+    assert built_library(recipe, cache) == target
+    assert target.stat().st_mode & 0o777 == 0o755
+    assert ctypes.CDLL(str(target)).one() == 1
+
+
+def test_no_code_comes_from_another_users_folder(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    built_library(recipe, cache)
+    give_away(cache, monkeypatch)
+    with pytest.raises(BuildError, match="it belongs to another user"):
+        built_library(recipe, cache)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from pdserve.core_ledger import HEADER_BYTES, MAGIC, CoreLedger, CoreState, CoreWord, private_ledger
 from pdserve.errors import ConfigError
 from tests.core_words import write
+from tests.test_file_system import give_away
 
 
 @pytest.fixture
@@ -67,6 +68,30 @@ def test_another_file_is_refused_and_left_alone(path: Path, content: bytes) -> N
     with pytest.raises(ConfigError, match=r"--core-ledger .*: it is no core ledger"):
         CoreLedger(path)
     assert path.read_bytes() == content
+
+
+def test_a_link_is_not_followed_to_a_file_of_this_users(path: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_bytes(b"")
+    path.symlink_to(own)
+    with pytest.raises(ConfigError, match=r"--core-ledger .*: it is a link"):
+        CoreLedger(path)
+    assert own.read_bytes() == b""
+    (tmp_path / "new").symlink_to(tmp_path / "made")
+    with pytest.raises(ConfigError, match="it is a link"):
+        CoreLedger(tmp_path / "new")
+    assert not (tmp_path / "made").exists()
+
+
+def test_others_cannot_have_written_to_a_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CoreLedger(path).close()
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="its mode, 666, lets other users in"):
+        CoreLedger(path)
+    path.chmod(0o600)
+    give_away(path, monkeypatch)
+    with pytest.raises(ConfigError, match="it belongs to another user"):
+        CoreLedger(path)
 
 
 def test_a_path_that_cannot_be_a_ledger(tmp_path: Path) -> None:

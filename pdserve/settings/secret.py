@@ -8,12 +8,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.config import SecurityConfig
 from pdserve.errors import ConfigError
+from pdserve.file_system import OTHERS_ALL, check_own
 
 MIN_SECRET_CHARS = 16
 MAX_SECRETS = 2
@@ -78,8 +78,12 @@ def _own_secret(path: Path) -> bytes:
         found = path.stat()
     except OSError as exc:
         raise ConfigError(f"cannot keep a secret in {path}: {exc.strerror}; {_HOW}") from exc
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(f"{path} has to belong to you and be readable by you alone: chmod 600 it, or delete it")
+    try:
+        check_own(found, OTHERS_ALL)
+    except PermissionError as exc:
+        raise ConfigError(
+            f"{path} has to belong to you and be readable by you alone: chmod 600 it, or delete it ({exc.strerror})"
+        ) from exc
     return _checked(_read(path), f"the secret in {path}")
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pdserve.errors import ConfigError
+from pdserve.file_system import keep_own_folder
 from pdserve.settings.other_servers import own_words
 from pdserve.settings.setting import ENV_PREFIX, Setting, env_name, expected, from_texts, from_toml, to_text
 
@@ -311,8 +312,21 @@ def _key_suggestion(section: str, flag: str, keys: Sequence[str], every: set[tup
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the folder for files that pdserve can make again, such as converted models."""
-    return _xdg(environ, "XDG_CACHE_HOME", ".cache")
+    """Returns the folder for files that pdserve can make again, such as compiled code and packed weights.
+
+    Raises ConfigError if other users can put files there, which would be run and served.
+    """
+    folder = _xdg(environ, "XDG_CACHE_HOME", ".cache")
+    try:
+        keep_own_folder(folder)
+    except PermissionError as exc:
+        raise ConfigError(
+            f"code and weights cannot be loaded from the cache folder {folder}: {exc.strerror}. Delete it, or name a "
+            "folder of your own in XDG_CACHE_HOME"
+        ) from exc
+    except OSError:  # There is none yet, or there cannot be one: who needs it says so.
+        pass
+    return folder
 
 
 def state_folder(environ: Mapping[str, str]) -> Path:
