@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pdserve.cli.report_output import check_folder, publish
 from pdserve.config import DoctorConfig
 from pdserve.errors import ConfigError
-from pdserve.settings import load, resolve_secret, state_folder
+from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 
 if TYPE_CHECKING:
     from pdserve.wire.transfer import EngineSpec
@@ -31,7 +31,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from pdserve.doctor.table import render, to_json
 
     # A copy: ucxx puts variables of its own into the environment when it is imported.
-    found: Examination = examine(config, dict(environ), _secret(config, environ), _model(config))
+    found: Examination = examine(config, dict(environ), _secret(config, environ), _model(config, environ))
     publish(render(found, _width()), to_json(found), config.report.json)
     return 0 if found.healthy else 1
 
@@ -47,13 +47,13 @@ def _secret(config: DoctorConfig, environ: Mapping[str, str]) -> bytes | str:
         return str(exc)
 
 
-def _model(config: DoctorConfig) -> EngineSpec | None:
+def _model(config: DoctorConfig, environ: Mapping[str, str]) -> EngineSpec | None:
     """Returns what a decode engine here would be; None if no model is named. Raises ModelError and ConfigError."""
     if not config.model.path:
         return None
     from pdserve.doctor.local_model import local_spec
 
-    return local_spec(config.model, config.cache, config.cpu.kernels)
+    return local_spec(config.model, config.cache, config.cpu.kernels, cache_folder(environ))
 
 
 def _width() -> int:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pdserve.compiled_library import can_be_built
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig
 from pdserve.models.backend import choose_device
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import resolve_model
+from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.kept_blocks import keeps_blocks
-from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.cpu.library import CPU_KERNELS
 
 
-def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels) -> EngineSpec:
-    """Returns the specification of one rank.
+def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cache_dir: Path) -> EngineSpec:
+    """Returns the specification of one rank. ``cache_dir`` has the digests of weights.
 
     Raises ModelError if there is no such model, and ConfigError if its device is not there.
     """
@@ -26,7 +28,7 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels) -> E
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
-        fingerprint=fingerprint(folder, in_blocks=keeps_blocks(folder, model, kernels=compiled)),
+        fingerprint=fingerprint(folder, cache_dir, in_blocks=keeps_blocks(folder, model, kernels=compiled)),
         dtype=model.dtype.short,
         block_size=cache.block_size,
         num_layers=decoder.num_layers,

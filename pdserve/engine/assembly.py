@@ -35,8 +35,8 @@ from pdserve.engine.wake_up import WakeUp
 from pdserve.freed_memory import give_freed_memory_back
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
-from pdserve.models.checkpoint.weights import fingerprint
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout
 from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.engine import Ready
@@ -88,7 +88,6 @@ def assemble(
     backend = rank_backend(config, device)
     cores = open_cores(config, backend.kernels)
     block_kernels = kept_block_kernels(config, backend)
-    spec = _engine_spec(config, decoder, tp.size, in_blocks=block_kernels is not None)
     cache_dir = Path(config.cache_dir)
     load_own = partial(load_vocabulary, model_dir, sorted(decoder.eos_token_ids), cache_dir)
     grammars = GrammarOpener(load_own, wake_up.set)
@@ -96,6 +95,8 @@ def assemble(
         # Of a GGUF file transformers may have to make the tokenizer first, which takes longer than all else here.
         grammars.prepare()
     progress("loading weights")
+    # It reads every byte of the weights where nobody has yet. Ranks find the digests.
+    spec = _engine_spec(config, decoder, tp.size, in_blocks=block_kernels is not None)
     if ranks is not None:
         ranks.tell(LoadModel(num_blocks, max_model_len))
     shared = None
@@ -230,7 +231,7 @@ def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, *, 
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
-        fingerprint=fingerprint(Path(config.model_dir), in_blocks=in_blocks),
+        fingerprint=fingerprint(Path(config.model_dir), Path(config.cache_dir), in_blocks=in_blocks),
         dtype=config.model.dtype.short,
         block_size=config.cache.block_size,
         num_layers=decoder.num_layers,

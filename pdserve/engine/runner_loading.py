@@ -93,15 +93,15 @@ def packed_weights(
     if isinstance(decoder, OutsideConfig) or not (in_blocks or kernels.packs_linear):
         yield
         return
-    model, dtype = Path(config.model_dir), config.model.dtype
-    name, nbytes = weights_name(model, kernels.packing, dtype.short, tp.rank, tp.size, in_blocks)
+    model, cache_dir, dtype = Path(config.model_dir), Path(config.cache_dir), config.model.dtype
+    name, nbytes = weights_name(model, cache_dir, kernels.packing, dtype.short, tp.rank, tp.size, in_blocks)
     # Packed, a rank's part seldom has fewer bytes than in the file. How many they are shows when they are packed.
     least = nbytes // tp.size
     if least < SMALLEST:
         yield
         return
     own = kernels.memory
-    path = Path(config.cache_dir, "packed-weights", name)
+    path = cache_dir / "packed-weights" / name
     try:
         with kept_weights(path, least, config.cpu.packed_weights_mib, own, tp.size) as memory:
             kernels.memory = memory

@@ -113,7 +113,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: Text
     """The name of the model that clients ask for."""
     fingerprint: Text
-    """A hash of model configuration, weights, dtype and KV layout. Nodes pair only if it is equal."""
+    """A hash of the model (all that its answers depend on), dtype and KV layout. Nodes pair only if it is equal."""
     capacity: Capacity
     protocol: Annotated[int, since(6)] = RELEASED_0_1
     """The newest version of the protocol that the node supports."""

@@ -109,7 +109,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     protocol: int
     """The newest version of the protocol that the engine supports."""
     fingerprint: str
-    """The fingerprint of the model's configuration and weights."""
+    """The model's fingerprint: a digest of all that its answers depend on."""
     dtype: str
     block_size: int
     num_layers: int

@@ -18,9 +18,10 @@ from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.models.checkpoint.family_settings import LinearScaling
+from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_file import read_gguf
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors
-from pdserve.models.checkpoint.weights import ALL, Checkpoint, fingerprint
+from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.decoders.rotary import rotary_table
 from pdserve.models.runner import StepRow
 from tests.examples import examples

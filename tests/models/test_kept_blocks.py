@@ -12,9 +12,10 @@ from gguf import GGMLQuantizationType
 
 from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 from pdserve.models.checkpoint.kept_blocks import keeps_blocks
-from pdserve.models.checkpoint.weights import ALL, Checkpoint, fingerprint
+from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building, Projection, SideBySide, column_parallel
 from pdserve.models.runner import ModelRunner, StepRow

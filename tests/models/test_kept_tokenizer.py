@@ -18,6 +18,7 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint import kept_tokenizer
 from pdserve.models.checkpoint.demo import packaged_gguf
 from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer, read_tokenizer
+from tests.test_file_system import give_away
 
 TEXTS = ["Hello", "  The  capital, isn't it? 12345\n\n\tété 漢字 🙂", "<|im_start|>user\nhi<|im_end|>", ""]
 
@@ -128,6 +129,33 @@ def test_other_code_makes_another_one(
     for text in ("one", "two", "two"):
         code.write_text(text)
         read_tokenizer(demo_model, tmp_path)
+    assert len(made) == 2
+
+
+def test_a_gguf_file_of_the_same_size_and_time_is_another_one(made: list[Path], tmp_path: Path) -> None:
+    model = Path(shutil.copy2(packaged_gguf(), tmp_path / "model.gguf"))
+    read_tokenizer(model, tmp_path)
+    times = model.stat()
+    with model.open("r+b") as file:
+        file.seek(2**26)
+        file.write(b"\xa5" * 64)
+    os.utime(model, ns=(times.st_atime_ns, times.st_mtime_ns))
+    read_tokenizer(model, tmp_path)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_one_that_another_user_may_have_written_is_not_read(
+    what: str, demo_model: Path, made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = read_tokenizer(demo_model, tmp_path)
+    (path,) = (tmp_path / "tokenizers").glob("*.tokenizer")
+    if what == "file":
+        path.chmod(0o666)
+    else:
+        give_away(path.parent, monkeypatch)
+        give_away(path, monkeypatch)
+    assert read_tokenizer(demo_model, tmp_path) == wanted
     assert len(made) == 2
 
 

@@ -14,6 +14,7 @@ from filelock import FileLock
 from pdserve.models.checkpoint import weight_file
 from pdserve.models.checkpoint.weight_file import WeightDraft, WeightFile, kept_weights, weights_name
 from pdserve_kernels.cpu.weight_memory import LINE, FilledMemory
+from tests.test_file_system import give_away
 from tests.tiny_models import save_tiny_model
 
 EXT4 = 0xEF53
@@ -230,20 +231,39 @@ def test_who_waits_too_long_packs_for_itself(tmp_path: Path, monkeypatch: pytest
 
 def test_other_code_makes_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
-    names = {weights_name(model)[0]}
+    names = {weights_name(model, tmp_path)[0]}
     code = tmp_path / "code.py"
     monkeypatch.setattr(weight_file, "_sources", lambda: [code])
     for text in ("one", "two", "two"):
         code.write_text(text)
-        names.add(weights_name(model)[0])
+        names.add(weights_name(model, tmp_path)[0])
     assert len(names) == 3
 
 
 def test_a_name_for_each_form_of_each_model(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
     weights = model / "model.safetensors"
-    name, nbytes = weights_name(model, "bf16", 0)
+    name, nbytes = weights_name(model, tmp_path, "bf16", 0)
     assert nbytes == weights.stat().st_size
-    assert weights_name(model, "bf16", 0) == (name, nbytes)
-    os.utime(weights, ns=(1, 1))
-    assert len({name, weights_name(model, "bf16", 0)[0], weights_name(model, "bf16", 1)[0]}) == 3
+    assert weights_name(model, tmp_path, "bf16", 0) == (name, nbytes)
+    times = weights.stat()
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # as the layers of an image and ``cp -p`` leave it
+    assert len({name, *(weights_name(model, tmp_path, "bf16", rank)[0] for rank in (0, 1))}) == 3
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_weights_that_another_user_may_have_packed_are_not_used(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, own = tmp_path / "kept" / "a.weights", OwnMemory()
+    load(path, own)
+    if what == "file":
+        path.chmod(0o666)
+    else:
+        give_away(path.parent, monkeypatch)
+    packed, _ = load(path, own)
+    assert packed == list(SIZES)
+    assert own.taken == (0 if what == "file" else sum(SIZES.values()))

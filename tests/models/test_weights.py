@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
-from pdserve.models.checkpoint.weights import Checkpoint, SafetensorsFiles, fingerprint, weight_files
+from pdserve.models.checkpoint.weights import Checkpoint, SafetensorsFiles, weight_files
 from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building
 from pdserve.models.runner import ModelRunner, StepRow
@@ -186,21 +185,3 @@ def test_truncated_file(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="cannot be read"):
         Checkpoint(folder, torch.float32)
-
-
-def test_fingerprint_tells_fine_tunes_apart(tmp_path: Path) -> None:
-    folder = save_tiny_model("llama", tmp_path / "one")
-    same = Path(shutil.copytree(folder, tmp_path / "two"))
-    assert fingerprint(folder) == fingerprint(same)
-    tensors = load_file(same / "model.safetensors")
-    tensors["model.norm.weight"][0] += 1
-    rewrite(same, tensors)
-    assert fingerprint(folder) != fingerprint(same)
-
-
-def test_fingerprint_of_another_configuration_differs(tmp_path: Path) -> None:
-    folder = save_tiny_model("llama", tmp_path)
-    before = fingerprint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert fingerprint(folder) != before

@@ -7,21 +7,17 @@ reads.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import xxhash
-from filelock import FileLock, Timeout
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.code_digest import code_digest
+from pdserve.models.checkpoint.content_digest import content_digest
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
+from pdserve.models.checkpoint.kept_files import KeptFiles
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +26,6 @@ _CODE = (Path(__file__), Path(__file__).with_name("gguf_file.py"), Path(__file__
 _KEPT = 16
 """So many tokenizers are kept, those that were used last."""
 _LOCK_TIMEOUT_S = 60.0
-_DEAD_DRAFT_S = 3600.0
-"""A draft that is older was left by a process that has died: to write one takes milliseconds."""
-_HEAD_BYTES = 2**25
-"""A GGUF file's tokenizer lies in its first part, before the weights."""
-_DIGEST_BYTES = 16
 _FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model")
 """The files of a folder that a tokenizer may be made of."""
 
@@ -59,103 +50,49 @@ def read_tokenizer(model: Path, cache_dir: Path | None = None) -> KeptTokenizer:
     """
     if cache_dir is None:
         return _made(model)
-    folder = cache_dir / "tokenizers"
+    kept = KeptFiles(cache_dir / "tokenizers", "tokenizer", _KEPT, _LOCK_TIMEOUT_S)
     try:
-        path = folder / f"{_key(model)}.tokenizer"
-        if (found := _load(path)) is not None:
+        key = _key(model, cache_dir)
+        if (found := _load(kept, key)) is not None:
             return found
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            found = _load(path)
+        with kept.locked(key):
+            found = _load(kept, key)
             if found is None:
                 found = _made(model)
                 try:
-                    _save(path, found)
+                    kept.save(key, msgspec.msgpack.encode(found))
                 except OSError as exc:
-                    log.warning("the tokenizer cannot be kept in %s: %s", folder, exc)
+                    log.warning("the tokenizer cannot be kept in %s: %s", kept.folder, exc)
     except OSError as exc:
-        log.warning("tokenizers cannot be kept in %s: %s", folder, exc)
+        log.warning("tokenizers cannot be kept in %s: %s", kept.folder, exc)
         return _made(model)
     return found
 
 
-def _key(model: Path) -> str:
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Returns the files of a model's folder that its tokenizer and chat template may be made of."""
+    return sorted(found for kind in _FILES for found in folder.glob(kind))
+
+
+def _key(model: Path, cache_dir: Path) -> str:
     """Returns a digest of everything that the tokenizer is made of, and of what makes it."""
     digest = xxhash.xxh3_128(code_digest(_CODE, ("transformers", "tokenizers")).encode())
     if is_gguf(model):
-        with model.open("rb") as file:
-            digest.update(file.read(_HEAD_BYTES))
-        status = model.stat()
-        digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+        digest.update(content_digest(model, cache_dir))
     else:
-        for path in sorted(found for kind in _FILES for found in model.glob(kind)):
-            digest.update(f"\0{path.relative_to(model)}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
+        for path in tokenizer_files(model):
+            data = path.read_bytes()
+            digest.update(f"\0{path.relative_to(model)}\0{len(data)}\0".encode())
+            digest.update(data)
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock, or goes on without it where another process has held it for long."""
-    lock = FileLock(path)
-    with contextlib.suppress(Timeout):
-        lock.acquire(timeout=_LOCK_TIMEOUT_S)
+def _load(kept: KeptFiles, key: str) -> KeptTokenizer | None:
+    body = kept.load(key)
     try:
-        yield
-    finally:
-        lock.release()
-
-
-def _load(path: Path) -> KeptTokenizer | None:
-    """Returns a kept tokenizer, or None if it is not there or not whole."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    body = memoryview(data)[_DIGEST_BYTES:]
-    if xxhash.xxh3_128_digest(body) != data[:_DIGEST_BYTES]:
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(path)
-    try:
-        return msgspec.msgpack.decode(body, type=KeptTokenizer)
+        return None if body is None else msgspec.msgpack.decode(body, type=KeptTokenizer)
     except msgspec.MsgspecError:
         return None
-
-
-def _save(path: Path, tokenizer: KeptTokenizer) -> None:
-    body = msgspec.msgpack.encode(tokenizer)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".draft", delete=False) as draft:
-        try:
-            draft.write(xxhash.xxh3_128_digest(body) + body)
-            # Whoever shares the cache may read it. A temporary file is its maker's alone.
-            os.fchmod(draft.fileno(), 0o644)
-            draft.close()
-            os.rename(draft.name, path)
-        except BaseException:
-            os.unlink(draft.name)
-            raise
-    _remove_old(path.parent)
-
-
-def _remove_old(folder: Path) -> None:
-    """Removes all but the tokenizers that were used last, and the drafts that dead processes have left."""
-    ages = _ages(folder, "*.tokenizer")
-    for old in sorted(ages, key=lambda each: ages[each])[_KEPT:]:
-        old.unlink(missing_ok=True)
-        old.with_suffix(".lock").unlink(missing_ok=True)
-    for draft, age in _ages(folder, ".*.draft").items():
-        if age > _DEAD_DRAFT_S:
-            draft.unlink(missing_ok=True)
-
-
-def _ages(folder: Path, pattern: str) -> dict[Path, float]:
-    """Returns the files and the seconds since each was used, without those that another process removes meanwhile."""
-    now, ages = time.time(), {}
-    for path in folder.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):
-            ages[path] = now - path.stat().st_mtime
-    return ages
 
 
 def _made(model: Path) -> KeptTokenizer:

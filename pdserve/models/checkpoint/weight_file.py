@@ -31,10 +31,11 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from pdserve.errors import ModelError
-from pdserve.file_system import file_system
+from pdserve.file_system import check_own, file_system, make_own_folder
 from pdserve.models.checkpoint.code_digest import code_digest
+from pdserve.models.checkpoint.fingerprint import weights_fingerprint
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.weights import fingerprint, weight_files
+from pdserve.models.checkpoint.weights import weight_files
 from pdserve_kernels.cpu.weight_memory import LINE, PIECE, FilledMemory
 
 log = logging.getLogger(__name__)
@@ -74,9 +75,11 @@ class WeightFile:
     """Satisfies ``FilledMemory`` with the bytes of a file. ``other`` has what the file has not."""
 
     def __init__(self, path: Path, other: FilledMemory) -> None:
-        """Maps the file. Raises OSError if it is not there, and ValueError if it is not whole."""
+        """Maps the file. Raises OSError if it is not there or not this user's, and ValueError if it is not whole."""
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno())
+            check_own(found)
+            size = found.st_size
             if size < _END.size:
                 raise ValueError("it is too short")
             # torch wants memory that may be written to. Nobody does, and it would not reach the file. Pages come when
@@ -201,7 +204,7 @@ def kept_weights(path: Path, nbytes: int, most_mib: int, other: FilledMemory, ra
         memory: FilledMemory | None = None
         draft: WeightDraft | None = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_own_folder(path.parent)
             if _may_be_mapped(path.parent):
                 memory = _opened(path, other)
                 if memory is None and _has_room(path.parent, nbytes, most_mib, ranks):
@@ -222,19 +225,15 @@ def kept_weights(path: Path, nbytes: int, most_mib: int, other: FilledMemory, ra
                 log.warning("the packed weights cannot be kept in %s: %s", path.parent, exc)
 
 
-def weights_name(model: Path, *form: object) -> tuple[str, int]:
+def weights_name(model: Path, cache_dir: Path, *form: object) -> tuple[str, int]:
     """Returns the name of the file for a model's weights in this form, and how many bytes the model's files have.
 
-    A file of the model that was written anew is another one. Raises ModelError if there is none.
+    Digests of those are kept in ``cache_dir``. Raises ModelError if there are no weights.
     """
-    digest = xxhash.xxh3_128(repr((fingerprint(model), *form)).encode())
-    total = 0
+    digest = xxhash.xxh3_128(repr((weights_fingerprint(model, cache_dir), *form)).encode())
     try:
         digest.update(code_digest(_sources()).encode())
-        for path in [model] if is_gguf(model) else weight_files(model):
-            status = path.stat()
-            total += status.st_size
-            digest.update(repr((path.name, status.st_size, status.st_mtime_ns)).encode())
+        total = sum(path.stat().st_size for path in ([model] if is_gguf(model) else weight_files(model)))
     except OSError as exc:
         raise ModelError(f"the weights of {model} cannot be found: {exc}") from exc
     return digest.hexdigest() + _SUFFIX, total
@@ -279,7 +278,7 @@ def _opened(path: Path, other: FilledMemory) -> WeightFile | None:
     except (OSError, ValueError, msgspec.MsgspecError) as exc:
         log.warning("%s is not used: %s", path, exc)
         return None
-    with contextlib.suppress(OSError):  # It may be another user's, or on a disk that is only read.
+    with contextlib.suppress(OSError):  # It may be on a disk that is only read.
         os.utime(path)
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +25,6 @@ PLAIN_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 WHOLE_FORMATS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 """The last part of the names of tables in older exports, which the configuration's settings give, too."""
-SAMPLES = 64
-SAMPLE_BYTES = 65_536
 
 
 class TensorFiles(Protocol):
@@ -270,44 +267,3 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         raise ModelError(f"{folder} has no .safetensors files")
     return files
-
-
-IN_BLOCKS = "blocks-"
-"""The fingerprint of weights that are kept in blocks begins so: the same weights dequantised give other KV blocks."""
-
-
-def fingerprint(path: Path, *, in_blocks: bool = False) -> str:
-    """Returns a digest of configuration and weights. Equal models have equal digests; other fine-tunes have others.
-
-    ``in_blocks`` says whether the model is computed from the file's blocks, and not from dequantised weights.
-
-    Weights are sampled (their headers, and 64 evenly spaced parts of each file), so that a model of any size is
-    fingerprinted in about a second.
-    """
-    digest = hashlib.sha256()
-    try:
-        if is_gguf(path):
-            _add_samples(digest, path)
-            return (IN_BLOCKS if in_blocks else "") + digest.hexdigest()
-        config = json.loads((path / "config.json").read_text())
-        for volatile in ("_name_or_path", "_model_name_or_path", "transformers_version"):
-            config.pop(volatile, None)
-        digest.update(json.dumps(config, sort_keys=True).encode())
-        for file in weight_files(path):
-            digest.update(f"{file.name}:{file.stat().st_size}".encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(int.from_bytes(opened.read(8), "little")))
-            _add_samples(digest, file)
-    except (OSError, ValueError) as exc:
-        raise ModelError(f"{path} cannot be fingerprinted: {exc}") from exc
-    return digest.hexdigest()
-
-
-def _add_samples(digest: hashlib._Hash, path: Path) -> None:
-    """Adds a file's size, and evenly spaced parts from its first byte to its last."""
-    size = path.stat().st_size
-    digest.update(f"{size}".encode())
-    with path.open("rb") as file:
-        for i in range(SAMPLES):
-            file.seek(max(0, (size - SAMPLE_BYTES) * i // (SAMPLES - 1)))
-            digest.update(file.read(SAMPLE_BYTES))

@@ -1,0 +1,100 @@
+"""Keeps small files in a folder of the user's cache: whole ones, those that were used last, and nobody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+from filelock import FileLock, Timeout
+
+from pdserve.file_system import check_own, make_own_folder
+
+_DEAD_DRAFT_S = 3600.0
+"""A draft that is older was left by a process that has died: to write one takes milliseconds."""
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """The files of one kind. Each has a key, which names everything that its bytes depend on."""
+
+    folder: Path
+    suffix: str
+    most: int
+    """So many are kept."""
+    lock_timeout_s: float
+
+    def load(self, key: str) -> bytes | None:
+        """Returns the bytes under ``key``, or None if they are not there, not whole, or not this user's.
+
+        Raises OSError.
+        """
+        path = self._path(key)
+        try:
+            with path.open("rb") as file:
+                check_own(os.fstat(file.fileno()))
+                data = file.read()
+        except (FileNotFoundError, PermissionError):
+            return None
+        body = data[_DIGEST_BYTES:]
+        if xxhash.xxh3_128_digest(body) != data[:_DIGEST_BYTES]:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return body
+
+    @contextlib.contextmanager
+    def locked(self, key: str) -> Iterator[None]:
+        """Lets one process at a time make what is under ``key``. Where another one takes very long, it goes on.
+
+        Raises OSError.
+        """
+        make_own_folder(self.folder)
+        lock = FileLock(self._path(key).with_suffix(".lock"))
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=self.lock_timeout_s)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def save(self, key: str, body: bytes) -> None:
+        """Keeps ``body`` within a ``locked`` block. Raises OSError."""
+        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".draft", delete=False) as draft:
+            try:
+                draft.write(xxhash.xxh3_128_digest(body) + body)
+                # Everybody may read it where root keeps the cache. A temporary file is its maker's alone.
+                os.fchmod(draft.fileno(), 0o644)
+                draft.close()
+                os.rename(draft.name, self._path(key))
+            except BaseException:
+                os.unlink(draft.name)
+                raise
+        self._remove_old()
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.{self.suffix}"
+
+    def _remove_old(self) -> None:
+        """Removes all but the files that were used last, and the drafts that dead processes have left."""
+        ages = self._ages(f"*.{self.suffix}")
+        for old in sorted(ages, key=lambda each: ages[each])[self.most :]:
+            old.unlink(missing_ok=True)
+            old.with_suffix(".lock").unlink(missing_ok=True)
+        for draft, age in self._ages(".*.draft").items():
+            if age > _DEAD_DRAFT_S:
+                draft.unlink(missing_ok=True)
+
+    def _ages(self, pattern: str) -> dict[Path, float]:
+        """Returns the files and the seconds since each was used, without those that others remove meanwhile."""
+        now, ages = time.time(), {}
+        for path in self.folder.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                ages[path] = now - path.stat().st_mtime
+        return ages
