@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
-from quart import Quart, Response, g
+from quart import Quart, Response, abort, g
 from quart import request as quart_request
 from werkzeug.exceptions import HTTPException
 
@@ -71,7 +71,7 @@ class DirectRoutes:
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        methods = (self._methods.get(scope["path"]) or self._find(scope["path"])) if scope["type"] == "http" else None
+        methods = self._of(scope) if scope["type"] == "http" else None
         if methods is None and not _is_preflight(scope):
             await self._others(scope, receive, send)
             return
@@ -89,6 +89,11 @@ class DirectRoutes:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._refuse(request, exc, methods or {})
             forget_frames(exc)
+
+    def _of(self, scope: Scope) -> Mapping[str, Handler] | None:
+        if b"%" in scope["raw_path"]:  # These paths have one spelling, as those of ``quart_app``.
+            return None
+        return self._methods.get(scope["path"]) or self._find(scope["path"])
 
     async def _refuse(self, request: HttpRequest, exc: Exception, methods: Iterable[str]) -> None:
         if request.answered:  # mostly because the client was gone in the middle of a write
@@ -124,7 +129,7 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
     """Returns a Quart application without routes, which answers every error in OpenAI's shape.
 
     Every response carries the request's label. ``process`` and ``on_error`` are as ``DirectRoutes`` has them. A client
-    that asks for another route is told of those that are ``served``.
+    that asks for another route is told of those that are ``served``. Each path has one spelling.
     """
     app = Quart("pdserve", static_folder=None)
     app.url_map.merge_slashes = False
@@ -135,6 +140,20 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
         if not hasattr(g, "label"):
             g.label = request_label(quart_request.headers.get(REQUEST_ID_HEADER))
         return str(g.label)
+
+    @app.before_request
+    async def in_one_spelling() -> None:
+        """Refuses what Quart takes for a route's path as well (``//metrics``, ``/%2fmetrics``, ``/%6detrics``).
+
+        A server in front of this one may guard the path by its one spelling.
+        """
+        rule = quart_request.url_rule
+        if rule is None:
+            return
+        fixed, variable, _ = rule.rule.partition("<")
+        written: bytes = quart_request.scope["raw_path"]
+        if not (written.startswith(fixed.encode()) if variable else written == fixed.encode()):
+            abort(404)
 
     @app.after_request
     async def labelled(response: Response) -> Response:

@@ -296,6 +296,7 @@ class SteppedNode:
             "type": "http",
             "method": "POST",
             "path": path,
+            "raw_path": path.encode(),
             "query_string": b"",
             "headers": [] if ticket is None else [(TICKET_HEADER.encode(), sealed)],
             "client": ("127.0.0.1", 1),

@@ -190,6 +190,7 @@ def scope(outlet: Outlet | None = None) -> dict[str, Any]:
         "type": "http",
         "method": "POST",
         "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
         "query_string": b"",
         "headers": [(b"host", b"node")],
         "client": ("127.0.0.1", 1),

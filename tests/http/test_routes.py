@@ -30,6 +30,8 @@ class Application:
         app = quart_app("node", 1000, self.errors.append)
         app.add_url_rule("/length", "length", self._length)
         app.add_url_rule("/defect", "defect", self._quart_defect)
+        app.add_url_rule("/", "root", self._root)
+        app.add_url_rule("/named/<path:name>/end", "named", self._named)
         handlers = {
             "/echo": self._echo,
             "/stream": self._stream,
@@ -42,6 +44,12 @@ class Application:
 
     async def _length(self) -> Response:
         raise LengthRequired
+
+    async def _root(self) -> Response:
+        return Response("root")
+
+    async def _named(self, name: str) -> Response:
+        return Response(name)
 
     async def _quart_defect(self) -> Response:
         raise ValueError("a secret")
@@ -78,6 +86,40 @@ class Application:
 async def answers(method: str, path: str, app: Application | None = None, **options: Any) -> Answer:
     async with http_serving((app or Application()).asgi, HttpConfig()) as (host, port):
         return await asyncio.to_thread(send, method, f"http://{host}:{port}{path}", **options)
+
+
+async def asked(path: str, app: Application, method: str = "GET") -> tuple[int, bytes]:
+    """Returns the status and body of the answer for ``path`` as it is written here: clients mend some spellings."""
+    async with http_serving(app.asgi, HttpConfig()) as (host, port), asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+    return int(head.split()[1]), body
+
+
+ODD = """
+//length ///length /%2flength /%2Flength /./length /length/ /length%2f /%6cength // /%2f //named/x/end /%6eamed/x/end
+/named%2fx/end http://a//length //echo /%2fecho /%65cho /echo%2f
+"""
+
+
+@pytest.mark.parametrize("path", ODD.split())
+async def test_a_path_has_one_spelling(path: str) -> None:
+    """Whoever guards a path in front of this server guards it by that one."""
+    app = Application()
+    status, body = await asked(path, app, "POST" if "cho" in path else "GET")
+    assert (status, json.loads(body)["error"]["code"]) == (404, "unknown_url")
+    assert app.errors == [404]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/named/a%2Fb%20c/end", b"a/b c"), ("/named/%6c/end?x=%2f", b"l"), ("/?a", b"root"), ("http://a/", b"root")],
+)
+async def test_what_a_path_names_may_be_escaped(path: str, body: bytes) -> None:
+    assert await asked(path, Application()) == (200, body)
 
 
 @pytest.mark.parametrize("path", ["/echo", "/stream", "/length", "/nothing"])
