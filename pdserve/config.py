@@ -1193,14 +1193,14 @@ class StatusConfig:
     page: StatusPage = setting(
         "status-page",
         "The proxy shows the cluster at / and /status: on to whoever may send requests, off to nobody, auto on "
-        "loopback or, elsewhere, to those with a key.",
+        "loopback or, elsewhere, to those with a key. Where there are API keys and admin keys, it needs an admin key.",
         StatusPage.AUTO,
         first=True,
     )
     admin_key_file: str = setting(
         "admin-key-file",
-        "The keys in this file let their owners drain nodes and change roles on the status page. Each line is a key, "
-        "or a name and a key. They are not keys for requests.",
+        "The keys in this file let their owners drain nodes and change roles on the status page, which then shows all "
+        "clients' requests to them alone. Each line is a key, or a name and a key. They are not keys for requests.",
         "",
     )
 

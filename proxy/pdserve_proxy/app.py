@@ -32,7 +32,7 @@ from pdserve_proxy.responses.routes import StoredResponseRoutes
 from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.turn import RESPONSES_PATH
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
-from pdserve_proxy.status.access import check_loopback_name
+from pdserve_proxy.status.access import check_loopback_name, check_watcher
 from pdserve_proxy.status.routes import StatusRoutes
 from pdserve_proxy.timelines import Timelines
 
@@ -163,8 +163,8 @@ class InformationRoutes:
         return _json([_instance(node, now) for node in self._registry.snapshot().nodes])
 
     async def timeline(self, request_id: str) -> Response:
-        if not self._admins.holds(request.headers.get("authorization")):
-            self._check_key()
+        sent = request.headers
+        check_watcher(self._keys, self._admins, sent.get("authorization"), sent.get("x-api-key"))
         self._check_host("a timeline")
         if len(request_id) > MAX_REQUEST_ID_CHARS or request_label(request_id) != request_id:
             raise NotFound("a request id has 1 to 128 visible ASCII characters", code="no_timeline")

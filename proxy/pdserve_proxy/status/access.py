@@ -3,7 +3,8 @@
 Browsers send what any page asks them to, to any server, this one on loopback included. So what is shown without a key
 is shown on loopback, under loopback's own names: a page whose name leads to 127.0.0.1 (DNS rebinding) has another name
 in ``Host``. No page of another origin gets anything, whatever ``--cors-origins`` says. A command needs an admin key in
-``Authorization``, which browsers never send by themselves.
+``Authorization``, which browsers never send by themselves. Where there are clients with keys and admins, what is shown
+of all clients' requests is for admins alone.
 """
 
 from __future__ import annotations
@@ -44,14 +45,13 @@ class StatusAccess:
     def check_viewer(self, headers: Headers) -> bool:
         """Returns whether a request is an admin's. Raises Unauthorized or Forbidden if its sender may see nothing."""
         _check_origin(headers)
-        authorization = headers.get("authorization")
-        if self._admins.holds(authorization):
+        if check_watcher(self._keys, self._admins, headers.get("authorization"), headers.get("x-api-key")):
             return True
         if self._keys:
-            self._keys.caller(authorization, headers.get("x-api-key"))
-        elif self._page is StatusPage.AUTO and not self._on_loopback:
+            return False
+        if self._page is StatusPage.AUTO and not self._on_loopback:
             raise Unauthorized("an admin's key is needed to see the status", code="missing_admin_key")
-        elif self._on_loopback:
+        if self._on_loopback:
             check_loopback_name(headers.get("host", ""), "the status")
         return False
 
@@ -61,6 +61,22 @@ class StatusAccess:
         if not self._admins:
             raise Forbidden("nobody may command nodes here: the proxy has no --admin-key-file", code="no_admins")
         return self._admins.caller(headers.get("authorization"))
+
+
+def check_watcher(keys: ApiKeys, admins: ApiKeys, authorization: str | None, api_key: str | None) -> bool:
+    """Returns whether a request with these headers is an admin's.
+
+    Raises Unauthorized for one that has no key where there are keys, and for a client's, who would see the others'
+    requests, where there are admins.
+    """
+    if admins.holds(authorization):
+        return True
+    keys.caller(authorization, api_key)
+    if keys and admins:
+        raise Unauthorized(
+            "an admin's key (--admin-key-file) is needed to see the requests of all clients", code="missing_admin_key"
+        )
+    return False
 
 
 def _check_origin(headers: Headers) -> None:

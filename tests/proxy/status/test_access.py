@@ -92,6 +92,16 @@ def test_where_there_are_keys_one_is_needed_also_on_loopback() -> None:
         assert rules.check_viewer({**headers, "x-api-key": KEY}) is False
 
 
+@pytest.mark.parametrize("page", [StatusPage.AUTO, StatusPage.ON])
+def test_where_there_are_admins_no_client_sees_the_others_requests(page: StatusPage) -> None:
+    for host, headers in ((LOOPBACK, HERE), (EVERYWHERE, AWAY)):
+        rules = access(host, page, keys=True, admins=True)
+        for sent in (bearer(KEY), {"x-api-key": KEY}, {}, {"x-api-key": ADMIN_KEY}):
+            with pytest.raises(Unauthorized):
+                rules.check_viewer({**headers, **sent})
+        assert rules.check_viewer({**headers, **bearer(ADMIN_KEY)}) is True
+
+
 def test_away_from_loopback_without_keys_of_clients_an_admin_may_see_it() -> None:
     rules = access(EVERYWHERE, admins=True)
     with pytest.raises(Unauthorized):

@@ -71,7 +71,7 @@ async def test_a_reverse_proxy_on_loopback_may_keep_its_own_name_if_it_sends_a_k
     async with cluster(config=config) as running:
         for sent in (BEARER, {"authorization": f"Bearer {CLIENT_KEY}"}, {"x-api-key": CLIENT_KEY}):
             async with running.http.get(path, headers={"host": "pdserve.example", **sent}) as response:
-                assert response.status == (404 if "timeline" in path else 200), sent
+                assert response.status == (200 if "timeline" not in path else 404 if sent is BEARER else 401), sent
         wrong = {"host": "pdserve.example", "x-api-key": "a-wrong-key-of-nobody"}
         async with running.http.get(path, headers=wrong) as response:
             assert response.status == (401 if "timeline" in path else 403)
@@ -271,14 +271,31 @@ async def test_without_the_page_its_routes_say_so() -> None:
                 assert "--status-page" in str(error_of(await response.read())["message"])
 
 
-async def test_keys_of_clients_show_the_status_and_command_nothing(admins: StatusConfig) -> None:
+async def test_keys_of_clients_show_the_status_where_no_admin_is() -> None:
     key = "a-key-of-a-client"
-    config = dataclasses.replace(with_status(admins), admission=AdmissionConfig(api_keys=(key,)))
+    config = dataclasses.replace(proxy_config(), admission=AdmissionConfig(api_keys=(key,)))
     async with cluster(config) as running:
         async with running.http.get("/status") as response:
             assert response.status == 401
             assert response.headers["www-authenticate"] == "Bearer"
         assert not (await answer_of(running, {"authorization": f"Bearer {key}"})).may_command
+
+
+@pytest.mark.parametrize("path", ["/status", "/requests/r/timeline"])
+async def test_where_admins_are_no_client_sees_the_others_requests(path: str, admins: StatusConfig) -> None:
+    config = dataclasses.replace(with_status(admins), admission=AdmissionConfig(api_keys=(CLIENT_KEY,)))
+    async with cluster(config) as running:
+        for sent in ({}, {"authorization": f"Bearer {CLIENT_KEY}"}, {"x-api-key": CLIENT_KEY}):
+            async with running.http.get(path, headers=sent) as response:
+                assert response.status == 401, sent
+        async with running.http.get(path, headers=BEARER) as response:
+            assert response.status == (404 if "timeline" in path else 200)
+
+
+async def test_keys_of_clients_command_nothing(admins: StatusConfig) -> None:
+    key = "a-key-of-a-client"
+    config = dataclasses.replace(with_status(admins), admission=AdmissionConfig(api_keys=(key,)))
+    async with cluster(config) as running:
         assert (await answer_of(running, BEARER)).may_command
         async with running.http.post(
             "/commands", json={"node": "00", "command": {"kind": "drain"}}, headers={"authorization": f"Bearer {key}"}

@@ -543,7 +543,7 @@ async function poll() {
     if (mine !== turn) return;
     setConnection("lost", error.status ? error.message : `No answer since ${lastTime()}`);
     if (error.status === 401) {
-      askForKey(stored() ? "The proxy does not accept this key." : "This proxy shows its status to those with a key.");
+      askForKey(stored() ? "The proxy does not accept this key." : "This proxy shows its status to those with a key: an admin key, if it has any.");
       return;
     }
   }
@@ -560,7 +560,7 @@ function askForKey(why) {
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
-byId("key").addEventListener("click", () => askForKey("An API key shows the cluster. An admin key commands its nodes, too."));
+byId("key").addEventListener("click", () => askForKey("An admin key shows the cluster and commands its nodes. Where there is none, an API key shows it."));
 byId("key-dialog").addEventListener("close", () => {
   const typed = byId("key-input").value.trim();
   byId("key-input").value = "";
