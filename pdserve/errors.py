@@ -43,6 +43,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 256
+"""The longest texts that a client gets with an error."""
+
 
 def forget_frames(error: BaseException) -> None:
     """Drops what ``error`` has of the frames that it has passed, once it has been logged and answered.
@@ -187,9 +191,10 @@ class RequestError(PdserveError):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        # It may quote what the client has sent, and would be as large in the answer and in logs.
+        self.message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
+        super().__init__(self.message)
+        self.param = None if param is None else param[:MAX_PARAM_CHARS]
         self.code = code
         self.retry_after_s = retry_after_s
 

@@ -33,7 +33,7 @@ from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
-from pdserve.freed_memory import give_freed_memory_back
+from pdserve.freed_memory import give_freed_memory_back, give_large_blocks_back
 from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
@@ -75,6 +75,7 @@ def serve(
     """
     set_up_logging(config.log, "api", node=config.discovery.name)
     share_interpreter()
+    give_large_blocks_back()
     node = NodeServer(role, config, secret, model_dir, cache_dir, engine_command, read_secret)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pdserve.config import AdmissionConfig, ProxyConfig, StoreConfig, Switch
 from pdserve.errors import PdserveError
+from pdserve.freed_memory import give_large_blocks_back
 from pdserve.http.server import HttpServer
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.ids import new_id
@@ -73,6 +74,7 @@ async def serve_clients(
     listening: Callable[[], None],
 ) -> None:
     """Serves until ``stop`` is set and requests under way are over or cut short. Calls ``listening`` once."""
+    give_large_blocks_back()
     tickets = TicketSigner(credentials.secrets, new_id())
     metrics, drain_s = state.metrics, config.http.drain_s
     bodies = HeldBodies(_body_limits(config))
