@@ -6,13 +6,14 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
+from pdserve.wire.frame import ClockSkew
 from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.events import FailureKind
 
 
 @dataclass(slots=True)
 class TransferStats:
-    """Totals since the start, except ``quarantined_blocks`` and ``links``, which are present numbers.
+    """Totals since the start, except ``quarantined_blocks``, ``clocks`` and ``links``, which are of the present.
 
     The transfer thread alone changes them.
     """
@@ -33,6 +34,8 @@ class TransferStats:
     """Blocks that arrived for no live transfer, out of range, twice, or with the wrong size."""
     frames_dropped: int = 0
     """Control frames that were malformed or not authentic."""
+    clocks: ClockSkew = field(default_factory=ClockSkew)
+    """How far the clocks of other engines are from this one's."""
     quarantined_blocks: int = 0
     links: Counter[TransportKind] = field(default_factory=Counter)
     """The links that have moved blocks and are open, each rank's by itself."""

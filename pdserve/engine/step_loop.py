@@ -356,6 +356,9 @@ class StepLoop:
             leases_expired_sending=transfers.leases_expired_sending,
             leases_expired_receiving=transfers.leases_expired_receiving,
             stale_blocks_dropped=transfers.stale_blocks_dropped,
+            handshakes=transfers.handshakes,
+            frames_dropped=transfers.frames_dropped,
+            clock_skew_s=transfers.clocks.worst_s(),
             links=LinkCounts.of(transfers.links),
             queue_s=max(
                 scheduler.longest_wait_s(now),

@@ -312,6 +312,12 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     leases_expired_sending: int = 0
     leases_expired_receiving: int = 0
     stale_blocks_dropped: int = 0
+    handshakes: int = 0
+    """The greetings that were completed, as the engine that asked or the one that was asked."""
+    frames_dropped: int = 0
+    """The frames of other engines that were malformed, not authentic, or too old."""
+    clock_skew_s: float = 0.0
+    """How far the clock of the engine whose clock differs most is behind this one's."""
     links: LinkCounts = LinkCounts()
     prefill: PrefillStats = PrefillStats()
     step: StepStats = StepStats()

@@ -21,6 +21,7 @@ import binascii
 import enum
 import hashlib
 import hmac
+import math
 import struct
 import time
 from collections.abc import Callable
@@ -85,6 +86,28 @@ class ReplayWindow:
         return True
 
 
+class ClockSkew:
+    """How far other hosts' clocks are from this one's, by the age of their frames in this minute and the last.
+
+    Some frames wait on the way, so of each sender the one with the least age counts. One thread notes; all may read.
+    """
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        self._present: dict[bytes, float] = {}
+        self._before: dict[bytes, float] = {}
+
+    def note(self, sender: bytes, age_s: float, now_s: float) -> None:
+        if not 0 <= now_s - self._began_s < SKEW_WINDOW_S:
+            self._before, self._present, self._began_s = self._present, {}, now_s
+        if abs(age_s) < abs(self._present.get(sender, math.inf)) and len(self._present) < MAX_SENDERS:
+            self._present[sender] = age_s
+
+    def worst_s(self) -> float:
+        """Returns the difference of the sender whose clock differs most: above 0 if it is behind."""
+        return max((self._before.copy() | self._present.copy()).values(), key=abs, default=0.0)
+
+
 UNNAMED = 1
 """The version of frames that do not name their receiver."""
 NAMED = 2
@@ -92,6 +115,7 @@ NAMED = 2
 MAX_AGE_S = 60.0
 MAX_FRAME_BYTES = 4 * 2**20
 MAX_SENDERS = 65_536
+SKEW_WINDOW_S = 60.0
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The errors that msgspec raises for bytes of another form. The last two are for text that is not UTF-8, and for
 endlessly nested arrays in an unknown field.
@@ -255,7 +279,8 @@ class Opener(Generic[T]):
     ``ordered=False`` is for channels whose frames may overtake each other (one HTTP request each): a frame is then
     refused if its counter was seen, or is ``WINDOW`` behind the latest one. ``lifetime_s`` returns the seconds for
     which a message is valid, beyond the ``MAX_AGE_S`` that clocks may differ by. ``receiver`` is this process's boot
-    id. Without one, only frames that name no receiver are accepted.
+    id. Without one, only frames that name no receiver are accepted. ``skew`` notes the age of each frame that was
+    never seen before, those among them that are too old.
     """
 
     def __init__(
@@ -268,7 +293,9 @@ class Opener(Generic[T]):
         ordered: bool = True,
         lifetime_s: Callable[[T], float] = lambda _: 0.0,
         clock: Callable[[], float] = time.time,
+        skew: ClockSkew | None = None,
     ) -> None:
+        self._skew = skew
         self._signers = _Signers(secret, purpose)
         self._purpose = purpose
         self._receiver = receiver
@@ -326,6 +353,7 @@ class Opener(Generic[T]):
         except AuthenticationFailed as exc:
             # A frame that names no receiver may have been sent to another one, whose frames come here by an attacker.
             if frame.version == NAMED and self._counters_of(frame.sender).use(frame.counter):
+                self._note_age(frame)
                 raise StaleFrame(str(exc), frame.sender) from exc
             raise
         self._check_first_use(frame)
@@ -341,6 +369,12 @@ class Opener(Generic[T]):
     def _check_first_use(self, frame: _Frame) -> None:
         if not self._counters_of(frame.sender).use(frame.counter):
             raise AuthenticationFailed("replayed frame: its counter was seen before")
+        self._note_age(frame)
+
+    def _note_age(self, frame: _Frame) -> None:
+        if self._skew is not None:
+            now_s = self._clock()
+            self._skew.note(frame.sender, now_s - frame.sent_ms / 1000, now_s)
 
     def _counters_of(self, sender: bytes) -> RisingCounter | ReplayWindow:
         record = self._senders.pop(sender, None) or self._record()

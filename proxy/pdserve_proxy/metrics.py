@@ -18,6 +18,7 @@ from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.metrics.text import text_of
 from pdserve.tracing.span_counts import SpanCounts
 from pdserve.wire.discovery import Role
+from pdserve.wire.frame import ClockSkew
 from pdserve.wire.proxy_workers import Family, Sample
 from pdserve_proxy.registry.discovery_server import DropCause
 from pdserve_proxy.registry.snapshot import Snapshot
@@ -147,6 +148,13 @@ class ProxyMetrics:
         )
         for cause in DropCause:
             self._dropped_frames.labels(cause.value)
+        self.clocks = ClockSkew()
+        """How far nodes' clocks are from this one's."""
+        Gauge(
+            "pdserve_proxy_clock_skew_seconds",
+            "How far the clock of the node whose clock differs most is behind.",
+            registry=registry,
+        ).set_function(self.clocks.worst_s)
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
         self._live_proxies = Gauge(
             "pdserve_proxy_live_proxies", "Proxies of the cluster that nodes are registered at.", registry=registry

@@ -130,6 +130,7 @@ async def run(
             boot_id,
             metrics.count_dropped_frame,
             metrics.counts.incidents,
+            metrics.clocks,
         ) as discovery,
         on_renewal(live.renew),
     ):

@@ -224,6 +224,9 @@ def test_metrics_show_the_engine(node: NodeUnderTest) -> None:
         "quarantined_blocks",
         'kv_transfer_bytes_total{direction="sent"}',
         "kv_transfer_seconds_total",
+        "kv_transfer_handshakes_total",
+        "kv_transfer_frames_dropped_total",
+        "kv_transfer_clock_skew_seconds",
         'prefills_total{source="remote"}',
     ):
         assert f"pdserve_{name}" in shown

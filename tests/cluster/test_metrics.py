@@ -126,6 +126,10 @@ def test_a_prompt_that_moves_is_counted_by_the_node_that_answers(pd_cluster: Clu
     grown = [new - old for new, old in zip(counted(pd_cluster.prefill), prefilled, strict=True)]
     assert grown == [0, tokens, 0, 0]
     assert moved() - before == tokens
+    for nodes in (pd_cluster.decode, pd_cluster.prefill):
+        assert total(nodes, "pdserve_kv_transfer_handshakes_total") >= 1
+        assert total(nodes, "pdserve_kv_transfer_frames_dropped_total") == 0
+        assert 0 <= abs(total(nodes, "pdserve_kv_transfer_clock_skew_seconds")) < 10, "they share a clock"
 
 
 def test_every_process_shows_what_it_takes_and_which_software_it_is(pd_cluster: Cluster) -> None:

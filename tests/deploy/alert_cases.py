@@ -186,6 +186,17 @@ CASES = [
         6,
         {f'pdserve_proxy_discovery_frames_dropped_total{{{AT_PROXY}, reason="malformed"}}': "0x5 1x30"},
     ),
+    AlertCase(
+        "PdserveClockSkew", 8, {f"pdserve_proxy_clock_skew_seconds{{{AT_PROXY}}}": "0x3 30x20"}, PROXY, value="30"
+    ),
+    AlertCase(
+        "PdserveClockSkew",
+        8,
+        {f"pdserve_kv_transfer_clock_skew_seconds{{{AT_DECODE}}}": "0x3 -30x20"},
+        DECODE,
+        value="30",
+    ),
+    AlertCase("PdserveClockSkew", 8, {f"pdserve_proxy_clock_skew_seconds{{{AT_PROXY}}}": "5x20"}),
     *event("PdserveFallbacks", f"pdserve_fallbacks_total{{{AT_DECODE}}}", DECODE),
     *event("PdserveLeasesExpired", f'pdserve_leases_expired_total{{{AT_DECODE}, direction="received"}}', DECODE),
     AlertCase("PdserveQuarantinedBlocks", 8, {BLOCKS: "0x4 4x20"}, DECODE, value="4"),

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from pdserve.errors import AuthenticationFailed, MalformedFrame, StaleFrame, UnreadableMessage, WireError, WrongReceiver
 from pdserve.wire.discovery import Ack, ToProxy
-from pdserve.wire.frame import MAX_AGE_S, MAX_FRAME_BYTES, NAMED, UNNAMED, Opener, Purpose, Sealer, Secrets
+from pdserve.wire.frame import (
+    MAX_AGE_S,
+    MAX_FRAME_BYTES,
+    NAMED,
+    SKEW_WINDOW_S,
+    UNNAMED,
+    ClockSkew,
+    Opener,
+    Purpose,
+    Sealer,
+    Secrets,
+)
 
 SECRET = b"the cluster's own secret"
 BOOT = b"0123456789abcdef"
@@ -398,3 +409,36 @@ def test_an_authentic_frame_that_cannot_be_decoded_is_a_typed_error(body: bytes)
     frame = sealer(clock)._seal(1, BOOT, body)
     with pytest.raises(UnreadableMessage):
         opener(clock).open(frame)
+
+
+def test_clocks_that_differ_are_told_before_their_frames_are_dropped() -> None:
+    """Of each sender the youngest frame counts: others have waited on the way."""
+    here, skew = Clock(), ClockSkew()
+    receiver: Opener[Ack] = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=OTHER, clock=here, skew=skew)
+    assert skew.worst_s() == 0
+    clocks = {name: Clock() for name in (b"a" * 16, b"b" * 16)}
+    sealers = {name: sealer(clock, sender=name) for name, clock in clocks.items()}
+    behind, ahead = clocks
+    clocks[behind].now -= 20
+    clocks[ahead].now += 30
+    for sender in sealers.values():
+        receiver.open(sender.seal(ACK, OTHER))
+    assert skew.worst_s() == -30
+    late = sealers[behind].seal(ACK, OTHER)
+    here.now += 35
+    receiver.open(late)
+    assert skew.worst_s() == -30, "that one was 55 s old, because it was under way for so long"
+    for _ in range(2):  # two windows later only what was heard since then counts
+        here.now += SKEW_WINDOW_S
+        clocks[behind].now = here.now - 61
+        with pytest.raises(StaleFrame):
+            receiver.open(sealers[behind].seal(ACK, OTHER))
+    assert skew.worst_s() == 61, "it shows while they are dropped, too"
+    again = sealers[behind].seal(ACK, OTHER)
+    forged = bytearray(again)
+    forged[-1] ^= 1
+    here.now += 3 * SKEW_WINDOW_S
+    for frame in (bytes(forged), late):
+        with pytest.raises(WireError):
+            receiver.open(frame)
+    assert skew.worst_s() == 61, "forged and replayed frames say nothing"

@@ -286,7 +286,7 @@ class FrameOpener(Generic[T]):
 
     def __init__(self, secret: bytes | Secrets, messages: type[T], stats: TransferStats, boot_id: bytes) -> None:
         """``boot_id`` is this engine's. Frames that name another receiver are not opened."""
-        self._opener: Opener[T] = Opener(secret, Purpose.TRANSFER, messages, receiver=boot_id)
+        self._opener: Opener[T] = Opener(secret, Purpose.TRANSFER, messages, receiver=boot_id, skew=stats.clocks)
         self._stats = stats
         self._throttle = LogThrottle(_LOG_EVERY_S)
 

@@ -82,6 +82,9 @@ class EngineCollector(Collector):
             "direction",
             {"sent": stats.leases_expired_sending, "received": stats.leases_expired_receiving},
         )
+        yield _counter("kv_transfer_handshakes", "greetings of other engines that were completed", stats.handshakes)
+        yield _counter("kv_transfer_frames_dropped", "control frames that were not acceptable", stats.frames_dropped)
+        yield _gauge("kv_transfer_clock_skew_seconds", "that another engine's clock is behind", stats.clock_skew_s)
         yield _gauges_by_label(
             "kv_links",
             "links to other engines that have moved KV blocks, by what carries them",

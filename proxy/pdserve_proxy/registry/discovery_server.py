@@ -43,7 +43,7 @@ from pdserve.wire.discovery import (
     Role,
     ToProxy,
 )
-from pdserve.wire.frame import MAX_REASON_CHARS, Opened, Opener, Purpose, Sealer, Secrets
+from pdserve.wire.frame import MAX_REASON_CHARS, ClockSkew, Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
 from pdserve_proxy.incidents import Incidents
@@ -94,8 +94,9 @@ class DiscoveryServer:
         port: int,
         clock: Callable[[], float] = time.monotonic,
         incidents: Incidents | None = None,
+        clocks: ClockSkew | None = None,
     ) -> None:
-        """``on_dropped`` is called with the cause for which a frame is dropped.
+        """``on_dropped`` is called with the cause for which a frame is dropped. ``clocks`` notes those of the nodes.
 
         Raises ConfigError if the address cannot be bound.
         """
@@ -105,7 +106,9 @@ class DiscoveryServer:
         self._clock = clock
         self._live_proxies = 1
         self._next_count_s = 0.0
-        self._opener: Opener[ToProxy] = Opener(secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id)
+        self._opener: Opener[ToProxy] = Opener(
+            secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id, skew=clocks
+        )
         self._sealer = Sealer(secret, Purpose.DISCOVERY, boot_id)
         self._drops, self._refusals = LogThrottle(WARN_EVERY_S), LogThrottle(WARN_EVERY_S)
         self._context = zmq.asyncio.Context()
@@ -129,10 +132,11 @@ class DiscoveryServer:
         boot_id: bytes,
         on_dropped: Callable[[DropCause], None],
         incidents: Incidents | None = None,
+        clocks: ClockSkew | None = None,
     ) -> Self:
         """Returns a server that listens as ``config`` says. Raises ConfigError if the address cannot be bound."""
         host, port = config.control_host, config.control_port
-        return cls(registry, secret, boot_id, on_dropped, host=host, port=port, incidents=incidents)
+        return cls(registry, secret, boot_id, on_dropped, host=host, port=port, incidents=incidents, clocks=clocks)
 
     def __enter__(self) -> Self:
         return self

@@ -87,6 +87,7 @@ async def supervise(
                 boot_id,
                 metrics.count_dropped_frame,
                 metrics.counts.incidents,
+                metrics.clocks,
             )
         )
         share = worker_share(config)

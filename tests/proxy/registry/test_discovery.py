@@ -23,7 +23,7 @@ from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.status import IncidentKind
 from pdserve_proxy.incidents import Incidents
-from pdserve_proxy.metrics import ProxyMetrics
+from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import MAX_MESSAGE_BYTES, DiscoveryServer
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
 from tests.endless_message import is_cut, many_parts, sends_without_end
@@ -51,6 +51,7 @@ class Ear:
             port=port,
             clock=clock,
             incidents=self.incidents,
+            clocks=self.metrics.clocks,
         )
         self.control = self.discovery.endpoint
         self.port = int(self.control.rpartition(":")[2])
@@ -254,6 +255,16 @@ async def test_a_proxy_that_stood_still_gives_nodes_time_to_be_heard() -> None:
             clock.now += 0.001
             await asyncio.sleep(0.001)
         assert clock.now > 100.1
+
+
+async def test_a_clock_that_differs_shows_while_its_node_is_still_heard() -> None:
+    async with listening() as ear, raw_peer(ear.control) as peer:
+        sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id, clock=lambda: time.time() - 45)
+        await peer.send(sealer.seal(Register(NODE)))
+        await eventually(lambda: ear.names() == ["d0"], "the registration")
+        text = await render_families(ear.metrics.export_families(ear.registry.snapshot()))
+        (shown,) = (line for line in text.decode().splitlines() if line.startswith("pdserve_proxy_clock_skew_seconds "))
+        assert 45 <= float(shown.split()[1]) < 55
 
 
 async def test_a_flood_of_frames_does_not_keep_a_dead_node() -> None:
