@@ -274,6 +274,7 @@ class NodeServer:
             version=INSTALLED_VERSION,
             compute=ready.compute,
             answers=answers_hash(self.config, tokenizer.chat_template or ""),
+            formats=formats_of(tokenizer.chat_template, self.config.message).label,
         )
 
     def _state(

@@ -128,6 +128,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where its engine computes; None on a GPU, and from older nodes."""
     answers: Annotated[Text, since(6)] = ""
     """A hash of all settings that decide which requests the node takes and how it answers them."""
+    formats: Annotated[Text, since(6)] = ""
+    """The formats of tool calls and reasoning that the node reads. Answers go on only where they are equal."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):

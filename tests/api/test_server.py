@@ -33,6 +33,7 @@ from pdserve.config import (
     SchedulerConfig,
     StreamConfig,
     Switch,
+    ToolFormat,
 )
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandSigner, Drain
 from pdserve.wire.discovery import (
@@ -203,6 +204,16 @@ def test_the_engine_is_told_all_that_the_settings_say_of_it() -> None:
         assert getattr(told, name) is getattr(given, name)
 
 
+def test_a_node_tells_newer_proxies_how_it_reads_answers(model_dir: Path, tmp_path: Path) -> None:
+    with contextlib.closing(FakeProxy(SPOKEN.newest)) as proxy:
+        reads_none = replace(config(proxies=(proxy.address,)), message=MessageConfig(tool_parser=ToolFormat.NONE))
+        with scripted_node(reads_none, model_dir, tmp_path, Role.DECODE):
+            proxy.receive(Register)  # in the form of 0.1, before the node knows the proxy
+            info = proxy.receive(Register).node
+            assert info.formats == "calls none, reasoning none"
+            assert info.answers
+
+
 def test_signal_while_the_engine_starts(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / NEVER_READY).touch()
     with running(node_command(config(), model_dir, tmp_path), clean_environ()) as process:
@@ -302,6 +313,7 @@ def test_node_of_a_proxy(role: Role, proxy: FakeProxy, model_dir: Path, tmp_path
         info = proxy.receive(Register).node
         assert (info.url, info.role, info.model) == (node.url, role, MODEL)
         assert (info.capacity.max_model_len, info.fingerprint) == (256, "f" * 32)
+        assert (info.answers, info.formats) == ("", ""), "a proxy of 0.1 does not know them"
 
         without = ask(node, None)
         assert without.status == 401

@@ -81,6 +81,7 @@ def node_info(
     protocol: int = RELEASED_0_1,
     compute: ComputeCores | None = None,
     answers: str = "",
+    formats: str = "",
 ) -> NodeInfo:
     """Returns a node's description of itself. ``Registration`` puts today's protocol into it."""
     return NodeInfo(
@@ -95,6 +96,7 @@ def node_info(
         protocol=protocol,
         compute=compute,
         answers=answers,
+        formats=formats,
     )
 
 

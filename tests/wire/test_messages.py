@@ -44,6 +44,7 @@ NODE = discovery.NodeInfo(
     capacity=discovery.Capacity(max_running=4, num_blocks=100, block_size=16, max_model_len=2048),
     compute=discovery.ComputeCores("5f0e", (0, 1, 5), 2),
     answers="9c1f",
+    formats="calls hermes, reasoning none",
 )
 SUSPECTED = proxy_workers.Suspected(
     (proxy_workers.SuspectedRequest(bytes(16), 9, "r", b"client", "two nodes were lost", 9.5),)

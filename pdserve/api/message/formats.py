@@ -32,6 +32,11 @@ class MessageFormats:
     reasoning: ReasoningFormat
 
     @property
+    def label(self) -> str:
+        """What other processes compare."""
+        return f"calls {self.calls.value}, reasoning {self.reasoning.value}"
+
+    @property
     def call_markers(self) -> tuple[str, ...]:
         """The texts that a parser of calls has to see, though a vocabulary may have them as special tokens."""
         markers = _CALL_MARKERS.get(self.calls)

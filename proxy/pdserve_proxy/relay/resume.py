@@ -436,7 +436,7 @@ class Resumes:
             query = msgspec.structs.replace(
                 stream.query,
                 oldest_protocol=max(stream.query.oldest_protocol, RESUMED_ANSWERS),
-                kind=Kind(node.fingerprint, node.capacity.max_model_len, kernels),
+                kind=Kind(node.fingerprint, node.formats, node.capacity.max_model_len, kernels),
             )
             with suppress(Unavailable):
                 return self._dispatch.choose(stream.relayed, query, excluded)

@@ -41,10 +41,12 @@ class Loads(Protocol):
 class Kind(msgspec.Struct, frozen=True):
     """What a decode node has to be to go on with another one's answer exactly where that was.
 
-    Nodes of other context lengths would cut a prompt elsewhere, or end the answer elsewhere.
+    Nodes of other context lengths would cut a prompt elsewhere, or end the answer elsewhere. Those of other formats
+    would read other tool calls from the same tokens.
     """
 
     fingerprint: str
+    formats: str
     max_model_len: int
     kernels: str | None
     """What the node computes with; None if that does not matter."""
@@ -52,6 +54,7 @@ class Kind(msgspec.Struct, frozen=True):
     def has(self, node: NodeInfo) -> bool:
         return (
             node.fingerprint == self.fingerprint
+            and node.formats == self.formats
             and node.capacity.max_model_len == self.max_model_len
             and self.kernels in (None, node.kernels)
         )

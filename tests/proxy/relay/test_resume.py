@@ -318,7 +318,14 @@ async def test_without_another_node_it_ends_when_the_wait_is_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "unfit", [{"protocol": RELEASED_0_1}, {"fingerprint": "another"}, {"model": "another"}, {"max_model_len": 128}]
+    "unfit",
+    [
+        {"protocol": RELEASED_0_1},
+        {"fingerprint": "another"},
+        {"formats": "another"},
+        {"model": "another"},
+        {"max_model_len": 128},
+    ],
 )
 async def test_only_a_node_that_can_go_on_exactly_is_asked(unfit: dict[str, Any]) -> None:
     go_on = asyncio.Event()
