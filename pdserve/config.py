@@ -726,6 +726,20 @@ class DiscoveryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LivenessConfig:
+    """How a node notices that its engine hangs."""
+
+    silence_ms: int = setting(
+        "engine-silence-ms",
+        "A node ends when its engine, one of its ranks or their KV transfer has shown no life for this many "
+        "milliseconds. One that computes, or waits for a core, has twelve times as long.",
+        5000,
+        minimum=2000,
+        maximum=3_600_000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class TlsConfig:
     """TLS towards clients."""
 
@@ -1106,6 +1120,8 @@ class EngineLaunch:
 
     address: str
     """The ``ipc://`` path in a private folder where the API process has bound a ZMQ PAIR socket for the engine."""
+    life: int
+    """The inherited descriptor of the memory in which the engine's loops show life."""
     config: EngineConfig
 
     @property
@@ -1129,6 +1145,8 @@ class RankLaunch:
     """The inherited descriptor of the memory that the ranks share."""
     wake_fd: int
     """The inherited eventfd that wakes rank 0's step loop."""
+    life: int
+    """The inherited descriptor of the memory in which the engine's loops show life."""
     cores: tuple[int, ...]
     """The rank is kept to these; empty if it may use all that it finds."""
     threads: int
@@ -1149,6 +1167,7 @@ class NodeConfig:
     cpu: CpuConfig = field(default_factory=CpuConfig)
     targets: TargetsConfig = field(default_factory=TargetsConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     kept: KeptConfig = field(default_factory=KeptConfig)
     message: MessageConfig = field(default_factory=MessageConfig)

@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from pdserve.errors import TransferError
+from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.process import share_interpreter
 from pdserve.wire.rank_transfer import (
     CloseLink,
@@ -54,16 +55,19 @@ class RankThread:
         region: KvRegion,
         transport: Callable[[], Transport],
         died: Callable[[str], None],
+        life: LifeSign | None = None,
     ) -> None:
         """The thread binds ``address`` (``ipc://`` in a private folder), and rank 0 connects to it.
 
         ``transport`` makes the transport inside the thread.
         The thread calls ``died`` with the reason if it ends for any other reason than ``LeaveRank`` and ``close``.
+        ``life`` is where the thread shows life.
         """
         self._address = address
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._region = region
         self._died = died
+        self._life = unseen_sign() if life is None else life
         self._make_transport = transport
         self._ports: dict[int, Port] = {}
         self._unsent: deque[bytes] = deque()
@@ -101,7 +105,8 @@ class RankThread:
             try:
                 channel.bind(self._address)
                 self._started.set_result(None)
-                self._loop(channel, transport)
+                with self._life.shown_by_this_thread():
+                    self._loop(channel, transport)
             finally:
                 for port in self._ports.values():
                     port.close()
@@ -122,6 +127,7 @@ class RankThread:
     def _loop(self, channel: zmq.Socket[bytes], transport: Transport) -> None:
         busy_poll = BusyPoll()
         while not self._closing.is_set():
+            self._life.show()
             more = False
             while channel.poll(0):
                 command = self._decoder.decode(channel.recv())
@@ -184,5 +190,5 @@ class RankThread:
         poller.register(channel, zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
         for fileno in (self._wakeup, *(port.fileno() for port in self._ports.values())):
             poller.register(fileno, zmq.POLLIN)
-        if not poller.poll(GIVE_UP_MS if self._unsent else None):
+        if not poller.poll(GIVE_UP_MS if self._unsent else SHOWN_EVERY_MS) and self._unsent:
             raise TransferError("rank 0 has stopped reading its transfer channel")

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import zmq
 
 from pdserve.errors import RankLost, TransferError
+from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.process import share_interpreter
 from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
@@ -65,6 +66,7 @@ class TransferThread:
     ``transport`` makes the transport inside the thread.
     ``ranks`` has the addresses of the ``RankThread``s of this node's other ranks, in rank order.
     With ``reports_sent`` the engine gets ``BlocksSent``.
+    ``life`` is where the thread shows life.
     Engines that fetch from this one are told its ``max_prompt_tokens``, or nothing if it is 0.
     The constructor raises ValueError if ``region`` and ``spec`` contradict each other.
     """
@@ -82,6 +84,7 @@ class TransferThread:
         ranks: tuple[str, ...] = (),
         max_prompt_tokens: int = 0,
         reports_sent: bool = False,
+        life: LifeSign | None = None,
     ) -> None:
         if region.block_bytes % len(heads_of(0, spec.tp_size, spec.kv_heads)):
             raise ValueError(f"a block of {region.block_bytes} bytes is not a whole number of KV heads")
@@ -93,6 +96,7 @@ class TransferThread:
         self._ranks = ranks
         self._max_prompt_tokens = max_prompt_tokens
         self._reports_sent = reports_sent
+        self._life = unseen_sign() if life is None else life
         self._wake = wake
         self._make_transport = transport
         self._event_queue = EventQueue()
@@ -258,7 +262,8 @@ class TransferThread:
         try:
             sides = self._open_sides(transport, context)
             try:
-                self._loop(sides)
+                with self._life.shown_by_this_thread():
+                    self._loop(sides)
             finally:
                 sides.close(max(0.0, min(LINGER_S, self._close_by - time.monotonic())))
                 self._wake_engine()
@@ -301,6 +306,7 @@ class TransferThread:
         busy_poll = BusyPoll()
         while not self._closing:
             now = time.monotonic()
+            self._life.show()
             if now > expected + self._settings.lease_s / 2:
                 sides.renew_leases(now)
             while self._commands:
@@ -319,11 +325,11 @@ class TransferThread:
         if not sides.arm():
             return now
         timer = sides.next_timer()
-        timeout_ms = None if timer is None else max(0, math.ceil((timer - now) * 1000))
+        until_ms = SHOWN_EVERY_MS if timer is None else max(0, math.ceil((timer - now) * 1000))
         poller = zmq.Poller()
         for pollable in (self._wakeup, *sides.pollables()):
             poller.register(pollable, zmq.POLLIN)
-        ready = dict(poller.poll(timeout_ms))
+        ready = dict(poller.poll(min(until_ms, SHOWN_EVERY_MS)))
         if self._wakeup in ready:
             os.eventfd_read(self._wakeup)
         return math.inf if timer is None else max(now, timer)

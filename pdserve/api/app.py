@@ -103,7 +103,7 @@ def _add_models(app: Quart, node: ServingNode) -> None:
 def _add_probes(app: Quart, node: ServingNode) -> None:
     @app.get("/live")
     async def live() -> Response:
-        return _json({"status": "live"})
+        return _json({"status": "live" if node.alive else "engine lost"}, 200 if node.alive else 503)
 
     @app.get("/health")
     @app.get("/ping")

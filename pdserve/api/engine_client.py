@@ -17,8 +17,9 @@ import zmq
 
 from pdserve.api.generation import TURN_TOKENS, BatchNotify, Generation
 from pdserve.api.outcome import shutting_down
-from pdserve.config import EngineConfig, EngineLaunch
+from pdserve.config import EngineConfig, EngineLaunch, LivenessConfig
 from pdserve.errors import ConfigError, EngineError, EngineGone, InvalidRequest, RequestError, Unavailable
+from pdserve.liveness import LifeBoard, LifeWatch, loop_names, motion_of
 from pdserve.local_socket import bind, folder_of
 from pdserve.process import ChildProcess, python_program
 from pdserve.wire.discovery import Role
@@ -93,10 +94,17 @@ class EngineState(enum.Enum):
 class EngineClient:
     """Owns the child process, the socket and its folder. ``stop`` frees all of it."""
 
-    def __init__(self, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
-        """Raises ConfigError if the engine's socket cannot be made."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        silence_s: float = LivenessConfig().silence_ms / 1000,
+    ) -> None:
+        """Raises ConfigError if the engine's socket cannot be made. Its loops may be silent for ``silence_s``."""
         self._config = config
         self._command = command
+        self._silence_s = silence_s
         self._max_open = config.scheduler.max_num_seqs + config.scheduler.max_waiting
         self._loop = asyncio.get_running_loop()
         self._state = EngineState.STARTING
@@ -115,8 +123,10 @@ class EngineClient:
         self._folder = folder_of(SOCKET_NAME, prefix="pdserve-")
         self._address = f"ipc://{self._folder.name}/engine"
         self._channel = EngineChannel(self._address, self._handle, self._lose)
+        self._loops = loop_names(config.parallel.tensor_parallel_size)
+        self._life = LifeBoard.create(len(self._loops))
         self._process: ChildProcess | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._renewed: Renew | None = None
         self._questions = itertools.count(1)
         self._asked: dict[int, asyncio.Future[None]] = {}
@@ -159,13 +169,15 @@ class EngineClient:
 
         Raises EngineError, with the engine's own words where it had any.
         """
-        launch = EngineLaunch(self._address, self._config)
+        launch, shared = EngineLaunch(self._address, self._life.descriptor, self._config), (self._life.descriptor,)
+        name = "the engine process"
         try:
             # A session of its own: Ctrl-C in a terminal reaches this process only, which drains first.
-            self._process = ChildProcess("the engine process", self._command, launch=launch, own_session=True)
+            process = ChildProcess(name, self._command, launch=launch, pass_fds=shared, own_session=True)
         except OSError as exc:
             raise EngineError(f"cannot start the engine process: {exc}") from exc
-        self._watcher = asyncio.create_task(self._watch(self._process), name="engine-watcher")
+        self._process = process
+        self._watchers = [asyncio.create_task(watch) for watch in (self._watch_end(process), self._watch_life(process))]
         while self._state is EngineState.STARTING:
             left_s = self._heard + START_SILENCE_S - self._loop.time()
             news: list[asyncio.Future[Any]] = [self._ready, self._lost]
@@ -314,12 +326,13 @@ class EngineClient:
             if self._process is not None:
                 await self._process.end(grace_s)
         finally:
-            if self._watcher is not None:
-                self._watcher.cancel()
-                await asyncio.gather(self._watcher, return_exceptions=True)
+            for watcher in self._watchers:
+                watcher.cancel()
+            await asyncio.gather(*self._watchers, return_exceptions=True)
             self.fail_open(shutting_down())
             self._channel.close()
             self._folder.cleanup()
+            self._life.close()
 
     # ---------------------------------------------------------------- from the engine
 
@@ -372,10 +385,22 @@ class EngineClient:
         self._lost.set_result(error)
         self.fail_open(EngineGone("the engine of this node failed", code="engine_error"))
 
-    async def _watch(self, process: ChildProcess) -> None:
+    async def _watch_end(self, process: ChildProcess) -> None:
         await process.wait()
         self._channel.drain()
         self._lose(EngineError(process.describe_end()))
+
+    async def _watch_life(self, process: ChildProcess) -> None:
+        """Ends an engine of which a loop hangs: nothing else notices that it is stopped, or waits for ever."""
+        await asyncio.wait([self._ready])
+        watch = LifeWatch(self._life, self._loops, self._silence_s, motion_of)
+        hanging = None
+        while hanging is None:
+            await asyncio.sleep(watch.every_s)
+            hanging = watch.hanging()
+        self._lose(EngineError(f"{hanging} hangs: no sign of life for {self._silence_s:.1f} s"))
+        # The end breaks its connections to other nodes, which would wait for their leases otherwise.
+        process.kill()
 
     # ---------------------------------------------------------------- bookkeeping
 

@@ -108,7 +108,11 @@ class NodeServer:
         """Raises PdserveError if the node cannot start, or its engine dies."""
         with stop_signals() as signals, bind(self.config.http) as listener, ExitStack() as stack:
             boot_id, secrets = new_id(), Secrets(self.secret)
-            engine = EngineClient(self._engine_config(boot_id), command=self.engine_command)
+            engine = EngineClient(
+                self._engine_config(boot_id),
+                command=self.engine_command,
+                silence_s=self.config.liveness.silence_ms / 1000,
+            )
             if self.read_secret is not None:
                 stack.enter_context(on_hangup(partial(_renew, self.read_secret, secrets, engine)))
             try:

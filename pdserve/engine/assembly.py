@@ -34,6 +34,7 @@ from pdserve.engine.tp.tp_runner import TpRunner
 from pdserve.engine.wake_up import WakeUp
 from pdserve.freed_memory import give_freed_memory_back
 from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.liveness import LifeBoard, step_loop
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
@@ -69,11 +70,13 @@ def assemble(
     ranks: Ranks | None,
     tp: TpGroup,
     device: torch.device,
+    life: LifeBoard,
     around: Callable[[StepRunner], StepRunner] | None = None,
 ) -> Engine:
     """Loads the model, warms it up and opens the transfers. ``progress`` is called with the name of each stage.
 
-    ``tp`` is the group of all ranks, and ``device`` is rank 0's. ``around`` puts another runner around the model's.
+    ``tp`` is the group of all ranks, and ``device`` is rank 0's. The engine's loops show ``life``.
+    ``around`` puts another runner around the model's.
     Raises ModelError, ConfigError, RankLost or TransferError if something does not fit.
     """
     model_dir = Path(config.model_dir)
@@ -136,6 +139,7 @@ def assemble(
         ranks=ranks,
         secrets=secrets,
         wake=wake_up.set,
+        life=life,
     )
     loop = StepLoop(
         api=api,
@@ -153,6 +157,8 @@ def assemble(
         cores=cores,
         give_back=give_freed_memory_back,
         recorder=LaneRecorder() if config.records else None,
+        life=life.sign(step_loop(0)),
+        ranks_s=0.0 if ranks is None else config.parallel.timeout_ms / 1000,
     )
     ready = Ready(
         control=control,

@@ -18,6 +18,7 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
+from pdserve.liveness import LifeBoard, step_loop
 from pdserve.models.lean_torch import import_torch
 from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
@@ -90,14 +91,14 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
     """
     config = launch.config
     with ExitStack() as stack:
-        wake_up = WakeUp()
+        wake_up, life = WakeUp(), LifeBoard(launch.life)
         stack.callback(wake_up.close)
         ranks: Ranks | None = None
         allowed, quota = sorted(os.sched_getaffinity(0)), cpu_quota()
         shares = share_cores(config.cpu.cores, allowed, quota, config.parallel.tensor_parallel_size)
         own = shares[0]
         if config.parallel.tensor_parallel_size > 1:
-            ranks = stack.enter_context(running_ranks(config, launch.folder, shares, wake_up.fd))
+            ranks = stack.enter_context(running_ranks(config, launch.folder, shares, wake_up.fd, life))
         pin_to_cores(own.cores)
         # torch is imported late: it sizes its thread pool by the cores that it finds then, and loading it takes seconds
         # in which the API process already waits for a message.
@@ -122,15 +123,17 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         def progress(stage: str) -> None:
             channel.send(Starting(stage))
 
-        engine = assemble(config, channel, wake_up, progress, ranks, group, device, around)
+        engine = assemble(config, channel, wake_up, progress, ranks, group, device, life, around)
         stack.callback(engine.cores.close)
         stack.callback(engine.connector.close)
         stack.enter_context(_stop_signals(engine.loop.stop))
         if ranks is not None:
             ranks.notify(engine.loop.stop)
-        channel.send(msgspec.structs.replace(engine.ready, compute=compute))
+        ready = msgspec.structs.replace(engine.ready, compute=compute)
         try:
-            engine.loop.run()
+            with life.sign(step_loop(0)).shown_by_this_thread(computes=device.type == "cpu"):
+                channel.send(ready)
+                engine.loop.run()
             if ranks is not None:
                 ranks.check()
         except Exception as exc:

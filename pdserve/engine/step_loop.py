@@ -1,7 +1,7 @@
 """Runs the engine's steps: receive, schedule, launch, postprocess, send.
 
 Each turn of ``StepLoop.run`` is one step. With nothing to compute it blocks until the API process, the transfer thread,
-a deadline or a signal has something for it, so an idle engine uses no CPU.
+a deadline or a signal has something for it, so an idle engine uses no CPU but for showing life once a second.
 
 A step is launched, and its tokens are read later. On a GPU the loop has work of its own in between: it sends the tokens
 of the step before, and, while nothing but decoding is to be done, it launches the next step as well
@@ -33,6 +33,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.wake_up import WakeUp
 from pdserve.freed_memory import REST_S
+from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.wire.engine import (
     Abort,
     AskStats,
@@ -78,12 +79,15 @@ class StepLoop:
         cores: Cores | None = None,
         give_back: Callable[[], object] | None = None,
         recorder: LaneRecorder | None = None,
+        life: LifeSign | None = None,
+        ranks_s: float = 0.0,
     ) -> None:
         """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
         Everything else that writes to the KV cache then has to do it behind the steps that were launched before.
         ``give_back`` gives free memory back. It is called once when nothing was to be done for a while.
-        ``renew`` takes a new cluster secret. Without a ``recorder`` no timelines are noted.
+        ``renew`` takes a new cluster secret. Without a ``recorder`` no timelines are noted. ``life`` is where the loop
+        shows life, and ``ranks_s`` how long another rank may keep it waiting.
         """
         self._api = api
         self._wake_up = wake_up
@@ -101,9 +105,10 @@ class StepLoop:
         self._prompts = prompts
         self._renew = renew
         self._placement = placement
-        self._watch = StepWatch(placement.step_cost, placement.targets)
+        self._watch = StepWatch(placement.step_cost, placement.targets, ranks_s)
         self._eos_token_ids = stop.eos_token_ids
         self._give_back = give_back
+        self._life = unseen_sign() if life is None else life
         self._steps, self._steps_at_rest = 0, -1  # loading a model, too, leaves free memory
         self._stats_sent = EngineStats()
         self._stats_at = 0.0
@@ -122,6 +127,7 @@ class StepLoop:
         """Serves until ``stop`` or a Shutdown message. Raises EngineError when the engine cannot go on."""
         busy, ahead = False, None
         while not self._stopping:
+            self._life.show()
             self._wait(busy)
             self._receive()
             now = time.monotonic()
@@ -161,8 +167,15 @@ class StepLoop:
         self._poll(timeout_ms)
 
     def _poll(self, timeout_ms: int) -> bool:
-        """Waits for something to do. Returns whether there is."""
-        ready = dict(self._poller.poll(timeout_ms))
+        """Waits for something to do, and shows life meanwhile. Returns whether there is something."""
+        left_ms = timeout_ms
+        while True:
+            part_ms = SHOWN_EVERY_MS if left_ms < 0 else min(left_ms, SHOWN_EVERY_MS)
+            ready = dict(self._poller.poll(part_ms))
+            if ready or part_ms == left_ms:
+                break
+            self._life.show()
+            left_ms -= part_ms if left_ms > 0 else 0
         if self._wake_up.fd in ready:
             self._wake_up.clear()
         return bool(ready)
@@ -264,6 +277,7 @@ class StepLoop:
         """Launches a planned step; returns None if there is nothing to compute."""
         if not plan.work:
             return None
+        self._life.show(self._watch.expected_s(plan))
         self._cores.begin_step()
         self._placement.step_cost.borrowing = self._cores.borrowed > 0
         return launch(self._runner, plan, self._eos_token_ids, on_device=self._ahead_runner is not None)

@@ -1,20 +1,33 @@
-"""Learns from each step what steps cost, and counts how those with prompts beside streams kept the ITL target."""
+"""Learns from each step what steps cost, and counts how those with prompts beside streams kept the ITL target.
+
+It also says, before a step, for how long that may keep the step loop from showing life.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import takewhile
 
 from pdserve.engine.placement.latency_targets import LatencyTargets, OwnItl
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.wire.engine import STEP_TOKEN_BOUNDS, StepStats
 
+FIRST_STEP_S = 60.0
+"""The first step of its kind, of about as many requests and tokens, may take so long: kernels may be compiled."""
+LONGER = 5.0
+"""A later step may take so many times what steps like it took."""
+
 
 class StepWatch:
     """Takes the plan and the time of each step, before the plan's requests move on."""
 
-    def __init__(self, step_cost: StepCost, targets: LatencyTargets) -> None:
+    def __init__(self, step_cost: StepCost, targets: LatencyTargets, ranks_s: float = 0.0) -> None:
+        """``ranks_s`` is how long another rank may keep this one waiting in a step."""
         self._step_cost = step_cost
+        self._ranks_s = ranks_s
+        self._kinds: set[tuple[int, int]] = set()
+        """The kinds of steps that there were."""
         self._targets = targets
         self._target_s = 0.0
         self._shared = 0
@@ -23,6 +36,19 @@ class StepWatch:
         self._num_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._tokens = 0
         self._computed_prompt_tokens = 0
+
+    def expected_s(self, plan: BatchPlan) -> float:
+        """Returns how long a step that is about to be computed may take, generously."""
+        # Chunks come last, and are few. To add up the contexts of all requests would cost more than this is worth.
+        chunks = list(takewhile(lambda work: work.is_chunk, reversed(plan.work)))
+        tokens = sum(work.num_tokens for work in chunks)
+        kind = (len(plan.work).bit_length(), tokens.bit_length())
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            return FIRST_STEP_S + self._ranks_s
+        before = max((work.request.num_computed_tokens for work in chunks), default=0)
+        cost = self._step_cost
+        return LONGER * (cost.decode_step_s + cost.prompt_s(tokens, before)) + self._ranks_s
 
     def count(self, plan: BatchPlan) -> None:
         """Counts the tokens of a step."""

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from pdserve.config import (
     CpuConfig,
     EngineConfig,
     GrammarConfig,
+    HttpConfig,
     LogConfig,
     ModelConfig,
     SchedulerConfig,
@@ -45,6 +47,7 @@ from tests.api.plain_http import get
 from tests.api.stepped_node import Flow
 from tests.api.test_app import metrics
 from tests.eventually import eventually
+from tests.http.http_serving import http_serving
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -284,3 +287,20 @@ async def test_gone_while_a_long_prompt_is_tokenised(
         go_on.set()
     assert len(calls) == WORKERS, "one of two prompts each, of the requests that had begun"
     assert '"kind":"submit"' not in (tmp_path / "journal").read_text()
+
+
+async def test_a_node_without_an_engine_does_not_live(model_dir: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It ends soon; whoever probes it meanwhile must not take it for one that serves."""
+    async with (
+        app_in_process(model_dir, tokenizer, tmp_path / "journal") as (app, engine),
+        http_serving(app, HttpConfig()) as (host, port),
+    ):
+        statuses = []
+        for probe in ("live", "health", "ready"):
+            statuses.append((await asyncio.to_thread(get, f"http://{host}:{port}/{probe}")).status)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await asyncio.wait_for(engine.wait_lost(), WAIT_S)
+        for probe in ("live", "health", "ready"):
+            statuses.append((await asyncio.to_thread(get, f"http://{host}:{port}/{probe}")).status)
+    assert statuses == [200] * 3 + [503] * 3

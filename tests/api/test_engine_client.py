@@ -17,8 +17,9 @@ import pytest
 
 from pdserve.api.engine_client import EngineChannel, EngineClient, EngineState, PromptChoices, WantedChoice
 from pdserve.api.generation import DEADLINE_GRACE_S, Generation
-from pdserve.config import SchedulerConfig, StreamConfig
+from pdserve.config import ParallelConfig, SchedulerConfig, StreamConfig
 from pdserve.errors import ConfigError, EngineError, InvalidRequest, Unavailable
+from pdserve.liveness import loop_names
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput, Stats, StepOutput
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
@@ -222,6 +223,54 @@ async def test_engine_that_does_not_stop_is_killed(model_dir: Path) -> None:
     start.cancel()
     await asyncio.gather(start, return_exceptions=True)
     await asyncio.wait_for(client.stop(0.1), WAIT_S)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+LOOPS = """
+import sys, threading
+import zmq
+from pdserve.config import EngineLaunch
+from pdserve.engine.api_channel import ApiChannel
+from pdserve.liveness import LifeBoard
+from pdserve.process import read_launch
+from pdserve.wire.engine import Ready
+
+launch = read_launch(EngineLaunch)
+board = LifeBoard(launch.life)
+
+def loop(number):
+    with board.sign(number).shown_by_this_thread():
+        shown.release()
+        while number != int(sys.argv[1]) or threading.Event().wait():
+            board.sign(number).show()
+            threading.Event().wait(0.05)
+
+shown = threading.Semaphore(0)
+for number in range(6):
+    threading.Thread(target=loop, args=(number,), daemon=True).start()
+    shown.acquire()
+numbers = dict.fromkeys(("num_blocks", "block_size", "max_model_len", "max_running", "vocab_size"), 1)
+ApiChannel(zmq.Context(), launch.address).send(Ready(control="", fingerprint="", **numbers))
+threading.Event().wait()
+"""
+"""A stand-in for the loops of an engine of two ranks. The one whose number it is given hangs."""
+
+
+@pytest.mark.parametrize(("number", "name"), loop_names(2).items())
+async def test_an_engine_of_which_one_loop_hangs_is_lost_and_killed(number: int, name: str, model_dir: Path) -> None:
+    command = [sys.executable, "-c", LOOPS, str(number)]
+    two_ranks = replace(engine_config(model_dir), parallel=ParallelConfig(tensor_parallel_size=2))
+    client = EngineClient(two_ranks, command=command, silence_s=2.0)
+    try:
+        await asyncio.wait_for(client.start(), WAIT_S)
+        pid = client.pid
+        assert pid is not None
+        error = await asyncio.wait_for(client.wait_lost(), WAIT_S)
+        assert str(error) == f"{name} hangs: no sign of life for 2.0 s"
+        assert client.state is EngineState.LOST
+    finally:
+        await client.stop(5.0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

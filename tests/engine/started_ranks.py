@@ -25,6 +25,7 @@ from pdserve.config import (
 from pdserve.core_share import CoreShare
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
+from pdserve.liveness import LifeBoard, loop_names
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from tests.processes import alive
@@ -56,8 +57,9 @@ def started(config: EngineConfig) -> Iterator[Ranks]:
     shares = [CoreShare(cores, len(cores)), CoreShare(cores[:1], 1)]
     with (
         closing(wake_up),
+        closing(LifeBoard.create(len(loop_names(2)))) as life,
         tempfile.TemporaryDirectory() as folder,
-        running_ranks(config, folder, shares, wake_up.fd) as ranks,
+        running_ranks(config, folder, shares, wake_up.fd, life) as ranks,
     ):
         yield ranks
     assert not any(alive(pid) for pid in ranks.pids)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from pdserve.config import (
     Switch,
     TransferConfig,
 )
+from pdserve.liveness import LifeBoard, loop_names
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import EngineFailed, FromEngine, StepOutput
@@ -115,7 +116,11 @@ def launched(
 ) -> Iterator[tuple[subprocess.CompletedProcess[bytes], Iterator[FromEngine]]]:
     """Runs a program to its end, and yields that and the messages that it has sent."""
     address = f"ipc://{folder}/engine"
-    with zmq.Context() as context, context.socket(zmq.PAIR) as api:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as api,
+        closing(LifeBoard.create(len(loop_names(1)))) as life,
+    ):
         api.bind(address)
 
         def messages() -> Iterator[FromEngine]:
@@ -124,7 +129,8 @@ def launched(
 
         done = subprocess.run(
             [sys.executable, "-c", program],
-            input=msgspec.msgpack.encode(EngineLaunch(address, config)),
+            input=msgspec.msgpack.encode(EngineLaunch(address, life.descriptor, config)),
+            pass_fds=(life.descriptor,),
             capture_output=True,
             timeout=120,
             check=False,

@@ -11,7 +11,7 @@ from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
-from pdserve.engine.step_watch import StepWatch
+from pdserve.engine.step_watch import FIRST_STEP_S, LONGER, StepWatch
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import STEP_TOKEN_BOUNDS
 from pdserve.wire.ids import new_id
@@ -106,3 +106,20 @@ def test_the_cost_is_learned_with_what_each_token_reads() -> None:
     assert step_cost.measured_at == 3.0
     early_s, late_s = (step_cost.estimate_s(0, 0, 256, prompt_context=before) for before in (0, 4096))
     assert late_s > 1.2 * early_s
+
+
+def test_a_step_may_be_silent_for_longer_than_steps_like_it_took() -> None:
+    steps, cost = watch(50)
+    plan = BatchPlan([DECODING, CHUNK])
+    assert steps.expected_s(plan) == FIRST_STEP_S
+    steps.note(plan, 0.2, 1.0)
+    assert steps.expected_s(plan) == pytest.approx(LONGER * (cost.decode_step_s + cost.prompt_s(16, 16)))
+    assert steps.expected_s(BatchPlan([DECODING])) == FIRST_STEP_S
+    steps.note(BatchPlan([DECODING]), 0.1, 2.0)
+    assert steps.expected_s(BatchPlan([DECODING])) == pytest.approx(LONGER * cost.decode_step_s)
+
+
+def test_a_step_of_several_ranks_may_wait_for_them() -> None:
+    step_cost = StepCost()
+    steps = StepWatch(step_cost, LatencyTargets(TargetsConfig(), step_cost, Role.MIXED), ranks_s=10.0)
+    assert steps.expected_s(BatchPlan([CHUNK])) == FIRST_STEP_S + 10.0

@@ -125,3 +125,12 @@ def test_a_rank_that_hangs_ends_the_node(model: Path) -> None:
         assert node.process.wait() == 1
         assert "tensor-parallel rank 1 hangs: no sign of it for 3.0 s" in node.process.output
         eventually(lambda: gone(node), "the stopped process is gone")
+
+
+def test_an_idle_rank_that_hangs_ends_the_node(model: Path) -> None:
+    """No step waits for it, so only its own silence shows that it hangs."""
+    with ranks(model, "--engine-silence-ms", "2000") as node:
+        os.kill(node.followers[0], signal.SIGSTOP)
+        assert node.process.wait() == 1
+        assert "tensor-parallel rank 1 hangs: no sign of life for 2.0 s" in node.process.output
+        eventually(lambda: gone(node), "the stopped process is gone")

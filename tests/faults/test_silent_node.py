@@ -13,6 +13,8 @@ import pytest
 
 from tests.cluster.nodes import Cluster, Node, cluster
 from tests.eventually import eventually
+from tests.faults.test_node_death import engine_pid
+from tests.processes import alive
 
 PROMPT = [11 + i % 400 for i in range(64)]
 NEW_TOKENS = 320
@@ -59,3 +61,19 @@ def test_an_answer_in_one_piece_comes_from_the_other_node(pair: Cluster) -> None
             assert answer.result(PROXY_GIVES_UP_S / 10) == expected
     eventually(lambda: pair.proxy.output.count("no heartbeat") == 1, "the node was dropped")
     pair.until_idle()
+
+
+def test_answers_of_a_stopped_engine_come_from_the_other_node(pair: Cluster) -> None:
+    """The node's API process lives: nothing but the engine's own silence tells that it hangs."""
+    expected = pair.complete(PROMPT, NEW_TOKENS, ignore_eos=True)
+    pair.until_idle()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(pair.complete, PROMPT, NEW_TOKENS, ignore_eos=True)
+        node = serving(pair)
+        engine = engine_pid(node)
+        os.kill(engine, signal.SIGSTOP)
+        assert not answer.done()
+        assert answer.result(PROXY_GIVES_UP_S / 10) == expected
+    assert node.process.wait() == 1
+    assert "the engine's step loop hangs: no sign of life for 5.0 s" in node.process.output
+    assert not alive(engine)

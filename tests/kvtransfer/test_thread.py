@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ import pytest
 
 from pdserve.config import TransferConfig
 from pdserve.errors import TransferError
+from pdserve.liveness import LifeBoard, LifeWatch, loop_names, motion_of, transfer_loop
 from pdserve.process import SWITCH_INTERVAL_S
 from pdserve.wire.ids import TransferId, new_id
 from pdserve_kvtransfer.configuration import configured_ucx, side_settings
@@ -148,6 +150,45 @@ def test_idle_costs_no_cpu() -> None:
         start, used = time.monotonic(), time.process_time()
         assert not threading.Event().wait(0.5)
         assert time.process_time() - used < 0.1 * (time.monotonic() - start)
+
+
+def _hang(until: threading.Event) -> None:
+    until.wait()
+
+
+def test_a_thread_shows_life_while_it_is_idle_and_none_when_it_hangs() -> None:
+    hold = threading.Event()
+    with closing(LifeBoard.create(len(loop_names(1)))) as board, engine() as prefill:
+        thread = TransferThread(
+            boot_id=b"d" * 16,
+            secret=SECRET,
+            spec=SPEC,
+            region=prefill.region,
+            settings=side_settings(CONFIG),
+            transport=partial(configured_ucx, CONFIG),
+            wake=partial(_hang, hold),
+            life=board.sign(transfer_loop(0)),
+        )
+        thread.start()
+        try:
+            first = board.shown(transfer_loop(0))
+            assert first is not None
+            assert first.thread == thread.native_id
+            eventually(lambda: board.shown(transfer_loop(0)) != first, "the idle thread shows life")
+            order = Pair(prefill, prefill).order((0,))
+            thread.fetch(replace(order, transfer_id=TransferId(new_id(), 0, b"d" * 16)))
+            prefill.thread.fail_push(prefill.next(PushWanted).transfer_id, "no")
+            watch, looks = LifeWatch(board, loop_names(1), 1.0, motion_of), threading.Event()
+
+            def hanging() -> str | None:
+                looks.wait(watch.every_s)
+                return watch.hanging()
+
+            assert eventually(hanging) == "the engine's KV transfer"
+        finally:
+            hold.set()
+            thread.close(5.0)
+        assert board.shown(transfer_loop(0)) is None
 
 
 def test_wake_is_called_after_events_were_queued() -> None:

@@ -31,6 +31,7 @@ from pdserve.config import (
     DiscoveryConfig,
     HttpConfig,
     KeptConfig,
+    LivenessConfig,
     LogConfig,
     ModelConfig,
     NodeConfig,
@@ -115,8 +116,10 @@ UNANSWERED_PINGS = 3
 _runs = itertools.count(1)
 RANK_TIMEOUT_MS = 1_000
 """A rank that keeps the others waiting for longer hangs."""
+SILENCE_MS = 2_000
+"""An engine that shows no life for so long hangs. Many are stopped for longer."""
 HANG_NOTICED_S = RANK_TIMEOUT_MS / 1000 + 2.0
-"""When a rank that was stopped has gone on, the others have found by then that it had kept them waiting."""
+"""When a process that was stopped has gone on, the others have found by then that it had kept them waiting."""
 WORKER_LOST_S = 20.0
 """A proxy that gives up because of a worker has ended by then: the other workers drain first."""
 RESTART_S = 0.5
@@ -276,7 +279,7 @@ class Node:
         """Since when a request that could run may have waited while nothing ran."""
         self._engine_killed = self._told_to_end = self._may_fail = self._lost_rank = self._refused_memory = False
         self._hangs = 0
-        """The stops that may still let the ranks wait for each other for too long."""
+        """The stops that may still let the node miss a sign of life, or the ranks wait for each other for too long."""
 
     async def _main(self, secret: bytes) -> int:
         shape = self.cluster.shape
@@ -300,6 +303,7 @@ class Node:
             parallel=ParallelConfig(tensor_parallel_size=self.tp_size, timeout_ms=RANK_TIMEOUT_MS),
             log=LogConfig(),
             kept=KeptConfig(keep_s=KEEP_S),
+            liveness=LivenessConfig(silence_ms=SILENCE_MS),
         )
         server = NodeServer(self.role, config, secret, Path("/simulated"), Path("/simulated"), ENGINE_COMMAND)
         return await server.run()
@@ -307,12 +311,13 @@ class Node:
     def _ended(self) -> None:
         """Notes an end for which there is no reason."""
         status = self.process.status
-        may_fail = self._may_fail or self._engine_killed or self._lost_rank
+        hung = self._hangs > 0 and "no sign of life" in str(self.process.failure)
+        may_fail = self._may_fail or self._engine_killed or self._lost_rank or hung
         if not (status == -9 or (status == 0 and self._told_to_end) or (status == 1 and may_fail)):
             self.cluster.violated(f"{self.process.name} ended by itself with {status}")
         if status == 1 and self._refused_memory and "MemoryError" not in str(self.process.failure):
             self.cluster.violated(f"{self.process.name} ended for want of memory, and said: {self.process.failure}")
-        if status == 1 and self._lost_rank and not self._engine_killed:
+        if status == 1 and (self._lost_rank or hung) and not self._engine_killed:
             self._start_again_later()
 
     def _start_again_later(self) -> None:
@@ -360,18 +365,17 @@ class Node:
         self._lost_rank = True
         return True
 
-    def ranks_hang(self, undo: ExitStack) -> None:
-        """Notes that a rank may keep the others waiting for longer than they wait, until a while after ``undo``."""
+    def may_hang(self, undo: ExitStack) -> None:
+        """Notes that a process may keep the others waiting for longer than they wait, until a while after ``undo``."""
         process = self.process
 
         def over() -> None:
             if self.process is process:
                 self._hangs -= 1
 
-        if self.tp_size > 1:
-            self._hangs += 1
-            loop, context = self.cluster.loop, self.cluster.operator.context
-            undo.callback(loop.call_later, HANG_NOTICED_S, over, context=context)
+        self._hangs += 1
+        loop, context = self.cluster.loop, self.cluster.operator.context
+        undo.callback(loop.call_later, HANG_NOTICED_S, over, context=context)
 
     def memory_refused(self) -> None:
         """Notes that the engine or a rank is refused memory, for which the node has to end."""

@@ -39,6 +39,7 @@ from pdserve.engine.tp.rank_program import run_rank
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.tp.tp_runner import TpRunner, joined_group
 from pdserve.engine.wake_up import WakeUp
+from pdserve.liveness import LifeBoard, step_loop
 from pdserve.models.backend import CPU
 from pdserve.models.runner import Score, StepRow
 from pdserve.models.tp.shares import TpGroup
@@ -49,7 +50,7 @@ from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kvtransfer.pieces import heads_of
 from tests.simulation.messaging import SimContext, SimZmqSocket
-from tests.simulation.rank_group import SimGroup
+from tests.simulation.rank_group import SimGroup, SimLifeBoard
 from tests.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
 from tests.simulation.virtual_time import SimProcess, present_process, present_thread
 
@@ -232,28 +233,35 @@ class EngineProgram:
 
     def _serve(self, launch: EngineLaunch, channel: ApiChannel) -> None:
         with ExitStack() as stack:
-            wake_up = WakeUp()
+            wake_up, life = WakeUp(), SimLifeBoard(launch.life)
             stack.callback(wake_up.close)
             ranks: Ranks | None = None
             if (size := launch.config.parallel.tensor_parallel_size) > 1:
                 shares = [CoreShare((), 1)] * size
-                ranks = stack.enter_context(running_ranks(launch.config, launch.folder, shares, wake_up.fd))
+                ranks = stack.enter_context(running_ranks(launch.config, launch.folder, shares, wake_up.fd, life))
             group = stack.enter_context(joined_group(launch.config, ranks, CPU))
-            engine = self._open(launch.config, channel, wake_up, ranks, group)
+            engine = self._open(launch.config, channel, wake_up, ranks, group, life)
             stack.callback(engine.connector.close)
             if ranks is not None:
                 ranks.notify(engine.loop.stop)
             self.started(engine)
-            channel.send(engine.ready)
             try:
-                engine.loop.run()
+                with life.sign(step_loop(0)).shown_by_this_thread():
+                    channel.send(engine.ready)
+                    engine.loop.run()
                 if ranks is not None:
                     ranks.check()
             except Exception as exc:
                 self._fail(channel, exc)
 
     def _open(
-        self, config: EngineConfig, channel: ApiChannel, wake_up: WakeUp, ranks: Ranks | None, group: TpGroup
+        self,
+        config: EngineConfig,
+        channel: ApiChannel,
+        wake_up: WakeUp,
+        ranks: Ranks | None,
+        group: TpGroup,
+        life: LifeBoard,
     ) -> RunningEngine:
         """Puts the engine together as ``assemble`` does."""
         process, max_model_len = present_process(), config.model.max_model_len
@@ -284,6 +292,7 @@ class EngineProgram:
             ranks=ranks,
             secrets=secrets,
             wake=wake_up.set,
+            life=life,
         )
         try:
             loop = StepLoop(
@@ -298,6 +307,8 @@ class EngineProgram:
                 placement=placement,
                 renew=secrets.renew,
                 grammars=GrammarOpener(_no_vocabulary, wake_up.set),
+                life=life.sign(step_loop(0)),
+                ranks_s=0.0 if ranks is None else config.parallel.timeout_ms / 1000,
             )
         except BaseException:
             connector.close()
@@ -324,10 +335,12 @@ class RankProgram:
 
     def __call__(self, launch: RankLaunch) -> None:
         with SimContext() as context:
-            channel = OrderChannel(context, launch.address)  # type: ignore[arg-type]
+            life = SimLifeBoard(launch.life)
+            sign = life.sign(step_loop(launch.rank))
+            channel = OrderChannel(context, launch.address, life=sign)  # type: ignore[arg-type]
             failed: RankFailed | None = None
             try:
-                run_rank(launch, channel)
+                run_rank(launch, channel, life)
             except Exception as exc:
                 self.failed(present_process(), exc)
                 failed = RankFailed(f"{type(exc).__name__}: {exc}")

@@ -98,10 +98,10 @@ class Faults:
                 proxy.process.end(-9)
                 ending.append((proxy, proxy.process))
             case FaultKind.STOP:
-                node.ranks_hang(undo)
+                node.may_hang(undo)
                 self._stop(node.processes(), undo)
             case FaultKind.STOP_ENGINE:
-                node.ranks_hang(undo)
+                node.may_hang(undo)
                 self._stop(node.processes()[1:2], undo)
             case FaultKind.STOP_PROXY:
                 self._stop(proxy.processes() if fault.amount % 2 else [proxy.process], undo)
@@ -178,7 +178,7 @@ class Faults:
             case FaultKind.KILL_RANK:
                 self._crash_rank(node, process, ending)
             case FaultKind.STOP_RANK:
-                node.ranks_hang(undo)
+                node.may_hang(undo)
                 self._stop([process], undo)
             case FaultKind.CRASH_RANK:
                 own = node.process

@@ -9,6 +9,7 @@ import torch
 
 from pdserve.config import ParallelConfig
 from pdserve.errors import RankLost
+from pdserve.liveness import LifeBoard
 from pdserve.models.tp.rank_board import _HEADER_BYTES, RankBoard
 from tests.simulation.messaging import Pollable, SimContext
 from tests.simulation.virtual_time import present_thread
@@ -25,6 +26,34 @@ class SharedWords(Pollable):
 
     def events(self) -> int:
         return 0
+
+
+class SignWords(Pollable):
+    """The memory of a life board."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.words = memoryview(bytearray(64 * count)).cast("d")
+
+    def events(self) -> int:
+        return 0
+
+
+class SimLifeBoard(LifeBoard):
+    """The signs of life of one simulated engine's loops, whose descriptor stands for memory of the simulation."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        found = SimContext.descriptors.open[descriptor]
+        assert isinstance(found, SignWords)
+        self._words = found.words
+
+    @classmethod
+    def create(cls, count: int) -> SimLifeBoard:
+        return cls(SimContext.descriptors.add(SignWords(count)))
+
+    def close(self) -> None:
+        """The engine has this memory still."""
 
 
 class SimBoard(RankBoard):

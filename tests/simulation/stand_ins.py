@@ -38,6 +38,7 @@ import zmq.asyncio
 from werkzeug.routing import Rule
 
 from pdserve.engine.tp.tp_ranks import RankProcess
+from pdserve.liveness import LifeBoard, motion_of
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.process import ChildProcess
 from tests.simulation.messaging import (
@@ -50,7 +51,7 @@ from tests.simulation.messaging import (
     select_sockets,
 )
 from tests.simulation.network import Network, SimListener
-from tests.simulation.rank_group import SimBoard
+from tests.simulation.rank_group import SimBoard, SimLifeBoard
 from tests.simulation.virtual_time import WALL_S, SimLoop, SimProcess, SimThread, present_process, present_thread
 
 PACKAGES = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
@@ -387,6 +388,9 @@ def simulated(
         (select, Likeness(select, poll=SimPoller)),
         (ChildProcess, SimChild),
         (RankBoard, SimBoard),
+        (LifeBoard, SimLifeBoard),
+        # The kernel knows nothing of simulated threads.
+        (motion_of, lambda process, thread: None),
         (_module("pdserve.http.server").bind, lambda config: SimListener(config.host, config.port)),
         (
             _module("pdserve.http.server").bind_shared,

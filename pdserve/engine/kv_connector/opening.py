@@ -31,6 +31,7 @@ from pdserve.engine.placement.placement import Placement
 from pdserve.engine.scheduling.request_limits import PromptRule
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.errors import ConfigError
+from pdserve.liveness import LifeBoard, LifeSign, copy_loop, transfer_loop
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.transfer import EngineSpec
@@ -57,11 +58,13 @@ def open_connector(
     ranks: Ranks | None,
     secrets: Secrets,
     wake: Callable[[], None],
+    life: LifeBoard,
 ) -> tuple[KvConnector, str]:
     """Returns the node's running connector, and the address of its control channel, which is empty without peers.
 
     ``shared`` is the memory that holds ``kv_cache``, if other engines may map it. ``ranks`` are this node's other
     ranks, each of which opens its own ``rank_transfer``. ``wake`` is called from other threads when ``poll`` has news.
+    Its threads show ``life``.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had or
     settings contradict each other.
@@ -81,13 +84,14 @@ def open_connector(
         ranks=() if ranks is None else ranks.transfer_addresses,
         max_prompt_tokens=prompts.max_prompt_tokens,
         reports_sent=memory.staging is not None,
+        life=life.sign(transfer_loop(0)),
     )
     control = thread.start()
     transfers: Transfers = thread
     fetches: Fetches = thread
     pushes: Pushes = thread
     if memory.staging is not None:
-        staged = _staged(thread, kv_cache, memory.staging, wake, ranks)
+        staged = _staged(thread, kv_cache, memory.staging, wake, ranks, life.sign(copy_loop(0)))
         transfers, fetches, pushes = staged, staged.fetches, staged.pushes
     fetching = FetchingConnector(
         blocks,
@@ -147,8 +151,11 @@ def _staged(
     staging: torch.Tensor,
     wake: Callable[[], None],
     ranks: Ranks | None,
+    life: LifeSign,
 ) -> StagedTransfers:
     half = len(staging) // 2
-    own: BlockCopier[LandedBlocks | BlocksToSend] = BlockCopier(kv_cache, staging, copy_kernels(kv_cache.device), wake)
+    own: BlockCopier[LandedBlocks | BlocksToSend] = BlockCopier(
+        kv_cache, staging, copy_kernels(kv_cache.device), wake, life
+    )
     copier = own if ranks is None else RanksCopier(own, ranks)
     return StagedTransfers(thread, copier, StagingBlocks(range(half)), StagingBlocks(range(half, len(staging))))

@@ -16,6 +16,7 @@ from pdserve.engine.kv_connector.opening import on_loopback
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
 from pdserve.engine.kv_connector.transfer_memory import open_memory
 from pdserve.errors import EngineError
+from pdserve.liveness import LifeBoard, LifeSign, copy_loop, transfer_loop
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.wire.rank import DownloadBlocks, UploadBlocks
 from pdserve_kvtransfer.rank_thread import RankThread
@@ -26,11 +27,16 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def rank_transfer(
-    launch: RankLaunch, kv_heads: int, kv_cache: torch.Tensor, board: RankBoard, shared: SharedMemory | None
+    launch: RankLaunch,
+    kv_heads: int,
+    kv_cache: torch.Tensor,
+    board: RankBoard,
+    shared: SharedMemory | None,
+    life: LifeBoard,
 ) -> Iterator[OrderedCopies | NoCopies]:
     """Runs this rank's transfer thread inside the block; on a node without peers there is none.
 
-    ``shared`` is the memory that holds ``kv_cache``, if other engines may map it.
+    ``shared`` is the memory that holds ``kv_cache``, if other engines may map it. Its threads show ``life``.
 
     Raises TransferError if the thread cannot start, ConfigError if its memory or compiled code cannot be had.
     """
@@ -55,13 +61,16 @@ def rank_transfer(
         region=memory.region,
         transport=memory.transport,
         died=_end_process,
+        life=life.sign(transfer_loop(launch.rank)),
     )
     thread.start()
     try:
         if memory.staging is None:
             yield NoCopies()
             return
-        copies = OrderedCopies(kv_cache, memory.staging, board, launch.rank, launch.wake_fd)
+        copies = OrderedCopies(
+            kv_cache, memory.staging, board, launch.rank, launch.wake_fd, life.sign(copy_loop(launch.rank))
+        )
         try:
             yield copies
         finally:
@@ -73,10 +82,12 @@ def rank_transfer(
 class OrderedCopies:
     """The copies between this rank's cache and its staging memory that rank 0 orders; the board counts those done."""
 
-    def __init__(self, cache: torch.Tensor, staging: torch.Tensor, board: RankBoard, rank: int, wake_fd: int) -> None:
+    def __init__(
+        self, cache: torch.Tensor, staging: torch.Tensor, board: RankBoard, rank: int, wake_fd: int, life: LifeSign
+    ) -> None:
         """``wake_fd`` is the eventfd that wakes rank 0's step loop."""
         self._board, self._rank, self._wake_fd = board, rank, wake_fd
-        self._copier: BlockCopier[int] = BlockCopier(cache, staging, copy_kernels(cache.device), self._report)
+        self._copier: BlockCopier[int] = BlockCopier(cache, staging, copy_kernels(cache.device), self._report, life)
 
     def order(self, order: DownloadBlocks | UploadBlocks) -> None:
         match order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -9,6 +10,7 @@ import zmq
 
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.freed_memory import REST_S
+from pdserve.liveness import SHOWN_EVERY_MS, SHOWN_EVERY_S, LifeSign, unseen_sign
 from pdserve.wire.rank import FromRank, Numbered, Order
 
 QUEUE_LIMIT = 1000
@@ -55,9 +57,14 @@ class OrderChannel:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         give_back: Callable[[], object] | None = None,
+        life: LifeSign | None = None,
     ) -> None:
-        """``give_back`` gives free memory back. It is called once when no order has come for a while."""
+        """``give_back`` gives free memory back. It is called once when no order has come for a while.
+
+        ``life`` is where the rank shows life while it waits for orders.
+        """
         self._give_back = give_back
+        self._life = unseen_sign() if life is None else life
         self._socket = context.socket(zmq.PAIR)
         self._socket.rcvhwm = QUEUE_LIMIT
         self._socket.connect(address)
@@ -70,8 +77,10 @@ class OrderChannel:
 
         Raises MalformedFrame if one was lost or is out of order.
         """
-        if self._give_back is not None and not self._socket.poll(int(REST_S * 1000)):
-            self._give_back()
+        if not self._arrives(REST_S):
+            if self._give_back is not None:
+                self._give_back()
+            self._arrives(math.inf)
         try:
             message = self._decoder.decode(self._socket.recv())
         except msgspec.DecodeError as exc:
@@ -80,6 +89,16 @@ class OrderChannel:
             raise MalformedFrame(f"message {message.number} from rank 0 came in place of {self._expected}")
         self._expected += 1
         return message.order
+
+    def _arrives(self, within_s: float) -> bool:
+        """Waits for an order, and shows life meanwhile. Returns whether one has come in time."""
+        waited_s = 0.0
+        while waited_s < within_s:
+            self._life.show()
+            if self._socket.poll(SHOWN_EVERY_MS):
+                return True
+            waited_s += SHOWN_EVERY_S
+        return False
 
     def send(self, message: FromRank) -> None:
         self._socket.send(self._encoder.encode(message))

@@ -19,6 +19,7 @@ from pdserve.config import RankLaunch
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, PdserveError
 from pdserve.freed_memory import give_freed_memory_back
+from pdserve.liveness import LifeBoard, step_loop
 from pdserve.models.lean_torch import import_torch
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
@@ -64,10 +65,12 @@ def main() -> int:
     rank = f"rank {launch.rank}"
     set_up_logging(launch.config.log, rank, node=launch.config.node, prefix=f"{rank}: ")
     with zmq.Context() as context:
-        channel = OrderChannel(context, launch.address, give_freed_memory_back)
+        life = LifeBoard(launch.life)
+        sign = life.sign(step_loop(launch.rank))
+        channel = OrderChannel(context, launch.address, give_freed_memory_back, sign)
         failed: RankFailed | None = None
         try:
-            run_rank(launch, channel)
+            run_rank(launch, channel, life)
         except PdserveError as exc:
             log.error("%s", exc)
             failed = RankFailed(str(exc))
@@ -82,8 +85,8 @@ def main() -> int:
     return 0
 
 
-def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
-    """Loads this rank's part of the model and computes until rank 0 says stop.
+def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None:
+    """Loads this rank's part of the model, and computes and shows ``life`` until rank 0 says stop.
 
     Raises PdserveError if it cannot be loaded, or another rank is lost.
     """
@@ -121,9 +124,13 @@ def run_rank(launch: RankLaunch, channel: OrderChannel) -> None:
         blocks = kept_block_kernels(config, backend)
         runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend, kv_memory, blocks)
         forget_gguf()
-        copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board, shared))
+        sign = life.sign(step_loop(launch.rank))
+        copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board, shared, life))
+        stack.enter_context(sign.shown_by_this_thread(computes=device.type == "cpu"))
         channel.send(Loaded())
         while not isinstance(order := channel.receive(), Stop):
+            # Rank 0 notices a rank that takes longer, and says which one it was.
+            sign.show(config.parallel.timeout_ms / 1000)
             if isinstance(order, Capture):
                 capture(runner, backend, config.scheduler.max_num_seqs)
                 channel.send(Captured())

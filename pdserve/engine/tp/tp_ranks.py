@@ -18,6 +18,7 @@ from pdserve.config import EngineConfig, RankLaunch
 from pdserve.core_share import CoreShare
 from pdserve.engine.tp.rank_channel import RankChannel
 from pdserve.errors import EngineError, RankLost
+from pdserve.liveness import LifeBoard
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.process import ChildProcess, python_program
 from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
@@ -44,7 +45,7 @@ class RankProcess(ChildProcess):
         self.rank = launch.rank
         name = f"tensor-parallel rank {launch.rank}"
         try:
-            super().__init__(name, command, launch=launch, pass_fds=(launch.board, launch.wake_fd))
+            super().__init__(name, command, launch=launch, pass_fds=(launch.board, launch.wake_fd, launch.life))
         except OSError as exc:
             raise EngineError(f"cannot start {name}: {exc}") from exc
         self.name = f"{name} (process {self.pid})"
@@ -60,11 +61,12 @@ class Ranks:
         shares: Sequence[CoreShare],
         board: RankBoard,
         wake_fd: int,
+        life: LifeBoard,
         command: Sequence[str] = RANK_COMMAND,
     ) -> None:
         """Starts a rank for each of ``shares`` but the first, rank 0's own. ``folder`` is private to this user.
 
-        ``wake_fd`` is an eventfd that they write to when the board has news for rank 0.
+        ``wake_fd`` is an eventfd that they write to when the board has news for rank 0. They show ``life``.
         """
         self.rendezvous = Path(folder, "ranks")
         self.board = board
@@ -93,6 +95,7 @@ class Ranks:
                     rendezvous=str(self.rendezvous),
                     board=board.descriptor,
                     wake_fd=wake_fd,
+                    life=life.descriptor,
                     cores=shares[rank].cores,
                     threads=shares[rank].threads,
                     config=config,
@@ -223,11 +226,13 @@ class Ranks:
 
 
 @contextmanager
-def running_ranks(config: EngineConfig, folder: str, shares: Sequence[CoreShare], wake_fd: int) -> Iterator[Ranks]:
+def running_ranks(
+    config: EngineConfig, folder: str, shares: Sequence[CoreShare], wake_fd: int, life: LifeBoard
+) -> Iterator[Ranks]:
     """Runs the ranks for as long as the block. The ranks end in order after the block, and at once after an error."""
     board = RankBoard.create(len(shares))
     try:
-        ranks = Ranks(config, folder, shares, board, wake_fd)
+        ranks = Ranks(config, folder, shares, board, wake_fd, life)
         try:
             yield ranks
         except BaseException:

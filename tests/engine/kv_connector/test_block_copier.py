@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
+from pdserve.liveness import LifeBoard
+from tests.eventually import eventually
 from tests.examples import examples
 
 NUM_BLOCKS, STAGING = 12, 8
@@ -83,6 +86,17 @@ def test_more_than_one_buffer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moving.finish(1) == [1]
     moving.copier.close(PATIENCE_S)
     assert torch.equal(moving.staging, moving.cache[:STAGING])
+
+
+def test_the_thread_shows_life_while_nothing_is_to_be_copied() -> None:
+    with closing(LifeBoard.create(1)) as board:
+        cache, staging = torch.randn(NUM_BLOCKS, 2, 3, 5), torch.zeros(STAGING, 2, 3, 5)
+        kernels = copy_kernels(cache.device)
+        copier: BlockCopier[int] = BlockCopier(cache, staging, kernels, lambda: None, board.sign(0))
+        first = eventually(lambda: board.shown(0), "the thread runs")
+        eventually(lambda: board.shown(0) != first, "it shows life")
+        copier.close(PATIENCE_S)
+        assert board.shown(0) is None
 
 
 def test_lists_that_do_not_fit_each_other_are_refused() -> None:

@@ -36,6 +36,7 @@ from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
+from pdserve.liveness import LifeBoard, loop_names, transfer_loop
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
@@ -700,7 +701,7 @@ def test_a_node_of_any_role_transfers_if_it_has_peers(role: Role, has_peers: boo
         head_dim=2,
         tp_size=1,
     )
-    blocks = BlockManager(2, 4)
+    blocks, board = BlockManager(2, 4), LifeBoard.create(len(loop_names(1)))
     connector, control = open_connector(
         config,
         spec=spec,
@@ -712,9 +713,12 @@ def test_a_node_of_any_role_transfers_if_it_has_peers(role: Role, has_peers: boo
         ranks=None,
         secrets=Secrets(config.secret),
         wake=lambda: None,
+        life=board,
     )
     try:
         assert type(connector) is kind
         assert bool(control) == has_peers
+        assert (board.shown(transfer_loop(0)) is not None) == has_peers
     finally:
         connector.close()
+        board.close()

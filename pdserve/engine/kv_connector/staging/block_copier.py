@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from pdserve.engine.tp.tp_ranks import Ranks
+from pdserve.liveness import SHOWN_EVERY_S, LifeSign, unseen_sign
 from pdserve.wire.rank import DownloadBlocks, UploadBlocks
 from pdserve_kernels import reference
 
@@ -24,6 +25,10 @@ Key = TypeVar("Key")
 
 BATCH_BYTES = 32 * 2**20
 """One gather or scatter moves at most this much: enough to keep the bus busy, with a small buffer."""
+
+
+JOB_S = 60.0
+"""A job may take this long: a GPU first does what the engine had launched before, such as a step that compiles."""
 
 
 class CopyKernels(Protocol):
@@ -94,9 +99,18 @@ class BlockCopier(Generic[Key]):
     """
 
     def __init__(
-        self, cache: torch.Tensor, staging: torch.Tensor, kernels: CopyKernels, wake: Callable[[], None]
+        self,
+        cache: torch.Tensor,
+        staging: torch.Tensor,
+        kernels: CopyKernels,
+        wake: Callable[[], None],
+        life: LifeSign | None = None,
     ) -> None:
-        """``staging`` is host memory ``[staging blocks, ...]`` with the shape and dtype of the cache's blocks."""
+        """``staging`` is host memory ``[staging blocks, ...]`` with the shape and dtype of the cache's blocks.
+
+        ``life`` is where the thread shows life.
+        """
+        self._life = unseen_sign() if life is None else life
         self._cache, self._staging, self._kernels, self._wake = cache, staging, kernels, wake
         self._on_gpu = cache.device.type == "cuda"
         self._batch = max(1, min(len(staging), BATCH_BYTES // cache[0].nbytes))
@@ -148,12 +162,13 @@ class BlockCopier(Generic[Key]):
 
     def _run(self) -> None:
         try:
-            if self._on_gpu:
-                stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]  # as above
-                with torch.cuda.stream(stream):
+            with self._life.shown_by_this_thread(computes=not self._on_gpu):
+                if self._on_gpu:
+                    stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]  # as above
+                    with torch.cuda.stream(stream):
+                        self._work()
+                else:
                     self._work()
-            else:
-                self._work()
         except Exception as exc:
             log.exception("the copying of KV blocks died")
             self.failure = f"{type(exc).__name__}: {exc}"
@@ -161,13 +176,16 @@ class BlockCopier(Generic[Key]):
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
+            self._life.show(JOB_S)
             self._carry_out(job)
             self._done.append(job.key)
             self._wake()
 
     def _next(self) -> _Copy[Key] | None:
         with self._news:
-            self._news.wait_for(lambda: self._closing or self._jobs)
+            self._life.show()
+            while not self._news.wait_for(lambda: self._closing or self._jobs, SHOWN_EVERY_S):
+                self._life.show()
             return None if self._closing else self._jobs.popleft()
 
     @torch.inference_mode()
