@@ -192,8 +192,10 @@ async def test_a_worker_that_dies_is_replaced_and_what_it_counted_stays_counted(
 
 
 async def test_a_worker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy one would have longer."""
     monkeypatch.setattr(worker_channel, "PING_S", 0.1)
-    monkeypatch.setattr(worker_channel, "MAX_UNANSWERED", 5)
+    monkeypatch.setattr(worker_channel, "STILL_S", 0.5)
+    monkeypatch.setattr(worker_channel, "MAX_UNANSWERED", 6000)
 
     behaviour = Node()
     behaviour.go_on.set()

@@ -189,6 +189,7 @@ class _WorkerProcess:
     async def _one_life(self, name: bytes, stop: asyncio.Event) -> None:
         health = self._channel.expect(name)
         process = self._start(name)
+        health.process = process.pid
         try:
             ended = asyncio.create_task(process.wait())
             await _first(ended, health.ready, stop, timeout_s=START_TIMEOUT_S)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import zmq.asyncio
 
 from pdserve.errors import ConfigError
 from pdserve.installed_version import INSTALLED_VERSION
+from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.local_socket import bind
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
@@ -75,8 +77,10 @@ COLLECT_TIMEOUT_S = 1.0
 """Seconds that a worker has to send its metrics. After that, the last ones that it sent count."""
 MAX_QUEUED = 64
 PING_S = 1.0
+STILL_S = 5.0
+"""Seconds without an answer after which a worker counts as hung that does not run either: it is stopped or blocked."""
 MAX_UNANSWERED = 30
-"""The unanswered pings in a row after which a worker counts as hung. Bursts of thousands of requests take seconds.
+"""The unanswered pings in a row after which any worker counts as hung. Bursts of thousands of requests take seconds.
 
 The channel counts pings, not seconds, because a supervisor that is late itself, or was stopped, sends none meanwhile.
 """
@@ -92,8 +96,18 @@ class WorkerHealth:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the worker takes connections."""
     hung: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the worker's event loop has not turned for ``MAX_UNANSWERED`` pings."""
-    unanswered: int = 0
+    """Set when the worker's event loop does not turn."""
+    process: int = 0
+    """The worker's process id, once it has started."""
+    answers: int = 0
+    """How many messages have come from it."""
+    silence: Silence = field(default_factory=lambda: Silence(STILL_S, MAX_UNANSWERED * PING_S))
+
+    def hangs(self) -> bool:
+        """Looks whether anything has come since the last ping, and whether the worker's event loop runs."""
+        # Where the system does not tell, it counts as running: an event loop may have much to do.
+        motion = motion_of(self.process, self.process) or Motion(0.0, wants_core=True)
+        return self.silence.look(self.answers, math.inf, motion, PING_S)
 
 
 @dataclass(slots=True)
@@ -261,7 +275,7 @@ class WorkerChannel:
             health = self._health.get(name)
             if health is None:
                 continue  # the worker is gone
-            health.unanswered = 0
+            health.answers += 1
             match _decoder.decode(data):
                 case WorkerHello(version=version):
                     if version != INSTALLED_VERSION:
@@ -324,10 +338,9 @@ class WorkerChannel:
             for name, health in tuple(self._health.items()):
                 if not health.ready.is_set():
                     continue
-                if health.unanswered == MAX_UNANSWERED:
+                if health.hangs():
                     health.hung.set()
                     continue
-                health.unanswered += 1
                 await self._send(name, WorkerPing())
 
     async def _tell_status(self, asker: bytes, number: int) -> None:
