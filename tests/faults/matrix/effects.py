@@ -13,6 +13,7 @@ from tests.eventually import eventually
 from tests.faults.matrix.stage import ANSWER_S, Server, Stage
 
 KILLED = "was killed by SIGKILL"
+NO_LIFE = "hangs: no sign of life for 2.0 s"
 GONE = ("", "Z", "X")
 """The states of a process that has ended."""
 TOKENS = 16
@@ -45,6 +46,18 @@ def was_killed(server: Server, pid: int) -> None:
         assert server.process.popen.returncode == -signal.SIGKILL, f"{server.name} ended by itself"
     elif not server.draining:
         eventually(lambda: KILLED in server.process.output, f"{server.name} says that a process of it was killed")
+
+
+def hung(server: Server, engine: int) -> None:
+    """Waits until a node has ended itself, and its stopped engine, because that shows no life.
+
+    A node that drains may have ended before it missed that.
+    """
+    eventually(lambda: server.process.ended, f"{server.name} has ended")
+    eventually(lambda: _state(engine) in GONE, f"the engine of {server.name} has ended")
+    if not server.draining:
+        assert server.process.popen.returncode == 1
+        assert NO_LIFE in server.process.output, f"{server.name} says that its engine hangs"
 
 
 def kills(pid: int) -> None:

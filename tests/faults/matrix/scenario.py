@@ -18,6 +18,7 @@ from tests.faults.matrix.client import Client
 from tests.faults.matrix.effects import (
     FullDisk,
     hears_nothing,
+    hung,
     is_slow,
     is_still_stopped,
     kills,
@@ -143,6 +144,8 @@ class Scenario:
                 ranks = children_of(victim.engine) if self._of_rank else []
                 assert chosen in (victim.engine, *ranks), "the engine has most memory"
                 return [chosen]
+            case Fault.HANG:
+                return [victim.engine]
             case _ if self._of_rank and self._cell.fault is not Fault.DISK_FULL:
                 # A stage of ranks has two: the engine is one, and its child the last.
                 (rank,) = children_of(victim.engine)
@@ -277,6 +280,8 @@ class Scenario:
                 self._kill(victim, self._pids[-1])
             case Fault.SIGSTOP:
                 self._stop(victim)
+            case Fault.HANG:
+                self._hang(victim)
             case Fault.CUT:
                 self._undo.callback(wire.mend)
                 for path in wire.around(victim.name):
@@ -343,6 +348,13 @@ class Scenario:
         else:
             for pid in self._pids:
                 self._undo.callback(is_still_stopped, pid)
+
+    def _hang(self, victim: Server) -> None:
+        """Stops the engine alone. Its API process lives, and has to notice."""
+        (engine,) = self._pids
+        os.kill(engine, signal.SIGSTOP)
+        self._undo.callback(hung, victim, engine)
+        stops(engine)
 
     def _fill_disk(self, victim: Server) -> None:
         """Lets no file of the victim grow, as a disk without space would not."""

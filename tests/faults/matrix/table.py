@@ -14,6 +14,7 @@ from dataclasses import dataclass
 class Fault(enum.Enum):
     SIGKILL = "killed"
     SIGSTOP = "stopped"
+    HANG = "engine stopped"
     CUT = "cut off"
     SLOW = "slow network"
     CORRUPT = "corrupt block"
@@ -69,6 +70,7 @@ class Cell:
 
 _NO_BLOCKS_MOVE = "no block is on its way"
 _REASONS: dict[tuple[Fault, Victim | None, Phase | None], str] = {
+    (Fault.HANG, Victim.PROXY, None): "a proxy has no engine",
     (Fault.CUT, Victim.RANK, None): "the ranks of a node share its network: see its node",
     (Fault.SLOW, Victim.RANK, None): "the ranks of a node share its network: see its node",
     (Fault.CORRUPT, Victim.PROXY, None): "no block passes the proxy",
@@ -96,6 +98,7 @@ _IN_EVERY_TEST_RUN = {
     (Fault.SIGSTOP, Victim.PREFILL, Phase.TRANSFER),
     (Fault.SIGSTOP, Victim.PROXY, Phase.DECODE),
     (Fault.SIGSTOP, Victim.DECODE, Phase.DECODE),
+    (Fault.HANG, Victim.DECODE, Phase.DECODE),
     (Fault.CUT, Victim.PREFILL, Phase.PREFILL),
     (Fault.CUT, Victim.PROXY, Phase.PREFILL),
     (Fault.CUT, Victim.DECODE, Phase.DECODE),
