@@ -102,7 +102,13 @@ _STAGES = ("loading libraries", "preparing kernels", "loading weights", "warming
 _SHOWN_NODES = 6
 _POLL_S = 0.2
 _REPORT_S = 5.0
-_PROXY_GRACE_S = 3.0
+_STOP_MARGIN_S = 15.0
+"""Seconds that the proxy has after the drain, for last error events and for its own end."""
+_NODE_GRACE_S = 15.0
+"""Seconds for the end of a node that has nothing to do any more."""
+_LOOK_S = 2.0
+_COUNT_S = 1.0
+_UNDER_WAY = re.compile(r"^pdserve_proxy_requests_in_flight (\S+)$", re.MULTILINE)
 
 
 class LocalCluster:
@@ -179,14 +185,24 @@ class LocalCluster:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def stop(self, grace_s: float) -> None:
-        """Stops the nodes, which get ``grace_s`` to finish their requests, and then the proxy."""
-        nodes = [server.process for _, server in self._nodes.values()]
-        if any(child.alive for child in nodes):
-            self._console.say("stopping")
-        await asyncio.gather(*(child.stop(grace_s) for child in nodes))
+    async def stop(self, drain_s: float) -> None:
+        """Stops the proxy, which gives what is under way ``drain_s`` to finish, and then the nodes.
+
+        If the nodes ended first, the proxy would wait for others to go on with their answers.
+        """
+        if any(child.alive for child in self._children()):
+            self._console.say(_stopping(await self._under_way(), drain_s))
         if self._proxy is not None:
-            await self._proxy.process.stop(_PROXY_GRACE_S)
+            await self._proxy.process.stop(drain_s + _STOP_MARGIN_S)
+        await asyncio.gather(*(server.process.stop(_NODE_GRACE_S) for _, server in self._nodes.values()))
+
+    async def _under_way(self) -> int:
+        """Returns how many requests the proxy has that have not ended; 0 if it does not say."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with _session(self._tls, _COUNT_S) as session, session.get(f"{self.url}/metrics") as response:
+                if found := _UNDER_WAY.search(await response.text()):
+                    return int(float(found[1]))
+        return 0
 
     async def kill(self) -> None:
         """Ends everything now."""
@@ -204,9 +220,7 @@ class LocalCluster:
 
     async def _until_ready(self) -> None:
         reported = self._console.elapsed_s
-        timeout = aiohttp.ClientTimeout(total=2.0)
-        connector = aiohttp.TCPConnector(ssl=self._tls or True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with _session(self._tls, _LOOK_S) as session:
             while True:
                 for child in self._children():
                     if not child.alive:
@@ -248,6 +262,20 @@ class LocalCluster:
         finally:
             for task in ends:
                 task.cancel()
+
+
+def _session(tls: ssl.SSLContext | None, within_s: float) -> aiohttp.ClientSession:
+    """Returns a session with the proxy, each of whose answers has to come ``within_s``."""
+    connector = aiohttp.TCPConnector(ssl=tls or True)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=within_s), connector=connector)
+
+
+def _stopping(answers: int, drain_s: float) -> str:
+    """Returns what a stopping cluster says of the answers that are under way."""
+    if not answers:
+        return "stopping"
+    some, them = ("1 answer has", "it") if answers == 1 else (f"{answers} answers have", "them")
+    return f"stopping: {some} {drain_s:g} s to finish; a second Ctrl-C ends {them} at once"
 
 
 def _stage(line: str) -> str:

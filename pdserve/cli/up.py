@@ -29,7 +29,6 @@ from pdserve.signals import stop_signals
 from pdserve_proxy.credentials import ApiKeys, read_admin_keys, read_api_keys
 from pdserve_proxy.status.access import StatusAccess
 
-_STOP_MARGIN_S = 5.0
 _APART_S = 0.5
 """Some senders signal both a process and its group, so a second signal that comes this soon counts as the first one."""
 _DESCRIPTION = (
@@ -149,12 +148,12 @@ async def _serve(
             work.cancel()
             stop.cancel()
             await asyncio.gather(work, stop, return_exceptions=True)
-            await _stop(cluster, config.http.drain_s + _STOP_MARGIN_S, signals.hurry, console)
+            await _stop(cluster, config.http.drain_s, signals.hurry, console)
 
 
-async def _stop(cluster: LocalCluster, grace_s: float, hurry: asyncio.Event, console: Console) -> None:
+async def _stop(cluster: LocalCluster, drain_s: float, hurry: asyncio.Event, console: Console) -> None:
     """Stops the cluster, or kills it as soon as ``hurry`` is set."""
-    stopping = asyncio.create_task(cluster.stop(grace_s))
+    stopping = asyncio.create_task(cluster.stop(drain_s))
     hurrying = asyncio.create_task(hurry.wait())
     await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
     if hurry.is_set():

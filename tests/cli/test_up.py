@@ -112,6 +112,31 @@ def test_it_starts_again_what_dies_and_serves_until_sigterm(tiny_model: Path, tm
     wait_until_gone(str(tmp_path))
 
 
+def test_stopped_by_ctrl_c_its_streams_have_their_time_and_then_end_with_an_error_event(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """An engine that is stopped meanwhile has no answer in time."""
+    flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "1", "--drain-s", "4")
+    environ = {"XDG_STATE_HOME": str(tmp_path), "PDSERVE_ENGINE_SILENCE_MS": "60000"}
+    with pdserve("up", *SMALL, *flags, **environ) as up:
+        url = url_of(up)
+        (engine,) = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, "pdserve.engine")]
+        (model,) = json.loads(urllib.request.urlopen(f"{url}/v1/models", timeout=10).read())["data"]
+        body = {"model": model["id"], "prompt": "How?", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+        request.add_header("content-type", "application/json")
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            assert stream.readline().startswith(b"data: ")
+            os.kill(engine, signal.SIGSTOP)
+            up.popen.send_signal(signal.SIGINT)
+            until(up, "stopping: 1 answer has 4 s to finish; a second Ctrl-C ends it at once")
+            rest = stream.read()
+        assert b'"error"' in rest
+        assert b"[DONE]" not in rest
+        assert up.wait(60) == 0, up.output
+    wait_until_gone(str(tmp_path))
+
+
 def test_killed_it_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "1")
     with pdserve("up", *SMALL, *flags, XDG_STATE_HOME=str(tmp_path)) as up:
