@@ -161,7 +161,10 @@ class LocalCluster:
             self._console.say(f"  and {len(nodes) - _SHOWN_NODES} more")
 
     async def watch(self) -> str:
-        """Starts again what dies, and returns why the cluster cannot serve any more."""
+        """Starts again what dies, and returns why the cluster cannot serve any more.
+
+        A node that has died too often is missed by nobody as long as another one answers requests.
+        """
         assert self._proxy is not None, "the cluster was never started"
         proxy = asyncio.create_task(self._proxy.keep(self._proxy_command(self._found)))
         nodes = {
@@ -173,13 +176,14 @@ class LocalCluster:
             while True:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()
+                    try:
+                        task.result()
+                    except ChildDied as error:
+                        self._console.say(str(error))
                 if proxy.done():
                     return "the proxy has ended"
                 if all(role is Role.PREFILL or task.done() for task, role in nodes.items()):
                     return "no node is left that answers requests"
-        except ChildDied as error:
-            return str(error)
         finally:
             for task in running:
                 task.cancel()

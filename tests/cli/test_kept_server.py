@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ from hypothesis import strategies as st
 
 from pdserve.cli.console import Console
 from pdserve.cli.kept_server import FIRST_PAUSE_S, MAX_RESTARTS, STEADY_S, KeptServer, Restarts
+from pdserve.cli.local_cluster import LocalCluster, NodePlan
+from pdserve.config import HttpConfig
 from pdserve.process import ChildDied
+from pdserve.wire.discovery import Role
 
 
 @given(st.lists(st.floats(0.0, 2 * STEADY_S), max_size=12))
@@ -61,3 +65,32 @@ async def test_a_server_that_dies_each_time_is_given_up(tmp_path: Path, monkeypa
     with pytest.raises(ChildDied, match=r"decode-0 has died 4 times .*decode-0 ended with status 7"):
         await keep(f"open({str(starts)!r}, 'a').write('x'); raise SystemExit(7)")
     assert len(starts.read_text()) == MAX_RESTARTS
+
+
+async def test_a_prefill_node_that_dies_each_time_ends_no_node_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.cli.kept_server.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("pdserve.cli.local_cluster.proxy_command", lambda *_: program("input()"))
+    gate, dies = tmp_path / "gate", "raise SystemExit(7)"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)"
+    codes = {Role.PREFILL: dies, Role.DECODE: waits}
+    monkeypatch.setattr("pdserve.cli.local_cluster.node_command", lambda node, _: program(codes[node.role]))
+    shown = io.StringIO()
+    console = Console(shown, colour=False)
+    cluster = LocalCluster(console, HttpConfig())
+    try:
+        for role, code in codes.items():
+            server = KeptServer(f"{role.value}-0", {}, console, program(code))
+            cluster._nodes[server.name] = NodePlan(server.name, role, ()), server
+        cluster._proxy = KeptServer("proxy", {}, console, program("import time; time.sleep(600)"))
+        watching = asyncio.create_task(cluster.watch())
+        async with asyncio.timeout(60):
+            while "prefill-0 has died 4 times" not in shown.getvalue():  # noqa: ASYNC110 (nobody announces it)
+                await asyncio.sleep(0.01)
+        assert not watching.done()
+        gate.touch()
+        async with asyncio.timeout(60):
+            assert await watching == "no node is left that answers requests"
+    finally:
+        await cluster.kill()
