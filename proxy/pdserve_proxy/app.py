@@ -92,8 +92,10 @@ class InformationRoutes:
         credentials: LiveCredentials,
         http: HttpConfig,
         timelines: Timelines,
+        lives: Callable[[], bool],
     ) -> None:
         self._timelines = timelines
+        self._lives = lives
         self._max_body_bytes = http.max_body_bytes
         self._on_loopback = is_loopback(http.host)
         self._registry = registry
@@ -149,6 +151,8 @@ class InformationRoutes:
         return {name: ModelCard(name, self._started, name, length) for name, length in lengths.items()}
 
     async def live(self) -> Response:
+        if not self._lives():
+            raise Unavailable("the proxy's supervisor does not answer", retry_after_s=RETRY_AFTER_S)
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
@@ -216,10 +220,12 @@ def build_app(
     timelines: Timelines,
     storage: ResponseStorage | None = None,
     status: StatusRoutes | None = None,
+    lives: Callable[[], bool] = lambda: True,
 ) -> DirectRoutes:
     """Returns the proxy's ASGI application.
 
     ``storage`` has the responses that are kept, if any are, and ``status`` the routes of those who watch the cluster.
+    ``lives`` returns whether the proxy's other processes live.
     """
 
     def count_error(status: int) -> None:
@@ -228,7 +234,7 @@ def build_app(
     routes = (*sorted(RELAYED_ROUTES | READ_ROUTES), "/v1/models")
     metrics.counts.expect((*RELAYED_ROUTES, *READ_ROUTES))
     app = quart_app("proxy", config.http.max_body_bytes, count_error, routes)
-    InformationRoutes(registry, scrape, credentials, config.http, timelines).add_routes(app)
+    InformationRoutes(registry, scrape, credentials, config.http, timelines, lives).add_routes(app)
     add_documentation(app, "proxy")
     if status is not None:
         status.add_routes(app)

@@ -63,6 +63,8 @@ class ProcessState:
     suspects: Suspects
     storage: ResponseStorage | None = None
     """The responses that are kept; None if none are."""
+    lives: Callable[[], bool] = lambda: True
+    """Whether the other processes live that this one needs."""
 
 
 async def serve_clients(
@@ -109,6 +111,7 @@ async def serve_clients(
             timelines,
             state.storage,
             status,
+            state.lives,
         )
         tls = None if credentials.tls is None else credentials.tls.context
         shutdown_s = math.ceil(drain_s + AFTER_DRAIN_S)

@@ -12,6 +12,8 @@ import socket
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
@@ -224,6 +226,25 @@ async def test_a_supervisor_that_stood_still_itself_kills_no_worker(monkeypatch:
             await asyncio.sleep(0.3)
         assert children() == before
         assert not running.stopped.done()
+
+
+async def test_a_worker_whose_supervisor_hangs_does_not_live() -> None:
+    """It serves on by what it knows, but hears of no node that comes or goes, until somebody restarts the proxy."""
+    async with proxy(workers_config()) as running:
+        assert status_of(running, "/live") == 200
+        until = time.monotonic() + 60
+        while status_of(running, "/live") == 200:  # the supervisor runs in this loop, which does not turn
+            assert time.monotonic() < until
+            time.sleep(0.1)  # noqa: ASYNC251 (what a hung supervisor does)
+
+
+def status_of(proxy: Proxy, path: str) -> int:
+    try:
+        with urllib.request.urlopen(proxy.addresses.url + path, timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 async def test_all_workers_drain_on_stop() -> None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -71,6 +72,8 @@ log = logging.getLogger(__name__)
 
 WORKER_COMMAND = python_program("pdserve_proxy.workers.worker")
 SUPERVISOR_TIMEOUT_S = 5.0
+SUPERVISOR_SILENCE_S = 10.0
+"""A supervisor that has not pinged for so long hangs: without it, no worker hears of nodes that come and go."""
 
 T = TypeVar("T")
 
@@ -125,6 +128,7 @@ class SupervisorChannel:
         self._lanes: dict[int, asyncio.Future[tuple[RequestLane, ...]]] = {}
         self._questions: dict[int, asyncio.Future[StoreReply]] = {}
         self._posts: set[asyncio.Task[None]] = set()
+        self._heard_s = time.monotonic()
         self.has_nodes = asyncio.Event()
         """Set when the first message with the nodes has come."""
         self._context = zmq.asyncio.Context()
@@ -148,7 +152,9 @@ class SupervisorChannel:
         """Serves until it is cancelled."""
         await self.send(WorkerHello(INSTALLED_VERSION))
         while True:
-            match _decoder.decode(await self._socket.recv()):
+            frame = await self._socket.recv()
+            self._heard_s = time.monotonic()
+            match _decoder.decode(frame):
                 case Nodes() as nodes:
                     self._mirror.take(nodes)
                     self.has_nodes.set()
@@ -182,6 +188,10 @@ class SupervisorChannel:
                     waiting = self._questions.get(reply.number)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(reply)
+
+    def supervised(self) -> bool:
+        """Whether the supervisor lives, as its pings show."""
+        return time.monotonic() - self._heard_s < SUPERVISOR_SILENCE_S
 
     def _news(self) -> WorkerPong | Counts:
         """Returns the metrics if requests have ended since they were sent last: they are lost if this worker dies."""
@@ -269,7 +279,16 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
             limits = store_limits(launch.config.store)
             storage = None if limits is None else SupervisorStorage(limits, channel.ask, channel.post)
             state = ProcessState(
-                mirror, attempts, metrics, channel.scrape, channel.report, tracing, channel.lanes, suspects, storage
+                mirror,
+                attempts,
+                metrics,
+                channel.scrape,
+                channel.report,
+                tracing,
+                channel.lanes,
+                suspects,
+                storage,
+                channel.supervised,
             )
             announcing: list[asyncio.Task[None]] = []
 
