@@ -2,8 +2,8 @@
 
 A thread of its own talks to the proxies, so that a node's heartbeats are not behind its request work. An event loop
 that has just been given thousands of requests takes seconds for one turn, and a heartbeat takes several turns. The
-thread needs none of them. It does look whether there still are any: for a loop that has not turned for ``stuck_s``
-it says nothing, so that the proxies drop a node that hangs.
+thread needs none of them. It does look whether there still are any: for a loop that has not turned for ``stuck_s``,
+or for ``STILL_S`` in which it did not run either, it says nothing, so that the proxies drop a node that hangs.
 
 A proxy that is down costs nothing: frames go only to connections that stand, so none is kept to grow stale. What is
 sent to a proxy, and when, is decided in ``proxy_link``.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -32,6 +33,7 @@ import zmq
 from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, ProxyView, RegistrationStatus
 from pdserve.api.proxy_names import LookUp, ProxyNames, is_name, look_up
 from pdserve.errors import ConfigError, WireError
+from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.log_throttle import LogThrottle
 from pdserve.wire.discovery import MAX_REPORTED_PROXIES, Deregister, FromProxy, NodeInfo, NodeLoad, Role, ToProxy
 from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
@@ -45,6 +47,8 @@ IDLE_S = 60.0
 """The thread looks around after so many seconds at the latest, while it knows no proxy."""
 _QUEUED_FRAMES = 4
 WARN_EVERY_S = 10.0
+STILL_S = 5.0
+"""An event loop that has not turned for so long, and did not run meanwhile, waits for something other than its work."""
 
 
 class HeartbeatThread:
@@ -63,11 +67,15 @@ class HeartbeatThread:
     ) -> None:
         """``load``, and ``tell`` with a proxy and how it sees the node now, are called in the thread.
 
+        The caller's own thread is the one that calls ``pulse``.
+
         ``tell`` gets None for a proxy that is forgotten. Raises ConfigError for an address that is none.
         """
-        self._stuck_s = stuck_s
+        self._silence = Silence(min(STILL_S, stuck_s), stuck_s)
+        self._loop_thread = threading.get_native_id()
+        self._look_s = 2 * max(PULSE_S, heartbeat_s)
         self._tell = tell
-        self._pulse_s = time.monotonic()
+        self._pulse_s = self._looked_s = time.monotonic()
         self._responsive = True
         self._stopping = False
         self._draining = False
@@ -188,9 +196,13 @@ class HeartbeatThread:
         return tuple(sorted(known - {b""})[:MAX_REPORTED_PROXIES])
 
     def _look_at_loop(self, now: float) -> None:
-        responsive = now - self._pulse_s < self._stuck_s
+        # Where the system does not tell, the loop counts as running: it may have thousands of requests to do.
+        motion = motion_of(os.getpid(), self._loop_thread) or Motion(0.0, wants_core=True)
+        # A process that was stopped as a whole has not looked meanwhile: its loop gets another look.
+        passed_s, self._looked_s = min(now - self._looked_s, self._look_s), now
+        responsive = not self._silence.look(self._pulse_s, math.inf, motion, passed_s)
         if self._responsive and not responsive:
-            log.error("the event loop has not turned for %.0f s: no heartbeats until it does", self._stuck_s)
+            log.error("the event loop has not turned for %.0f s: no heartbeats until it does", now - self._pulse_s)
         self._responsive = responsive
 
     def _close(self) -> None:
@@ -316,6 +328,8 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], proxy: str, heartbeat_s: f
 
 STUCK_S = 30.0
 """An event loop that has not turned for so long is taken for dead. Bursts of thousands of requests take seconds."""
+PULSE_S = 1.0
+"""The event loop shows at least this often that it turns."""
 RESOLVE_S = 5.0
 
 
@@ -424,7 +438,7 @@ class Registration:
             names.start()
             while not ended.done():
                 thread.pulse()
-                await asyncio.wait([ended], timeout=min(self._heartbeat_s, self._stuck_s / 4))
+                await asyncio.wait([ended], timeout=min(self._heartbeat_s, self._stuck_s / 4, PULSE_S))
             ended.result()
         finally:
             self._thread = self._names = None

@@ -232,6 +232,20 @@ async def test_a_node_whose_event_loop_hangs_falls_silent_and_comes_back_with_it
         await cancelled(node)
 
 
+async def test_a_node_whose_event_loop_is_blocked_falls_silent_sooner_than_a_busy_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A log that nobody reads, or a disk that hangs, blocks it within one call."""
+    monkeypatch.setattr("pdserve.api.registration.STILL_S", 0.5)
+    with listening_in_a_thread(heartbeat_s=0.05) as ear:
+        node = asyncio.create_task(Registration(NODE, (ear.control,), SECRET, 20, NodeLoad).run())
+        await eventually(lambda: ear.names() == ["d0"], "its registration")
+        threading.Event().wait(3.0)
+        assert ear.lost == [NODE.boot_id]
+        await eventually(lambda: ear.names() == ["d0"], "its new registration")
+        await cancelled(node)
+
+
 async def test_a_proxy_that_stood_still_gives_nodes_time_to_be_heard() -> None:
     """Its clock jumps, as after a suspended virtual machine, and no heartbeat is there yet."""
 
