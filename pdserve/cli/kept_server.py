@@ -1,16 +1,29 @@
-"""A server that ``pdserve up`` starts again when it dies, a bounded number of times."""
+"""A server that ``pdserve up`` starts again when it dies, a bounded number of times, and kills when it hangs."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import ssl
 from collections.abc import Mapping, Sequence
 
+import aiohttp
+
 from pdserve.cli.console import Console
+from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.process import ChildDied, ServerProcess
 
 MAX_RESTARTS = 3
 STEADY_S = 60.0
 FIRST_PAUSE_S = 0.5
+PROBE_S = 2.0
+"""Seconds between two questions whether a server lives."""
+ANSWER_S = 3.0
+"""Seconds that it has for an answer."""
+STILL_S = 20.0
+"""A server that has not answered for so long, and did not run meanwhile, hangs. One that ends may take half as long."""
+BUSY_S = 120.0
+"""One that runs has so long: its machine may have far more to do than it can."""
 
 
 class Restarts:
@@ -34,9 +47,17 @@ class Restarts:
 class KeptServer:
     """One server of a cluster. The caller has to end its newest ``process``, whatever happened before."""
 
-    def __init__(self, name: str, environ: Mapping[str, str], console: Console, command: Sequence[str]) -> None:
-        """Starts the server."""
+    def __init__(
+        self,
+        name: str,
+        environ: Mapping[str, str],
+        console: Console,
+        command: Sequence[str],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Starts the server. ``tls`` is for requests to it, if it serves HTTPS."""
         self.name = name
+        self._tls = tls
         self._environ = environ
         self._console = console
         self.process = self._start(command)
@@ -83,5 +104,34 @@ class KeptServer:
         if words:
             self._console.say(words)
         began = asyncio.get_running_loop().time()
-        status = await process.wait()
+        status = await self._ended(process)
         return asyncio.get_running_loop().time() - began, status
+
+    async def _ended(self, process: ServerProcess) -> int:
+        """Waits until the server has ended, and kills it when it hangs. Returns its exit status."""
+        loop, silence, answers = asyncio.get_running_loop(), Silence(STILL_S, BUSY_S), 0
+        ended, looked_s = asyncio.ensure_future(process.wait()), loop.time()
+        try:
+            while not ended.done():
+                await asyncio.wait([ended], timeout=PROBE_S)
+                answers += await self._lives(process.url)
+                # This process may have been stopped itself. Then the server has not been asked meanwhile.
+                passed_s, looked_s = min(loop.time() - looked_s, PROBE_S + ANSWER_S), loop.time()
+                motion = motion_of(process.pid, process.pid) or Motion(0.0, wants_core=True)
+                if silence.look(answers, math.inf, motion, passed_s) and not ended.done():
+                    self._console.say(f"{self.name} does not answer, and is killed")
+                    process.kill()
+                    await ended
+            return ended.result()
+        finally:
+            ended.cancel()
+
+    async def _lives(self, url: str) -> bool:
+        connector = aiohttp.TCPConnector(ssl=self._tls or True)
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            try:
+                async with session.get(f"{url}/live") as response:
+                    return response.status == 200
+            except (aiohttp.ClientError, TimeoutError):
+                return False

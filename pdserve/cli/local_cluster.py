@@ -147,7 +147,7 @@ class LocalCluster:
         # The proxy's control port is chosen here, so that the nodes, which take longer, need not wait for the proxy.
         with held_port(LOOPBACK) as self._control_port:
             self._console.say(f"starting {_listed(nodes)}")
-            self._proxy = KeptServer("proxy", environ, self._console, self._proxy_command())
+            self._proxy = KeptServer("proxy", environ, self._console, self._proxy_command(), self._tls)
             for node in nodes:
                 server = KeptServer(node.name, environ, self._console, self._node_command(node))
                 self._nodes[node.name] = (node, server)

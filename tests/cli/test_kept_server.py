@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -67,10 +69,43 @@ async def test_a_server_that_dies_each_time_is_given_up(tmp_path: Path, monkeypa
     assert len(starts.read_text()) == MAX_RESTARTS
 
 
+SERVES = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/live" else 404)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(f"pdserve decode listening url=http://127.0.0.1:{server.server_port}", flush=True)
+server.serve_forever()
+"""
+
+
+async def test_a_server_that_is_stopped_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"FIRST_PAUSE_S": 0.01, "PROBE_S": 0.1, "ANSWER_S": 1.0, "STILL_S": 3.0}.items():
+        monkeypatch.setattr(f"pdserve.cli.kept_server.{name}", seconds)
+    shown = io.StringIO()
+    server = KeptServer("decode-0", {}, Console(shown, colour=False), (sys.executable, "-c", SERVES))
+    try:
+        keeping = asyncio.create_task(server.keep(program("")))
+        await server.process.listening()
+        os.kill(server.process.pid, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            await keeping
+    finally:
+        await server.process.end(0.0)
+    assert "decode-0 does not answer, and is killed" in shown.getvalue()
+    assert "decode-0 was killed by SIGKILL" in shown.getvalue()
+    assert "decode-0 serves again" in shown.getvalue()
+
+
 async def test_a_prefill_node_that_dies_each_time_ends_no_node_that_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.cli.kept_server.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("pdserve.cli.kept_server.STILL_S", 600.0)  # these programs answer nothing
     monkeypatch.setattr("pdserve.cli.local_cluster.proxy_command", lambda *_: program("input()"))
     gate, dies = tmp_path / "gate", "raise SystemExit(7)"
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)"
