@@ -20,6 +20,7 @@ from pdserve.engine.tp.rank_channel import RankChannel
 from pdserve.errors import EngineError, RankLost
 from pdserve.liveness import LifeBoard
 from pdserve.models.tp.rank_board import RankBoard
+from pdserve.patience import MOST_LOOK_S, PatientWait
 from pdserve.process import ChildProcess, python_program
 from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
 
@@ -137,9 +138,9 @@ class Ranks:
         self._wait_for(Written, self._timeout_s, "did not write its KV blocks")
 
     def _wait_for(self, report: type[FromRank], within_s: float, late: str) -> None:
-        deadline = time.monotonic() + within_s
+        wait = PatientWait()
         for process, channel in self._ranks:
-            message = self._next(process, channel, deadline)
+            message = self._next(process, channel, wait, within_s)
             if message is None:
                 raise RankLost(f"tensor-parallel rank {process.rank} {late} in {within_s:.1f} s", (process.rank,))
             if not isinstance(message, report):
@@ -190,8 +191,8 @@ class Ranks:
         os.close(self._wake)
         self._context.term()
 
-    def _next(self, process: RankProcess, channel: RankChannel, deadline: float) -> FromRank | None:
-        """Returns the next message, None if there is none at ``deadline``."""
+    def _next(self, process: RankProcess, channel: RankChannel, wait: PatientWait, within_s: float) -> FromRank | None:
+        """Returns the next message, None if there is none when ``wait`` has taken ``within_s``."""
         poller = zmq.Poller()
         poller.register(channel.socket, zmq.POLLIN)
         for any_process, _ in self._ranks:
@@ -204,10 +205,10 @@ class Ranks:
                 return message
             if any(any_process.ended(0.0) for any_process, _ in self._ranks):
                 raise self.explain(RankLost("a tensor-parallel rank is gone"))
-            left_s = deadline - time.monotonic()
+            left_s = within_s - wait.look()
             if left_s <= 0:
                 return None
-            poller.poll(int(left_s * 1000))
+            poller.poll(int(min(left_s, MOST_LOOK_S) * 1000))
 
     def _watch(self) -> None:
         poller = select.poll()

@@ -20,6 +20,7 @@ import torch.distributed
 from pdserve.errors import ConfigError, RankLost
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.torch_group import MEET_S, TorchCollectives
+from pdserve.patience import PatientWait
 
 # torch declares no types for what these classes have.
 _distributed: Any = torch.distributed
@@ -100,11 +101,11 @@ class NcclGroup:
     def _wait(self, timeout_s: float) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation
         done.record()
-        started = time.monotonic()
+        wait = PatientWait()
         while not self._reached(done):
             if self._board.abandoned:
                 raise self._failed("a tensor-parallel rank is gone")
-            waited_s = time.monotonic() - started
+            waited_s = wait.look()
             if waited_s > timeout_s:
                 self._lost = True
                 raise RankLost.silent(self._board.behind(self.rank, self.size), timeout_s)

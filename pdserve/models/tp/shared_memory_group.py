@@ -18,6 +18,7 @@ import torch
 
 from pdserve.errors import RankLost
 from pdserve.models.tp.rank_board import AREA_BYTES, RankBoard
+from pdserve.patience import PatientWait
 
 _SPINS = 200
 _YIELD_S = 0.005
@@ -102,11 +103,11 @@ class SharedMemoryGroup:
 
     def _wait_long(self, rank: int, number: int) -> None:
         # Ranks with cores of their own differ by microseconds. If ranks share cores, the other rank needs this one's.
-        board, started = self._board, time.monotonic()
+        board, wait = self._board, PatientWait()
         while board.progress(rank) < number:
             if board.abandoned:
                 raise RankLost("a tensor-parallel rank is gone")
-            waited_s = time.monotonic() - started
+            waited_s = wait.look()
             if waited_s > self._timeout_s:
                 raise RankLost.silent(board.behind(self.rank, self.size), self._timeout_s)
             if waited_s < _YIELD_S:
