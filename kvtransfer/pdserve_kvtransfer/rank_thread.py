@@ -15,6 +15,7 @@ import zmq
 
 from pdserve.errors import TransferError
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
+from pdserve.patience import LOOKS
 from pdserve.process import share_interpreter
 from pdserve.wire.rank_transfer import (
     CloseLink,
@@ -190,5 +191,8 @@ class RankThread:
         poller.register(channel, zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
         for fileno in (self._wakeup, *(port.fileno() for port in self._ports.values())):
             poller.register(fileno, zmq.POLLIN)
-        if not poller.poll(GIVE_UP_MS if self._unsent else SHOWN_EVERY_MS) and self._unsent:
+        # In parts, each of which a pause of this process may use up: rank 0 has a chance to read in the others.
+        if not self._unsent:
+            poller.poll(SHOWN_EVERY_MS)
+        elif not any(poller.poll(GIVE_UP_MS // LOOKS) for _ in range(LOOKS)):
             raise TransferError("rank 0 has stopped reading its transfer channel")

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.api.kept_log import KeptAnswer, not_kept
 from pdserve.errors import KeyReused, Unavailable
+from pdserve.patience import PatientTimer
 from pdserve.wire.ticket import AnswerIdentity, Keep
 
 SHARE = 8
@@ -257,7 +258,7 @@ class KeptAnswers:
     def _keep_for_a_while(self, answer: KeptAnswer, use: AnswerUse) -> None:
         if answer.timer is not None:
             answer.timer.cancel()
-        answer.timer = asyncio.get_running_loop().call_later(self._limits.keep_s, self.discard, answer)
+        answer.timer = PatientTimer(asyncio.get_running_loop(), self._limits.keep_s, lambda: self.discard(answer))
         self._ledger.move(answer, use)
 
     def _evict(self) -> bool:

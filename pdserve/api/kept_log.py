@@ -15,6 +15,7 @@ from typing import Protocol
 
 from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest, Reply
+from pdserve.patience import PatientTimer
 from pdserve.wire.journal import cut_room_lines, room_line
 from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start
 from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep
@@ -87,7 +88,7 @@ class KeptAnswer(Reply):
         self.over = False
         self.size = OVERHEAD_BYTES
         self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: PatientTimer | None = None
         self.readers: set[_Reader] = set()
         self._answer = answer
         self._keeper = keeper

@@ -113,6 +113,8 @@ class ProxyLink:
         self._chance = chance or Random(node.boot_id).random  # noqa: S311 (nothing secret hangs on it)
         self._due_s = now
         self._heard_s = now
+        self._unanswered = 0
+        """The heartbeats since the proxy was heard. The silence of a node that was stopped is its own."""
         self._turned_away = False
         self._draining = False
         self._nonce = b""
@@ -163,7 +165,8 @@ class ProxyLink:
             return ()
         sooner = JITTER * self._chance() if self.state is RegistrationState.REGISTERED else 0.0
         self._due_s = now + self._heartbeat_s * (1.0 - sooner)
-        if self.state is RegistrationState.REGISTERED and now - self._heard_s >= MISSED_ACKS * self._heartbeat_s:
+        silent = self._unanswered >= MISSED_ACKS - 1 and now - self._heard_s >= MISSED_ACKS * self._heartbeat_s
+        if self.state is RegistrationState.REGISTERED and silent:
             self._greet(now)
         match self.state:
             case RegistrationState.GREETING:
@@ -178,6 +181,7 @@ class ProxyLink:
                 self.state = RegistrationState.LEFT
                 return (Deregister(self._node.boot_id),)
             case RegistrationState.REGISTERED:
+                self._unanswered += 1
                 proxies = self._all_proxies()
                 return (NodeHeartbeat(self._node.boot_id, self._load(), self._role, self._draining, proxies),)
             case RegistrationState.LEFT:
@@ -219,7 +223,7 @@ class ProxyLink:
     def _on_ack(self, ack: Ack, proxy: bytes | None, now: float) -> None:
         self._turned_away = not ack.known
         if proxy == self._proxy and ack.known:
-            self._heard_s = now
+            self._heard_s, self._unanswered = now, 0
             self.known_role = ack.role
             if self.state is not RegistrationState.REGISTERED:
                 # If it drains, the registration did not say so.

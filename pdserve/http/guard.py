@@ -41,6 +41,7 @@ from pdserve.http.cross_origin import CrossOrigin
 from pdserve.http.errors import error_body
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.http.request import REQUEST_ID_HEADER, request_label
+from pdserve.patience import LAST_LOOK_S, PatientTimer
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class GuardedHttp(HttpToolsProtocol):
     _pieces = 0
     """The number of pieces of the body that have come so far."""
     _body_bytes = 0
-    _timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | PatientTimer | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _unread_bytes = 0
     """The number of unread bytes when the write timer was started."""
@@ -181,6 +182,8 @@ class GuardedHttp(HttpToolsProtocol):
     _half_closed_s = 0.0
     _asked_s = float("-inf")
     _look_s = 0.0
+    _looks_again = False
+    """Whether a client was found to be gone, and is looked at once more before it is cut off."""
 
     # ------------------------------------------------------------------ the connection
 
@@ -241,7 +244,7 @@ class GuardedHttp(HttpToolsProtocol):
             self._phase = _HALF_CLOSED
             self._half_closed_s = self.loop.time()
             self._look_s = FIRST_LOOK_S
-            self._start_timer(self._look_s)
+            self._look_again_after(self._look_s)
         return self._phase is _HALF_CLOSED
 
     def pause_writing(self) -> None:
@@ -481,7 +484,14 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self._expired)
+        self._timer = PatientTimer(self.loop, seconds, self._expired)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Looks once more before it closes an idle connection: a request may have come while this process was stopped.
+
+        uvicorn calls this when its timer is due, which is no patient one.
+        """
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, super().timeout_keep_alive_handler)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -509,14 +519,24 @@ class GuardedHttp(HttpToolsProtocol):
         can_be_asked = not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
         # Where bytes wait for room at the client, the kernel asks it for some, and the write timer bounds the wait.
         unasked_s = 0.0 if self._outlet.unread_bytes() else min(now - self._half_closed_s, sent_ms_ago / 1000)
-        if state == _TCP_CLOSE or (not can_be_asked and unasked_s >= self.half_closed_s):
+        silent = not can_be_asked and unasked_s >= self.half_closed_s
+        if state == _TCP_CLOSE or (silent and self._looks_again):
             self.transport.abort()
+            return
+        # The silence may be this process's own: then what it has to send to the client is sent before the next look.
+        self._looks_again = silent
+        if silent:
+            self._look_again_after(LAST_LOOK_S)
             return
         if can_be_asked and now - self._asked_s >= ASK_EVERY_S:
             self._asked_s = now
             self.transport.write(_CONTINUE)
         self._look_s = min(4 * self._look_s, MAX_LOOK_S)
-        self._start_timer(self._look_s)
+        self._look_again_after(self._look_s)
+
+    def _look_again_after(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._expired)
 
 
 def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:

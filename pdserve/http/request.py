@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 from pdserve.errors import PayloadTooLarge, RequestError, RequestTimeout, UnsupportedMediaType
 from pdserve.http.errors import error_body, error_form, error_headers
 from pdserve.http.outlet import OUTLET, Outlet
+from pdserve.patience import PatientTimeout
 
 Scope: TypeAlias = Mapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Any]]
@@ -183,7 +184,7 @@ class HttpRequest:
             return whole
         bounds.arrive()
         try:
-            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+            async with PatientTimeout(UPLOAD_TIMEOUT_S):
                 body = await self._receive_body(max_bytes, bounds)
         except TimeoutError as exc:
             raise RequestTimeout(

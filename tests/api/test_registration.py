@@ -246,6 +246,15 @@ def test_after_silence_it_counts_as_unregistered(link: ProxyLink, proxy: Proxy) 
     assert link.state is RegistrationState.GREETING
 
 
+def test_a_node_that_was_stopped_does_not_take_its_proxy_for_silent(link: ProxyLink, proxy: Proxy) -> None:
+    proxy.register(0.0)
+    assert link.tick(1.0) == (HEARTBEAT,)
+    proxy.ack(True, 1.0)
+    assert link.tick(60.0) == (HEARTBEAT,), "nothing was sent for a minute, so nothing could be answered"
+    proxy.ack(True, 60.1)
+    assert link.state is RegistrationState.REGISTERED
+
+
 def test_an_answer_about_an_earlier_boot_changes_nothing(link: ProxyLink, proxy: Proxy) -> None:
     greeting(link, 0.0)
     proxy.send(Ack(new_id(), True), 0.1, named=False)

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from pdserve.patience import PatientTimer
 from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.fetch.port import FetchPort
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.rank_thread import RankThread
 from tests.simulation.virtual_time import PROCESS, SimProcess
 
-KEPT_TIMERS = frozenset({"ExpiryQueue._expire", "HttpToolsProtocol.timeout_keep_alive_handler"})
+KEPT_TIMERS = frozenset({"ExpiryQueue._expire", "GuardedHttp.timeout_keep_alive_handler"})
 """Those of connections between a proxy and a node, which stay open for the next request."""
 
 
@@ -26,6 +27,9 @@ def product_timers_of(process: SimProcess) -> Counter[str]:
     timers: Counter[str] = Counter()
     for _, _, handle in process.loop.timers:
         callback: Any = handle._callback  # type: ignore[attr-defined]
+        timer = getattr(callback, "__self__", None)
+        if isinstance(timer, PatientTimer):
+            callback = timer._callback
         module = getattr(callback, "__module__", "") or ""
         if handle._context.get(PROCESS) is process and not module.startswith(("asyncio", "tests.")):  # type: ignore[attr-defined]
             timers[callback.__qualname__] += 1

@@ -65,11 +65,11 @@ NOTICED = (
             1,
             "pdserve.api.kept_answers.KeptAnswers",
             "_keep_for_a_while",
-            "call_later(self._limits.keep_s,",
-            "call_later(100 * self._limits.keep_s,",
+            ", self._limits.keep_s,",
+            ", 100 * self._limits.keep_s,",
         ),
         _TWO_PROXIES,
-        "of the timer KeptAnswers.discard",
+        "of the timer _keep_for_a_while",
     ),
     Noticed(
         Mutant(

@@ -361,6 +361,7 @@ class FetchPeer:
         self.lease.renew(now)
         self._greeting.renew(now)
         self._draining.renew(now)
+        self._arrived = now  # what was sent may have come, and waits to be read
 
     def tick(self, now: float) -> None:
         """Acts on every timer that is due.

@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.errors import Unavailable
 from pdserve.http.errors import ENGINE_GONE_HEADER
+from pdserve.patience import PatientTimeout
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.ids import new_id
 from pdserve_proxy.registry.snapshot import RegistryView
@@ -85,7 +86,7 @@ async def _lives(node: NodeInfo, registry: RegistryView, pool: NodePool) -> bool
 
 async def _answers(node: NodeInfo, pool: NodePool) -> bool:
     try:
-        async with asyncio.timeout(LOOK_S):
+        async with PatientTimeout(LOOK_S):
             response = await pool.get(node.url, HEALTH_PATH, silence_s=LOOK_S)
     except (NodeLost, Unavailable, TimeoutError):
         return False

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.config import RelayConfig
 from pdserve.errors import Unavailable
+from pdserve.patience import PatientTimeout
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.journal import JournalError
 from pdserve.wire.prepared import MAX_PREPARED_BYTES, Prepared, decode_prepared
@@ -297,7 +298,7 @@ class PlannedMoves:
         """Returns when the node of ``route`` can go on with the answer, or why it does not."""
         node, entries_bytes = route.decode, len(stream.journal.entries)
         try:
-            async with asyncio.timeout(PREPARE_S):
+            async with PatientTimeout(PREPARE_S):
                 response = await self._dispatch.post(
                     stream.relayed,
                     stream.request,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
+from pdserve.patience import LAST_LOOK_S
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.routing.router import Route
 
@@ -30,14 +31,20 @@ class RouteWait:
     ) -> Route | None:
         """Returns what ``choose`` returns when that is a route; None if it was none until ``until_s``.
 
-        It looks at the times ``look_at_s`` too, which are of the event loop's clock, as ``until_s`` is.
+        It looks at the times ``look_at_s`` too, which are of the event loop's clock, as ``until_s`` is. It looks once
+        more behind them all: this process may have been stopped, and not have heard yet of a node that came meanwhile.
         """
+        is_last = False
         while True:
             self._changed.clear()
             route = choose()
             now_s = self._loop.time() + _EARLY_S
-            if route is not None or now_s >= until_s:
+            if route is not None or is_last:
                 return route
+            is_last = now_s >= until_s
+            if is_last:
+                await asyncio.sleep(LAST_LOOK_S)
+                continue
             later_s = [at_s for at_s in look_at_s if at_s > now_s]
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(min([until_s, *later_s])):

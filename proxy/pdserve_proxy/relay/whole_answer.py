@@ -6,13 +6,13 @@ answer, whose client has nothing of it yet and gets all of it in the end.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 
 import msgspec
 
 from pdserve.errors import BadUpstream
+from pdserve.patience import PatientTimeout
 from pdserve.wire.journal import cut_room_lines
 from pdserve.wire.whole_answer import JOURNALED_ANSWER, AnswerError, AnswerReader
 from pdserve_proxy.relay.dispatch import REFUSALS
@@ -123,7 +123,7 @@ class JournaledAnswer:
     async def _feed(self) -> bool:
         """Reads what comes next. Returns whether that is an entry or of the answer itself. Raises NodeLost."""
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with PatientTimeout(self._silence_s):
                 piece = await self._response.read()
         except TimeoutError as exc:
             raise NodeLost(f"silent for {self._silence_s:g} s") from exc

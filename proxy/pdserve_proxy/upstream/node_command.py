@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from types import TracebackType
 from typing import Self, TypeVar
@@ -11,6 +10,7 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.http.tls import Trust
+from pdserve.patience import PatientTimeout
 from pdserve.tracing.join import on_our_clock
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, CommandSigner, NodeChange, Recall
 from pdserve.wire.discovery import NodeInfo
@@ -72,7 +72,7 @@ class NodeCommander:
     async def _ask(self, command: Command, node: NodeInfo, within_s: float, max_bytes: int) -> tuple[bytes, float]:
         """Returns the body of the node's answer, and when that began. Raises CommandRefused."""
         try:
-            async with asyncio.timeout(within_s):
+            async with PatientTimeout(within_s):
                 return await self._post(command, node, within_s, max_bytes)
         except (PdserveError, NodeLost, TimeoutError) as exc:
             raise CommandRefused(str(exc) or "it has not answered in time") from exc

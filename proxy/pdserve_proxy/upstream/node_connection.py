@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 
 import httptools
 
+from pdserve.patience import LAST_LOOK_S, PatientTimer
+
 HIGH_WATER_BYTES = 2**17
 """The bytes of a body that wait for their reader when the connection stops reading from the node."""
 MAX_HEAD_BYTES = 2**16
@@ -182,7 +184,7 @@ class NodeConnection(asyncio.Protocol):
         # The parser appends each part itself: a method of Python's would be a call for every token of every client.
         self.on_body = self._arrived.append
         self._response: NodeResponse | None = None
-        self._silence: asyncio.TimerHandle | None = None
+        self._silence: PatientTimer | None = None
         self._silence_s: float | None = None
         self._heard_s = 0.0
         self._idle_bytes = 0
@@ -204,7 +206,7 @@ class NodeConnection(asyncio.Protocol):
         self._silence_s = silence_s
         if silence_s is not None:
             self._heard_s = self._loop.time()
-            self._silence = self._loop.call_later(silence_s, self._check_silence)
+            self._silence = PatientTimer(self._loop, silence_s, self._check_silence)
         if len(body) < SMALL_BYTES:
             self._transport.write(head + body)
         else:
@@ -220,7 +222,8 @@ class NodeConnection(asyncio.Protocol):
         else:
             self._silence.cancel()
             self._silence_s = min(self._silence_s, SUSPECTED_S)
-            self._check_silence()
+            # This process may have been late itself, and has not yet read what came from the node.
+            self._wait_for_news(max(self._left_s(), LAST_LOOK_S))
 
     def close(self) -> None:
         self._transport.abort()
@@ -342,14 +345,21 @@ class NodeConnection(asyncio.Protocol):
 
         A node that the connection does not read from is not silent.
         """
-        assert self._silence_s is not None
-        heard_s = self._loop.time() if self._paused else self._heard_s
-        left_s = heard_s + self._silence_s - self._loop.time()
+        left_s = self._left_s()
         if left_s <= 0:
             self._silence = None
             self._fail(f"silent for {self._silence_s:g} s")
         else:
-            self._silence = self._loop.call_later(left_s, self._check_silence)
+            self._wait_for_news(left_s)
+
+    def _left_s(self) -> float:
+        """Returns the seconds for which the node may still be silent."""
+        assert self._silence_s is not None
+        now = self._loop.time()
+        return (now if self._paused else self._heard_s) + self._silence_s - now
+
+    def _wait_for_news(self, seconds: float) -> None:
+        self._silence = PatientTimer(self._loop, seconds, self._check_silence)
 
 
 def media_type(headers: Mapping[str, str]) -> str:

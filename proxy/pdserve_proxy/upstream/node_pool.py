@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pdserve.errors import Unavailable
 from pdserve.http.tls import Trust
+from pdserve.patience import PatientTimeout
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
 from pdserve_proxy.upstream.node_connection import (
     NodeClosed,
@@ -59,7 +60,7 @@ class NodePool:
         self._open_at: dict[str, dict[NodeConnection, None]] = {}
         """The open connections to each URL: many nodes may be lost at once, and each has few of all connections."""
         self._idle: dict[str, ExpiryQueue[NodeConnection]] = {}
-        self._connecting: dict[asyncio.Timeout, str] = {}
+        self._connecting: dict[PatientTimeout, str] = {}
         """The bound of each attempt to connect, with its node's URL."""
         self._closed = False
 
@@ -75,7 +76,7 @@ class NodePool:
         """Fails what waits for the node at ``url``, which may be dead: a stream once it is silent, the rest at once."""
         for attempt in [attempt for attempt, where in self._connecting.items() if where == url]:
             del self._connecting[attempt]
-            attempt.reschedule(0.0)
+            attempt.expire()
         for connection in tuple(self._open_at.get(url, ())):
             connection.suspect()
 
@@ -116,16 +117,19 @@ class NodePool:
         self._make_room()
         origin = origin_of(url)
         loop = asyncio.get_running_loop()
-        attempt = asyncio.timeout(self._connect_timeout_s)
-        self._connecting[attempt] = url
+        wanted = True
         try:
-            async with attempt:
-                _, connection = await loop.create_connection(
-                    lambda: NodeConnection(self._freed, self._lost),
-                    origin.host,
-                    origin.port,
-                    ssl=self._trust.context if origin.tls else None,
-                )
+            async with PatientTimeout(self._connect_timeout_s) as attempt:
+                self._connecting[attempt] = url
+                try:
+                    _, connection = await loop.create_connection(
+                        lambda: NodeConnection(self._freed, self._lost),
+                        origin.host,
+                        origin.port,
+                        ssl=self._trust.context if origin.tls else None,
+                    )
+                finally:
+                    wanted = self._connecting.pop(attempt, None) is not None
         except (OSError, TimeoutError) as exc:
             if exc.errno in _NO_FILES:  # this says nothing about the node
                 raise Unavailable(
@@ -135,8 +139,6 @@ class NodePool:
                 ) from exc
             kind = NodeRefused if isinstance(exc, ConnectionRefusedError) else NodeUnreachable
             raise kind(str(exc) or "no connection in time") from exc
-        finally:
-            wanted = self._connecting.pop(attempt, None) is not None
         self._open[connection] = url
         self._open_at.setdefault(url, {})[connection] = None
         if not wanted:  # its node was suspected while it answered

@@ -120,6 +120,22 @@ def test_time_in_which_this_process_did_not_listen_does_not_count(made: World) -
     assert not made.pushed[asked.order.transfer_id].ended
 
 
+def test_blocks_that_wait_here_to_be_read_are_not_given_up(made: World) -> None:
+    """A process that was stopped has not read what came meanwhile."""
+    asked = fetch(made, 0)
+    decode, at = made.nodes[0], len(made.pushed) - 1
+    link = decode.transports[0].links[-1]
+    link.holds = lambda label: index_of(label) == LAST
+    for _ in range(4):
+        made.push(at)
+        live(made, 0.01)
+    live(made, 3 * BOUND_S, decode, made.nodes[2])
+    link.holds = lambda label: False
+    live(made, 0.1)
+    assert asked.ended
+    assert decode.local.stats.transfers_received == 1
+
+
 def test_a_block_that_lands_in_time_keeps_the_link(made: World) -> None:
     asked = stick(made)
     live(made, BOUND_S * 0.9)

@@ -74,5 +74,5 @@ class NoChanges(Changes):
 
 async def test_without_a_change_it_looks_at_the_times_that_are_named_and_at_the_end() -> None:
     assert await wait([None, FOUND], LONG_S, NoChanges(), [-1.0, 0.2, LONG_S]) == (FOUND, 2)
-    assert await wait([None], 0.2, NoChanges()) == (None, 2)
+    assert await wait([None], 0.2, NoChanges()) == (None, 3)
     assert await wait([None, FOUND], 0.2, NoChanges(), [LONG_S]) == (FOUND, 2)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
@@ -17,6 +18,7 @@ from pdserve_proxy.upstream import node_pool
 from pdserve_proxy.upstream.node_connection import (
     HIGH_WATER_BYTES,
     PROBE_S,
+    SUSPECTED_S,
     UNANSWERED_S,
     NodeLost,
     NodeResponse,
@@ -357,6 +359,43 @@ async def test_who_connects_to_a_node_in_doubt_waits_no_longer() -> None:
             async with asyncio.timeout(3):  # Connecting may take 5 s.
                 with pytest.raises(NodeUnreachable):
                     await posting
+
+
+def stand_still(seconds: float) -> None:
+    """Keeps the event loop from all else, as a stopped process is kept."""
+    time.sleep(seconds)
+
+
+async def test_the_time_in_which_the_proxy_itself_is_busy_does_not_count_against_a_node() -> None:
+    async with FakeNode(hang) as node:
+        pool = NodePool(connect_timeout_s=0.2, max_connections=8)
+        try:
+            posting = asyncio.create_task(post(node, pool))
+            # Behind the attempt to connect: as with the requests of thousands of other clients.
+            asyncio.get_running_loop().call_soon(stand_still, 0.5)
+            await eventually(lambda: bool(node.requests), "the node has the request")
+            posting.cancel()
+        finally:
+            pool.close()
+
+
+async def test_what_has_come_from_a_node_in_doubt_is_read_before_it_counts_as_silent() -> None:
+    answered = asyncio.Event()
+
+    async def answer_in_parts(exchange: Exchange) -> None:
+        await exchange.begin_stream()
+        await exchange.chunk(b"one")
+        await answered.wait()
+        await exchange.chunk(b"two")
+        await exchange.finish()
+
+    async with node_and_pool(answer_in_parts) as (node, pool):
+        response = await post(node, pool, silence_s=600.0)
+        assert await response.read() == b"one"
+        answered.set()
+        stand_still(1.2 * SUSPECTED_S)
+        pool.suspect(node.url)
+        assert await read_all(response) == b"two"
 
 
 async def test_attempts_to_connect_count_as_connections() -> None:
