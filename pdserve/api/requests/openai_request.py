@@ -24,6 +24,7 @@ from pdserve.api.requests.unsupported_fields import WITHOUT_EFFECT, refuse_unsup
 from pdserve.errors import InvalidRequest
 from pdserve.wire.priority import Priority
 from pdserve.wire.request_targets import ItlMs, TtftMs
+from pdserve.wire.whole_number import as_whole
 
 UNCOUNTED_BYTES = 100_000
 """Shorter bodies cannot hold too many values, and are not counted."""
@@ -444,12 +445,7 @@ _VERBATIM = (
 """The fields whose numbers a chat template or a grammar gets as they were written."""
 
 
-def _whole(number: str) -> float | int:
-    value = float(number)
-    return int(value) if value.is_integer() else value
-
-
 _any_decoder = msgspec.json.Decoder()
-_whole_decoder = msgspec.json.Decoder(float_hook=_whole)
+_whole_decoder = msgspec.json.Decoder(float_hook=as_whole)
 _biases_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _bias_decoder = msgspec.json.Decoder(dict[TokenId, Bias])

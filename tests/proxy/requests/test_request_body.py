@@ -11,10 +11,55 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.api.requests.openai_request import BodyParser, CompletionRequest
+from pdserve.api.requests.prompts import _listed
 from pdserve.errors import InvalidRequest
 from pdserve_proxy.requests.request_body import MAX_ANSWERS, MAX_FIELDS, MAX_HITS, PROMPT_START_BYTES, read_body
 from tests.cpu_time import least_cpu_s
 from tests.examples import examples
+
+ZEROS = "0" * 70
+"""More digits than anybody writes."""
+NUMBERS = st.sampled_from(
+    [
+        *("0", "-0", "1", "2", "3", "7", "19", "20", "21", "128", "129", "100", "-100", "-101", "true", "null", "1.5"),
+        *("2.0", "3.000", "2e0", "1e1", "1E+2", "128e0", "0.2e1", "1e-400", "1e400", "-1e2", "0.5e1", "30e-1"),
+        *(f"0.{ZEROS}3e71", f"0.{ZEROS}128e73", f"-0.{ZEROS}7e71", f"5.{ZEROS}", f"4{ZEROS}e-70", f"1{ZEROS}"),
+        *('"2"', "[2]", "{}", '""', "0.9999999999999999999999999", "2.0000000000000000000000001", "9007199254740993.0"),
+        *("01", "+1", "1.", ".5", "1e", "0x2", "1_0", "NaN", "Infinity", "\u0661"),  # no numbers of JSON
+    ]
+)
+PROMPTS = st.sampled_from(
+    [
+        *('"x"', '"[,"', '["x"]', '["a", "b"]', '[ "a" , "\\"," ]', "[1, 2]", "[[1], [2, 3]]", "[ [1],[2],[3] ]", "[]"),
+        *('["a", 1]', '[[1], "a"]', "[-1]", "[1.0, 2]", "[[1.0], [2]]", '["[", "["]', "null", "5", "{}", '[["a"]]'),
+        *("[" + " " * PROMPT_START_BYTES + item for item in ("1, 2]", "[1], [2]]", '"a", "b"]')),
+    ]
+)
+FIELDS = st.one_of(
+    st.tuples(st.sampled_from(["n", "best_of", "priority"]), NUMBERS),
+    st.tuples(st.just("prompt"), PROMPTS),
+    st.tuples(st.just("stream"), st.sampled_from(["true", "false", "null", "1", '"true"', "[true]", "True", " true "])),
+    st.tuples(st.just("model"), st.sampled_from(['"m"', '"\\u006d"', "null", "5", '""', '["m"]'])),
+    st.tuples(st.sampled_from(["N", "nn", "Stream", " n", "kv_transfer", "x"]), NUMBERS),
+)
+"""Names and values of fields, right and wrong, in all the ways in which they can be written."""
+
+
+@st.composite
+def written(draw: st.DrawFn) -> bytes:
+    """Returns a body, whose fields may come twice, with letters written as escapes, and with blanks around them."""
+    fields = [("prompt", draw(PROMPTS)), *draw(st.lists(FIELDS, max_size=6))]
+    blank = st.sampled_from(["", "", " ", "\n\t ", "\r"])
+
+    def name(letters: str) -> str:
+        return "".join(f"\\u{ord(letter):04x}" if draw(st.integers(0, 9)) == 0 else letter for letter in letters)
+
+    def entry(letters: str, value: str) -> str:
+        return f'{draw(blank)}"{name(letters)}"{draw(blank)}:{draw(blank)}{value}{draw(blank)}'
+
+    return ("{" + ",".join(entry(*field) for field in fields) + "}").encode()
+
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -86,6 +131,28 @@ PIECES = st.sampled_from(
     [b" ", *rb"""" \" \ [ ] { } [], {"":1}, "", 1, x : \u \u00e9 \u0061 "kv_transfer":1, \"kv_transfer""".split()]
 )
 """The pieces of bodies that are meant to be slow to read."""
+
+
+@settings(max_examples=examples(400))
+@given(written())
+def test_the_proxy_reads_what_a_node_reads(data: bytes) -> None:
+    """Whatever a node takes, it takes for what the proxy has counted."""
+    try:
+        node = BodyParser(CompletionRequest).parse(data).request
+        prompts = len(_listed(node.prompt))
+    except InvalidRequest:
+        read_any(data)
+        return
+    try:
+        body = read_body(data)
+    except InvalidRequest as exc:
+        assert exc.param == "model", "of two models the proxy may refuse the first, where a node reads the second"
+        return
+    assert (body.model, body.stream, body.priority) == (node.model, bool(node.stream), node.priority or 0)
+    # Token ids behind thousands of blanks count as so many prompts, which costs nobody but their client.
+    assert body.prompts == prompts or ((body.prompts > prompts and len(data) > PROMPT_START_BYTES) or b"[-1" in data)
+    assert body.answers == min(body.prompts * node.choices, MAX_ANSWERS)
+    assert BodyParser(CompletionRequest).parse(body.data).request == node
 
 
 def read_any(body: bytes) -> None:
@@ -189,6 +256,12 @@ def test_prompts_are_counted_in_all_of_their_forms(prompt: str, count: int) -> N
         ('"n": "9"', 8),
         ('"n": [9]', 8),
         (f'"n": {"9" * 5000}', MAX_ANSWERS),
+        (f'"n": 0.{"0" * 70}128e73', 1024),
+        (f'"n": 16.{"0" * 70}', 128),
+        (f'"n": 1{"0" * 70}e-70', 8),
+        (f'"best_of": 0.{"0" * 70}2e71', 16),
+        ('"n": true', 8),
+        ('"n": 1.5', 8),
         ('"n": 1, "n": 128', 1024),
     ],
 )
@@ -207,11 +280,13 @@ def test_a_request_counts_as_the_answers_that_it_asks_for(fields: str, answers: 
         ("-1e300", 0),
         ('"7"', 0),
         ("[7]", 0),
-        ("9" * 5000, 100),
-        (f"0.{'0' * 70}1e71", 100),
+        ("9" * 5000, 0),
+        (f"0.{'0' * 70}1e71", 1),
+        (f"-0.{'0' * 70}7e71", -7),
+        ("1.0000000000000000000000000000000000000000000000000000000000000000000000000000", 1),
     ],
 )
-def test_the_priority_is_that_which_a_node_takes_or_the_lowest(value: str, priority: int) -> None:
+def test_the_priority_is_that_which_a_node_takes(value: str, priority: int) -> None:
     assert read_body(f'{{"prompt": "a", "priority": {value}}}'.encode()).priority == priority
 
 
