@@ -235,6 +235,14 @@ class RoutingPolicy(enum.Enum):
     PREFIX_AFFINITY = "prefix-affinity"
 
 
+class SharedPrefixes(enum.Enum):
+    """Which requests may find each other's prompts in prefix caches."""
+
+    KEY = "key"
+    """Those with API keys of one owner."""
+    ALL = "all"
+
+
 class StatusPage(enum.Enum):
     """Who may see the proxy's status page."""
 
@@ -886,6 +894,13 @@ class AdmissionConfig:
         "Clients may send the keys in this file. Each line is a key, or a name and a key.",
         "",
         first=True,
+    )
+    share_prefixes: SharedPrefixes = setting(
+        "share-prefixes",
+        "Where API keys are set, requests find each other's prompts in the nodes' prefix caches only if one owner has "
+        "their keys. With 'all' they find everybody's, which is faster where keys share long prompts, and lets each "
+        "key's clients find out what others have sent.",
+        SharedPrefixes.KEY,
     )
     max_in_flight: int = setting(
         "max-in-flight",

@@ -105,6 +105,8 @@ class RequestTerms:
     """The engines that may hold blocks of the answer's KV cache."""
     client: bytes = b""
     """Stands for the client among all clients."""
+    cache_owner: bytes = b""
+    """Stands for the one with whose requests this one shares cached prompts; empty if with everybody's."""
     storing: Storing | None = None
     """What the proxy stores of responses; None if it stores none."""
     trace: TraceContext | None = None
@@ -341,6 +343,7 @@ class CompletionRoute(Generic[R]):
             resume=ticket.resume,
             holders=ticket.holders,
             client=ticket.client,
+            cache_owner=ticket.cache_owner,
             storing=ticket.storing,
             trace=ticket.trace,
             keep=None if ticket.resume is not None and ticket.resume.prepare else ticket.keep,
@@ -409,7 +412,7 @@ class CompletionRoute(Generic[R]):
             movable=self._journaled(body, terms) and not fetch_only and (bool(body.stream) or body.has_whole_journal),
             # The client of several prompts may have tokens of one when the prefill node of another is lost.
             gives_back=terms.gives_back and len(prepared.submits) == 1 and not fetch_only,
-            cache_salt=body.cache_salt or "",
+            cache_salt=owned_salt(terms.cache_owner, body.cache_salt or ""),
             priority=body.priority or 0,
             own_targets=RequestTargets(body.target_ttft_ms, body.target_itl_ms),
             client=terms.client,
@@ -527,6 +530,14 @@ def _plain(request: type[R]) -> Parse[R]:
     """Returns how the bodies of a route are read that has no stored responses."""
     parser = BodyParser(request)
     return lambda data, _history: parser.parse(data)
+
+
+def owned_salt(owner: bytes, salt: str) -> str:
+    """Returns the salt of a request's cached blocks: its owner's, and within that the client's own.
+
+    No two different pairs have one salt, so that no client can write another owner's.
+    """
+    return f"{owner.hex()}/{salt}" if owner or salt else ""
 
 
 def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:

@@ -115,6 +115,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The span of this attempt; None if nobody exports it."""
     keep: Annotated[Keep | None, since(6)] = None
     """Has the node keep the answer; None if its client will not ask again."""
+    cache_owner: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES), since(6)] = b""
+    """Stands for the owner of the client's API key. Prompts find each other's cached blocks only under the same owner;
+    empty where all share them. A client's own ``cache_salt`` keeps prompts of one owner apart."""
     gives_back: Annotated[bool, since(6)] = False
     """Whether the node gives the request back when a prefill node is lost with it. Only the proxy knows how many nodes
     were lost with one request, which may be what they died of."""

@@ -43,6 +43,8 @@ GIVEN_BACK: Final = 6
 """The first version in which a decode node gives a request back when a prefill node is lost with it."""
 NAMED_LOGPROBS: Final = 6
 """The first version whose prompts may name the tokens whose log probabilities are reported."""
+CACHE_OWNERS: Final = 6
+"""The first version in which a decode node keeps the cached prompts of owners of API keys apart."""
 RELEASED_0_1: Final = 5
 """The version of pdserve 0.1, which refuses unknown fields and whose frames do not name their receiver."""
 

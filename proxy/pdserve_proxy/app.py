@@ -240,7 +240,14 @@ def build_app(
         status.add_routes(app)
     priorities = config.admission.priorities is Switch.ON
     relayed = RelayedRoutes(
-        config.http.max_body_bytes, credentials.keys, bodies, admission, relay, storage, priorities=priorities
+        config.http.max_body_bytes,
+        credentials.keys,
+        bodies,
+        admission,
+        relay,
+        storage,
+        priorities=priorities,
+        share_prefixes=config.admission.share_prefixes,
     )
     handlers, readers = (dict.fromkeys(paths, relayed.handle) for paths in (RELAYED_ROUTES, READ_ROUTES))
     if storage is not None:

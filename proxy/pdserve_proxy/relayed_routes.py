@@ -9,13 +9,15 @@ import logging
 
 import msgspec
 
+from pdserve.config import SharedPrefixes
 from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, forget_frames
 from pdserve.http.errors import internal_error
 from pdserve.http.model_list import model_in_query
 from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH
+from pdserve.wire.kept_answer import digest
 from pdserve.wire.ticket import Keep
-from pdserve_proxy.credentials import ApiKeys
+from pdserve_proxy.credentials import ANONYMOUS, ApiKeys
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
@@ -53,13 +55,16 @@ class RelayedRoutes:
         storage: ResponseStorage | None = None,
         *,
         priorities: bool = True,
+        share_prefixes: SharedPrefixes = SharedPrefixes.KEY,
     ) -> None:
         """``storage`` has the responses that are kept, if any are.
 
-        ``priorities`` says whether requests may have one.
+        ``priorities`` says whether requests may have one, ``share_prefixes`` whose prompts each request may find in
+        prefix caches.
         """
         self._storage = storage
         self._priorities = priorities
+        self._share_prefixes = share_prefixes
         self._max_body_bytes = max_body_bytes
         self._keys = keys
         self._bodies = bodies
@@ -106,7 +111,7 @@ class RelayedRoutes:
         self, relayed: RelayedRequest, request: HttpRequest, turn: StoredTurn | None
     ) -> WholeResponse | StreamedResponse:
         credentials = request.header(b"authorization"), request.header(b"x-api-key")
-        caller = self._keys.caller(*credentials)
+        caller, cache_owner = self._keys.caller(*credentials), self._cache_owner(credentials)
         if request.method != "GET":
             request.check_body_form()
         # A place among the requests under way is taken when the body is there, so a slow sender keeps no other out.
@@ -130,9 +135,21 @@ class RelayedRoutes:
             client = _short(caller, request.address)
             storing = None if turn is None else turn.storing
             relayable = NodeRequest(
-                request.path, body, request.header(b"accept"), client=client, storing=storing, keep=keep
+                request.path,
+                body,
+                request.header(b"accept"),
+                client=client,
+                cache_owner=cache_owner,
+                storing=storing,
+                keep=keep,
             )
             return await self._relay.forward(relayed, relayable)
+
+    def _cache_owner(self, credentials: tuple[str | None, str | None]) -> bytes:
+        if self._share_prefixes is SharedPrefixes.ALL:
+            return b""
+        owner = self._keys.owner(*credentials)
+        return b"" if owner == ANONYMOUS else _cache_owner(owner)
 
     def _keep(self, request: HttpRequest, data: bytes, credentials: tuple[str | None, str | None]) -> Keep | None:
         """Returns how the answer is to be kept for a client that may ask again. Raises InvalidRequest."""
@@ -152,6 +169,12 @@ def _short(caller: str, address: str) -> bytes:
     """Returns what stands for a client in tickets, which should not name a client's key or address."""
     client = client_of(caller, address)
     return hashlib.blake2b(client.encode(errors="replace"), digest_size=CLIENT_BYTES).digest()
+
+
+@functools.lru_cache(maxsize=KNOWN_CLIENTS)
+def _cache_owner(owner: str) -> bytes:
+    """Returns what stands for the owner of a key, at every proxy that has the key."""
+    return digest(b"cache owner", owner.encode(errors="replace"))
 
 
 async def _respond(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import hashlib
 import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -14,8 +16,9 @@ import pytest
 
 from pdserve.config import AdmissionConfig, ProxyConfig, RoutingConfig, RoutingPolicy
 from pdserve.errors import ConfigError, Unauthorized
-from pdserve.wire.discovery import Role
+from pdserve.wire.discovery import NodeLoad, Role
 from pdserve.wire.proxy_workers import ApiKey
+from pdserve.wire.ticket import TICKET_HEADER
 from pdserve_proxy.credentials import ApiKeys, read_api_keys
 from tests.proxy.cluster import (
     Cluster,
@@ -25,6 +28,7 @@ from tests.proxy.cluster import (
     metric,
     node_info,
     proxy_config,
+    ticket_of,
 )
 from tests.proxy.fake_node import Exchange, FakeNode
 
@@ -68,6 +72,63 @@ async def test_without_a_valid_key_a_request_gets_openais_401(authorization: str
             assert set(body["error"]) == {"message", "type", "param", "code"}
             assert str(body["error"]["code"]).endswith("_api_key")
         assert node.requests == []
+
+
+async def cache_owner(key: str, config: ProxyConfig, **headers: str) -> bytes:
+    """Returns the owner whose cached prompts a new proxy's node may use for a request with this key."""
+    async with FakeNode() as node, cluster(config) as running:
+        await running.add(node_info("x", Role.MIXED, node.url))
+        async with running.http.post("/v1/completions", json={"model": "m"}, headers={**bearer(key), **headers}) as got:
+            assert got.status == 200
+        return ticket_of(node).cache_owner
+
+
+async def test_the_ticket_names_the_owner_of_the_key_alike_at_every_proxy(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"carol carols-first-key-012345\ncarol carols-second-key-01234\n{BOB}\n")
+    many = config_with(api_key_file=str(file), api_keys=(ALICE,))
+    alice, bob = await cache_owner(ALICE, config_with()), await cache_owner(BOB, config_with())
+    assert len({alice, bob, b""}) == 3
+    assert await cache_owner(ALICE, many) == alice
+    assert await cache_owner(BOB, many) == bob, "the place of a key in a list or file does not count"
+    carol = await cache_owner("carols-first-key-012345", many)
+    assert carol == await cache_owner("carols-second-key-01234", many) not in (alice, bob, b"")
+    forged = base64.urlsafe_b64encode(b"a ticket that the client has made").decode()
+    assert await cache_owner(BOB, config_with(), **{TICKET_HEADER: forged}) == bob
+
+
+async def test_prompts_are_shared_by_all_without_keys_and_where_the_setting_says_so() -> None:
+    assert await cache_owner("any", proxy_config()) == b""
+    assert await cache_owner(ALICE, config_with(share_prefixes="all")) == b""
+
+
+async def test_the_same_prompt_of_other_owners_goes_to_other_nodes() -> None:
+    """Prefix affinity would crowd one node for nothing: their blocks are not found there."""
+    keys = tuple(f"one-of-many-keys-{number:04}" for number in range(8))
+    config = dataclasses.replace(
+        config_with(api_keys=keys), routing=RoutingConfig(policy=RoutingPolicy.PREFIX_AFFINITY)
+    )
+    async with AsyncExitStack() as stack:
+        fakes = [await stack.enter_async_context(FakeNode()) for _ in range(4)]
+        running = await stack.enter_async_context(cluster(config))
+        nodes = (node_info(f"x{number}", Role.MIXED, fake.url) for number, fake in enumerate(fakes))
+        await running.add(*nodes, load=NodeLoad())
+        taken: dict[str, set[int]] = {}
+
+        async def idle() -> bool:
+            return await metric(running, "pdserve_proxy_requests_in_flight") == 0
+
+        for key in keys * 3:
+            await eventually(idle, "no request is load of any node")
+            before = [len(fake.requests) for fake in fakes]
+            async with running.http.post(
+                "/v1/completions", json={"model": "m", "prompt": "p" * 5000}, headers=bearer(key)
+            ) as got:
+                assert got.status == 200
+            (node,) = (place for place, fake in enumerate(fakes) if len(fake.requests) > before[place])
+            taken.setdefault(key, set()).add(node)
+    assert all(len(places) == 1 for places in taken.values()), "each owner's prompt has its node"
+    assert len(set.union(*taken.values())) > 1
 
 
 async def test_a_valid_key_lets_in_stays_at_the_proxy_and_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -120,6 +120,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 answer=AnswerIdentity(OTHER, 1_800_000_000),
                 resume=Resume(7, bytes(32)),
                 client=b"c" * 16,
+                cache_owner=b"o" * 16,
                 storing=Storing(True, 9),
                 trace=TRACE,
                 keep=Keep(OTHER, BOOT, bytes(16), EventPlace("0a1b", 7)),

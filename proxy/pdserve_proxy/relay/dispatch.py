@@ -17,7 +17,7 @@ from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.trace_context import TraceContext
-from pdserve.wire.version import CLIENT_TURNS, GIVEN_BACK, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
+from pdserve.wire.version import CACHE_OWNERS, CLIENT_TURNS, GIVEN_BACK, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.given_back import GivenBack, judge
 from pdserve_proxy.relay.node_counts import NodeCounts
@@ -50,6 +50,8 @@ class NodeRequest(msgspec.Struct, frozen=True):
     """The answer's identity, the same in all attempts; None if no other node is to go on with the answer."""
     client: bytes = b""
     """Stands for the client among all clients."""
+    cache_owner: bytes = b""
+    """Stands for the one with whose requests this one shares cached prompts; empty if with everybody's."""
     storing: Storing | None = None
     """What the proxy stores of responses; None if it stores none."""
     keep: Keep | None = None
@@ -199,6 +201,7 @@ class Dispatch:
             resume=resume,
             holders=holders,
             client=request.client if node.protocol >= CLIENT_TURNS else b"",
+            cache_owner=request.cache_owner if node.protocol >= CACHE_OWNERS else b"",
             storing=request.storing,
             trace=relayed.attempt_trace if node.protocol >= TRACES else None,
             keep=keep if node.protocol >= KEPT_ANSWERS else None,
@@ -248,6 +251,7 @@ class TicketSigner:
         resume: Resume | None = None,
         holders: Sequence[NodeInfo] = (),
         client: bytes = b"",
+        cache_owner: bytes = b"",
         storing: Storing | None = None,
         trace: TraceContext | None = None,
         keep: Keep | None = None,
@@ -265,6 +269,7 @@ class TicketSigner:
             storing=storing,
             holders=_targets(holders),
             client=client,
+            cache_owner=cache_owner,
             trace=trace,
             keep=keep,
             gives_back=gives_back,

@@ -197,7 +197,8 @@ class Relay:
                     "'Last-Event-ID'",
                     code="answer_not_kept",
                 )
-        query = RouteQuery(model, request.body.prompt_start, oldest, key)
+        # The same prompt of another owner is another one for prefix caches.
+        query = RouteQuery(model, request.cache_owner + request.body.prompt_start, oldest, key)
         tried: frozenset[bytes] = frozenset()
         failures: dict[bytes, AttemptFailure] = {}
         """The last failure of each node, in their order."""

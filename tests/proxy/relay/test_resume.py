@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.config import ProxyConfig, Switch
+from pdserve.config import AdmissionConfig, ProxyConfig, Switch
 from pdserve.errors import PrefillLost
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
@@ -121,6 +121,16 @@ async def test_the_node_that_goes_on_may_ask_the_prefill_nodes_of_the_attempts_b
         # Those of the newest attempt come first, and each is named once.
         assert third.holders[: len(second.prefill)] == second.prefill
         assert set(third.holders) == {*first.prefill, *second.prefill}
+
+
+async def test_every_node_that_goes_on_takes_the_blocks_of_the_same_owner() -> None:
+    config = dataclasses.replace(proxy_config(), admission=AdmissionConfig(api_keys=("a-key-of-a-client-0",)))
+    async with cluster(config) as running, nodes(running, dies_at(1), dies_at(2), complete) as asked:
+        headers = {"authorization": "Bearer a-key-of-a-client-0"}
+        async with running.http.post("/v1/completions", json={"model": "m", "stream": True}, headers=headers) as got:
+            assert await got.read() == SHOWN
+        first, second, third = asked.tickets
+        assert first.cache_owner == second.cache_owner == third.cache_owner != b""
 
 
 async def test_no_lost_prefill_node_is_asked() -> None:
