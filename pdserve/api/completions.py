@@ -318,7 +318,7 @@ class CompletionRoute(Generic[R]):
         elif body.stream:
             resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
         wanted = {number for number, text in texts.items() if not text.stopped}
-        calls = tool_grammar(reading, prompts[0].ending, tokenizer.special_id)
+        calls = tool_grammar(reading, prompts[0].ending, tokenizer.special_id, tokenizer.is_text_token)
         submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
         grammar = structure if calls is None else wanted_calls(calls, reading.tools, structure)
         reasoning = _reasoning_of_ended(body, prompts, tokenizer, journal, reading)

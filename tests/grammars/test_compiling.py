@@ -15,7 +15,7 @@ from pdserve.grammars.compiling import compile_grammar
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.wire.grammar import Grammar, GrammarKind
 from tests.tiny_models import VOCAB_SIZE
-from tests.tiny_vocabulary import EOS, tiny_vocabulary
+from tests.tiny_vocabulary import EOS, FIRST_BYTE, save_tiny_tokenizer, tiny_vocabulary
 
 PERSON = {
     "type": "object",
@@ -61,6 +61,29 @@ def test_a_grammar_takes_its_texts_alone(
     vocabulary: LLTokenizer, kind: GrammarKind, grammar: str, text: str, fits: bool
 ) -> None:
     assert takes(Grammar(kind, grammar), text, vocabulary) is fits
+
+
+def test_an_added_token_that_is_a_text_is_its_letters(tmp_path: Path) -> None:
+    """As Qwen's files have ``<tool_call>``. The token that ends answers ends them, whatever the file says of it."""
+    save_tiny_tokenizer(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    plain = {name: value for name, value in state["added_tokens"][0].items() if name not in ("id", "content")}
+    added = {"<call>": False, "<special>": True, "<end>": False}
+    ids = {text: VOCAB_SIZE + place for place, text in enumerate(added)}
+    state["added_tokens"] += [plain | {"id": ids[text], "content": text, "special": added[text]} for text in added]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    vocabulary = load_vocabulary(tmp_path, [ids["<end>"]])
+    for text in ('start: "<call>" /[ab]*/', 'start: /a*/ "<call>" /[ab]*/', "start: /(?s:.*)/"):
+        matcher = compile_grammar(Grammar(GrammarKind.LARK, text), vocabulary).matcher
+        letters = [FIRST_BYTE + code for code in b"<call>"]
+        for written in (letters, [ids["<call>"]]):
+            assert matcher.deep_copy().validate_tokens([*written, ids["<end>"]]) == len(written) + 1
+        assert matcher.deep_copy().validate_tokens([ids["<special>"]]) == 0
+        assert not vocabulary.is_special_token(ids["<call>"])
+    exact = compile_grammar(Grammar(GrammarKind.LARK, f"start: <[{ids['<special>']}]>"), vocabulary).matcher
+    assert exact.validate_tokens([ids["<special>"]]) == 1
+    ends = compile_grammar(Grammar(GrammarKind.REGEX, "<end>"), vocabulary).matcher
+    assert ends.validate_tokens([ids["<end>"]]) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,24 @@ from pdserve.api.call_grammars.rules import quoted
 
 SpecialId = Callable[[str], int | None]
 """Returns the id of the special token that has a text; None if no special token has it."""
+TextToken = Callable[[str], bool]
+"""Returns whether a token that is no special one has a text. Its letters match it, wherever a grammar has them."""
+
+
+def no_token(_: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerTokens:
+    """The tokens that a vocabulary has for markers."""
+
+    special_id: SpecialId
+    is_text: TextToken
+
+    def has(self, text: str) -> bool:
+        """Returns whether the model has a token for a marker."""
+        return self.special_id(text) is not None or self.is_text(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +66,18 @@ class CallForm:
         return f"{first} {f'({self.between} call)* ' if parallel else ''}{self.closing}"
 
 
-def marker(text: str, special_id: SpecialId) -> str:
+def marker(text: str, tokens: MarkerTokens) -> str:
     """Returns the expression of a marker: the special token that has this text, or its letters."""
-    token_id = special_id(text)
+    token_id = tokens.special_id(text)
     return quoted(text) if token_id is None else f"<[{token_id}]>"
 
 
-def triggers_of(openings: Sequence[str], special_id: SpecialId, *, in_letters: bool) -> Triggers:
-    """Returns the triggers of a form. ``in_letters`` says whether models without special tokens write the openings."""
-    markers = {text: marker(text, special_id) for text in openings}
-    letters = [written for text, written in markers.items() if written == quoted(text)]
-    tokens = [written for written in markers.values() if written not in letters]
+def triggers_of(openings: Sequence[str], tokens: MarkerTokens, *, in_letters: bool) -> Triggers:
+    """Returns the triggers of a form. ``in_letters`` says whether models without tokens for them write the openings."""
+    special = {text: written for text in openings if (written := marker(text, tokens)) != quoted(text)}
+    letters = [text for text in openings if text not in special and (in_letters or tokens.has(text))]
     return Triggers(
-        tuple(tokens),
-        tuple(letters) if in_letters else (),
-        tuple(quoted(text) for text in openings if not (in_letters and quoted(text) in letters)),
+        tuple(special.values()),
+        tuple(map(quoted, letters)),
+        tuple(quoted(text) for text in openings if text not in letters),
     )

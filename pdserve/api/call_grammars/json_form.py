@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.api.call_grammars.call_form import CallForm, SpecialId, marker, triggers_of
+from pdserve.api.call_grammars.call_form import CallForm, MarkerTokens, marker, triggers_of
 from pdserve.api.call_grammars.rules import SPACES, RuleBook, quoted
 from pdserve.api.call_grammars.schema_parts import SchemaParts, argument_schema
 from pdserve.api.message.call_parser import CallMarkers
@@ -12,16 +12,16 @@ from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL
 from pdserve.api.message.tool_schemas import ToolSchema
 
 
-def hermes_form(tools: Sequence[ToolSchema], special_id: SpecialId, *, forced: bool) -> CallForm:
-    return tagged_form(HERMES, _rules(tools, "arguments", forced=forced), special_id)
+def hermes_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
+    return tagged_form(HERMES, _rules(tools, "arguments", forced=forced), tokens)
 
 
-def tagged_form(markers: CallMarkers, rules: tuple[str, ...], special_id: SpecialId) -> CallForm:
+def tagged_form(markers: CallMarkers, rules: tuple[str, ...], tokens: MarkerTokens) -> CallForm:
     """Returns the form of calls each of which has lines with tags around it."""
-    opening, closing = marker(markers.openings[0], special_id), marker(markers.closing, special_id)
+    opening, closing = marker(markers.openings[0], tokens), marker(markers.closing, tokens)
     return CallForm(
         rules,
-        triggers_of(markers.openings, special_id, in_letters=True),
+        triggers_of(markers.openings, tokens, in_letters=True),
         opening,
         entry='"\\n"',
         between=f'"\\n" {closing} "\\n" {opening} "\\n"',
@@ -29,10 +29,10 @@ def tagged_form(markers: CallMarkers, rules: tuple[str, ...], special_id: Specia
     )
 
 
-def llama_form(tools: Sequence[ToolSchema], special_id: SpecialId, *, forced: bool) -> CallForm:
+def llama_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
     return CallForm(
         _rules(tools, "parameters", forced=forced),
-        triggers_of(LLAMA_JSON.openings, special_id, in_letters=False),
+        triggers_of(LLAMA_JSON.openings, tokens, in_letters=False),
         between='"; "',
         bare_call="call",
         not_first=f"{SPACES} {quoted(LLAMA_JSON.bare)}",
@@ -40,14 +40,14 @@ def llama_form(tools: Sequence[ToolSchema], special_id: SpecialId, *, forced: bo
     )
 
 
-def mistral_form(tools: Sequence[ToolSchema], special_id: SpecialId, *, forced: bool) -> CallForm:
+def mistral_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
     """Returns the form of models whose vocabulary has a token between name and arguments, or the older one."""
-    opening = marker(MISTRAL.openings[0], special_id)
-    triggers = triggers_of(MISTRAL.openings, special_id, in_letters=True)
-    if special_id(MISTRAL.inner[0]) is None:
+    opening = marker(MISTRAL.openings[0], tokens)
+    triggers = triggers_of(MISTRAL.openings, tokens, in_letters=True)
+    if not tokens.has(MISTRAL.inner[0]):
         rules = _rules(tools, "arguments", forced=forced)
         return CallForm(rules, triggers, opening, '"["', '", "', '"]"', text_follows=False)
-    rules = _rules(tools, "", forced=forced, between=marker(MISTRAL.inner[0], special_id))
+    rules = _rules(tools, "", forced=forced, between=marker(MISTRAL.inner[0], tokens))
     return CallForm(rules, triggers, opening, between=opening, text_follows=False)
 
 

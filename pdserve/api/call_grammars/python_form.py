@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pdserve.api.call_grammars.call_form import CallForm, SpecialId, triggers_of
+from pdserve.api.call_grammars.call_form import CallForm, MarkerTokens, marker, triggers_of
 from pdserve.api.call_grammars.python_literals import PythonLiterals, any_literal
 from pdserve.api.call_grammars.rules import SPACES, RuleBook, one_of, quoted
 from pdserve.api.call_grammars.schema_parts import SchemaParts, argument_schema, members
@@ -23,14 +23,14 @@ _LIST_START = r"/\[[ \t\r\n,;\[\]]*/"
 """What the parser passes over between the beginning of an answer and a call."""
 
 
-def pythonic_form(tools: Sequence[ToolSchema], special_id: SpecialId, *, forced: bool) -> CallForm:
+def pythonic_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
     book = _book(tools, forced=forced)
     for number, tool in enumerate(tools):
         book.define(f"OPENED_{number}", f"{_OPEN_LIST} {_head(tool)}")
     book.define("opened", " | ".join(f"OPENED_{number} arguments_{number}" for number in range(len(tools))))
     return CallForm(
         tuple(book.lines),
-        triggers_of(PYTHONIC.openings, special_id, in_letters=False),
+        triggers_of(PYTHONIC.openings, tokens, in_letters=False),
         entry='"["',
         between='", "',
         closing='"]"',
@@ -40,14 +40,14 @@ def pythonic_form(tools: Sequence[ToolSchema], special_id: SpecialId, *, forced:
     )
 
 
-def gemma_form(tools: Sequence[ToolSchema], special_id: SpecialId, *, forced: bool) -> CallForm:
+def gemma_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
     return CallForm(
         tuple(_book(tools, forced=forced).lines),
-        triggers_of(GEMMA.openings, special_id, in_letters=True),
-        opening=quoted(GEMMA.openings[0]),
+        triggers_of(GEMMA.openings, tokens, in_letters=True),
+        opening=marker(GEMMA.openings[0], tokens),
         entry='"\\n"',
         between='"\\n"',
-        closing=quoted(f"\n{GEMMA.closing}"),
+        closing=f'"\\n" {marker(GEMMA.closing, tokens)}',
         not_first=_list_start(tools),
     )
 

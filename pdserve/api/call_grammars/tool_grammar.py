@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdserve.api.call_grammars.call_form import CallForm, SpecialId, marker
+from pdserve.api.call_grammars.call_form import CallForm, MarkerTokens, SpecialId, TextToken, marker, no_token
 from pdserve.api.call_grammars.json_form import hermes_form, llama_form, mistral_form
 from pdserve.api.call_grammars.python_form import gemma_form, pythonic_form
 from pdserve.api.call_grammars.rules import SPACES, one_of, quoted
@@ -29,18 +29,22 @@ _FORMS = {
 }
 
 
-def tool_grammar(reading: AnswerReading, prompt_ending: str, special_id: SpecialId) -> Grammar | None:
+def tool_grammar(
+    reading: AnswerReading, prompt_ending: str, special_id: SpecialId, is_text: TextToken = no_token
+) -> Grammar | None:
     """Returns the grammar of the answers to a prompt that ends so; None if calls may be anything.
 
+    ``special_id`` and ``is_text`` tell of the tokens that the vocabulary has for markers, as ``MarkerTokens`` says.
     Raises InvalidRequest if the functions take more room than a grammar may have.
     """
     tools, make = reading.tools, _FORMS.get(reading.formats.calls)
     functions = list(tools.callable.values())
     if make is None or not (tools.forced or any(function.strict for function in functions)):
         return None
-    form = make(functions, special_id, forced=tools.forced)
+    tokens = MarkerTokens(special_id, is_text)
+    form = make(functions, tokens, forced=tools.forced)
     markers, start = reading.formats.reasoning_markers, reading.formats.reasoning_start(prompt_ending)
-    thinking = [] if markers is None or start is ReasoningStart.BEHIND else _thinking(markers, start, special_id)
+    thinking = [] if markers is None or start is ReasoningStart.BEHIND else _thinking(markers, start, tokens)
     if tools.forced:
         answer = [f"answer: {form.opening} {form.entry} {form.calls('call', parallel=tools.parallel)}"]
     else:
@@ -87,9 +91,9 @@ def _head(name: str, text: str, form: CallForm) -> Iterator[str]:
     yield f"{name}: {' | '.join(choices)}"
 
 
-def _thinking(markers: ReasoningMarkers, start: ReasoningStart, special_id: SpecialId) -> list[str]:
+def _thinking(markers: ReasoningMarkers, start: ReasoningStart, tokens: MarkerTokens) -> list[str]:
     """Returns the rules of reasoning, which may have any text but its end."""
-    opening, closing = marker(markers.opening, special_id), marker(markers.closing, special_id)
+    opening, closing = marker(markers.opening, tokens), marker(markers.closing, tokens)
     if closing == quoted(markers.closing):
         thoughts = [f"thoughts[suffix={closing}]: /(?s:.*)/"]
     else:

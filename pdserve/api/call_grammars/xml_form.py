@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.api.call_grammars.call_form import CallForm, SpecialId
+from pdserve.api.call_grammars.call_form import CallForm, MarkerTokens
 from pdserve.api.call_grammars.json_form import tagged_form
 from pdserve.api.call_grammars.rules import RuleBook, quoted
 from pdserve.api.call_grammars.schema_parts import Member, SchemaParts, argument_schema, members
@@ -20,10 +20,10 @@ _VALUE_END = quoted(f"\n{PARAMETER_END}\n")
 _ANY_NAME = r"/[^<>\s]{1,64}/"
 
 
-def xml_form(tools: Sequence[ToolSchema], special_id: SpecialId, *, forced: bool) -> CallForm:
+def xml_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
     book = RuleBook()
     book.define("call", " | ".join(_call(tool, book, forced=forced) for tool in tools))
-    return tagged_form(QWEN_XML, tuple(book.lines), special_id)
+    return tagged_form(QWEN_XML, tuple(book.lines), tokens)
 
 
 def _call(tool: ToolSchema, book: RuleBook, *, forced: bool) -> str:

@@ -49,6 +49,7 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_texts = frozenset(token.content for token in added.values() if not token.special)
         self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self._byte_level = self._is_byte_level()
         self._token_bytes = TokenBytes(self._backend.id_to_token, byte_level_bytes if self._byte_level else piece_bytes)
@@ -110,6 +111,10 @@ class Tokenizer:
         """Returns the id of the special token that is written like ``text``; None if there is none."""
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self._special_ids else None
+
+    def is_text_token(self, text: str) -> bool:
+        """Returns whether an added token, but no special one, is written like ``text``."""
+        return text in self._added_texts
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the vocabulary's own spelling of each token."""

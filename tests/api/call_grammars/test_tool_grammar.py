@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+import tokenizers
 from llguidance import LLTokenizer
 
 from pdserve.api.call_grammars.tool_grammar import tool_grammar
 from pdserve.api.message.formats import MessageFormats
 from pdserve.api.message.parts import joined
 from pdserve.api.requests.answer_reading import AnswerReading
-from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.requests.tools import FunctionReference, NamedToolChoice, Tools, tool_use
 from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.errors import InvalidRequest
@@ -121,6 +123,62 @@ def test_strict_functions_are_called_as_they_say_where_no_call_is_forced(
     assert allows(grammar, f"{WRITTEN[form]} Done.", tokenizer, vocabulary) is not ends
     lax = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     assert tool_grammar(reading(form, ReasoningFormat.NONE, "auto", lax), "", no_special) is None
+
+
+MARKERS = sorted(
+    {
+        marker
+        for form in WRITTEN
+        for marker in (*MessageFormats(form, ReasoningFormat.NONE).call_markers, "<think>", "</think>")
+    }
+)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["texts", "special"])
+def marked(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, LLTokenizer]:
+    """A tokeniser with a token for each marker, as Qwen's and Mistral's files have them, special or not."""
+    folder = shutil.copytree(model_dir, tmp_path_factory.mktemp("marked") / "model")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = [tokenizers.AddedToken(text, special=request.param, normalized=False) for text in MARKERS]
+    (backend.add_special_tokens if request.param else backend.add_tokens)(tokens)
+    backend.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder), load_vocabulary(folder, [EOS])
+
+
+@pytest.mark.parametrize("form", WRITTEN, ids=str)
+@pytest.mark.parametrize("choice", ["required", "auto", "f"])
+@pytest.mark.parametrize("thought", ["", "<think>\nf or f_?\n</think>\n\n"], ids=["", "thinking"])
+def test_the_token_that_a_model_has_for_a_marker_is_the_marker(
+    form: ToolFormat, choice: str, thought: str, marked: tuple[Tokenizer, LLTokenizer]
+) -> None:
+    """Whether the tokeniser says that it is a special one or not."""
+    tokenizer, vocabulary = marked
+    named = NamedToolChoice(FunctionReference("f"))
+    asked = reading(form, ReasoningFormat.THINK, named if choice == "f" else choice)
+    text = WRITTEN[form]
+    if choice == "f":
+        text = {
+            ToolFormat.LLAMA_JSON: text.partition("; ")[0],
+            ToolFormat.MISTRAL: text.partition(', {"name": "f_"')[0] + "]",
+            ToolFormat.PYTHONIC: text.partition(", f_")[0] + "]",
+            ToolFormat.GEMMA: text.replace("f_()\n", ""),
+        }.get(form, text.partition("\n<tool_call>\n<function=f_>")[0].partition('\n<tool_call>\n{"name": "f_"')[0])
+    if form is ToolFormat.MISTRAL:  # the vocabulary has [ARGS]
+        text = '[TOOL_CALLS]f[ARGS]{"a": 1, "b": "x\\"y"}'
+    grammar = tool_grammar(asked, "", tokenizer.special_id, tokenizer.is_text_token)
+    assert grammar is not None
+    matcher = compile_grammar(grammar, vocabulary).matcher
+    written = tokenizer.encode(thought + text, add_special_tokens=False)
+    for at, token_id in enumerate(written):
+        mask = matcher.compute_bitmask()
+        allowed = mask[token_id // 8] >> token_id % 8 & 1
+        assert allowed, f"{tokenizer.token_strings(written[:at])} + {tokenizer.token_strings([token_id])}"
+        assert matcher.consume_token(token_id), matcher.get_error()
+    assert matcher.is_accepting()
+    markers = {one for one in MARKERS if one in thought + text}
+    assert markers <= set(tokenizer.token_strings(written)), "the markers are tokens of their own"
 
 
 TREE = {"type": "object", "properties": {"leaf": {"type": "boolean"}, "down": {"$ref": "#/$defs/tree"}}}
