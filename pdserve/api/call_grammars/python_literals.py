@@ -12,7 +12,7 @@ from typing import Any
 
 from pdserve.api.call_grammars.rules import NUMBER, STRING, RuleBook, quoted
 from pdserve.api.call_grammars.schema_parts import Member, SchemaParts, members
-from pdserve.api.message.tool_schemas import ANNOTATIONS
+from pdserve.api.message.schema_kinds import ANNOTATIONS
 
 MAX_COUNT = 1_000_000
 """A list of more items is left to the compiler of JSON, which takes any number."""

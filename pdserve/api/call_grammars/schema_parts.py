@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pdserve.api.message.tool_schemas import ANNOTATIONS, ToolSchema
+from pdserve.api.message.schema_kinds import ANNOTATIONS
+from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.api.requests.closed_schemas import check_depth
 from pdserve.api.requests.grammar_check import GrammarPart
 from pdserve.api.requests.tools import ToolUse

@@ -6,15 +6,17 @@ names or because the schema says more than a list of parameters, the arguments a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pdserve.api.call_grammars.call_form import CallForm, MarkerTokens
 from pdserve.api.call_grammars.json_form import tagged_form
 from pdserve.api.call_grammars.rules import RuleBook, quoted
 from pdserve.api.call_grammars.schema_parts import Member, SchemaParts, argument_schema, members
+from pdserve.api.message.schema_kinds import PlainString
 from pdserve.api.message.tool_schemas import ToolSchema
-from pdserve.api.message.xml_calls import FUNCTION_END, PARAMETER_END, PARAMETER_NAME, QWEN_XML, is_plain_text
+from pdserve.api.message.xml_calls import FUNCTION_END, PARAMETER_END, PARAMETER_NAME, QWEN_XML, plain_text
 
 _VALUE_END = quoted(f"\n{PARAMETER_END}\n")
 _ANY_NAME = r"/[^<>\s]{1,64}/"
@@ -23,7 +25,10 @@ _ANY_NAME = r"/[^<>\s]{1,64}/"
 def xml_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
     book = RuleBook()
     book.define("call", " | ".join(_call(tool, book, forced=forced) for tool in tools))
-    return tagged_form(QWEN_XML, tuple(book.lines), tokens)
+    form = tagged_form(QWEN_XML, tuple(book.lines), tokens)
+    # The parser takes it for the beginning of a call also without a marker before it.
+    shut_out = (*form.triggers.shut_out, quoted(QWEN_XML.unwrapped))
+    return replace(form, triggers=replace(form.triggers, shut_out=shut_out))
 
 
 def _call(tool: ToolSchema, book: RuleBook, *, forced: bool) -> str:
@@ -38,19 +43,21 @@ def _arguments(schema: dict[str, Any], parts: SchemaParts, book: RuleBook) -> st
         return rf'("<parameter=" {_ANY_NAME} ">\n" {book.terminal(_text("(?s:.*)"))})*'
     listed = members(schema)
     if listed is not None and parts.divisible and all(PARAMETER_NAME.fullmatch(member.name) for member in listed):
-        return " ".join(_parameter(member, parts, book) for member in listed)
+        return " ".join(_parameter(member, schema, parts, book) for member in listed)
     return f'{parts.whole()} "\\n"'
 
 
-def _parameter(member: Member, parts: SchemaParts, book: RuleBook) -> str:
-    value = _plain(member.schema) if is_plain_text(member.schema) else None
+def _parameter(member: Member, root: Mapping[str, Any], parts: SchemaParts, book: RuleBook) -> str:
+    plain = plain_text(member.schema, root)
+    value = None if plain is None else _plain(plain)
     written = f"{book.rule(parts.part(member.schema))} {_VALUE_END}" if value is None else book.terminal(value)
     head = quoted(f"<parameter={member.name}>\n")
     return f"{head} {written}" if member.required else f"({head} {written})?"
 
 
-def _plain(schema: dict[str, Any]) -> str | None:
-    """Returns the terminal of a string with its end; None if no string fits, or the schema is none."""
+def _plain(string: PlainString) -> str | None:
+    """Returns the terminal of a string, or null, with its end; None if no string fits, or the schema is none."""
+    schema = string.schema
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     counts = [least] if most is None else [least, most]
     if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
@@ -64,8 +71,10 @@ def _plain(schema: dict[str, Any]) -> str | None:
             for value in values
             if schema.get("const", value) == value and least <= len(value) <= (len(value) if most is None else most)
         ]
+        fitting += ["null"] if string.nullable else []
         return f"({' | '.join(map(quoted, fitting))}) {_VALUE_END}" if fitting else None
-    return _text(f"(?s:.{{{least},{'' if most is None else most}}})" if counts != [0] else "(?s:.*)")
+    text = _text(f"(?s:.{{{least},{'' if most is None else most}}})" if counts != [0] else "(?s:.*)")
+    return f'{text} | "null" {_VALUE_END}' if string.nullable else text
 
 
 def _text(regex: str) -> str:

@@ -1,9 +1,9 @@
 """The state machine that all formats of tool calls share: content, and regions in it that hold calls.
 
 A region begins with a marker, such as ``<tool_call>``, or where the whole answer begins with a character that no
-ordinary text of the format begins with. Each format says how one call of a region reads. What is no call of a function
-that the request has becomes content, with the marker before it. A call whose arguments have begun stays a call, as far
-as it is one, because the client has its beginning already.
+ordinary text of the format begins with. A format may also know a call by its own beginning. Each format says how one
+call of a region reads. What is no call of a function that the request has becomes content, with the marker before it.
+A call whose arguments have begun stays a call, as far as it is one, because the client has its beginning already.
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ class CallMarkers:
     """The characters that may stand between the calls of a region."""
     inner: tuple[str, ...] = ()
     """The markers within calls."""
+    unwrapped: str = ""
+    """What a call begins with that may stand without a marker before it; empty if none may."""
 
     @property
     def around(self) -> tuple[str, ...]:
         return (*self.openings, self.closing) if self.closing else self.openings
+
+    @property
+    def beginnings(self) -> tuple[str, ...]:
+        return (*self.openings, self.unwrapped) if self.unwrapped else self.openings
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -106,7 +112,7 @@ class CallParser(ABC):
             if self._waiting[0] in self._markers.bare:
                 self._state = self._between
                 return True
-        start, marker = find_marker(self._waiting, self._markers.openings)
+        start, marker = find_marker(self._waiting, self._markers.beginnings)
         if self._over and not marker:
             start = len(self._waiting)
         if start:
@@ -114,6 +120,9 @@ class CallParser(ABC):
             return True
         if not marker:
             return False
+        if marker == self._markers.unwrapped:
+            self._state = self._call
+            return True
         self._held = (self._fresh or "") + self._take(len(marker))
         self._fresh = ""
         self._state = self._between

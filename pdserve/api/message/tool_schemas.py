@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-ANNOTATIONS: Final = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$comment"}
-)
-"""Keywords that say nothing about what a value may be."""
+from pdserve.api.message.schema_kinds import PlainString, kinds_of, plain_string
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,10 @@ class ToolSchema:
         properties = self.parameters.get("properties")
         return properties.get(name) if isinstance(properties, dict) else None
 
-    def takes_text(self, parameter: str) -> bool:
-        """Returns whether the schema says that a parameter is a string, and may be nothing else."""
-        schema = self.parameter(parameter)
-        return isinstance(schema, dict) and schema.get("type") == "string"
+    def kinds(self, parameter: str) -> frozenset[str]:
+        """Returns the kinds of values that a parameter may have."""
+        return kinds_of(True if (schema := self.parameter(parameter)) is None else schema, self.parameters)
+
+    def plain_string(self, parameter: str) -> PlainString | None:
+        """Returns what the schema says of a parameter that is a string, or null, and nothing else; None for others."""
+        return plain_string(self.parameter(parameter), self.parameters)

@@ -8,23 +8,26 @@
 </function>
 </tool_call>
 
-A plain string stands there as it is. Other values are JSON, or text that is none. The arguments may also be one JSON
-object in place of the parameters.
+A plain string stands there as it is. Any other value is read as JSON, or as Python's ``True``, ``False`` or ``None``,
+if the schema of its parameter admits what that is; if not, and the schema admits strings, it is a string. The arguments
+may also be one JSON object in place of the parameters. Models leave out ``<tool_call>`` now and then.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from pdserve.api.message.call_parser import MAX_HELD, CallMarkers, CallParser
 from pdserve.api.message.json_text import JsonText
 from pdserve.api.message.markers import begins, find_marker
-from pdserve.api.message.tool_schemas import ANNOTATIONS, ToolSchema
+from pdserve.api.message.schema_kinds import BOOLEAN, NULL, STRING, PlainString, kind_of, plain_string
+from pdserve.api.message.tool_schemas import ToolSchema
 
-QWEN_XML = CallMarkers(("<tool_call>",), "</tool_call>")
+QWEN_XML = CallMarkers(("<tool_call>",), "</tool_call>", unwrapped="<function=")
 
 FUNCTION_END = "</function>"
 PARAMETER_END = "</parameter>"
@@ -34,20 +37,24 @@ PARAMETER_NAME = re.compile(r"[^<>\s]{1,256}")
 _PARAMETER = re.compile(rf"\s*<parameter=({PARAMETER_NAME.pattern})>\n?")
 _END = re.compile(rf"\s*{FUNCTION_END}")
 _VALUE_END = re.compile(rf"\s*{PARAMETER_END}")
-_PLAIN_KEYS = ANNOTATIONS | {"type", "minLength", "maxLength", "enum", "const"}
 MAX_TAG = 512
 """How many characters a tag has at most, with the spaces before it."""
 
 
-def is_plain_text(schema: object) -> bool:
-    """Returns whether a parameter of this schema is a string that stands between its tags as it is."""
-    if not isinstance(schema, dict) or schema.get("type") != "string" or not schema.keys() <= _PLAIN_KEYS:
-        return False
-    choices = schema.get("enum", [])
-    if not isinstance(choices, list):
-        return False
-    values = [*choices, schema["const"]] if "const" in schema else choices
-    return all(isinstance(one, str) and PARAMETER_END not in one for one in values)
+_NULLS = ("null", "None")
+
+
+def plain_text(schema: object, root: Mapping[str, Any]) -> PlainString | None:
+    """Returns what a parameter's schema says of a string that stands between its tags as it is; None for other values.
+
+    ``root`` is what the references of the schema are in.
+    """
+    found = plain_string(schema, root)
+    if found is None:
+        return None
+    values = (*found.schema.get("enum", ()), found.schema.get("const", ""))
+    unclear = any(PARAMETER_END in value or (found.nullable and value in _NULLS) for value in values)
+    return None if unclear else found
 
 
 class XmlCallParser(CallParser):
@@ -76,6 +83,7 @@ class XmlCallParser(CallParser):
             return False
         match = _FUNCTION.fullmatch(tag + end)
         if match is None or match[1] not in self._tools:
+            self._held += self._take(1)  # what is read once more does not begin a call again
             self._fail()
             return True
         self._take(match.end())
@@ -130,11 +138,11 @@ class XmlCallParser(CallParser):
         # The line that ends the tag belongs to it, and may be the next character.
         if tag is None or tag.end() == len(self._waiting):
             return len(self._waiting) > MAX_TAG and self._break_off()
-        if tag[1] not in self._given and is_plain_text(self._tool.parameter(tag[1])):
+        plain = None if tag[1] in self._given else plain_text(self._tool.parameter(tag[1]), self._tool.parameters)
+        if plain is not None:
             self._take(tag.end())
             self._begin_argument(tag[1])
-            self._argue('"')
-            self._state = self._read_text
+            self._state = self._read_nullable if plain.nullable else self._read_quote
             return True
         self._value_start = self._followed = tag.end()
         self._object, self._is_json = JsonText(), True
@@ -167,6 +175,23 @@ class XmlCallParser(CallParser):
             return -1
         return self._waiting.find(PARAMETER_END, self._value_start)
 
+    def _read_nullable(self) -> bool:
+        """Looks whether the value is null or a text."""
+        found = _NULL.match(self._waiting)
+        if found is None and not self._over and _may_be_null(self._waiting):
+            return False
+        if found is None:
+            return self._read_quote()
+        self._take(found.end())
+        self._argue("null")
+        self._state = self._read_parameter
+        return True
+
+    def _read_quote(self) -> bool:
+        self._argue('"')
+        self._state = self._read_text
+        return True
+
     def _read_text(self) -> bool:
         """Reads a text, which goes on as it comes."""
         start, marker = find_marker(self._waiting, _TEXT_ENDS)
@@ -186,25 +211,55 @@ class XmlCallParser(CallParser):
     def _add_argument(self, name: str, text: str) -> None:
         if name not in self._given:
             self._begin_argument(name)
-            value = _value(text)
-            is_text = isinstance(value, msgspec.Raw) and bytes(value)[:1] == b'"'
-            self._argue(_encode(text if self._tool.takes_text(name) and not is_text else value))
+            self._argue(_encode(_value(text, self._tool.kinds(name))))
 
     def _begin_argument(self, name: str) -> None:
         self._argue(f"{', ' if self._given else ''}{_encode(name)}: ")
         self._given.add(name)
 
 
-def _value(text: str) -> object:
-    """Returns the value that ``text`` writes as JSON, or the text itself."""
+def _may_be_null(text: str) -> bool:
+    """Returns whether the beginning of a value may become that of null."""
+    begun = text.strip()
+    if len(text) > MAX_TAG:
+        return False
+    for word in _NULLS:
+        if word.startswith(begun):
+            return True
+        if begun.startswith(word):
+            return PARAMETER_END.startswith(begun[len(word) :].lstrip())
+    return False
+
+
+def _value(text: str, kinds: frozenset[str]) -> object:
+    """Returns the value that ``text`` writes, of one of these kinds if there is one."""
+    word = text.strip()
+    written = _word(word, kinds)
     try:
-        return msgspec.Raw(_raw.decode(text.strip()))
+        value = msgspec.Raw(_raw.decode(word))
+        kind = kind_of(_any.decode(value))
     except (msgspec.DecodeError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        return text if written is None else _WORDS[written]
+    if kind in kinds or STRING not in kinds:
+        return value
+    return text if written is None else _WORDS[written]
+
+
+def _word(text: str, kinds: frozenset[str]) -> str | None:
+    """Returns the word of Python that ``text`` is, if a value may be that."""
+    if BOOLEAN in kinds and text.capitalize() in ("True", "False"):
+        return text.capitalize()
+    if text == "None" and NULL in kinds:
+        return text
+    # Where there can be no string, anything is better.
+    return text if text in _WORDS and STRING not in kinds else None
 
 
 def _encode(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
+_WORDS = {"True": True, "False": False, "None": None}
+_NULL = re.compile(rf"\s*(?:{'|'.join(_NULLS)})\s*{PARAMETER_END}")
 _raw = msgspec.json.Decoder(msgspec.Raw)
+_any = msgspec.json.Decoder()

@@ -181,6 +181,50 @@ def test_the_token_that_a_model_has_for_a_marker_is_the_marker(
     assert markers <= set(tokenizer.token_strings(written)), "the markers are tokens of their own"
 
 
+OPTIONAL: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "color": {"$ref": "#/$defs/color"},
+        "either": {"type": ["string", "integer"]},
+    },
+    "required": ["text", "color", "either"],
+    "$defs": {"color": {"enum": ["red", "7"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (("7", "7", "7"), {"text": "7", "color": "7", "either": 7}),
+        (("null", "red", '"7"'), {"text": None, "color": "red", "either": "7"}),
+        (('"null"', "red", "7"), {"text": '"null"', "color": "red", "either": 7}),
+        (("a", '"red"', "7"), None),
+        (("a", "7", "a"), None),
+    ],
+)
+def test_strings_between_tags_are_written_as_they_are_read(
+    written: tuple[str, str, str], read: dict[str, Any] | None, tokenizer: Tokenizer, vocabulary: LLTokenizer
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": OPTIONAL}}]
+    forced = reading(ToolFormat.QWEN_XML, ReasoningFormat.NONE, "required", tools)
+    values = zip(OPTIONAL["required"], written, strict=True)
+    body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values)
+    text = f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+    assert allows(tool_grammar(forced, "", no_special), text, tokenizer, vocabulary) is (read is not None)
+    if read is not None:
+        parser = forced.parser("")
+        assert parser is not None
+        assert calls(joined([parser.add(text), parser.finish()])) == [("f", read)]
+
+
+def test_a_strict_call_has_its_marker(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
+    """The parser would take one without it for a call, too."""
+    grammar = tool_grammar(reading(ToolFormat.QWEN_XML, ReasoningFormat.NONE, "auto"), "", no_special)
+    assert allows(grammar, "Use <function>.", tokenizer, vocabulary)
+    assert not allows(grammar, "<function=f>\n</function>", tokenizer, vocabulary)
+
+
 TREE = {"type": "object", "properties": {"leaf": {"type": "boolean"}, "down": {"$ref": "#/$defs/tree"}}}
 RICH: dict[str, Any] = {
     "type": "object",

@@ -17,7 +17,7 @@ from pdserve.api.message.parts import MessageParts, joined
 from pdserve.api.message.python_calls import PYTHONIC, PythonCallParser
 from pdserve.api.message.reasoning import ReasoningParser, ReasoningStart
 from pdserve.api.message.tool_schemas import ToolSchema
-from pdserve.api.message.xml_calls import is_plain_text
+from pdserve.api.message.xml_calls import plain_text
 from pdserve.config import ReasoningFormat, ToolFormat
 from tests.examples import examples
 
@@ -90,6 +90,9 @@ GOOD: dict[ToolFormat, dict[str, list[Call]]] = {
         "<tool_call><function=get_weather><parameter=city>\n"
         f"{json.dumps(TAGGED[1]['city'])}\n</parameter><parameter=deep>{json.dumps(TAGGED[1]['deep'])}"
         "</parameter></function></tool_call>": [TAGGED],
+        "<function=f>\n<parameter=text>\nx\n</parameter>\n</function>": [PLAIN],
+        "\n<function=f>\n</function>\n</tool_call>\n<function=f>\n</function>\n<tool_call>\n<function=f>\n"
+        "<parameter=text>x</parameter></function></tool_call>": [EMPTY, EMPTY, PLAIN],
     },
     ToolFormat.PYTHONIC: {
         "[get_weather(city='Köln \"am\" Rhein', days=3, deep={'a': [1, {\"b\": None}], 'c': True}), f()]": [
@@ -150,6 +153,66 @@ def test_values_between_tags_are_read_by_their_schema(written: str, read: dict[s
     assert calls(parts) == [("f", read)]
 
 
+STRING = {"type": "string"}
+EVERY: dict[str, object] = {
+    "7": 7,
+    "7.5": 7.5,
+    "true": True,
+    "TRUE": True,
+    "null": None,
+    "None": None,
+    "[7]": [7],
+    '{"a": 7}': {"a": 7},
+}
+DEFINED = {"text": STRING, "color": {"enum": ["red", "7"]}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, STRING]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        (STRING, {}),
+        ({"type": ["string"]}, {}),
+        ({"enum": ["red", "7"]}, {}),
+        ({"const": "7", "description": "seven"}, {}),
+        ({"$ref": "#/$defs/color", "title": "Color"}, {}),
+        ({"allOf": [{"$ref": "#/$defs/text"}], "default": "7"}, {}),
+        ({"$ref": "#/$defs/loop"}, {}),
+        ({"not": {"type": ["number", "boolean", "null", "array", "object"]}}, {}),
+        ({"if": {"type": "null"}, "then": STRING, "else": {"type": "string", "pattern": "^"}}, {}),
+        ({"anyOf": [STRING, {"type": "null"}], "default": None}, {"null": None, "None": None}),
+        ({"type": ["string", "null"]}, {"null": None, "None": None}),
+        ({"type": "string", "nullable": True}, {"null": None, "None": None}),
+        ({"enum": ["7", None]}, {"null": None, "None": None}),
+        ({"oneOf": [{"$ref": "#/$defs/color"}, {"const": None}]}, {"null": None, "None": None}),
+        ({"type": ["string", "integer"]}, {"7": 7}),
+        ({"anyOf": [{"type": "number"}, STRING]}, {"7": 7, "7.5": 7.5}),
+        ({"anyOf": [{"type": "boolean"}, {"type": "string", "minLength": 1}]}, {"true": True, "TRUE": True}),
+        ({"anyOf": [{"type": "array", "items": STRING}, STRING]}, {"[7]": [7]}),
+        ({"type": ["string", "object"]}, {'{"a": 7}': {"a": 7}}),
+        ({"not": STRING}, EVERY),
+        ({"type": "boolean"}, EVERY),
+        ({"$ref": "#/$defs/gone"}, EVERY),
+    ],
+    ids=str,
+)
+def test_a_value_is_of_a_kind_that_its_schema_admits(schema: dict[str, Any], read: dict[str, object]) -> None:
+    tool = ToolSchema("f", {"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
+    for text in ("7", "7.5", "true", "TRUE", "null", "None", "[7]", '{"a": 7}', "nul", "nulls"):
+        formats = MessageFormats(ToolFormat.QWEN_XML, ReasoningFormat.NONE)
+        written = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        for pieces in ([written], list(written)):
+            reader = MessageParser(None, formats.call_parser({"f": tool}, parallel=True))
+            parts = joined([*map(reader.add, pieces), reader.finish()])
+            assert calls(parts) == [("f", {"a": read.get(text, text)})]
+
+
+@pytest.mark.parametrize("text", ["<function=g>\n</function>", "Say <function=f", "<function=>", "a <function=f\n>x"])
+def test_an_unwrapped_call_is_one_of_a_function_of_the_request(text: str) -> None:
+    for pieces in ([text], list(text)):
+        parts = parse(pieces, ToolFormat.QWEN_XML)
+        assert (parts.content, parts.calls) == (text, ())
+
+
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -169,6 +232,7 @@ def test_calls_that_come_character_by_character(form: ToolFormat, text: str) -> 
 
 
 FRAGMENTS = [
+    *("<function=g>", "null", "No"),
     *(text for _, text in CASES),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```tool_code\n", "```", "<think>"),
     *(
@@ -249,4 +313,4 @@ def test_no_more_is_held_back_before_a_call_than_is_allowed(form: ToolFormat) ->
     "schema", [{"enum": 5, "const": "a"}, {"enum": None, "const": "a"}, {"enum": [5]}, {"const": 5}]
 )
 def test_a_parameter_whose_schema_is_odd_is_no_plain_text(schema: dict[str, Any]) -> None:
-    assert not is_plain_text({"type": "string", **schema})
+    assert plain_text({"type": "string", **schema}, {}) is None
