@@ -177,6 +177,32 @@ async def test_whole_answers(tokenizer: Tokenizer) -> None:
         assert (other["content"], other["finish_reason"]) == ("I call. " + CALL, "stop")
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (CALL.replace('"x"', '"a\nb\\d"'), '{"text": "a\\nb\\\\d"}'),
+        (CALL.replace('"x"', "'x'"), "{\"text\": 'x'}"),
+        (CALL.partition('"x"')[0] + '"a', '{"text": "a'),
+    ],
+    ids=["control characters", "no JSON", "cut"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_conversation_takes_every_call_that_an_answer_has(
+    text: str, arguments: str, stream: bool, tokenizer: Tokenizer
+) -> None:
+    script = scripted(tokenizer, text)
+    formats = MessageFormats(ToolFormat.HERMES, ReasoningFormat.NONE)
+    async with stepped_node(tokenizer, script, script=script, formats=formats) as node:
+        reply = await node.begin(CHAT, {**BODY, "stream": stream})
+        [message] = assembled(reply.body) if stream else whole_messages(reply.body)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in message["calls"].values()]
+        assert [call["function"]["arguments"] for call in calls] == [arguments]
+        said = {"role": "assistant", "content": None, "tool_calls": calls}
+        result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "no JSON"}
+        again = await node.begin(CHAT, {**BODY, "messages": [*BODY["messages"], said, result]})
+        assert again.status == 200, again.body
+
+
 async def test_content_is_null_beside_a_call(tokenizer: Tokenizer) -> None:
     script = scripted(tokenizer, CALL)
     formats = MessageFormats(ToolFormat.HERMES, ReasoningFormat.NONE)

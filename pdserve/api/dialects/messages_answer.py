@@ -14,6 +14,7 @@ from pdserve.api.answers.openai_response import (
     Usage,
 )
 from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind, whole_blocks, whole_end
+from pdserve.api.message.json_text import as_object
 from pdserve.errors import RequestError
 
 StopCause: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -153,7 +154,7 @@ class MessageEvents:
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> AnthropicAnswer:
         """Returns the message when it has ended."""
-        content = [_block(block) for block in blocks]
+        content = [_block(block, cut=end.cut and block is blocks[-1]) for block in blocks]
         return self._answer(content, _stop_cause(blocks, end), end.stop_string, self._usage(end.usage))
 
     def _usage(self, usage: Usage) -> AnthropicUsage:
@@ -175,22 +176,16 @@ def whole_message(options: AnswerOptions, completion: Completion) -> AnthropicAn
     return MessageEvents(options).whole(whole_blocks(completion), whole_end(completion))
 
 
-def _block(block: Block) -> AnthropicBlock:
+def _block(block: Block, *, cut: bool = False) -> AnthropicBlock:
+    """Returns the block. ``cut`` says whether the limit of tokens has ended it: half of a call's arguments are none."""
     match block.kind:
         case BlockKind.REASONING:
             return AnthropicThinking(block.text)
         case BlockKind.CALL:
-            return AnthropicToolUse(block.call_id, block.name, _object(block.text))
+            arguments = as_object(block.text or "{}")
+            whole = not cut or arguments == block.text.encode()
+            return AnthropicToolUse(block.call_id, block.name, msgspec.Raw(arguments if whole else b"{}"))
     return AnthropicText(block.text)
-
-
-def _object(arguments: str) -> msgspec.Raw:
-    """Returns the arguments of a call, or an empty object in place of what the limit of tokens has cut."""
-    try:
-        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
-        return msgspec.Raw(b"{}")
-    return msgspec.Raw(arguments.encode())
 
 
 def _stop_cause(blocks: Sequence[Block], end: AnswerEnd) -> StopCause:

@@ -73,6 +73,11 @@ class CallParser(ABC):
         """Whether nothing but spaces has come."""
         self._held = ""
         """What has come of a region before its first call has begun, or of a later call. It may become content."""
+        self._broken_ends: tuple[str, ...] = ()
+        """What ends arguments that are no JSON."""
+        self._broken_tail = ""
+        """The brackets that close behind such arguments, of what is around them."""
+        self._behind_broken: Callable[[], bool] = self._between
         self._shown_index: int | None = None
         """The number of the call whose arguments come; None if it does not count."""
 
@@ -204,3 +209,37 @@ class CallParser(ABC):
         """Adds to the arguments of the call."""
         if self._shown_index is not None and arguments:
             self._parts.call(self._shown_index, None, arguments)
+
+    def _pass_on(self, ends: tuple[str, ...], tail: str, then: Callable[[], bool]) -> None:
+        """Goes on with arguments that are no JSON, as they are, up to one of ``ends``, or to the end of the text.
+
+        ``tail`` are the brackets that close there without being of the arguments. ``then`` is the state behind them.
+        """
+        self._broken_ends, self._broken_tail, self._behind_broken = ends, tail, then
+        self._state = self._read_broken
+
+    def _read_broken(self) -> bool:
+        start, marker = find_marker(self._waiting, self._broken_ends)
+        if self._over and not marker:
+            start = len(self._waiting)
+        text = self._waiting[:start]
+        if marker or self._over:
+            self._argue(_without(text, self._broken_tail))
+            self._take(start)
+            self._state = self._behind_broken
+            return bool(marker)
+        shown = len(text.rstrip(f"{_BLANKS}{self._broken_tail}")) if len(text) <= MAX_BLANK else len(text) - MAX_BLANK
+        self._argue(self._take(shown))
+        return False
+
+
+def _without(text: str, tail: str) -> str:
+    """Returns the text without the spaces at its end, and without the brackets of ``tail`` that stand there."""
+    text = text.rstrip(_BLANKS)
+    for bracket in tail:
+        text = text.removesuffix(bracket).rstrip(_BLANKS)
+    return text
+
+
+_BLANKS = " \t\r\n,;"
+"""What may stand behind arguments before another call, or the end."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from pdserve.api.message.call_parser import MAX_HELD, CallMarkers, CallParser
-from pdserve.api.message.json_text import JsonText
+from pdserve.api.message.json_text import JsonText, as_json
 from pdserve.api.message.tool_schemas import ToolSchema
 
 HERMES = CallMarkers(("<tool_call>",), "</tool_call>")
@@ -73,7 +73,7 @@ class JsonCallParser(CallParser):
         """Reads an object up to its arguments, or to its end where its name does not come before them."""
         for index, char in enumerate(self._waiting):
             depth = self._object.depth
-            if not self._object.add(char) or len(self._held) + index >= MAX_HELD:
+            if self._object.add(char) is None or len(self._held) + index >= MAX_HELD:
                 self._held += self._take(index)
                 self._fail()
                 return True
@@ -118,22 +118,28 @@ class JsonCallParser(CallParser):
         self._state = self._between
 
     def _read_arguments(self) -> bool:
+        written: list[str] = []
         for index, char in enumerate(self._waiting):
-            if not self._object.add(char):
-                self._argue(self._take(index))
-                self._fail()
+            if (piece := self._object.add(char)) is None:
+                self._argue("".join(written))
+                self._take(index)
+                brackets = "}" * self._arguments_depth
+                self._pass_on(self._markers.around, "]" + brackets if self._named else brackets, self._between)
                 return True
+            written.append(piece)
             if self._object.depth == self._arguments_depth:
-                self._argue(self._take(index + 1))
+                self._argue("".join(written))
+                self._take(index + 1)
                 self._state = self._between if self._object.over else self._read_rest
                 return True
-        self._argue(self._take(len(self._waiting)))
+        self._argue("".join(written))
+        self._take(len(self._waiting))
         return False
 
     def _read_rest(self) -> bool:
         """Skips what an object has behind its arguments."""
         for index, char in enumerate(self._waiting):
-            if not self._object.add(char):
+            if self._object.add(char) is None:
                 self._take(index)
                 self._fail()
                 return True
@@ -146,8 +152,11 @@ class JsonCallParser(CallParser):
 
 
 def _fields(text: str) -> dict[str, msgspec.Raw] | None:
+    """Returns the fields of an object; None if it is none."""
+    if (written := as_json(text)) is None:
+        return None
     try:
-        return _object.decode(text)
+        return _object.decode(written)
     except (msgspec.DecodeError, RecursionError):
         return None
 
@@ -165,6 +174,8 @@ def _arguments(fields: Mapping[str, msgspec.Raw]) -> str | None:
     text = bytes(given).decode() if (string := _text(given)) is None else string
     if text == "null":
         return "{}"
+    if string is not None and text.lstrip().startswith("{"):
+        return text if (written := as_json(text)) is None else written
     return text if _fields(text) is not None else None
 
 

@@ -1,8 +1,15 @@
-"""Follows a JSON object, list or string character by character, to see where it ends and that it is one."""
+"""Follows a JSON object, list or string character by character, to see where it ends and that it is one.
+
+Models write line breaks and other control characters as they are, and put backslashes before characters that JSON does
+not escape. That is read as what it means: ``JsonText`` returns it as JSON has it.
+"""
 
 from __future__ import annotations
 
 import enum
+from typing import Any
+
+import msgspec
 
 MAX_DEPTH = 64
 """How many objects and lists may lie in each other."""
@@ -10,6 +17,9 @@ MAX_DEPTH = 64
 _WORDS = ("true", "false", "null")
 _SPACE = " \t\n\r"
 _HEX = "0123456789abcdefABCDEF"
+_ESCAPED = '"\\/bfnrt'
+_BROKEN = "INVALID_JSON"
+"""The name under which an object has the text of arguments that are no JSON, as Anthropic's clients write it."""
 
 _NUMBER_STEPS = {
     "": {"-": "-", "0": "0", "1": "1"},
@@ -54,7 +64,8 @@ class JsonText:
         """A word that is not over."""
         self._number: str | None = None
         """Where a number is that is not over, as in ``_NUMBER_STEPS``; None if it is a word."""
-        self._hex_left = 0
+        self._escape = ""
+        """What has come of an escaped character, with its backslash."""
         self._in_key = False
 
     @property
@@ -66,35 +77,53 @@ class JsonText:
     def over(self) -> bool:
         return self._want is _Want.NOTHING
 
-    def add(self, char: str) -> bool:
-        """Takes the next character. Returns whether the text can still become JSON: without it, it is over."""
+    def add(self, char: str) -> str | None:
+        """Takes the next character. Returns what JSON has for it, which may come with a later one.
+
+        Returns None if the text cannot become JSON any more. Without the character, it is over.
+        """
         want = self._want
         if want is _Want.STRING:
             return self._add_to_string(char)
         if want is _Want.ESCAPE:
             return self._add_escaped(char)
         if want is _Want.HEX:
-            self._hex_left -= 1
-            self._want = _Want.HEX if self._hex_left else _Want.STRING
-            return char in _HEX
+            return self._add_hex(char)
         if want is _Want.SCALAR:
             if self._continues(char):
-                return True
+                return char
             if self._word not in _WORDS if self._number is None else self._number not in _NUMBER_ENDS:
-                return False
+                return None
             self._want = _Want.COMMA_OR_END
-        return char in _SPACE or self._add_outside(char)
+        return char if char in _SPACE or self._add_outside(char) else None
 
-    def _add_to_string(self, char: str) -> bool:
+    def _add_to_string(self, char: str) -> str:
         if char == '"':
             self._want = _Want.COLON if self._in_key else self._behind_value()
         elif char == "\\":
-            self._want = _Want.ESCAPE
-        return char >= " "
+            self._want, self._escape = _Want.ESCAPE, char
+            return ""
+        return char if char >= " " else msgspec.json.encode(char)[1:-1].decode()
 
-    def _add_escaped(self, char: str) -> bool:
-        self._want, self._hex_left = (_Want.HEX, 4) if char == "u" else (_Want.STRING, 0)
-        return char in '"\\/bfnrtu'
+    def _add_escaped(self, char: str) -> str:
+        if char == "u":
+            self._want, self._escape = _Want.HEX, "\\u"
+            return ""
+        self._want = _Want.STRING
+        if char in _ESCAPED:
+            return f"\\{char}"
+        # Python and JavaScript escape quotes that JSON does not. Of anything else, the backslash belongs to the text.
+        return char if char == "'" else rf"\\{self._add_to_string(char)}"
+
+    def _add_hex(self, char: str) -> str:
+        if char not in _HEX:
+            self._want = _Want.STRING
+            return rf"\{self._escape}{self._add_to_string(char)}"
+        self._escape += char
+        if len(self._escape) < len(r"\u0000"):
+            return ""
+        self._want = _Want.STRING
+        return self._escape
 
     def _add_outside(self, char: str) -> bool:
         want, ends = self._want, self._want in (_Want.COMMA_OR_END, _Want.VALUE_OR_END, _Want.KEY_OR_END)
@@ -148,3 +177,32 @@ class JsonText:
         after = _NUMBER_STEPS[self._number].get(_KINDS.get(char, char))
         self._number = self._number if after is None else after
         return after is not None
+
+
+def as_json(text: str) -> str | None:
+    """Returns a text, or the beginning of one, as JSON has it; None if it is neither."""
+    reader, pieces = JsonText(), []
+    for char in text:
+        if (piece := reader.add(char)) is None:
+            return None
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def as_object(arguments: str) -> bytes:
+    """Returns the arguments of a call as a JSON object, which has their text if they are none."""
+    for text in (arguments, as_json(arguments)):
+        if text is not None and _is_object(text):
+            return text.encode()
+    return msgspec.json.encode({_BROKEN: arguments})
+
+
+def _is_object(text: str) -> bool:
+    try:
+        _object.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return True
+
+
+_object = msgspec.json.Decoder(dict[str, Any])

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from pdserve.api.message.call_parser import MAX_HELD, CallMarkers, CallParser
-from pdserve.api.message.json_text import JsonText
+from pdserve.api.message.json_text import JsonText, as_json
 from pdserve.api.message.markers import begins, find_marker
 from pdserve.api.message.schema_kinds import BOOLEAN, NULL, STRING, PlainString, kind_of, plain_string
 from pdserve.api.message.tool_schemas import ToolSchema
@@ -106,15 +106,21 @@ class XmlCallParser(CallParser):
         return True
 
     def _read_object(self) -> bool:
+        written: list[str] = []
         for index, char in enumerate(self._waiting):
-            if not self._object.add(char):
-                self._argue(self._take(index))
-                return self._break_off()
+            if (piece := self._object.add(char)) is None:
+                self._argue("".join(written))
+                self._take(index)
+                self._pass_on((FUNCTION_END, *self._markers.around), "", self._read_end)
+                return True
+            written.append(piece)
             if self._object.over:
-                self._argue(self._take(index + 1))
+                self._argue("".join(written))
+                self._take(index + 1)
                 self._state = self._read_end
                 return True
-        self._argue(self._take(len(self._waiting)))
+        self._argue("".join(written))
+        self._take(len(self._waiting))
         return False
 
     def _read_end(self) -> bool:
@@ -165,7 +171,7 @@ class XmlCallParser(CallParser):
         The same tag in a text of a JSON value does not end it.
         """
         while self._is_json and not self._object.over and self._followed < len(self._waiting):
-            self._is_json = self._object.add(self._waiting[self._followed])
+            self._is_json = self._object.add(self._waiting[self._followed]) is not None
             self._followed += 1
         if self._is_json and self._object.over:
             if end := _VALUE_END.match(self._waiting, self._followed):
@@ -236,7 +242,7 @@ def _value(text: str, kinds: frozenset[str]) -> object:
     word = text.strip()
     written = _word(word, kinds)
     try:
-        value = msgspec.Raw(_raw.decode(word))
+        value = msgspec.Raw(_raw.decode(as_json(word) or word))
         kind = kind_of(_any.decode(value))
     except (msgspec.DecodeError, RecursionError):
         return text if written is None else _WORDS[written]

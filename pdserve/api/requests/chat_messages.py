@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pdserve.api.message.json_text import as_object
 from pdserve.api.requests.openai_request import ChatRequest, TokenizeRequest
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.requests.tools import Tool, tool_use
@@ -168,11 +169,9 @@ def _arguments(arguments: Any, where: str) -> dict[str, Any]:
         return {}
     if isinstance(arguments, dict):
         return arguments
-    try:
-        if isinstance(arguments, str):
-            return _object.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        pass
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        # A model may have written no JSON, and this node has given it to the client so.
+        return _object.decode(as_object(arguments))
     raise InvalidRequest(f"'{where}' must be a JSON object, as a string", param=where)
 
 

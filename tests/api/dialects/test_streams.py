@@ -271,6 +271,19 @@ async def test_a_call_that_is_cut_has_no_input(tokenizer: Tokenizer) -> None:
     assert (whole["stop_reason"], whole["content"][0]["input"]) == ("max_tokens", {})
 
 
+async def test_the_text_of_arguments_that_are_no_json_is_the_input(tokenizer: Tokenizer) -> None:
+    text = '<tool_call>\n{"name": "add", "arguments": {\'a\': 1}}\n</tool_call>'
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+    tools = [{"name": "add", "input_schema": SCHEMA}]
+    async with stepped_node(tokenizer, (), formats=FORMATS, script=tokens) as node:
+        whole = json.loads((await node.begin(MESSAGES, request(MESSAGES, len(tokens), [], tools=tools))).body)
+        assert (whole["stop_reason"], whole["content"][0]["input"]) == ("tool_use", {"INVALID_JSON": "{'a': 1}"})
+        body = request(MESSAGES, len(tokens), [], tools=tools, stream=True)
+        events = events_in((await node.begin(MESSAGES, body)).body)
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta["partial_json"] for delta in deltas) == "{'a': 1}"
+
+
 @pytest.mark.parametrize("group", [1, 3, 100])
 async def test_log_probabilities_of_a_response_are_those_of_its_text_alone(group: int, tokenizer: Tokenizer) -> None:
     """However many tokens come at once, and without a journal, which has none."""

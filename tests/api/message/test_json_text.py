@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdserve.api.message.json_text import MAX_DEPTH, JsonText
+from pdserve.api.message.json_text import MAX_DEPTH, JsonText, as_json, as_object
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e9, 1e9) | st.text(max_size=5),
@@ -17,14 +18,15 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def length(text: str) -> int | None:
-    """Returns where the object, list or string at the beginning of ``text`` ends; None if there is none."""
-    reader = JsonText()
+def followed(text: str) -> tuple[int, str] | None:
+    """Returns where the object, list or string at the beginning of ``text`` ends, and that as JSON has it."""
+    reader, written = JsonText(), ""
     for index, char in enumerate(text):
-        if not reader.add(char):
+        if (piece := reader.add(char)) is None:
             return None
+        written += piece
         if reader.over:
-            return index + 1
+            return index + 1, written
     return None
 
 
@@ -35,10 +37,10 @@ def length(text: str) -> int | None:
 @example([10**200, -1e-300, 1.5e200], True)
 def test_whole_values_end_where_they_end(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=None if ascii_only else 1)
-    assert length(text + " {") == len(text)
+    assert followed(text + " {") == (len(text), text)
 
 
-@given(st.text('{}[]",:\\ tnu01.-e+', max_size=12))
+@given(st.text("{}[]\",:\\ tnu01.-e+'\n\x00", max_size=12))
 @example('{"a": 01}')
 @example('{"a": 1.}')
 @example('{"a": tru}')
@@ -47,16 +49,50 @@ def test_whole_values_end_where_they_end(value: Any, ascii_only: bool) -> None:
 @example("[-]")
 @example(" []")
 def test_what_is_followed_to_its_end_is_json(text: str) -> None:
-    end = length(text)
-    start = len(text) - len(text.lstrip(" "))
+    """All of it is that but escapes and control characters, which are written as JSON has them."""
+    found = followed(text)
+    start = len(text) - len(text.lstrip(" \n"))
+    decoder = json.JSONDecoder(parse_constant=lambda name: 1 / 0)
     try:
-        _, wanted = json.JSONDecoder(parse_constant=lambda name: 1 / 0).raw_decode(text, start)
+        value, end = decoder.raw_decode(text, start)
     except ValueError:
-        wanted = None
-    is_followed = text[start : start + 1] in ("{", "[", '"')
-    assert end == (wanted if is_followed else None)
+        if found is not None:
+            assert decoder.decode(found[1]) is not None
+            assert "\\" in text or json.JSONDecoder(strict=False).raw_decode(text, start)[1] == found[0]
+    else:
+        if text[start] in ("{", "[", '"'):
+            assert found is not None
+            assert (found[0], decoder.decode(found[1])) == (end, value)
+        else:
+            assert found is None
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("a\nb\t\r\x00\x1b", "a\nb\t\r\x00\x1b"),
+        (r"\d+\.\(", r"\d+\.\("),
+        (r"it\'s", "it's"),
+        (r"C:\x\u12", r"C:\x\u12"),
+        (r"\u12\n\u", "\\u12\n\\u"),
+        ("\\\n", "\\\n"),
+        (r"\\ \" \/ \u00e9", '\\ " / é'),
+    ],
+)
+def test_strings_as_models_write_them(written: str, read: str) -> None:
+    text = f'{{"{written}": ["{written}"]}}'
+    found = followed(text)
+    assert found is not None
+    assert (found[0], json.loads(found[1])) == (len(text), {read: [read]})
+    assert as_json(text) == found[1]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', "{'a': 1}", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": 1e999}', "{"])
+def test_arguments_that_are_no_json_are_kept_in_an_object(text: str) -> None:
+    assert json.loads(as_object(text)) == {"INVALID_JSON": text}
+    assert json.loads(as_object('{"a": "\n\\d"}')) == {"a": "\n\\d"}
 
 
 def test_depth_is_bounded() -> None:
-    assert length("[" * MAX_DEPTH + "]" * MAX_DEPTH) == 2 * MAX_DEPTH
-    assert length("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)) is None
+    assert followed("[" * MAX_DEPTH + "]" * MAX_DEPTH) is not None
+    assert followed("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)) is None

@@ -226,12 +226,73 @@ def test_no_digit_of_a_number_is_lost(form: ToolFormat, text: str) -> None:
     assert EXACT in call.arguments
 
 
+RAW = '"line\nbreak\t\\d \\\'"'
+"""A string as models write it, which is no JSON."""
+READ = "line\nbreak\t\\d '"
+BROKEN = "{'a': \"} </x\", 7: [1,}"
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (ToolFormat.HERMES, '<tool_call>\n{"name": "f", "arguments": {"text": ' + RAW + "}}\n</tool_call>"),
+        (ToolFormat.HERMES, '<tool_call>\n{"arguments": {"text": ' + RAW + '}, "name": "f"}\n</tool_call>'),
+        (
+            ToolFormat.HERMES,
+            '<tool_call>{"id": ' + RAW + ', "name": "f", "arguments": {"text": ' + RAW + "}}</tool_call>",
+        ),
+        (ToolFormat.HERMES, '<tool_call>{"name": "f", "arguments": "{\\"text\\": ' + RAW.replace('"', '\\"') + '}"}'),
+        (ToolFormat.LLAMA_JSON, '{"name": "f", "parameters": {"text": ' + RAW + "}}"),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"text": ' + RAW + "}}]"),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS]f[ARGS]{"text": ' + RAW + "}"),
+        (ToolFormat.QWEN_XML, '<tool_call><function=f>{"text": ' + RAW + "}</function></tool_call>"),
+        (ToolFormat.PYTHONIC, "[f(text=" + RAW + ")]"),
+        (ToolFormat.GEMMA, "```tool_code\nf(text=" + RAW + ")\n```"),
+    ],
+)
+def test_control_characters_and_escapes_of_arguments_are_written_as_json(form: ToolFormat, text: str) -> None:
+    for pieces in ([text], list(text)):
+        parts = parse(pieces, form)
+        assert (calls(parts), parts.content) == ([("f", {"text": READ})], "")
+
+
+@pytest.mark.parametrize("behind", ["", "Done."])
+@pytest.mark.parametrize(
+    ("form", "before", "after"),
+    [
+        (ToolFormat.HERMES, '<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>"),
+        (ToolFormat.LLAMA_JSON, '<|python_tag|>{"name": "f", "parameters": ', "}<|python_tag|>"),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": ', "}]\n[TOOL_CALLS]"),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]"),
+        (ToolFormat.QWEN_XML, "<tool_call><function=f>", "\n</function>\n</tool_call>"),
+    ],
+)
+def test_arguments_that_are_no_json_come_through_whole(form: ToolFormat, before: str, after: str, behind: str) -> None:
+    text = before + BROKEN + after + behind
+    for pieces in ([text], list(text)):
+        parts = parse(pieces, form)
+        assert [(piece.name, piece.arguments) for piece in parts.calls] == [("f", BROKEN)]
+        assert parts.content.endswith(behind)
+    [call] = parse([before + BROKEN + after[:1].replace("[", "")], form).calls
+    assert call.arguments == BROKEN
+    [call] = parse([before + '{"a": x' + "\n" * MAX_HELD], form).calls
+    assert call.arguments.startswith('{"a": x')
+
+
+def test_values_between_tags_may_have_control_characters() -> None:
+    written = '{"a": ' + RAW + "}"
+    text = f"<tool_call><function=get_weather><parameter=deep>{written}</parameter></function></tool_call>"
+    assert calls(parse([text], ToolFormat.QWEN_XML)) == [("get_weather", {"deep": {"a": READ}})]
+
+
 @pytest.mark.parametrize(("form", "text"), CASES)
 def test_calls_that_come_character_by_character(form: ToolFormat, text: str) -> None:
     assert parse(list(text), form) == parse([text], form)
 
 
 FRAGMENTS = [
+    RAW,
+    BROKEN,
     *("<function=g>", "null", "No"),
     *(text for _, text in CASES),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```tool_code\n", "```", "<think>"),

@@ -131,7 +131,7 @@ DEEP = '{"a":' * 100_000
         (call(function={"name": ""}), "messages[0].tool_calls[0].function.name"),
         *(
             (call(function={"name": "f", "arguments": wrong}), "messages[0].tool_calls[0].function.arguments")
-            for wrong in ("[1]", "{", "nothing", 7, DEEP)
+            for wrong in ("[1]", "nothing", 7)
         ),
         ({"role": "tool", "tool_call_id": 7, "content": "x"}, "messages[0].tool_call_id"),
         ({"role": "user", "name": {}, "content": "x"}, "messages[0].name"),
@@ -145,6 +145,21 @@ def test_what_is_wrong_is_named(message: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         plain_messages([message])
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"a": "x\ny", "b": "\\d"}', {"a": "x\ny", "b": "\\d"}),
+        ('{"a": "x', {"INVALID_JSON": '{"a": "x'}),
+        ("{'a': 1}", {"INVALID_JSON": "{'a': 1}"}),
+        (DEEP, {"INVALID_JSON": DEEP}),
+    ],
+    ids=["control characters", "cut", "no JSON", "deep"],
+)
+def test_arguments_that_an_answer_may_have_had_are_taken(arguments: str, read: dict[str, Any]) -> None:
+    [message] = plain_messages([call(function={"name": "f", "arguments": arguments})])
+    assert message["tool_calls"][0]["function"]["arguments"] == read
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}])
