@@ -15,6 +15,7 @@ import msgspec
 
 from pdserve.api.answers.answer import OpenAiAnswers, WholeAnswer, whole_answer
 from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerOptions, PlainChoices
+from pdserve.api.answers.content_stops import ContentStops, Stops
 from pdserve.api.answers.journaled_answer import respond_journaled
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta, TextGeneration
@@ -27,6 +28,7 @@ from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_res
 from pdserve.api.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation import TURN_TOKENS, Generation
 from pdserve.api.kept_log import KeptAnswer
+from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.outcome import failure_of
 from pdserve.api.request_log import NodeNotes, RequestRecord
 from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
@@ -592,7 +594,7 @@ def _choice_texts(
         number: ChoiceText(
             number,
             tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens is not False, shown=markers),
-            StopStrings(stops, include=include),
+            _stops(stops, reading.parser(prompts[number // body.choices].ending), include=include),
             stop_ids if include else frozenset(),
             body.min_tokens or 0,
             stop_ids=stop_ids,
@@ -606,6 +608,13 @@ def _choice_texts(
         for number in range(len(prompts) * body.choices)
         if number not in over
     }
+
+
+def _stops(stops: StopTable, ahead: MessageParser | None, *, include: bool) -> Stops:
+    """Returns what looks for the stop strings of one answer. ``ahead`` is a new parser of it; None if it has none."""
+    if ahead is None or not stops.wanted:
+        return StopStrings(stops, include=include)
+    return ContentStops(stops, ahead, include=include)
 
 
 def _reasoning_of_ended(

@@ -93,7 +93,7 @@ def without_nothing(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "n": st.integers(1, 2),
             "logprobs": st.booleans(),
-            "stop": st.sampled_from([[], ["Köln"], ["}}"], ["</tool"]]),
+            "stop": st.sampled_from([[], ["Köln"], ["}}"], ["</tool", "ne"], ["Which"], ["D", "all>"]]),
             "max_tokens": st.sampled_from([7, 100]),
             "parallel_tool_calls": st.booleans(),
             "include_reasoning": st.booleans(),
@@ -201,6 +201,29 @@ async def test_the_conversation_takes_every_call_that_an_answer_has(
         result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "no JSON"}
         again = await node.begin(CHAT, {**BODY, "messages": [*BODY["messages"], said, result]})
         assert again.status == 200, again.body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "content", "finish"),
+    [
+        ("Hm", "I call. Done.", "tool_calls"),
+        ("text", "I call. Done.", "tool_calls"),
+        ("<tool_call>", "I call. Done.", "tool_calls"),
+        ("all", "I c", "stop"),
+        ("one", "I call. D", "tool_calls"),
+    ],
+)
+async def test_stop_strings_end_what_is_shown_as_content(
+    stop: str, content: str, finish: str, stream: bool, tokenizer: Tokenizer
+) -> None:
+    script = scripted(tokenizer, f"<think>\nHm.</think>\n\nI call. {CALL}Done.")
+    formats = MessageFormats(ToolFormat.HERMES, ReasoningFormat.THINK)
+    async with stepped_node(tokenizer, script, script=script, formats=formats) as node:
+        reply = await node.begin(CHAT, {**BODY, "stop": stop, "stream": stream})
+        [message] = assembled(reply.body) if stream else whole_messages(reply.body)
+    assert (message["reasoning"], message["content"], message["finish"]) == ("Hm.", content, finish)
+    assert len(message["calls"]) == (finish == "tool_calls")
 
 
 async def test_content_is_null_beside_a_call(tokenizer: Tokenizer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 
 
 class _StopState:
@@ -37,6 +38,8 @@ class StopTable:
                 state = state.after.setdefault(char, _StopState(length))
             state.matched = len(stop)
         self._link()
+        self.wanted = bool(stops)
+        """Whether there is any."""
 
     def next(self, state: _StopState, char: str) -> _StopState:
         """Returns the state that one more character leads to."""
@@ -72,15 +75,12 @@ class StopStrings:
         self._include = include
         self._held = ""
         self.found_string: str | None = None
+        self.wanted = stops.wanted
+        """Whether there is something to look for."""
 
     @property
     def found(self) -> bool:
         return self.found_string is not None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is something to look for."""
-        return bool(self._table.start.after)
 
     def add(self, text: str, *, may_end: bool = True) -> str:
         """Returns the text that may be shown now. After ``found`` the output is over.
@@ -105,6 +105,16 @@ class StopStrings:
     def held(self) -> str:
         """The characters that are held back."""
         return self._held
+
+    def at_end(self, text: str, *, may_end: bool) -> str | None:
+        """Returns the stop string that ends the output if ``text`` is the last of it."""
+        probe = copy(self)
+        probe.add(text, may_end=may_end)
+        return probe.found_string
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StopStrings:
+        """Returns a copy that shares the table, which does not change."""
+        return copy(self)
 
     def flush(self) -> str:
         """Returns the text that was held back, when no more follows."""

@@ -1,7 +1,8 @@
 """Turns the engine's tokens into the text that a client may see, choice by choice, and records how each choice went.
 
 ``ChoiceText`` has the detokenizer, the stop strings, the stop tokens and the message parser of one choice, in this
-order: a parser gets the text that would be shown without it. ``TextGeneration`` reads the
+order: a parser gets the text that would be shown without it. The stop strings of an answer that is parsed are those of
+its content (``ContentStops``). ``TextGeneration`` reads the
 generation of one client request, and keeps its times, metrics and log line.
 """
 
@@ -11,16 +12,15 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from types import MappingProxyType
 
 import msgspec
 
+from pdserve.api.answers.content_stops import Stops
 from pdserve.api.answers.detokenizer import Detokenizer
 from pdserve.api.answers.logprobs import ShownToken, ShownTokens
 from pdserve.api.answers.openai_response import StopReason
 from pdserve.api.answers.parsed_tokens import ParsedTokens, cut_at_tokens
-from pdserve.api.answers.stop_strings import StopStrings
 from pdserve.api.generation import TURN_TOKENS, ChoiceOutput, Generation
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import CallPiece, MessageParts, joined
@@ -86,7 +86,7 @@ class ChoiceText:
         self,
         choice: int,
         detokenizer: Detokenizer,
-        stop_strings: StopStrings,
+        stop_strings: Stops,
         shown_stop_ids: frozenset[int],
         min_tokens: int = 0,
         *,
@@ -287,9 +287,7 @@ class ChoiceText:
 
     def _stop_at_end(self) -> str | None:
         """Returns the stop string that ends the choice if no more text follows."""
-        stop_strings = copy(self._stop_strings)
-        stop_strings.add(self._detokenizer.flush(), may_end=self._num_tokens > self._min_tokens)
-        return stop_strings.found_string
+        return self._stop_strings.at_end(self._detokenizer.flush(), may_end=self._num_tokens > self._min_tokens)
 
     def _until_stop(self, token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None) -> tuple[str, int]:
         """Returns the text up to the first stop string, and how many tokens it is made of.

@@ -97,6 +97,16 @@ class CallParser(ABC):
             parts.content(self._fresh)
             self._fresh = None
 
+    @property
+    def unread(self) -> int:
+        """How many of the last characters no state has taken yet."""
+        return len(self._waiting)
+
+    @property
+    def undecided(self) -> int:
+        """How many of the last characters may still become content."""
+        return len(self._fresh or "") + len(self._held) + len(self._waiting)
+
     def _run(self) -> None:
         while self._waiting and self._state():
             pass

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from pdserve.api.message.call_parser import CallParser
 from pdserve.api.message.parts import MessageParts, PartsBuilder
 from pdserve.api.message.reasoning import ReasoningParser
 
 SLICE = 4_096
 """How many characters are read at once. A parser moves what it has not read yet with each step that it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPiece:
+    """Some content, as it stands in the text of an answer."""
+
+    start: int
+    text: str
+
+
+class _ContentPieces(PartsBuilder):
+    """Notes where content stands in the text."""
+
+    def __init__(self, end: Callable[[], int]) -> None:
+        """``end`` returns where the content ends that is told now."""
+        super().__init__()
+        self.pieces: list[ContentPiece] = []
+        self._end = end
+
+    def content(self, text: str) -> None:
+        if text:
+            self.pieces.append(ContentPiece(self._end() - len(text), text))
 
 
 class MessageParser:
@@ -26,6 +51,8 @@ class MessageParser:
         self._calls = calls
         self._show_reasoning = show_reasoning
         self._tells_calls = tells_calls
+        self._length = 0
+        """How long the text is so far."""
 
     @property
     def called(self) -> bool:
@@ -42,13 +69,40 @@ class MessageParser:
     def finish(self) -> MessageParts:
         """Returns what was held back, when no more text follows."""
         parts = PartsBuilder()
+        self._finish(parts)
+        return self._shown(parts)
+
+    def _finish(self, parts: PartsBuilder) -> None:
         if self._reasoning is not None:
             self._add_content(self._reasoning.finish(parts), parts)
         if self._calls is not None:
             self._calls.finish(parts)
-        return self._shown(parts)
+
+    def content(self, text: str) -> list[ContentPiece]:
+        """Does what ``add`` does, and returns the content that ``text`` adds."""
+        parts = _ContentPieces(self._read_end)
+        for start in range(0, len(text), SLICE):
+            self._add(text[start : start + SLICE], parts)
+        return parts.pieces
+
+    def rest_of_content(self) -> list[ContentPiece]:
+        """Does what ``finish`` does, and returns the content that was held back."""
+        parts = _ContentPieces(self._read_end)
+        self._finish(parts)
+        return parts.pieces
+
+    @property
+    def decided(self) -> int:
+        """How much of the text is known to be content, or to be none."""
+        waiting = 0 if self._reasoning is None else self._reasoning.undecided
+        return self._length - waiting - (0 if self._calls is None else self._calls.undecided)
+
+    def _read_end(self) -> int:
+        """Returns where the content ends that is told now. All that follows has not been read yet."""
+        return self._length - (0 if self._calls is None else self._calls.unread)
 
     def _add(self, text: str, parts: PartsBuilder) -> None:
+        self._length += len(text)
         self._add_content(text if self._reasoning is None else self._reasoning.add(text, parts), parts)
 
     def _add_content(self, text: str, parts: PartsBuilder) -> None:

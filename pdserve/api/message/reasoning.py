@@ -59,6 +59,11 @@ class ReasoningParser:
         content = self.add("", parts)
         return self._flush_spaces() + content
 
+    @property
+    def undecided(self) -> int:
+        """How many of the last characters may still become content."""
+        return len(self._spaces) + len(self._waiting) if self._state == self._before else 0
+
     def _before(self, parts: PartsBuilder) -> str | None:
         if spaces := self._take_spaces():
             self._spaces += spaces

@@ -19,6 +19,10 @@ class ToolSchema:
     strict: bool = False
     """Whether every call has to follow the schema."""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ToolSchema:
+        """Returns itself: nobody changes a schema."""
+        return self
+
     def parameter(self, name: str) -> Any:
         """Returns the schema of a parameter; None if the function's schema has none for it."""
         properties = self.parameters.get("properties")
