@@ -21,8 +21,8 @@ from pdserve.api.answers.openai_response import (
     Usage,
 )
 from pdserve.api.answers.prompt_scores import PromptScores
-from pdserve.api.answers.text_generation import TextDelta, TextGeneration
-from pdserve.api.message.parts import MessageParts, PartsBuilder
+from pdserve.api.answers.text_generation import TextDelta, TextGeneration, parts_of
+from pdserve.api.message.parts import PartsBuilder
 from pdserve.api.requests.openai_request import GenerationRequest
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_event, internal_error
@@ -59,7 +59,7 @@ class WholeAnswer:
     def add(self, deltas: Sequence[TextDelta]) -> None:
         self._scores.take(deltas)
         for delta in deltas:
-            self._messages[delta.choice].add(MessageParts(delta.text, delta.reasoning, delta.calls))
+            self._messages[delta.choice].add(parts_of(delta))
             self._ids[delta.choice].extend(delta.token_ids)
             if delta.tokens:
                 if self._options.logprobs:

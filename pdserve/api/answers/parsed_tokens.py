@@ -36,6 +36,9 @@ class ParsedTokens:
         self._waiting: list[tuple[ShownToken, int]] = []
         """The tokens of which nothing is shown yet, and how many characters each of them has."""
         self._content: list[ShownToken] = []
+        self._runs: list[int] = []
+        """How many tokens each run of content has, since the last call of ``take``. Calls stand between runs."""
+        self._gap = True
 
     def read(self, piece: TokenPiece, parser: MessageParser) -> MessageParts:
         """Gives the text of one token to ``parser`` and returns what that shows."""
@@ -47,13 +50,20 @@ class ParsedTokens:
     def shown(self, parts: MessageParts) -> None:
         """Notes what a parser shows of the tokens that it has read."""
         if parts.content:
-            self._content += reversed(list(self._last(len(parts.content))))
+            tokens = list(self._last(len(parts.content)))
+            self._content += reversed(tokens)
+            if self._gap:
+                self._runs.append(0)
+            self._runs[-1] += len(tokens)
+            self._gap = False
+        self._gap |= bool(parts.calls or parts.reasoning)
         if parts.content or parts.reasoning or parts.calls:
             self._waiting = []
 
-    def take(self) -> list[ShownToken]:
-        """Returns the tokens of the content that was shown since the last call."""
-        taken, self._content = self._content, []
+    def take(self) -> tuple[list[ShownToken], list[int]]:
+        """Returns the tokens of the content that was shown since the last call, and how many each run of it has."""
+        taken = self._content, self._runs
+        self._content, self._runs, self._gap = [], [], True
         return taken
 
     def _last(self, chars: int) -> Iterator[ShownToken]:

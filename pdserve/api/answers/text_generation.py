@@ -23,7 +23,7 @@ from pdserve.api.answers.openai_response import StopReason
 from pdserve.api.answers.parsed_tokens import ParsedTokens, cut_at_tokens
 from pdserve.api.generation import TURN_TOKENS, ChoiceOutput, Generation
 from pdserve.api.message.message_parser import MessageParser
-from pdserve.api.message.parts import CallPiece, MessageParts, joined
+from pdserve.api.message.parts import CallPiece, MessageParts, Piece, joined
 from pdserve.api.message.reasoning_tokens import ReasoningTokens
 from pdserve.api.metrics.request_metrics import RequestMetrics
 from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
@@ -57,6 +57,10 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The log probabilities of the choice's prompt. Other choices may have the same prompt."""
     parsed_tokens: Sequence[ShownToken] | None = None
     """Those of ``tokens``, and of earlier deltas, that ``text`` is made of; None if all of ``tokens`` are."""
+    parsed_runs: Sequence[int] = ()
+    """How many of ``parsed_tokens`` each piece of content in ``order`` has."""
+    order: Sequence[Piece] = ()
+    """Text, reasoning and calls in the order in which they came, where there are several pieces."""
 
     @property
     def matched_stop(self) -> StopReason:
@@ -265,8 +269,10 @@ class ChoiceText:
         return [self._parsed_tokens.read(piece, parser) for piece in pieces]
 
     def _with_parsed_tokens(self, delta: TextDelta) -> TextDelta:
-        taken = self._parsed_tokens.take()
-        return msgspec.structs.replace(delta, parsed_tokens=taken) if taken or delta.tokens else delta
+        taken, runs = self._parsed_tokens.take()
+        if not (taken or delta.tokens):
+            return delta
+        return msgspec.structs.replace(delta, parsed_tokens=taken, parsed_runs=runs)
 
     def _stop_reason(self, output: RequestOutput) -> StopReason:
         last, stopped = output.new_token_ids[-1:] or self._last_resumed, output.finish is FinishReason.STOP
@@ -556,8 +562,9 @@ def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         tokens=[token for delta in deltas for token in delta.tokens],
         parsed_tokens=_joined_tokens(deltas),
+        parsed_runs=[count for delta in deltas for count in delta.parsed_runs],
     )
-    return _with_parts(whole, [MessageParts(delta.text, delta.reasoning, delta.calls) for delta in deltas])
+    return _with_parts(whole, [parts_of(delta) for delta in deltas])
 
 
 def _joined_tokens(deltas: Sequence[TextDelta]) -> Sequence[ShownToken] | None:
@@ -569,4 +576,11 @@ def _joined_tokens(deltas: Sequence[TextDelta]) -> Sequence[ShownToken] | None:
 def _with_parts(delta: TextDelta, parts: Sequence[MessageParts]) -> TextDelta:
     """Returns ``delta`` with ``parts`` as all that it shows."""
     whole = parts[0] if len(parts) == 1 else joined(parts)
-    return msgspec.structs.replace(delta, text=whole.content, reasoning=whole.reasoning, calls=whole.calls)
+    return msgspec.structs.replace(
+        delta, text=whole.content, reasoning=whole.reasoning, calls=whole.calls, order=whole.order
+    )
+
+
+def parts_of(delta: TextDelta) -> MessageParts:
+    """Returns what ``delta`` shows."""
+    return MessageParts(delta.text, delta.reasoning, delta.calls, delta.order)

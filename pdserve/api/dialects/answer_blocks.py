@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,8 +11,9 @@ import msgspec
 
 from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.logprobs import ShownToken
-from pdserve.api.answers.openai_response import ChatChoice, ChatLogprobs, ChatTokenLogprob, Completion, Usage
+from pdserve.api.answers.openai_response import ChatTokenLogprob, Usage
 from pdserve.api.answers.text_generation import TextDelta
+from pdserve.api.message.parts import CallPiece, TextPiece
 from pdserve.api.outcome import ChoiceOutcome
 from pdserve.errors import RequestError
 
@@ -72,12 +73,15 @@ class BlockEvents(Protocol):
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
         """Returns what follows all blocks."""
 
+    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
+        """Returns the answer in one piece."""
+
     def fail(self, blocks: Sequence[Block], error: RequestError) -> list[msgspec.Struct]:
         """Returns what says that the answer breaks off; nothing if the error itself is the last event."""
 
 
 class AnswerBlocks:
-    """The blocks of one streamed answer."""
+    """The blocks of one answer."""
 
     def __init__(self, events: BlockEvents, options: AnswerOptions) -> None:
         self._events = events
@@ -89,15 +93,14 @@ class AnswerBlocks:
         """Returns the events of what ``delta`` adds. The first delta begins the answer, even without text."""
         events = [] if self._begun else self._events.begin()
         self._begun = True
+        if delta.order:
+            return events + self._in_order(delta)
         if delta.reasoning:
             events += self._show(BlockKind.REASONING, delta.reasoning)
         if delta.text:
             events += self._show(BlockKind.TEXT, delta.text, delta.text_tokens)
         for piece in delta.calls:
-            if piece.name is not None:
-                events += self._open(BlockKind.CALL, self._options.call_id(0, piece.index), piece.name)
-            if piece.arguments:
-                events += self._show(BlockKind.CALL, piece.arguments)
+            events += self._call(piece)
         return events
 
     def end(self, end: AnswerEnd) -> list[msgspec.Struct]:
@@ -106,9 +109,46 @@ class AnswerBlocks:
         events += self._events.close(self._blocks[-1], cut=end.cut)
         return events + self._events.end(self._blocks, end)
 
+    def whole(self) -> Sequence[Block]:
+        """Returns the blocks of an answer that has ended and goes out in one piece."""
+        if not self._blocks:
+            self._open(BlockKind.TEXT)
+        return self._blocks
+
     def fail(self, error: RequestError) -> list[msgspec.Struct]:
         """Returns the events that say that the answer breaks off, if the dialect has any."""
         return self._events.fail(self._blocks, error)
+
+    def _in_order(self, delta: TextDelta) -> list[msgspec.Struct]:
+        events: list[msgspec.Struct] = []
+        texts = self._tokens(delta)
+        for piece in delta.order:
+            if isinstance(piece, CallPiece):
+                events += self._call(piece)
+            elif piece.thought:
+                events += self._show(BlockKind.REASONING, piece.text)
+            else:
+                events += self._show(BlockKind.TEXT, piece.text, next(texts))
+        return events
+
+    def _tokens(self, delta: TextDelta) -> Iterator[Sequence[ShownToken]]:
+        """Yields the tokens of each piece of content; of the first one, all that belong to no certain piece."""
+        texts = sum(isinstance(piece, TextPiece) and not piece.thought for piece in delta.order)
+        tokens, runs = delta.text_tokens, delta.parsed_runs
+        if len(runs) != texts:
+            runs = [len(tokens), *[0] * (texts - 1)]
+        start = 0
+        for count in runs:
+            yield tokens[start : start + count]
+            start += count
+
+    def _call(self, piece: CallPiece) -> list[msgspec.Struct]:
+        events: list[msgspec.Struct] = []
+        if piece.name is not None:
+            events += self._open(BlockKind.CALL, self._options.call_id(0, piece.index), piece.name)
+        if piece.arguments:
+            events += self._show(BlockKind.CALL, piece.arguments)
+        return events
 
     def _show(self, kind: BlockKind, text: str, tokens: Sequence[ShownToken] = ()) -> list[msgspec.Struct]:
         """Returns the events of ``text``, for which a block of its kind begins unless the last one is of that kind."""
@@ -128,31 +168,7 @@ class AnswerBlocks:
         return events + self._events.open(self._blocks[-1])
 
 
-def whole_blocks(completion: Completion) -> list[Block]:
-    """Returns the blocks of a whole answer."""
-    [choice] = completion.choices
-    assert isinstance(choice, ChatChoice)
-    message, blocks = choice.message, []
-    if message.reasoning:
-        blocks.append(Block(BlockKind.REASONING, 0, pieces=[message.reasoning]))
-    if message.content or not (blocks or message.tool_calls):
-        logprobs = [] if choice.logprobs is None else msgspec.json.decode(choice.logprobs, type=ChatLogprobs).content
-        blocks.append(Block(BlockKind.TEXT, len(blocks), pieces=[message.content or ""], logprobs=logprobs))
-    for call in message.tool_calls or ():
-        function = call.function
-        blocks.append(Block(BlockKind.CALL, len(blocks), call.id, function.name or "", [function.arguments]))
-    return blocks
-
-
-def whole_end(completion: Completion) -> AnswerEnd:
-    """Returns how a whole answer ended."""
-    [choice] = completion.choices
-    stop = choice.stop_reason
-    cut = choice.finish_reason == ChoiceOutcome.LENGTH.value
-    return AnswerEnd(cut, stop if isinstance(stop, str) else None, completion.usage)
-
-
-def streamed_end(delta: TextDelta, usage: Usage) -> AnswerEnd:
-    """Returns how a streamed answer ended whose last delta is ``delta``."""
+def answer_end(delta: TextDelta, usage: Usage) -> AnswerEnd:
+    """Returns how an answer ended whose last delta is ``delta``."""
     stop = delta.stop_reason
     return AnswerEnd(delta.outcome is ChoiceOutcome.LENGTH, stop if isinstance(stop, str) else None, usage)

@@ -10,12 +10,13 @@ import msgspec
 from pdserve.api.answers.answer import WholeAnswer
 from pdserve.api.answers.answer_form import CHAT_FORM, AnswerOptions
 from pdserve.api.answers.logprobs import ShownToken
-from pdserve.api.answers.openai_response import Completion, Usage
+from pdserve.api.answers.openai_response import Usage
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
+from pdserve.api.dialects.answer_blocks import AnswerBlocks, BlockEvents, answer_end
 from pdserve.api.dialects.dialect_request import SamplingRequest, TranslatedChat
 from pdserve.api.dialects.dialect_stream import dialect_stream
-from pdserve.api.dialects.messages_answer import MessageEvents, whole_message
-from pdserve.api.dialects.responses_answer import ResponseEvents, whole_response
+from pdserve.api.dialects.messages_answer import MessageEvents
+from pdserve.api.dialects.responses_answer import ResponseEvents
 from pdserve.api.requests.openai_request import BodyParser, Parsed
 from pdserve.errors import InvalidRequest
 from pdserve.http.errors import ErrorForm
@@ -44,17 +45,26 @@ class DialectParser(Generic[S]):
 
 
 class TranslatedAnswer(WholeAnswer):
-    """An answer in one piece, which goes out in a dialect."""
+    """An answer in one piece, which goes out in a dialect. It has the blocks that its stream would have."""
 
-    def __init__(self, options: AnswerOptions, translate: Callable[[Completion], msgspec.Struct]) -> None:
+    def __init__(self, options: AnswerOptions, events: BlockEvents) -> None:
         super().__init__(CHAT_FORM, options)
-        self._translate = translate
+        self._events = events
+        self._blocks = AnswerBlocks(events, options)
+        self._last: TextDelta | None = None
+
+    def add(self, deltas: Sequence[TextDelta]) -> None:
+        super().add(deltas)
+        for delta in deltas:
+            self._blocks.add(delta)
+            self._last = delta
 
     def _scored(self, delta: TextDelta) -> Sequence[ShownToken]:
-        return delta.text_tokens
+        return ()  # the blocks have the log probabilities
 
     def encoded(self, usage: Usage) -> bytes:
-        return msgspec.json.encode(self._translate(self.completion(usage)))
+        assert self._last is not None
+        return msgspec.json.encode(self._events.whole(self._blocks.whole(), answer_end(self._last, usage)))
 
 
 class ResponsesAnswers:
@@ -69,7 +79,7 @@ class ResponsesAnswers:
         return dialect_stream(events, ErrorForm.RESPONSES, generation, first, options)
 
     def whole(self, body: TranslatedChat, options: AnswerOptions) -> WholeAnswer:
-        return TranslatedAnswer(options, lambda completion: whole_response(body.source, options, completion))
+        return TranslatedAnswer(options, ResponseEvents(body.source, options))
 
 
 class MessagesAnswers:
@@ -87,4 +97,4 @@ class MessagesAnswers:
         return dialect_stream(MessageEvents(options), ErrorForm.ANTHROPIC, generation, first, options)
 
     def whole(self, body: TranslatedChat, options: AnswerOptions) -> WholeAnswer:
-        return TranslatedAnswer(options, lambda completion: whole_message(options, completion))
+        return TranslatedAnswer(options, MessageEvents(options))

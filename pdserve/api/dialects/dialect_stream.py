@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pdserve.api.answers.answer import usage_of
 from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
-from pdserve.api.dialects.answer_blocks import AnswerBlocks, BlockEvents, streamed_end
+from pdserve.api.dialects.answer_blocks import AnswerBlocks, BlockEvents, answer_end
 from pdserve.api.dialects.event_groups import EventGroups
 from pdserve.errors import RequestError
 from pdserve.http.errors import ErrorForm, error_event, internal_error
@@ -39,7 +39,7 @@ async def dialect_stream(
                 shown = blocks.add(delta)
                 last = delta.outcome is not None and delta.outcome.is_answer
                 if last:
-                    shown += blocks.end(streamed_end(delta, usage_of(generation)))
+                    shown += blocks.end(answer_end(delta, usage_of(generation)))
                 data += groups.write(delta.token_ids, shown, last=last)
             if data:
                 begun = True

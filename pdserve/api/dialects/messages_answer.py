@@ -10,10 +10,9 @@ import msgspec
 from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.openai_response import (
     ChatTokenLogprob,
-    Completion,
     Usage,
 )
-from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind, whole_blocks, whole_end
+from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind
 from pdserve.api.message.json_text import as_object
 from pdserve.errors import RequestError
 
@@ -169,11 +168,6 @@ class MessageEvents:
     ) -> AnthropicAnswer:
         name = f"msg_{self._options.answer.id.hex()}"
         return AnthropicAnswer(name, self._options.model, content, cause, stop_string, usage)
-
-
-def whole_message(options: AnswerOptions, completion: Completion) -> AnthropicAnswer:
-    """Returns the message that a whole answer is."""
-    return MessageEvents(options).whole(whole_blocks(completion), whole_end(completion))
 
 
 def _block(block: Block, *, cut: bool = False) -> AnthropicBlock:

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pdserve.api.answers.answer_form import AnswerOptions
-from pdserve.api.answers.openai_response import ChatTokenLogprob, Completion, Usage
-from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind, whole_blocks, whole_end
+from pdserve.api.answers.openai_response import ChatTokenLogprob, Usage
+from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind
 from pdserve.api.dialects.responses_request import (
     ReasoningSettings,
     ResponsesRequest,
@@ -308,11 +308,6 @@ class ResponseEvents:
             store=self._options.kept,
             top_logprobs=request.top_logprobs or 0,
         )
-
-
-def whole_response(request: ResponsesRequest, options: AnswerOptions, completion: Completion) -> ResponseObject:
-    """Returns the response that a whole answer is."""
-    return ResponseEvents(request, options).whole(whole_blocks(completion), whole_end(completion))
 
 
 def _status(*, cut: bool) -> ItemStatus:

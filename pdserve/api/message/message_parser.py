@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.api.message.call_parser import CallParser
-from pdserve.api.message.parts import MessageParts, PartsBuilder
+from pdserve.api.message.parts import CallPiece, MessageParts, PartsBuilder
 from pdserve.api.message.reasoning import ReasoningParser
 
 SLICE = 4_096
@@ -113,4 +113,9 @@ class MessageParser:
 
     def _shown(self, builder: PartsBuilder) -> MessageParts:
         parts = builder.parts()
-        return parts if self._show_reasoning else MessageParts(parts.content, "", parts.calls)
+        return parts if self._show_reasoning or not parts.reasoning else _without_reasoning(parts)
+
+
+def _without_reasoning(parts: MessageParts) -> MessageParts:
+    order = [piece for piece in parts.order if isinstance(piece, CallPiece) or not piece.thought]
+    return MessageParts(parts.content, "", parts.calls, tuple(order) if len(order) > 1 else ())

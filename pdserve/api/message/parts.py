@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -18,6 +20,17 @@ class CallPiece(msgspec.Struct, frozen=True, gc=False):
     """The next characters of the arguments, which are a JSON object."""
 
 
+class TextPiece(msgspec.Struct, frozen=True, gc=False):
+    """Content, or reasoning, that comes in a row."""
+
+    text: str
+    thought: bool = False
+    """Whether it is reasoning."""
+
+
+Piece: TypeAlias = TextPiece | CallPiece
+
+
 class MessageParts(msgspec.Struct, frozen=True):
     """What is new of one message."""
 
@@ -25,6 +38,21 @@ class MessageParts(msgspec.Struct, frozen=True):
     reasoning: str = ""
     calls: Sequence[CallPiece] = ()
     """At most one piece of each call."""
+    order: Sequence[Piece] = ()
+    """All of it in the order in which it came; empty if it is one piece, or nothing."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """All of it in its order."""
+        if self.order:
+            return self.order
+        texts = ((self.reasoning, True), (self.content, False))
+        return (*(TextPiece(text, thought) for text, thought in texts if text), *self.calls)
+
+
+class _Kind(enum.Enum):
+    CONTENT = enum.auto()
+    REASONING = enum.auto()
 
 
 class PartsBuilder:
@@ -36,28 +64,54 @@ class PartsBuilder:
         self._names: dict[int, str | None] = {}
         """The calls that have pieces, and the names that these had."""
         self._arguments: dict[int, list[str]] = {}
+        self._order: list[tuple[int | _Kind, list[str]]] = []
+        """The texts of each piece, behind its kind, which for a call is its number."""
 
     def content(self, text: str) -> None:
         self._content.append(text)
+        if text:
+            self._add_to(_Kind.CONTENT, text)
 
     def reasoning(self, text: str) -> None:
         self._reasoning.append(text)
+        if text:
+            self._add_to(_Kind.REASONING, text)
 
     def call(self, index: int, name: str | None, arguments: str) -> None:
         self._names.setdefault(index, name)
         self._arguments.setdefault(index, []).append(arguments)
+        self._add_to(index, arguments)
 
     def add(self, parts: MessageParts) -> None:
-        if parts.content:
-            self._content.append(parts.content)
-        if parts.reasoning:
-            self._reasoning.append(parts.reasoning)
-        for piece in parts.calls:
-            self.call(piece.index, piece.name, piece.arguments)
+        for piece in parts.pieces:
+            if isinstance(piece, CallPiece):
+                self.call(piece.index, piece.name, piece.arguments)
+            elif piece.thought:
+                self.reasoning(piece.text)
+            else:
+                self.content(piece.text)
 
     def parts(self) -> MessageParts:
         calls = tuple(CallPiece(index, name, "".join(self._arguments[index])) for index, name in self._names.items())
-        return MessageParts("".join(self._content), "".join(self._reasoning), calls)
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        return MessageParts(content, reasoning, calls, self._ordered() if len(self._order) > 1 else ())
+
+    def _add_to(self, kind: int | _Kind, text: str) -> None:
+        if not self._order or self._order[-1][0] != kind:
+            self._order.append((kind, []))
+        self._order[-1][1].append(text)
+
+    def _ordered(self) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
+        named = set[int]()
+        for kind, texts in self._order:
+            text = "".join(texts)
+            if isinstance(kind, _Kind):
+                pieces.append(TextPiece(text, kind is _Kind.REASONING))
+            else:
+                pieces.append(CallPiece(kind, None if kind in named else self._names[kind], text))
+                named.add(kind)
+        return tuple(pieces)
 
 
 def joined(parts: Sequence[MessageParts]) -> MessageParts:

@@ -180,15 +180,17 @@ I add.
 <tool_call>
 {"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}
 </tool_call>
+Then I stop.
 <tool_call>
 {"name": "stop", "arguments": {}}
-</tool_call>"""
-"""An answer with a block of each kind."""
+</tool_call>
+Done."""
+"""An answer with a block of each kind, and text before, between and behind calls."""
 FORMATS = MessageFormats(ToolFormat.HERMES, ReasoningFormat.THINK)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("group", [1, 4, 100])
 @pytest.mark.parametrize("path", sorted(CHECKS))
 async def test_reasoning_and_calls_are_blocks_and_can_be_resumed_anywhere(
     path: str, group: int, tokenizer: Tokenizer
@@ -227,13 +229,17 @@ RESPONSE_ITEMS = [
     ("reasoning", "Adding is easy.\n"),
     ("message", "I add.\n"),
     ("function_call", '{"a": 1, "b": [2, "x"]}'),
+    ("message", "Then I stop.\n"),
     ("function_call", "{}"),
+    ("message", "Done."),
 ]
 MESSAGE_BLOCKS = [
     {"type": "thinking", "thinking": "Adding is easy.\n", "signature": ""},
     {"type": "text", "text": "I add.\n", "citations": None},
     {"type": "tool_use", "id": None, "name": "add", "input": {"a": 1, "b": [2, "x"]}},
+    {"type": "text", "text": "Then I stop.\n", "citations": None},
     {"type": "tool_use", "id": None, "name": "stop", "input": {}},
+    {"type": "text", "text": "Done.", "citations": None},
 ]
 
 
@@ -295,8 +301,11 @@ async def test_log_probabilities_of_a_response_are_those_of_its_text_alone(group
         stream = (await node.begin(RESPONSES, {**body, "stream": True})).body
     assert cut(stream) == (stream, b"")
     last = events_in(stream)[-1]["response"]
-    [part] = last["output"][1]["content"]
-    assert "".join(each["token"] for each in part["logprobs"]) == part["text"] == "I add.\n"
+    parts = [part for item in last["output"] if item["type"] == "message" for part in item["content"]]
+    assert [part["text"] for part in parts] == ["I add.\n", "Then I stop.\n", "Done."]
+    for part in parts:
+        # Its first token may have the line's end behind the call, which is not shown.
+        assert "".join(each["token"] for each in part["logprobs"]).lstrip() == part["text"]
     assert last == whole
 
 
