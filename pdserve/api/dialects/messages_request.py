@@ -129,11 +129,11 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
         where = f"messages[{place}].content"
         match message.role:
             case "user":
-                messages += _user_messages(message.content, where)
+                _add(messages, *_user_messages(message.content, where))
             case "assistant":
-                messages.append(_assistant_message(message.content, where))
+                _add(messages, _assistant_message(message.content, where))
             case "system":
-                messages.append({"role": "system", "content": _text(message.content, where)})
+                _add(messages, {"role": "system", "content": _text(message.content, where)})
     # An answer goes on with an assistant's message at the end, if there is one.
     continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     chosen = _tool_choice(request)
@@ -155,6 +155,21 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
         tool_choice=None if chosen is None else _chat_tool_choice(chosen),
         parallel_tool_calls=False if chosen is not None and chosen.disable_parallel_tool_use else None,
     )
+
+
+def _add(messages: list[dict[str, Any]], *added: dict[str, Any]) -> None:
+    """Adds messages. Neighbours of one role are one message, as Anthropic has it, but for results of tools."""
+    for message in added:
+        if messages and messages[-1]["role"] == message["role"] != "tool":
+            before = messages.pop()
+            joined = {**before, **message}
+            for name in ("content", "reasoning_content"):
+                if name in joined:
+                    joined[name] = "\n".join(filter(None, (before.get(name), message.get(name))))
+            if "tool_calls" in joined:
+                joined["tool_calls"] = [*before.get("tool_calls", ()), *message.get("tool_calls", ())]
+            message = joined
+        messages.append(message)
 
 
 def unheeded_fields_of_messages(request: MessagesRequest) -> tuple[str, ...]:

@@ -225,7 +225,12 @@ _ADVICE = {
 
 
 def _add_messages(messages: list[dict[str, Any]], items: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Adds the items of ``name`` as chat messages. What the assistant said and called in a row is one message."""
+    """Adds the items of ``name`` as chat messages.
+
+    What the assistant said and called in a row is one message, and so is what the user said, and what ``instructions``
+    and the system say before all others.
+    """
+    first = len(messages)
     for place, raw in enumerate(items):
         where = f"{name}[{place}]"
         match read_part(raw, _ITEMS, where, default="message"):
@@ -234,7 +239,12 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[Mapping[str, A
                 turn = _assistant_turn(messages)
                 turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
             case MessageItem(role=role, content=content):
-                messages.append({"role": role, "content": _text(content, f"{where}.content", _TEXTS)})
+                text = _text(content, f"{where}.content", _TEXTS)
+                starts = role == "system" and len(messages) == 1
+                if messages and messages[-1]["role"] == role and (starts or (role == "user" and len(messages) > first)):
+                    messages[-1]["content"] += f"\n\n{text}" if starts else f"\n{text}"
+                else:
+                    messages.append({"role": role, "content": text})
             case FunctionCallItem(status="incomplete") if name == "previous_response_id":
                 pass  # The limit of tokens cut its arguments, and no template renders half of a call.
             case FunctionCallItem(call_id=call_id, name=called, arguments=arguments, namespace=namespace):

@@ -7,7 +7,7 @@ template that knows no tools is given the conversation in words that any model c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import msgspec
@@ -56,7 +56,7 @@ def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, cr
     messages = plain_messages(request.messages or [])
     tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls).shown
     if "developer" not in tokenizer.chat_template:
-        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+        messages = without_developer(messages)
     if "tools" not in tokenizer.chat_template:
         messages = spelled_out(messages, tools)
     return tokenizer.render_chat(
@@ -88,9 +88,33 @@ def unheeded_fields(request: ChatRequest, template: str) -> tuple[str, ...]:
     return () if known else ("reasoning_effort",)
 
 
+def without_developer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages for a template that knows no developer: he speaks as the system.
+
+    What system and developer say at the beginning is one message, because many templates take no second one.
+    """
+    told = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+    head = list(takewhile(lambda one: one["role"] == "system", told))
+    if len(head) < 2 or all(one["role"] == "system" for one in messages[: len(head)]):
+        return told
+    return [{**head[0], "content": "\n\n".join(one["content"] for one in head)}, *told[len(head) :]]
+
+
 def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Returns messages for a template that knows no tools: functions, calls and results are in their contents."""
-    told = [_in_words(message) for message in messages]
+    """Returns messages for a template that knows no tools: functions, calls and results are in their contents.
+
+    What was put in words is one message with its neighbours of the same role, as templates want turns to alternate.
+    """
+    told: list[dict[str, Any]] = []
+    joins = False
+    for message in messages:
+        worded = _in_words(message)
+        joins_next = worded is not message
+        if told and told[-1]["role"] == worded["role"] and (joins or joins_next):
+            text = "\n".join(filter(None, [told[-1]["content"], worded["content"]]))
+            worded, joins_next = {**told.pop(), **worded, "content": text}, True
+        told.append(worded)
+        joins = joins_next
     if not tools:
         return told
     lines = "\n".join(_encode(_shown(tool)) for tool in tools)

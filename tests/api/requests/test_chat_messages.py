@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
+from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages
+from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
 from pdserve.api.requests.chat_messages import plain_messages, render_chat, unheeded_fields
 from pdserve.api.requests.openai_request import ChatRequest
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
@@ -111,6 +113,93 @@ def test_a_template_that_knows_no_tools_gets_them_in_words(tokenizer: Tokenizer)
     assert "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>" in text
     alone = render_chat(chat(tools=[TOOL], messages=CONVERSATION[1:2]), tokenizer, 0)
     assert alone.startswith("<|im_start|>system\nYou can call these functions.")
+
+
+STRICT = """{%- set first = 1 if messages[0].role == "system" else 0 %}
+{%- if first %}[{{ messages[0].content }}]{% endif %}
+{%- for message in messages[first:] %}
+{%- if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif %}
+{%- if message.role not in ("user", "assistant") %}{{ raise_exception("no such role") }}{% endif %}
+{{- "\\n" + message.role + ": " + message.content }}
+{%- endfor %}"""
+"""As Gemma's: one system message, and turns that alternate."""
+USER = {"role": "user", "content": "Weather?"}
+CALLED = {"role": "assistant", "content": "I look.", "tool_calls": [CALL, {**CALL, "id": "c2"}]}
+RESULTS = [{"role": "tool", "tool_call_id": name, "content": text} for name, text in (("c1", "sunny"), ("c2", "warm"))]
+
+SAID = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in RESULTS]
+
+
+@pytest.fixture(scope="module")
+def strict(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return with_template(model_dir, tmp_path_factory.mktemp("strict") / "model", STRICT)
+
+
+@pytest.mark.parametrize(
+    ("messages", "ending"),
+    [
+        ([USER, CALLED, *RESULTS], "user: " + "\n".join(SAID)),
+        ([USER, CALLED, *RESULTS, {"role": "user", "content": "And?"}], "user: " + "\n".join([*SAID, "And?"])),
+        ([USER, CALLED, *RESULTS, {"role": "assistant", "content": "Fine."}, USER], "user: Weather?"),
+        ([USER, {"role": "assistant", "content": "Hm."}, {**CALLED, "content": None}, *RESULTS], "\n".join(SAID)),
+        ([{"role": "system", "content": "A"}, {"role": "developer", "content": "B"}, USER], "[A\n\nB]\nuser: Weather?"),
+        ([{"role": "developer", "content": "A"}, {"role": "system", "content": "B"}, USER], "[A\n\nB]\nuser: Weather?"),
+    ],
+    ids=["two results", "results and text", "a later turn", "text and calls", "system, developer", "developer, system"],
+)
+def test_what_pdserve_puts_in_other_words_is_joined_for_strict_templates(
+    messages: list[dict[str, Any]], ending: str, strict: Tokenizer
+) -> None:
+    assert render_chat(chat(messages=messages), strict, 0).endswith(ending)
+    render_chat(chat(messages=messages, tools=[TOOL]), strict, 0)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, USER],
+        [USER, {"role": "system", "content": "A"}],
+        [{"role": "system", "content": "A"}, {"role": "system", "content": "B"}, USER],
+        [*RESULTS, {"role": "assistant", "content": "Fine."}, USER, {"role": "developer", "content": "A"}],
+    ],
+)
+def test_what_a_template_refuses_by_its_own_rule_stays_refused(
+    messages: list[dict[str, Any]], strict: Tokenizer
+) -> None:
+    with pytest.raises(InvalidRequest, match="refuses these messages"):
+        render_chat(chat(messages=messages), strict, 0)
+
+
+def test_a_conversation_of_codex_reaches_a_strict_template(strict: Tokenizer) -> None:
+    """It begins each turn with instructions, a developer's message and what it says in the user's name."""
+    said = [("developer", "Be careful."), ("user", "I am in /work."), ("user", "Go.")]
+    items = [
+        {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]} for role, text in said
+    ]
+    for system in ([], [{"role": "system", "content": "Short."}]):
+        body = {"model": "m", "instructions": "Help.", "input": [*system, *items]}
+        text = render_chat(chat_of_response(msgspec.convert(body, ResponsesRequest)), strict, 0)
+        told = ["Help.", *(one["content"] for one in system), "Be careful."]
+        assert text == "[" + "\n\n".join(told) + "]\nuser: I am in /work.\nGo."
+
+
+def test_a_conversation_of_anthropic_s_clients_reaches_a_strict_template(strict: Tokenizer) -> None:
+    """Neighbours of one role are one turn there, and results come with the user's text."""
+    result = [{"type": "tool_result", "tool_use_id": name, "content": text} for name, text in (("t", "3"), ("u", "4"))]
+    use: list[dict[str, Any]] = [{"type": "tool_use", "id": name, "name": "add", "input": {}} for name in ("t", "u")]
+    turns = [
+        {"role": "system", "content": "Short."},
+        *({"role": "user", "content": text} for text in ("Hi.", "Add.")),
+        {"role": "assistant", "content": [{"type": "text", "text": "I add."}]},
+        {"role": "assistant", "content": use},
+        {"role": "user", "content": [*result, {"type": "text", "text": "And?"}]},
+    ]
+    body = {"model": "m", "max_tokens": 9, "system": "Help.", "messages": turns}
+    text = render_chat(chat_of_messages(msgspec.convert(body, MessagesRequest)), strict, 0)
+    assert text.startswith("[Help.\nShort.]\nuser: Hi.\nAdd.\nassistant: I add.\n<tool_call>")
+    assert text.endswith(
+        "</tool_call>\nuser: <tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>\nAnd?"
+    )
 
 
 def call(**fields: Any) -> dict[str, Any]:
