@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from pdserve.errors import GrammarRefused, PdserveError
 from pdserve.grammars.compiling import MAX_MESSAGE_CHARS, compile_grammar, thread_with_deep_stack
+from pdserve.grammars.schema_ends import Endless, with_ends
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.process import die_with_parent
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial, TriedGrammar
@@ -66,6 +67,10 @@ def try_grammar(trial: GrammarTrial, vocabulary: LLTokenizer) -> TriedGrammar:
             grammar = _as_lark(grammar)
         except GrammarRefused as exc:
             return TriedGrammar(trial.grammar, str(exc))
+    try:
+        grammar = with_ends(grammar, vocabulary)
+    except Endless as exc:
+        return TriedGrammar(trial.grammar, str(exc), exc.place)
     refusal = _refusal(grammar, vocabulary)
     if refusal and grammar.kind is GrammarKind.JSON_SCHEMA:
         return TriedGrammar(grammar, *_place(grammar.text, refusal, vocabulary))

@@ -54,7 +54,7 @@ class TriedGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of a trial. The grammar compiles if there is no ``refusal``."""
 
     grammar: Grammar
-    """The grammar, in Lark if it was in GBNF."""
+    """The grammar, in Lark if it was in GBNF, with what the trial has left out of its schemas."""
     refusal: str = ""
     place: str = ""
     """The part of a JSON Schema that is at fault, as in ``properties.name``; empty if that is not known."""

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdserve.grammars.references import referred
+
 STRING, INTEGER, FRACTION, BOOLEAN, NULL, ARRAY, OBJECT = (
     *("string", "integer", "fraction", "boolean", "null"),
     *("array", "object"),
@@ -131,22 +133,6 @@ def _ruled_out(schema: Any) -> frozenset[str]:
         case {**rest} if not rest:
             return KINDS
     return _NOTHING
-
-
-def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Returns the schema that a reference within ``root`` means; True, which admits everything, if it means none."""
-    if not reference.startswith("#"):
-        return True
-    found: Any = root
-    for step in filter(None, reference[1:].split("/")):
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return True
-    return found
 
 
 @dataclass(frozen=True, slots=True)
