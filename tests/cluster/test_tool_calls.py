@@ -53,3 +53,31 @@ def test_a_forced_call_is_valid_through_prefill_and_decode_nodes(pd_cluster: Clu
     assert list(arguments) == ["city", "unit", "days"]
     assert arguments["unit"] in ("celsius", "fahrenheit")
     assert 1 <= arguments["days"] <= 9
+
+
+@pytest.mark.timeout(300)
+def test_what_agents_send_goes_through_prefill_and_decode_nodes(pd_cluster: Cluster) -> None:
+    """A schema with dead ends, a call that is no JSON, results beside text, and a stop string."""
+    closed = {**PARAMETERS, "patternProperties": {"^(city|unit|days)$": {}}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": closed}}]
+    answer = forced(pd_cluster, tools=tools, temperature=1.5, seed=7)
+    [call] = answer["message"]["tool_calls"]
+    assert list(json.loads(call["function"]["arguments"])) == ["city", "unit", "days"]
+    broken = {**call, "function": {"name": "get_weather", "arguments": '{"city": "Par\nis'}}
+    said = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "What is the weather in Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [broken]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "no JSON"},
+        {"role": "user", "content": "Again."},
+    ]
+    again = forced(pd_cluster, messages=said, stop=["city", "{"])
+    assert again["finish_reason"] == "tool_calls"
+    assert json.loads(again["message"]["tool_calls"][0]["function"]["arguments"])["days"]
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+    endless = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": endless}}]
+    body = {"model": MODEL, "messages": said[1:2], "tools": tools, "max_tokens": 9}
+    refused = http(pd_cluster.url + "/v1/chat/completions", body)
+    assert (refused.status, refused.json()["error"]["code"]) == (400, "invalid_grammar")
+    assert "'$defs.node'" in refused.json()["error"]["message"]
