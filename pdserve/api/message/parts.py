@@ -59,27 +59,21 @@ class PartsBuilder:
     """Puts together what one piece of text adds."""
 
     def __init__(self) -> None:
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
         self._names: dict[int, str | None] = {}
         """The calls that have pieces, and the names that these had."""
-        self._arguments: dict[int, list[str]] = {}
         self._order: list[tuple[int | _Kind, list[str]]] = []
         """The texts of each piece, behind its kind, which for a call is its number."""
 
     def content(self, text: str) -> None:
-        self._content.append(text)
         if text:
             self._add_to(_Kind.CONTENT, text)
 
     def reasoning(self, text: str) -> None:
-        self._reasoning.append(text)
         if text:
             self._add_to(_Kind.REASONING, text)
 
     def call(self, index: int, name: str | None, arguments: str) -> None:
         self._names.setdefault(index, name)
-        self._arguments.setdefault(index, []).append(arguments)
         self._add_to(index, arguments)
 
     def add(self, parts: MessageParts) -> None:
@@ -92,9 +86,15 @@ class PartsBuilder:
                 self.content(piece.text)
 
     def parts(self) -> MessageParts:
-        calls = tuple(CallPiece(index, name, "".join(self._arguments[index])) for index, name in self._names.items())
-        content, reasoning = "".join(self._content), "".join(self._reasoning)
-        return MessageParts(content, reasoning, calls, self._ordered() if len(self._order) > 1 else ())
+        order = self._order
+        if len(order) == 1 and order[0][0] is _Kind.CONTENT:
+            return MessageParts("".join(order[0][1]))
+        texts: dict[int | _Kind, list[str]] = {}
+        for kind, pieces in order:
+            texts.setdefault(kind, []).extend(pieces)
+        calls = tuple(CallPiece(index, name, "".join(texts[index])) for index, name in self._names.items())
+        content, reasoning = (texts.get(kind, ()) for kind in (_Kind.CONTENT, _Kind.REASONING))
+        return MessageParts("".join(content), "".join(reasoning), calls, self._ordered() if len(order) > 1 else ())
 
     def _add_to(self, kind: int | _Kind, text: str) -> None:
         if not self._order or self._order[-1][0] != kind:
