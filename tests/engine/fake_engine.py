@@ -19,7 +19,7 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.wire.engine import RequestOutput
+from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.ids import new_id
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
@@ -56,6 +56,20 @@ class FakeStepAhead:
         return FakeLaunchedStep(BatchPlan([Work(request, 1) for request, _ in going]), [token for _, token in going])
 
 
+@dataclass
+class FakeGrammars:
+    """A ``GrammarOpener`` that a test tells which requests can have no matcher, and why."""
+
+    refused: list[tuple[Request, str]] = field(default_factory=list)
+
+    def open(self, parent: Request) -> None:
+        """A request without a grammar needs no matcher."""
+
+    def take(self) -> list[tuple[Request, str]]:
+        refused, self.refused = self.refused, []
+        return refused
+
+
 class FakeEngine:
     """One engine whose ``step`` does what a turn of the step loop does."""
 
@@ -90,7 +104,10 @@ class FakeEngine:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_waiting=100, batching=batching
         )
         stop = StopRule(frozenset({EOS}), max_len)
-        self.scheduler = Scheduler(self.blocks, config, stop, self.collector, self.connector.release, placement)
+        self.grammars = FakeGrammars()
+        self.scheduler = Scheduler(
+            self.blocks, config, stop, self.collector, self.connector.release, placement, self.grammars.open
+        )
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, RequestOutput] = {}
         self.scores: dict[int, PromptLogprobs] = {}
@@ -118,10 +135,11 @@ class FakeEngine:
         movable: bool = False,
         priority: int = 0,
         own_targets: RequestTargets = NO_OWN_TARGETS,
+        deadline_s: float = 10_000,
     ) -> Request:
         """Adds one prompt. Its answers are ``local_id``, ``local_id + 1`` and so on, one for each seed.
 
-        ``emitted`` has the tokens that each answer's client has from another node.
+        ``emitted`` has the tokens that each answer's client has from another node. A turn takes one second.
         """
         own, *others = emitted or [()] * len(seeds)
         request = Request(
@@ -130,7 +148,7 @@ class FakeEngine:
             num_prompt_tokens=len(prompt),
             sampling=SamplingParams(max_tokens=max_tokens, seed=seeds[0], prompt_logprobs=0 if scored else None),
             arrived=self.now,
-            deadline=self.now + 10_000,
+            deadline=self.now + deadline_s,
             local_id=local_id,
             group_id=group_id or b"",
             cache_salt=salt,
@@ -151,24 +169,39 @@ class FakeEngine:
         return request
 
     def step(self) -> BatchPlan:
+        """Does what a turn of ``StepLoop.run`` does, in its order (``test_fake_engine.py``)."""
         self.now += 1
         self.connector.poll(self.scheduler, self.now)
+        self._expire()
+        self._take_grammars()
         step = self._launch() if self._ahead is None else self._ahead.joined()
-        self._ahead = self._launch_ahead(step.plan, step.sampled) if self._overlap else None
-        for request, logprobs in step.scored:
-            self.scheduler.scored(request, logprobs)
-        assert self.scheduler.postprocess(step.plan, step.sampled, self.now) == []
-        self.connector.stepped(self.scheduler, step.plan, self.now)
+        self._ahead = None if step is None else self._launch_ahead(step)
+        if step is not None:
+            self._postprocess(step)
+        self.blocks.clean(self.model.clear)
         self.collect()
-        return step.plan
+        return BatchPlan() if step is None else step.plan
 
-    def _launch(self) -> FakeLaunchedStep:
+    def _expire(self) -> None:
+        for request in self.scheduler.expired(self.now):
+            self.connector.give_up(request, "deadline passed", FailureCause.DEADLINE)
+            self.scheduler.finish(request, FinishReason.DEADLINE)
+
+    def _take_grammars(self) -> None:
+        for request, why in self.grammars.take():
+            self.connector.give_up(request, why, FailureCause.PROMPT)
+            self.scheduler.finish(request, FinishReason.REFUSED, why)
+
+    def _launch(self) -> FakeLaunchedStep | None:
         plan = self.scheduler.schedule(self.now)
-        self.model.copy(plan.copies)
+        if plan.copies:
+            self.model.copy(plan.copies)
         self.connector.start(plan, self.now)
         for request in plan.refused:
             self.connector.give_up(request, "overloaded", FailureCause.LOAD)
             self.scheduler.abort(request)
+        if not plan.work:
+            return None
         scored = [
             (work.request, prompt_logprobs(work.request.token_ids, work.scored_tokens))
             for work in plan.work
@@ -176,14 +209,20 @@ class FakeEngine:
         ]
         return FakeLaunchedStep(plan, [token for work in plan.work for token in self._compute(work)], scored)
 
-    def _launch_ahead(self, plan: BatchPlan, sampled: list[SampledToken]) -> FakeStepAhead | None:
+    def _launch_ahead(self, step: FakeLaunchedStep) -> FakeStepAhead | None:
         """Does what ``launched_step.launch_ahead`` does, on tokens that the scheduler does not know yet."""
-        requests = self.scheduler.decoding_on(plan)
+        requests = self.scheduler.decoding_on(step.plan) if self._overlap else []
         if not requests:
             return None
         self.num_ahead += 1
-        token_of = dict(zip(plan.sampled_requests, sampled, strict=True))
+        token_of = dict(zip(step.plan.sampled_requests, step.sampled, strict=True))
         return FakeStepAhead(requests, [self._compute_ahead(request, token_of[request]) for request in requests])
+
+    def _postprocess(self, step: FakeLaunchedStep) -> None:
+        for request, logprobs in step.scored:
+            self.scheduler.scored(request, logprobs)
+        assert self.scheduler.postprocess(step.plan, step.sampled, self.now) == []
+        self.connector.stepped(self.scheduler, step.plan, self.now)
 
     def _compute_ahead(self, request: Request, unread: SampledToken) -> SampledToken:
         start, known = len(request.token_ids), [*request.token_ids, unread.token_id]

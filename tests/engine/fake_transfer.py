@@ -201,11 +201,11 @@ class Wire:
         self._end(transfer_id, late, PushOutcome.CANCELLED)
 
     def refuse(self, transfer_id: TransferId, reason: str, kind: FailureKind) -> None:
-        """Ends a transfer, of which nothing was sent, by the prefill engine's decision."""
+        """Ends a transfer by the prefill engine's decision: it refuses it, or the time is over."""
         transfer = self._transfers.pop(transfer_id, None)
         if transfer is not None:
-            assert not transfer.sending and not transfer.landed
-            self.decode.pending.append(FetchFailed(transfer_id, reason, 0, (), kind))
+            late = self._fail(transfer_id, transfer, reason, kind)
+            self.decode.pending += [BlocksReleased(late)] if late else []
             self.prefill.pending.append(PushEnded(transfer_id, PushOutcome.FAILED))
 
     def lose(self) -> None:
@@ -213,12 +213,17 @@ class Wire:
         if self._transfers:
             transfer_id = self._random.choice(list(self._transfers))
             transfer = self._transfers.pop(transfer_id)
-            leading = 0
-            while transfer.order.first_block + leading in transfer.landed:
-                leading += 1
-            late = self._still_written(transfer)
-            self.decode.pending.append(FetchFailed(transfer_id, "lost", leading, late))
+            late = self._fail(transfer_id, transfer, "lost", FailureKind.PEER_LOST)
             self._end(transfer_id, late, PushOutcome.PEER_LOST)
+
+    def _fail(self, transfer_id: TransferId, transfer: Transfer, reason: str, kind: FailureKind) -> tuple[int, ...]:
+        """Tells the decode node what has landed. Returns the blocks that are still written to."""
+        leading = 0
+        while transfer.order.first_block + leading in transfer.landed:
+            leading += 1
+        late = self._still_written(transfer)
+        self.decode.pending.append(FetchFailed(transfer_id, reason, leading, late, kind))
+        return late
 
     def deliver(self, source: FakeModel, destination: FakeModel, share: float) -> None:
         """Delivers each block that was sent with probability ``share``."""

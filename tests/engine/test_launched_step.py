@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
+from tests.engine.fake_transfer import Wire
 from tests.engine.test_step_loop import Answer, Client, engine, prompt
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -88,6 +90,37 @@ def test_nothing_is_launched_ahead_for_blocks_that_are_not_free() -> None:
     assert engine.outputs == {client: answer(PROMPT, talkative(PROMPT, 12), 12, 64) for client in range(2)}
     assert engine.scheduler.counters.preemptions > 0
     assert engine.idle
+
+
+def test_a_step_ahead_takes_no_block_into_which_a_copy_is_pending() -> None:
+    """A prompt lands and its child is to have a copy of its last block, and both end in that same turn."""
+    wire = Wire(Random(0))
+    decode, prefill = FakeEngine(thread=wire.decode, overlap=True, num_blocks=9), FakeEngine(thread=wire.prefill)
+    seeds, other = [talkative(PROMPT, 9), talkative(PROMPT, 30)], [50] * 10
+    decode.add(0, other, 25, [talkative(other, 25)])
+    for _ in range(4):
+        decode.step()
+    parent = decode.add(1, PROMPT, 9, seeds, remote=True)
+    (child,) = parent.children
+    prefill_steps = 0
+    while not child.num_generated_tokens:
+        decode.step()
+        prefill.step()
+        prefill_steps += 1
+        assert prefill_steps < 20
+    wire.deliver(prefill.model, decode.model, 1.0)
+    parent.deadline = child.deadline = decode.now + 1
+    before = decode.num_ahead
+    decode.step()
+    assert decode.num_ahead == before + 1, "the prompt has landed and left again, and nobody else came"
+    assert {decode.endings[i].finish for i in (1, 2)} == {FinishReason.DEADLINE}
+    for _ in range(9):
+        decode.step()
+    # Another request ends the chain of steps ahead, and the next plan has whatever copies are still to be made.
+    decode.add(3, [60] * 3, 2, [talkative([60] * 3, 2)])
+    decode.run()
+    assert decode.outputs[0] == answer(other, talkative(other, 25), 25, 64)
+    assert decode.idle
 
 
 # ---------------------------------------------------------------- the loop

@@ -158,6 +158,7 @@ class Client:
         emitted: Sequence[Sequence[Sequence[int]]] = (),
         *,
         fetch_only: bool = False,
+        deadline_s: float = 60.0,
     ) -> dict[int, Answer]:
         """Returns the answers by local id to prompts that come at once, each with parameters and seeds of children.
 
@@ -179,7 +180,7 @@ class Client:
                     uuid=new_id(),
                     token_ids=list(prompt),
                     sampling=sampling,
-                    deadline_s=60.0,
+                    deadline_s=deadline_s,
                     children=children,
                     emitted=tuple(own),
                     prefill=self.targets,

@@ -29,6 +29,7 @@ TWO_NODES: dict[str, st.SearchStrategy[Any]] = {
     "share": st.sampled_from([1.0, 0.3, 0.05]),
     "batching": st.sampled_from(Batching),
     "overlap": st.booleans(),
+    "expire": st.booleans(),
 }
 """What two nodes that exchange blocks may be like, and the wire between them."""
 
@@ -36,8 +37,10 @@ TWO_NODES: dict[str, st.SearchStrategy[Any]] = {
 class Traffic:
     """Requests whose prompts begin alike, and the answers that they must get."""
 
-    def __init__(self, engine: FakeEngine, random: Random, remote: bool = False) -> None:
+    def __init__(self, engine: FakeEngine, random: Random, remote: bool = False, *, expire: bool = False) -> None:
+        """With ``expire`` some of the requests have little time, and end in the middle of a turn."""
         self.engine = engine
+        self._deadlines = Random(0) if expire else None
         self.wanted: dict[int, list[int]] = {}
         self.wanted_scores: dict[int, PromptLogprobs] = {}
         self.given_up: set[int] = set()
@@ -65,6 +68,8 @@ class Traffic:
         emitted = [tokens[: random.randint(0, len(tokens)) if resumed else 0] for tokens in answers]
         fetch_only = self._remote and random.random() < 0.1
         scored = random.random() < 0.3
+        short = self._deadlines is not None and self._deadlines.random() < 0.3
+        deadline_s = self._deadlines.randint(0, 30) if self._deadlines is not None and short else 10_000
         request = engine.add(
             local_id,
             prompt,
@@ -77,11 +82,14 @@ class Traffic:
             holders=random.choice((0, 1, 2)) if self._remote else 0,
             fetch_only=fetch_only,
             scored=scored,
+            deadline_s=deadline_s,
         )
         if scored and not fetch_only and len(prompt) > 1:
             self.wanted_scores[local_id] = prompt_logprobs(prompt, range(1, len(prompt)))
         for i, (tokens, known) in enumerate(zip(answers, emitted, strict=True)):
             self.wanted[local_id + i] = [] if fetch_only else tokens[len(known) :]
+            if short:
+                self.given_up.add(local_id + i)
         self._requests.update((member.local_id, member) for member in (request, *request.children))
 
     def leave(self) -> None:
@@ -115,7 +123,15 @@ class Traffic:
 @pytest.mark.parametrize("batching", Batching)
 @settings(max_examples=250, deadline=None)
 # In a static batch the only request that has more than one token to compute finds no blocks.
-@example(seed=10828657, num_blocks=17, max_num_seqs=5, max_num_batched_tokens=7, prefix_cache=True, overlap=False)
+@example(
+    seed=10828657,
+    num_blocks=17,
+    max_num_seqs=5,
+    max_num_batched_tokens=7,
+    prefix_cache=True,
+    overlap=False,
+    expire=False,
+)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(MAX_LEN // BLOCK_SIZE, 40),
@@ -123,6 +139,7 @@ class Traffic:
     max_num_batched_tokens=st.integers(1, 24),
     prefix_cache=st.booleans(),
     overlap=st.booleans(),
+    expire=st.booleans(),
 )
 def test_every_answer_is_right_on_a_mixed_node(
     batching: Batching,
@@ -132,6 +149,7 @@ def test_every_answer_is_right_on_a_mixed_node(
     max_num_batched_tokens: int,
     prefix_cache: bool,
     overlap: bool,
+    expire: bool,
 ) -> None:
     random = Random(seed)
     engine = FakeEngine(
@@ -143,7 +161,7 @@ def test_every_answer_is_right_on_a_mixed_node(
         prefix_cache=prefix_cache,
         overlap=overlap,
     )
-    traffic = Traffic(engine, random)
+    traffic = Traffic(engine, random, expire=expire)
     for _ in range(random.randint(1, 12)):
         traffic.arrive()
         for _ in range(random.randint(0, 9)):
@@ -169,6 +187,7 @@ def test_every_answer_is_right_on_a_mixed_node(
     share=0.05,
     batching=Batching.CONTINUOUS,
     overlap=False,
+    expire=False,
 )
 @given(prefix_cache=st.tuples(st.booleans(), st.booleans()), **TWO_NODES)
 def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
@@ -181,6 +200,7 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     share: float,
     batching: Batching,
     overlap: bool,
+    expire: bool,
 ) -> None:
     """``batching`` and ``overlap`` are the decode node's."""
     random = Random(seed)
@@ -199,7 +219,7 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
         )
         for i, thread in enumerate(threads)
     )
-    traffic = Traffic(decode, random, remote=True)
+    traffic = Traffic(decode, random, remote=True, expire=expire)
 
     def turn() -> None:
         for engine in (decode, prefill):
@@ -236,6 +256,7 @@ def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
     share: float,
     batching: Batching,
     overlap: bool,
+    expire: bool,
 ) -> None:
     """Both nodes decode and push at once, so they run out of blocks while others' prompts hold some."""
     random = Random(seed)
@@ -253,7 +274,7 @@ def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
         )
         for i in range(2)
     ]
-    traffics = [Traffic(engine, random, remote=True) for engine in engines]
+    traffics = [Traffic(engine, random, remote=True, expire=expire) for engine in engines]
 
     def turn() -> None:
         for i, engine in enumerate(engines):

@@ -68,10 +68,10 @@ def _stays_here(request: Request) -> bool:
 
 
 def _wrong_holders(blocks: BlockManager, tables: Iterator[list[int]]) -> str | None:
-    owned = Counter(chain.from_iterable(tables))
+    owned = Counter(chain(chain.from_iterable(tables), blocks._copies.values()))
     for block, holders in enumerate(blocks._holders):
         if holders != owned[block] and blocks._state[block] != _BlockState.QUARANTINED:
-            return f"block {block} has {holders} holders, and is in {owned[block]} tables"
+            return f"block {block} has {holders} holders, and is in {owned[block]} tables and pending copies"
     return None
 
 

@@ -7,6 +7,9 @@
 
 Every block is in exactly one state; a block freed twice or handed out while held is an EngineError at once, never a
 wrong answer later.
+
+A block may be copied into another one before the next step. Until then the copy holds its source as a block table
+would, and ends with its destination. So no copy reads or writes a block that can be taken.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class BlockManager:
         self._quarantined = 0
         self._tainted: set[int] = set()
         self._unclean: list[int] = []
+        self._copies: dict[int, int] = {}
+        """The source of each block that is still to be written by a copy."""
 
     @property
     def num_free(self) -> int:
@@ -66,7 +71,7 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def num_holders(self, block: int) -> int:
-        """Returns how many block tables a block is in. Only a block with one holder may be written to."""
+        """Returns how many block tables and pending copies hold a block. Only a block with one may be written to."""
         return self._holders[block]
 
     # ------------------------------------------------------------ taking
@@ -107,6 +112,27 @@ class BlockManager:
             self._holders[block] += 1
             block_table.append(block)
 
+    # ------------------------------------------------------------ copies
+
+    def copy(self, source: int, destination: int) -> None:
+        """Notes that a held block is to be copied into another one, which one block table holds."""
+        if self._state[source] != _BlockState.HELD or self._state[destination] != _BlockState.HELD:
+            raise EngineError(f"KV block {source} is to be copied into {destination}, but both have to be held")
+        if self._holders[destination] != 1 or destination in self._copies or source in self._copies:
+            raise EngineError(f"KV block {source} is to be copied into {destination}, which others use or still write")
+        self._holders[source] += 1
+        self._copies[destination] = source
+
+    def take_copies(self) -> dict[int, int]:
+        """Returns the source of each destination, and ends the copies' holds.
+
+        They have to be made before anything else is written.
+        """
+        copies, self._copies = self._copies, {}
+        for source in copies.values():
+            self._drop_holder(source)
+        return copies
+
     # ------------------------------------------------------------ giving back
 
     def free(self, block_table: list[int]) -> None:
@@ -114,9 +140,7 @@ class BlockManager:
         # The end of a prefix goes first, so that it is also evicted first: without its beginning it is useless.
         for block in reversed(block_table):
             if self._state[block] == _BlockState.HELD:
-                self._holders[block] -= 1
-                if not self._holders[block]:
-                    self._let_go(block)
+                self._drop_holder(block)
             elif self._state[block] != _BlockState.QUARANTINED:
                 raise EngineError(f"KV block {block} was freed twice")
         block_table.clear()
@@ -126,8 +150,8 @@ class BlockManager:
         for block in blocks:
             if self._state[block] != _BlockState.HELD:
                 raise EngineError(f"KV block {block} is quarantined but not held")
-            if self._holders[block] > 1 or block in self._cache:
-                raise EngineError(f"KV block {block} is quarantined but others may read it")
+            if self._holders[block] > 1 or block in self._cache or block in self._copies:
+                raise EngineError(f"KV block {block} is quarantined but others may read it, or a copy writes it")
             self._state[block] = _BlockState.QUARANTINED
             self._holders[block] = 0
             self._quarantined += 1
@@ -205,6 +229,15 @@ class BlockManager:
         self._state[block] = _BlockState.HELD
         self._holders[block] = 1
         return block
+
+    def _drop_holder(self, block: int) -> None:
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return
+        source = self._copies.pop(block, None)
+        if source is not None:
+            self._drop_holder(source)
+        self._let_go(block)
 
     def _let_go(self, block: int) -> None:
         if block in self._tainted:

@@ -22,7 +22,6 @@ class BlockTables:
 
     def __init__(self, pool: BlockManager) -> None:
         self._pool = pool
-        self._copies: dict[int, int] = {}
 
     @property
     def caching(self) -> bool:
@@ -123,24 +122,14 @@ class BlockTables:
         self._pool.share(child.block_table, parent.block_table[:full])
         self._pool.grow(child.block_table, known)
         if rest:
-            # The key is the destination: a block that is freed and taken again before the copies is written once.
-            self._copies[child.block_table[full]] = parent.block_table[full]
+            self._pool.copy(parent.block_table[full], child.block_table[full])
         child.block_hashes = parent.block_hashes[:full]
         child.num_computed_tokens = parent.num_prompt_tokens
         return True
 
-    @property
-    def copies_are_pending(self) -> bool:
-        """Whether blocks are to be copied. Their sources may be free already, and must not be written to before that.
-
-        Steps make their copies first. Whatever else lets a free block be written to has to wait.
-        """
-        return bool(self._copies)
-
     def take_copies(self) -> dict[int, int]:
         """Returns the copies that come before any other write: the source of each destination."""
-        copies, self._copies = self._copies, {}
-        return copies
+        return self._pool.take_copies()
 
     def _hash(self, request: Request, count: int) -> None:
         extend_hashes(request.block_hashes, request.token_ids, count, self.block_size, request.cache_salt)

@@ -126,7 +126,7 @@ class ReturningConnector:
                 self._cancelled.add(transfer)
                 self._transfers.cancel_fetch(transfer)
             return
-        if not self._waiting or not self._blocks_left or scheduler.copies_are_pending:
+        if not self._waiting or not self._blocks_left:
             return
         coming = {text.hashes[0] for texts in self._fetches.values() for text in texts}
         blocks_left, fetches_left = self._blocks_left, MAX_FETCHES - len(self._fetches)

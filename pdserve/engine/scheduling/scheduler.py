@@ -127,11 +127,6 @@ class Scheduler:
         waiting = (request for request in self._queues.waiting if not request.fetch_only)
         return sum(max(0, self._blocks.missing(request, ())) for request in waiting) + len(self._queues.running)
 
-    @property
-    def copies_are_pending(self) -> bool:
-        """Whether a free block may still be the source of a copy that the next plan begins with."""
-        return self._blocks.copies_are_pending
-
     def live(self) -> Iterator[Request]:
         """Yields every request that has not ended, and ended parents whose children wait for the prompt."""
         return self._queues.live()
@@ -157,10 +152,11 @@ class Scheduler:
     def schedule(self, now: float) -> BatchPlan:
         """Plans the next step. A plan without work means that there is nothing to do before the next event."""
         self._now = now
+        # First, because until then the copies hold blocks that may be free otherwise.
+        plan = BatchPlan(copies=self._blocks.take_copies())
         preempted = self._preempted_for_turn(now)
         if preempted is not None:
             self._preempt(preempted)
-        plan = BatchPlan(copies=self._blocks.take_copies())
         preemptions = self.counters.preemptions
         budget = StepBudget(self._max_num_batched_tokens, self._step_cost, self._targets)
         self._schedule_running(plan, budget)

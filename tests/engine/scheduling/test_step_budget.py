@@ -243,7 +243,7 @@ class WatchedEngine(FakeEngine):
         self._cost = cost
         self._target_s = target_itl_ms / 1000
 
-    def _launch(self) -> FakeLaunchedStep:
+    def _launch(self) -> FakeLaunchedStep | None:
         schedule = self.scheduler.schedule
 
         def checked(now: float) -> BatchPlan:
