@@ -367,6 +367,7 @@ class StepLoop:
             transfers_received=transfers.transfers_received,
             transfer_seconds=transfers.transfer_seconds,
             transfer_failures=transfers.failures_by_name,
+            prefills_failed={name: scheduler.counters.prefills_failed[name] for name in transfers.failures_by_name},
             leases_expired_sending=transfers.leases_expired_sending,
             leases_expired_receiving=transfers.leases_expired_receiving,
             stale_blocks_dropped=transfers.stale_blocks_dropped,

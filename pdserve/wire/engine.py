@@ -143,7 +143,7 @@ class PrefillSource(enum.Enum):
 
 
 class PrefillReason(enum.Enum):
-    """Why a decode node asked the prefill node that the proxy had named, or did not ask it."""
+    """Why a decode node asked the prefill node that the proxy had named, or asked none."""
 
     SHORT = "short"
     """At most one block of the prompt was missing."""
@@ -162,6 +162,8 @@ class PrefillReason(enum.Enum):
     """The prefill node cannot take a prompt of that length."""
     SETTING = "setting"
     """The setting ``--disaggregation`` decides."""
+    UNASSIGNED = "unassigned"
+    """The proxy named no prefill node: it knew none that fits, or the one that it knew had failed with this prompt."""
 
 
 class PrefillDecisions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -309,6 +311,8 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The offers of which this engine had no room for a block, or too many."""
     transfer_failures: dict[str, int] = {}
     """The number of failures for each reason."""
+    prefills_failed: dict[str, int] = {}
+    """The prompts that prefill nodes were asked for in vain, for each reason."""
     leases_expired_sending: int = 0
     leases_expired_receiving: int = 0
     stale_blocks_dropped: int = 0

@@ -21,7 +21,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.frame import ClockSkew
 from pdserve.wire.proxy_workers import Family, Sample
 from pdserve_proxy.registry.discovery_server import DropCause
-from pdserve_proxy.registry.snapshot import Snapshot
+from pdserve_proxy.registry.snapshot import Snapshot, unpaired_roles
 from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.responses.store import ResponseStore
 
@@ -156,6 +156,12 @@ class ProxyMetrics:
             registry=registry,
         ).set_function(self.clocks.worst_s)
         self._nodes = Gauge("pdserve_proxy_nodes", "Registered nodes.", ["role"], registry=registry)
+        self._unpaired = Gauge(
+            "pdserve_proxy_unpaired_nodes",
+            "Registered nodes that no node of the other role fits.",
+            ["role"],
+            registry=registry,
+        )
         self._live_proxies = Gauge(
             "pdserve_proxy_live_proxies", "Proxies of the cluster that nodes are registered at.", registry=registry
         )
@@ -198,5 +204,8 @@ class ProxyMetrics:
         roles = Tally(node.info.role for node in snapshot.nodes)
         for role in Role:
             self._nodes.labels(role.value).set(roles[role])
+        unpaired = unpaired_roles(snapshot)
+        for role in (Role.DECODE, Role.PREFILL):
+            self._unpaired.labels(role.value).set(unpaired[role])
         self._live_proxies.set(snapshot.live_proxies)
         return (*export_families(self.registry), *export_families(self._build))

@@ -73,6 +73,7 @@ def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(demo_model:
                 hung = pool.submit(running.complete, prompt(4), 2)
                 assert len(hung.result(60)) == 2
                 eventually(lambda: decode.metric("fallbacks_total") == 1, "it was remote, and in vain")
+                assert decode.metric("prefills_failed_total", reason="lease_expired") == 1
                 assert len(running.complete(prompt(5), 2)) == 2
                 eventually(lambda: decisions(decode, "local", "failed") == 1, "not again, streams or not")
         finally:

@@ -107,6 +107,16 @@ def nodes(proxy: str, role: str) -> str:
     return f'pdserve_proxy_nodes{{{proxy}, role="{role}"}}'
 
 
+def prompts(*, in_vain: str, failed: str, remote: str) -> dict[str, str]:
+    """Prompts for which a decode node has a prefill node, by what became of them."""
+    return {
+        f'pdserve_prefills_failed_total{{{AT_DECODE}, reason="misfit"}}': in_vain,
+        f'pdserve_placement_total{{{AT_DECODE}, source="local", reason="failed"}}': failed,
+        f'pdserve_prefills_total{{{AT_DECODE}, source="remote"}}': remote,
+    }
+
+
+UNPAIRED = f'pdserve_proxy_unpaired_nodes{{{AT_PROXY}, role="decode"}}'
 BLOCKS = f"pdserve_quarantined_blocks{{{AT_DECODE}}}"
 KV_USE = f"pdserve_kv_cache_usage_perc{{{AT_DECODE}}}"
 FIRST_TOKENS = "pdserve_time_to_first_token_seconds"
@@ -138,6 +148,15 @@ CASES = [
         NAMESPACE,
     ),
     AlertCase("PdserveNoPrefillNode", 8, {nodes(AT_PROXY, "prefill"): "1x20", nodes(AT_PROXY, "mixed"): "0x20"}),
+    AlertCase(
+        "PdserveNodesUnpaired",
+        14,
+        {UNPAIRED: "0x2 1x20", nodes(AT_PROXY, "prefill"): "1x30"},
+        {**NAMESPACE, "role": "decode"},
+        value="1",
+    ),
+    AlertCase("PdserveNodesUnpaired", 14, {UNPAIRED: "0x2 1x8 0x20", nodes(AT_PROXY, "prefill"): "1x30"}),
+    AlertCase("PdserveNodesUnpaired", 14, {UNPAIRED: "1x30", nodes(AT_PROXY, "prefill"): "0x30"}),
     AlertCase(
         "PdserveProxiesDiffer",
         8,
@@ -198,6 +217,11 @@ CASES = [
     ),
     AlertCase("PdserveClockSkew", 8, {f"pdserve_proxy_clock_skew_seconds{{{AT_PROXY}}}": "5x20"}),
     *event("PdserveFallbacks", f"pdserve_fallbacks_total{{{AT_DECODE}}}", DECODE),
+    AlertCase("PdserveNoKvMoves", 30, prompts(in_vain="0+1x40", failed="0x40", remote="7x40"), DECODE),
+    # After a failure only one prompt in five minutes is sent, as a probe.
+    AlertCase("PdserveNoKvMoves", 30, prompts(in_vain="0x40", failed="0+2x40", remote="7x40"), DECODE),
+    AlertCase("PdserveNoKvMoves", 30, prompts(in_vain="0+1x40", failed="0+2x40", remote="0+1x40")),
+    AlertCase("PdserveNoKvMoves", 30, prompts(in_vain="0x20 1x20", failed="0x40", remote="7x40")),
     *event("PdserveLeasesExpired", f'pdserve_leases_expired_total{{{AT_DECODE}, direction="received"}}', DECODE),
     AlertCase("PdserveQuarantinedBlocks", 8, {BLOCKS: "0x4 4x20"}, DECODE, value="4"),
     AlertCase("PdserveQuarantinedBlocks", 8, {BLOCKS: "0x7 4x0 0x20"}),

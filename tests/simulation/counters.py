@@ -79,6 +79,10 @@ async def wrong_counters(cluster: Cluster, plan: Plan) -> list[str]:
     for proxy, metrics in zip(cluster.proxies, proxies, strict=True):
         wrong += _wrong_of_proxy(metrics, _ends_of(proxy, cluster.witness))
     wrong += _wrong_ends(cluster)
+    for metrics in nodes:
+        fallbacks, failed = metrics.total(FALLBACKS), metrics.total("pdserve_prefills_failed_total")
+        if fallbacks > failed:
+            wrong.append(f"{metrics.process.name} shows {fallbacks:.0f} fallbacks, and {failed:.0f} orders in vain")
     if plan.faults:
         return wrong
     engines = [node.engine.process for node in cluster.nodes if node.engine is not None]

@@ -66,6 +66,9 @@ class EngineCollector(Collector):
             {"local": stats.prefills_local, "remote": stats.prefills_remote, "fallback": stats.prefills_fallback},
         )
         yield _counter("fallbacks", "prompts computed here because a prefill node failed", stats.prefills_fallback)
+        yield _by_label(
+            "prefills_failed", "prompts ordered from prefill nodes in vain, by why", "reason", stats.prefills_failed
+        )
         directions = {"sent": stats.transfer_bytes_sent, "received": stats.transfer_bytes_received}
         yield _by_label("kv_transfer_bytes", "KV cache moved", "direction", directions)
         yield _by_label(

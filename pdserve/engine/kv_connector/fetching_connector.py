@@ -195,6 +195,7 @@ class FetchingConnector:
             self._free_cancelled(event.transfer_id)
             return
         if not fetch.credible:
+            scheduler.counters.prefills_failed[FailureKind.CORRUPT.value] += 1
             fetch.node.failed(event.transfer_id, now)
             self._retry(scheduler, fetch.request, 0, ())
             return
@@ -223,6 +224,7 @@ class FetchingConnector:
         log.info("%s transfer=%s prefill=%s failed (%s): %s", request, transfer, name, kind.value, reason)
         if request.notes is not None:
             request.notes.end(PhaseKind.FETCH, now, kind.value, blocks=event.landed)
+        scheduler.counters.prefills_failed[kind.value] += 1
         self._record_failure(fetch, transfer, kind, now)
         if request.gives_back and event.asked and kind is FailureKind.PEER_LOST:
             self._give_back(scheduler, request)

@@ -17,11 +17,14 @@ from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Reuse, SchedulerCounters
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.step_budget import StepBudget
+from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import BootId
 from pdserve.wire.prompt_logprobs import can_be_sent
 
 _MAX_TRIED = 32
 """The search ends after so many requests for which no fetch can be ordered now, because each step searches."""
+
+_UNASSIGNED = PlacementDecision(PrefillSource.LOCAL, PrefillReason.UNASSIGNED)
 
 log = logging.getLogger(__name__)
 
@@ -152,10 +155,11 @@ class BatchAdmission:
                 continue
             if request.admitted is None:
                 self._first_admission(request, now)
-            if decision is not None and decision.source is not None:
-                self._placement.count(decision)
-                request.placed = decision.reason
-                log.debug("%s placed=%s reason=%s", request, decision.source.value, decision.reason.value)
+            placed = _UNASSIGNED if _is_unassigned(request) else decision
+            if placed is not None and placed.source is not None:
+                self._placement.count(placed)
+                request.placed = placed.reason
+                log.debug("%s placed=%s reason=%s", request, placed.source.value, placed.reason.value)
             if fetch:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
                 plan.fetches.append(request)
@@ -305,6 +309,12 @@ class BatchAdmission:
         while self._blocks.free_beside(found) < missing and self.take_back_blocks(keep=request):
             pass
         return self._blocks.free_beside(found) >= missing
+
+
+def _is_unassigned(request: Request) -> bool:
+    """Returns whether the proxy has named no prefill node for a client's prompt, which begins here."""
+    begins = request.placed is None and request.parent is None and not request.attempts
+    return begins and request.local_id is not None and not request.targets
 
 
 def _landed(request: Request) -> bool:

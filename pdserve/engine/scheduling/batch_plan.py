@@ -8,6 +8,7 @@ as if it had not been interrupted. A chunk would store keys and values that are 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from pdserve.engine.request import Request
@@ -175,3 +176,5 @@ class SchedulerCounters:
     resume_blocks_reused: int = 0
     """Those of them that were in the prefix cache or came from a holder."""
     prefills: dict[PrefillSource, int] = field(default_factory=lambda: dict.fromkeys(PrefillSource, 0))
+    prefills_failed: Counter[str] = field(default_factory=Counter)
+    """The prompts that were ordered from prefill nodes in vain, by why. Others may have computed them then."""

@@ -8,6 +8,7 @@ is known of every node, for those who look at the whole cluster now and then.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -161,6 +162,22 @@ def take_serving(nodes: Iterable[RegisteredNode], prefilled: Container[str] = fr
 def takes_prompts(info: NodeInfo) -> bool:
     """Returns whether other nodes can have their prompts computed by this one."""
     return info.role.prefills and bool(info.control)
+
+
+def unpaired_roles(snapshot: Snapshot) -> Counter[Role]:
+    """Returns how many decode nodes fit no node that prefills, and how many prefill nodes fit none that answers.
+
+    A mixed node needs nobody.
+    """
+    infos = [node.info for node in snapshot.nodes]
+    prefill = {(info.model, info.fingerprint) for info in infos if takes_prompts(info)}
+    answer = {(info.model, info.fingerprint) for info in infos if info.role is not Role.PREFILL}
+    partners = {Role.DECODE: prefill, Role.PREFILL: answer}
+    return Counter(
+        info.role
+        for info in infos
+        if info.role in partners and (info.model, info.fingerprint) not in partners[info.role]
+    )
 
 
 def _pair(infos: list[NodeInfo], prefilled: Container[str]) -> tuple[Pairing, ...]:

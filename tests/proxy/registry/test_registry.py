@@ -11,7 +11,7 @@ from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Capacity, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve_proxy.registry import registry as registry_module
 from pdserve_proxy.registry.registry import MAX_HELD_BEATS, MAX_NODES, Registry
-from pdserve_proxy.registry.snapshot import Pairing, Reachability
+from pdserve_proxy.registry.snapshot import Pairing, Reachability, unpaired_roles
 from tests.cpu_time import least_cpu_s
 from tests.proxy.cluster import node_info
 
@@ -421,3 +421,19 @@ def test_the_live_proxies_are_those_that_the_best_connected_node_is_registered_a
     assert nodes.snapshot().live_proxies == 2, "what a silent node said is forgotten with it"
     nodes.handle(NodeHeartbeat(NODE.boot_id, NodeLoad(), proxies=()), now=5.0)
     assert nodes.snapshot().live_proxies == 1, "a node of an older version names none"
+
+
+def test_nodes_that_no_node_of_the_other_role_fits_are_counted() -> None:
+    """An upgrade changes the model's weights at one role before the other: the proxy pairs no misfits, and says so."""
+    old_decode, old_prefill = node_info("d0", Role.DECODE), node_info("p0", Role.PREFILL)
+    new_decode = msgspec.structs.replace(node_info("d1", Role.DECODE), fingerprint="new")
+    new_prefill = msgspec.structs.replace(node_info("p1", Role.PREFILL), fingerprint="new")
+    mixed = msgspec.structs.replace(node_info("m0", Role.MIXED), fingerprint="third")
+    for nodes, wanted in (
+        ((old_decode, old_prefill, mixed), {}),
+        ((old_decode, old_prefill, new_decode), {Role.DECODE: 1}),
+        ((old_decode, new_prefill, new_decode), {Role.DECODE: 1}),
+        ((old_decode, new_prefill), {Role.DECODE: 1, Role.PREFILL: 1}),
+        ((old_decode, old_prefill, new_decode, new_prefill), {}),
+    ):
+        assert unpaired_roles(registry(*nodes).snapshot()) == wanted
