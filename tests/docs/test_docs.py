@@ -143,6 +143,25 @@ def test_the_tables_of_streaming_are_those_of_the_committed_figures() -> None:
     assert stream_tables.page_with(text, report) == text, "python -m tests.docs.stream_tables writes them anew"
 
 
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+NAMED_TESTS = sorted({found for page in PAGES for found in NAMED_TEST.findall(page.read_text())})
+
+
+@pytest.mark.parametrize(("file", "test"), NAMED_TESTS, ids=[f"{file}::{test}" for file, test in NAMED_TESTS])
+def test_every_test_that_a_page_names_exists(file: str, test: str) -> None:
+    source = ROOT / file
+    assert source.is_file()
+    if test:
+        assert re.search(rf"^ *(?:(?:async )?def {test}\(|class {test}\b|{test} = )", source.read_text(), re.MULTILINE)
+
+
+def test_each_report_of_other_systems_has_a_test_that_exists() -> None:
+    _, _, part = reliability_page.PAGE.read_text().partition("## What other systems' operators reported\n")
+    rows = [line for line in part.partition("\n## ")[0].splitlines() if re.search(r"#\d+", line)]
+    assert len(rows) == 10
+    assert all(any(test for _, test in NAMED_TEST.findall(row)) for row in rows)
+
+
 def test_the_page_of_faults_has_every_cell_and_the_committed_figures() -> None:
     text, figures = reliability_page.PAGE.read_text(), read_figures(reliability_page.FIGURES)
     assert figures.seconds.keys() <= {cell.name for cell in TESTED}

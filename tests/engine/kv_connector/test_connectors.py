@@ -82,7 +82,7 @@ class ScriptedThread:
         self.asked: list[CachedFetchOrder] = []
         self.held_counts: list[int] = []
         self.writes_finished = False
-        """Whether the engine has waited for its kernels since the last fetch or push of cached blocks."""
+        """Whether the engine has waited for its kernels since the last fetch or push."""
         self.offered: list[tuple[PrefillTarget, tuple[bytes, ...]]] = []
         self.cancelled: list[TransferId] = []
         self.accepted: list[tuple[TransferId, tuple[int, ...]]] = []
@@ -101,8 +101,6 @@ class ScriptedThread:
             self.fetched.append(order)
         else:
             self.asked.append(order)
-            assert self.writes_finished, "a block may land before the kernels that were to write it have ended"
-            self.writes_finished = False
 
     def offer(self, target: PrefillTarget, hashes: tuple[bytes, ...], request_id: str) -> None:
         self.offered.append((target, hashes))
@@ -159,6 +157,22 @@ class ScriptedThread:
         return TransferStats()
 
 
+class ReachingThread(ScriptedThread):
+    """Transfers that reach the cache itself, so that no kernel may be about to write what they touch."""
+
+    def fetch(self, order: FetchOrder | CachedFetchOrder) -> None:
+        self._after_writes()
+        super().fetch(order)
+
+    def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
+        self._after_writes()
+        super().push(transfer_id, first_block, block_ids)
+
+    def _after_writes(self) -> None:
+        assert self.writes_finished, "a transfer may touch a block before the kernels that were to write it have ended"
+        self.writes_finished = False
+
+
 def too_long(token_ids: list[int], sampling: SamplingParams) -> str | None:
     return "too long" if len(token_ids) > 40 else None
 
@@ -167,14 +181,15 @@ class Bench:
     """One connector with its scheduler and blocks."""
 
     def __init__(self, overlap: KvOverlap = KvOverlap.ON, *, prefix_cache: bool = True) -> None:
-        self.thread = ScriptedThread()
+        self.thread: ScriptedThread = ReachingThread()
         thread: Any = self.thread
         self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=prefix_cache)
         self.step_cost = StepCost()
         self.placement = make_placement(BLOCK_SIZE, step_cost=self.step_cost)
-        fetching = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB)
-        pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.placement)
-        self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, self.thread.finish_writes)
+        finish = self.thread.finish_writes
+        fetching = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB, finish)
+        pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.placement, finish)
+        self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, finish)
         self.collector = OutputCollector()
         self.scheduler = Scheduler(
             self.blocks,
@@ -372,6 +387,7 @@ def test_blocks_that_others_read_are_not_quarantined() -> None:
 def test_after_the_last_prefill_node_the_rest_is_computed_here() -> None:
     bench, request, order = fetching()
     bench.report(FetchFailed(order.transfer_id, "lost", 2, ()))
+    assert bench.scheduler.counters.prefills_failed == {"peer_lost": 1}
     plan = bench.step()
     assert [(work.request, work.num_tokens) for work in plan.work] == [(request, 2)]
     assert bench.tokens() == [50]
