@@ -195,8 +195,20 @@ class Request:
 
     @property
     def awaits_grammar(self) -> bool:
-        """Whether the request cannot be admitted yet, because its grammar is being compiled."""
-        return self.sampling.grammar is not None and self.matcher is None and not self.fetch_only
+        """Whether the request can be in no step yet: its grammar, or what that says of the next token, is worked out.
+
+        A parent waits for the children to whom its prompt's last step gives a token as well.
+        """
+        if self.sampling.grammar is None or self.fetch_only:
+            return False
+        if self.matcher is None or self.awaits_mask:
+            return True
+        return not self.prompt_is_computed and any(child.awaits_grammar for child in self.children)
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether it is being worked out what the grammar says of the next token."""
+        return self.matcher is not None and self.matcher.awaited
 
     @property
     def answer(self) -> list[int]:

@@ -1,9 +1,13 @@
 """Compiles a grammar, in bounded memory, into what says which tokens an answer may go on with.
 
 The bounds are counts, not times, so that every process decides alike about one grammar: one that compiles in the API
-process compiles in the engines as well. They also bound each step's work: one mask of a regular expression takes 25 ms
-at most, of a schema with hundreds of optional properties 20 ms, and of an ambiguous grammar half a second. Usual ones
-take 20 to 100 µs. An answer whose masks take long again and again is ended by its ``GrammarMatcher``.
+process compiles in the engines as well. They also bound the work of a mask: one of a regular expression takes 25 ms at
+most, of a schema with hundreds of optional properties 20 ms, and of an ambiguous grammar half a second. Usual ones take
+20 to 100 µs.
+
+No step waits for the long ones. An engine compiles each grammar a second time with closer bounds (``quick``). That says
+the same, or gives up soon, and is all that a step asks. What it gives up is worked out beside the steps
+(``engine.sampling.grammar_lane``).
 
 The compiler is recursive, in code that cannot report that its stack is full. It therefore runs in threads that
 ``thread_with_deep_stack`` makes, and the API process tries a client's grammar in another process first.
@@ -32,6 +36,10 @@ this bound, and take a tenth of one with it."""
 MAX_ITEMS_AT_ONCE: Final = 4_000
 """The places of a grammar at which an answer may be at once. An object needs four for each optional property, and can
 have a thousand of them within ``MAX_SYMBOLS``. Their masks take 20 ms."""
+QUICK_FUEL: Final = 20_000
+QUICK_ITEMS: Final = 4_000
+QUICK_ITEMS_AT_ONCE: Final = 1_000
+"""The bounds of what a step may ask. A schema with 200 optional properties in one object keeps them."""
 MAX_LEXER_STATES: Final = 20_000
 """Each state takes one to two kB. A text of up to n characters, counted by ``maxLength``, needs n of them."""
 STACK_BYTES: Final = 256 * 2**20
@@ -39,34 +47,55 @@ STACK_BYTES: Final = 256 * 2**20
 MAX_MESSAGE_CHARS: Final = 1_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompiledGrammar:
-    """A grammar for one vocabulary."""
+    """A grammar for one vocabulary. The matchers are in their first states, to be copied for each answer."""
 
     matcher: LLMatcher
-    """In its first state, to be copied for each answer."""
+    first_bits: bytes
+    """The mask of an answer's first token."""
     num_tokens: int
     """The size of the vocabulary. The matcher cannot be asked about other tokens, which a model may have."""
+    quick: LLMatcher | None = None
+    """The same grammar with bounds that a step can wait for; None once it was found to be beyond them."""
 
 
-def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer) -> CompiledGrammar:
-    """Returns a compiled grammar. Raises GrammarRefused, which says why."""
-    limits = LLParserLimits(
-        max_grammar_size=MAX_SYMBOLS,
-        step_lexer_fuel=STEP_FUEL,
-        step_max_items=MAX_ITEMS,
-        max_items_in_row=MAX_ITEMS_AT_ONCE,
-        max_lexer_states=MAX_LEXER_STATES,
-        verbose_errors=False,
-    )
-    matcher = LLMatcher(vocabulary, _source(grammar), log_level=0, limits=limits)
+def compile_grammar(grammar: Grammar, vocabulary: LLTokenizer, *, quick: bool = True) -> CompiledGrammar:
+    """Returns a compiled grammar. Raises GrammarRefused, which says why.
+
+    Without ``quick`` nothing but that is found out.
+    """
+    source = _source(grammar)
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=_limits(STEP_FUEL, MAX_ITEMS, MAX_ITEMS_AT_ONCE))
     if matcher.is_error():
         raise GrammarRefused(matcher.get_error().strip()[:MAX_MESSAGE_CHARS])
     first = matcher.deep_copy()
-    first.compute_bitmask()
+    first_bits = first.compute_bitmask()
     if first.is_error():
         raise GrammarRefused(trouble(first))
-    return CompiledGrammar(matcher, vocabulary.vocab_size)
+    compiled = CompiledGrammar(matcher, first_bits, vocabulary.vocab_size)
+    if quick:
+        compiled.quick = _quick(source, vocabulary)
+    return compiled
+
+
+def _quick(source: str, vocabulary: LLTokenizer) -> LLMatcher | None:
+    limits = _limits(QUICK_FUEL, QUICK_ITEMS, QUICK_ITEMS_AT_ONCE)
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    return None if first.is_error() else matcher
+
+
+def _limits(fuel: int, items: int, items_at_once: int) -> LLParserLimits:
+    return LLParserLimits(
+        max_grammar_size=MAX_SYMBOLS,
+        step_lexer_fuel=fuel,
+        step_max_items=items,
+        max_items_in_row=items_at_once,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
 
 
 def trouble(matcher: LLMatcher) -> str:

@@ -90,7 +90,7 @@ def _as_lark(grammar: Grammar) -> Grammar:
 
 def _refusal(grammar: Grammar, vocabulary: LLTokenizer) -> str:
     try:
-        compile_grammar(grammar, vocabulary)
+        compile_grammar(grammar, vocabulary, quick=False)
     except GrammarRefused as exc:
         return str(exc) or "it does not compile"
     return ""

@@ -13,6 +13,8 @@ import torch
 from pdserve.config import Dtype
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Status
+from pdserve.engine.sampling import grammar_step
+from pdserve.grammars import compiling
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
@@ -152,6 +154,34 @@ def test_answers_of_the_compiled_kernels_are_bitwise_the_same(folder: Path, dtyp
         for known in range(len(whole.tokens)):
             got = only(client.together([one], f"{known}", [[whole.tokens[:known]]]))
             assert (got.tokens, got.logprobs) == (whole.tokens[known:], whole.logprobs[known:])
+
+
+# ---------------------------------------------------------------- grammars beside the steps
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_p": 0.9}, EVERYTHING], ids=str)
+@pytest.mark.parametrize("heavy", ["in time", "out of time", "too heavy"])
+def test_an_answer_that_waits_for_its_grammar_has_the_same_tokens(
+    folder: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, heavy: str, how: dict[str, Any]
+) -> None:
+    """It is left out of steps, alone and as one of several answers to a prompt that takes two chunks."""
+    sampling = SamplingParams(max_tokens=TOKENS, seed=1, **how | {"grammar": ITEMS})
+    family = [(prompt(length), sampling, (2, 3)) for length in (3, 21)]
+    others = [asked("everything", length=9), asked("greedy", length=30)]
+    with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
+        whole = client.together(family + others)
+    if heavy == "out of time":
+        monkeypatch.setattr(grammar_step, "STEP_S", -1.0)
+    elif heavy == "too heavy":
+        monkeypatch.setattr(compiling, "_quick", lambda *_: None)
+    with engine(folder, True, NUM_BLOCKS, own_runner=runner) as client:
+        again = client.together(family + others)
+        resumed = client.together([family[0]], "resumed", [[one.tokens[:5] for one in list(whole.values())[:3]]])
+    assert [(one.tokens, one.end.finish) for one in again.values()] == [
+        (one.tokens, one.end.finish) for one in whole.values()
+    ]
+    for got, one in zip(resumed.values(), list(whole.values())[:3], strict=True):
+        check_rest(got, one, min(5, len(one.tokens)))
 
 
 # ---------------------------------------------------------------- several answers

@@ -11,13 +11,15 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from llguidance import LLTokenizer
 
 from pdserve.engine.request import Request
-from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
+from pdserve.engine.sampling.grammar_lane import GrammarLane
+from pdserve.engine.sampling.grammar_matcher import GrammarBudget, GrammarMatcher
 from pdserve.errors import GrammarRefused, ModelError
-from pdserve.grammars.client_turns import ClientTurns
+from pdserve.grammars.client_turns import WaitingTurns
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar, thread_with_deep_stack
 from pdserve.wire.grammar import Grammar
 
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
 KEPT = 16
-"""How many compiled grammars are kept for later requests. A usual one takes some 100 kB, and none more than 40 MB."""
+"""How many compiled grammars are kept for later requests. A usual one takes some 100 kB, and none more than 80 MB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +37,7 @@ class _OpeningOrder:
     family: tuple[Request, ...]
     grammar: Grammar
     answers: tuple[tuple[int, ...], ...]
+    budget: GrammarBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,10 @@ class GrammarOpener:
         """``load`` reads the vocabulary, and ``wake`` is called when ``take`` has something to do; both in a thread."""
         self._compiler = _Compiler(load)
         self._wake = wake
-        self._orders = _Orders()
+        self._lane = GrammarLane(self._compiler.vocabulary, wake)
+        self._budgets: WeakValueDictionary[int | bytes, GrammarBudget] = WeakValueDictionary()
+        """The budgets of clients' requests, by their group ids, for as long as they have matchers."""
+        self._orders: WaitingTurns[_OpeningOrder] = WaitingTurns()
         self._opened: deque[_Opened] = deque()
         self._thread: threading.Thread | None = None
 
@@ -70,11 +76,16 @@ class GrammarOpener:
         if self._thread is None:
             self._thread = thread_with_deep_stack(self._serve, "grammars")
         family = (parent, *parent.children)
-        order = _OpeningOrder(family, grammar, tuple(tuple(member.answer) for member in family))
+        budget = self._budgets.setdefault(parent.group_id, GrammarBudget())
+        order = _OpeningOrder(family, grammar, tuple(tuple(member.answer) for member in family), budget)
         self._orders.put(parent.client, order)
 
     def take(self) -> list[tuple[Request, str]]:
-        """Gives finished matchers to their requests. Returns the requests that can have none, and why."""
+        """Gives finished matchers to their requests, and lets those go on whose matchers were ``awaited``.
+
+        Returns the requests that can have none, and why.
+        """
+        self._lane.take()
         failed = []
         while self._opened:
             opened = self._opened.popleft()
@@ -85,10 +96,27 @@ class GrammarOpener:
         return failed
 
     def close(self) -> None:
-        """Ends the thread. It is not waited for if it is still at work on a large grammar."""
+        """Ends the threads. They are not waited for if they are still at work on large grammars."""
+        self._lane.close()
         if self._thread is not None:
             self._orders.end()
             self._thread.join(CLOSE_S)
+
+    def _matchers(self, order: _OpeningOrder, compiled: CompiledGrammar) -> tuple[GrammarMatcher, ...]:
+        def is_over(member: Request) -> Callable[[], bool]:
+            return lambda: member.ended
+
+        return tuple(
+            GrammarMatcher(
+                compiled,
+                answer,
+                budget=order.budget,
+                lane=self._lane,
+                client=order.family[0].client,
+                is_over=is_over(member),
+            )
+            for member, answer in zip(order.family, order.answers, strict=True)
+        )
 
     def _serve(self) -> None:
         while (order := self._orders.take()) is not None:
@@ -96,7 +124,7 @@ class GrammarOpener:
                 continue
             try:
                 compiled = self._compiler.compile(order.grammar)
-                opened = _Opened(order, tuple(GrammarMatcher(compiled, answer) for answer in order.answers))
+                opened = _Opened(order, self._matchers(order, compiled))
             except GrammarRefused as exc:
                 opened = _Opened(order, (), f"the grammar cannot be compiled: {exc}")
             except ModelError as exc:
@@ -109,35 +137,6 @@ class GrammarOpener:
             self._wake()
 
 
-class _Orders:
-    """The orders that wait, for both threads."""
-
-    def __init__(self) -> None:
-        self._turns: ClientTurns[_OpeningOrder] = ClientTurns()
-        self._changed = threading.Condition()
-        self._over = False
-
-    def put(self, client: bytes, order: _OpeningOrder) -> None:
-        with self._changed:
-            self._turns.add(client, order)
-            self._changed.notify()
-
-    def end(self) -> None:
-        """Has ``take`` return None, whatever waits."""
-        with self._changed:
-            self._over = True
-            self._changed.notify()
-
-    def take(self) -> _OpeningOrder | None:
-        """Waits for an order, and returns that whose turn it is; None after the end."""
-        with self._changed:
-            while not self._over:
-                if (order := self._turns.take()) is not None:
-                    return order
-                self._changed.wait()
-        return None
-
-
 class _Compiler:
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load = load
@@ -147,21 +146,22 @@ class _Compiler:
 
     def prepare(self) -> None:
         try:
-            self._read_vocabulary()
+            self.vocabulary()
         except BaseException as exc:
             # A tokenizer may be of a kind at which llguidance panics.
             log.info("grammars: the vocabulary cannot be read: %s", exc)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Returns the compiled grammar. Raises GrammarRefused or ModelError."""
-        vocabulary = self._read_vocabulary()
+        vocabulary = self.vocabulary()
         compiled = self._compiled.pop(grammar, None) or compile_grammar(grammar, vocabulary)
         self._compiled[grammar] = compiled
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         return compiled
 
-    def _read_vocabulary(self) -> LLTokenizer:
+    def vocabulary(self) -> LLTokenizer:
+        """Returns the vocabulary, which is read once. Raises ModelError."""
         with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = self._load()

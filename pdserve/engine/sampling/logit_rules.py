@@ -71,15 +71,15 @@ def apply_rules(
     return _keep_open(logits, rows, eos_token_ids, grammars or {})
 
 
-def grammar_bits(row: SamplingRow, vocab_size: int, eos_token_ids: Set[int]) -> TokenBits | None:
+def grammar_bits(row: SamplingRow, vocab_size: int, eos_token_ids: Set[int], aside: bool = False) -> TokenBits | None:
     """Returns the tokens that a row's grammar and its other parameters leave, at least one.
 
-    Returns None if they leave none; the matcher's ``failure`` then says why.
+    Returns None if they leave none; the matcher's ``failure`` then says why. Raises GrammarWaits as ``open_bits`` does.
     """
     matcher = row.matcher
     if matcher is None:
         return None
-    bits = matcher.open_bits(row.token_ids[row.num_prompt_tokens :], vocab_size)
+    bits = matcher.open_bits(row.token_ids[row.num_prompt_tokens :], vocab_size, aside)
     open_ids = row.sampling.allowed_token_ids
     if open_ids and matcher.failure is None:
         allowed = np.zeros(len(bits) * 8, np.bool_)

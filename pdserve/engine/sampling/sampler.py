@@ -17,7 +17,8 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from pdserve.engine.sampling.logit_rules import closes_tokens, grammar_bits
+from pdserve.engine.sampling.grammar_step import GrammarStep
+from pdserve.engine.sampling.logit_rules import closes_tokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.sampling.token_choice import GREEDY_BELOW, TokenChoice
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
@@ -28,27 +29,25 @@ def sample(
 ) -> list[SampledToken | None]:
     """Returns one token a row, or None where the logits are not finite, or the row's grammar leaves no token.
 
+    A row whose matcher is ``awaited`` has no token either: it can have one in a later step.
+
     ``logits`` is fp32 ``[rows, vocab_size]`` and is not changed. ``min_tokens`` forbids ``eos_token_ids`` as well as a
     request's own stop tokens.
     """
-    on_gpu, vocab_size = logits.device.type != "cpu", logits.shape[-1]
+    on_gpu, grammars = logits.device.type != "cpu", GrammarStep(rows, logits.shape[-1], eos_token_ids)
     constrained = [index for index, row in enumerate(rows) if row.sampling.grammar is not None]
     proposing = {index for index in constrained if _proposes(rows[index])}
     # A GPU may still compute the logits meanwhile.
-    masks = {
-        index: grammar_bits(rows[index], vocab_size, eos_token_ids)
-        for index in constrained
-        if on_gpu or index not in proposing
-    }
+    early = {index for index in proposing if on_gpu and grammars.has_time(index)}
+    grammars.make_masks(index for index in constrained if index in early or index not in proposing)
     choice = TokenChoice(logits, rows, eos_token_ids)
-    choice.drop(index for index, bits in masks.items() if bits is None)
-    choice.choose(choice.left(range(len(rows))), {i: bits for i, bits in masks.items() if i not in proposing})
-    rejected = [index for index in choice.left(proposing) if not _allows(rows[index], choice.tokens[index])]
-    for index in rejected:
-        if index not in masks:
-            masks[index] = grammar_bits(rows[index], vocab_size, eos_token_ids)
-    choice.drop(index for index in rejected if masks[index] is None)
-    choice.choose(choice.left(rejected), masks, again=True)
+    choice.drop(grammars.without_token)
+    masks = {index: bits for index, bits in grammars.masks.items() if index not in proposing}
+    choice.choose(choice.left(range(len(rows))), masks)
+    rejected = grammars.rejected({index: choice.tokens[index] for index in choice.left(proposing)})
+    grammars.make_masks(index for index in rejected if index not in grammars.masks)
+    choice.drop(grammars.without_token)
+    choice.choose(choice.left(rejected), grammars.masks, again=True)
     tokens, finite = choice.tokens, choice.finite
     reports = _reports(logits, rows, tokens, finite)
     return [SampledToken(token, reports.get(index)) if finite[index] else None for index, token in enumerate(tokens)]
@@ -65,10 +64,6 @@ def _proposes(row: SamplingRow) -> bool:
     greedy = sampling.temperature < GREEDY_BELOW
     whole = sampling.top_p >= 1 and not sampling.top_k and not sampling.min_p
     return (greedy or whole) and not closes_tokens(row)
-
-
-def _allows(row: SamplingRow, token: int) -> bool:
-    return row.matcher is not None and row.matcher.allows(row.token_ids[row.num_prompt_tokens :], token)
 
 
 def _reports(

@@ -35,6 +35,15 @@ class Work:
         """Whether the work is several tokens of a prompt, which are one row."""
         return self.num_tokens > 1 and not self.replays
 
+    def num_final_tokens(self, *, waits: bool) -> int:
+        """Returns how many of the tokens are computed for good, if a sampled request ``waits`` for its token or not.
+
+        If it waits, the last token is computed once more, in the same way: a chunk again as a chunk.
+        """
+        if not waits:
+            return self.num_tokens
+        return 0 if self.is_chunk else self.num_tokens - 1
+
     @property
     def scored_tokens(self) -> range:
         """The places of the prompt's tokens whose log probabilities this work gives. Each follows a token of the work.

@@ -215,21 +215,21 @@ class Scheduler:
     def postprocess(self, plan: BatchPlan, sampled: Sequence[SampledToken | None], now: float) -> list[Request]:
         """Takes the tokens of a computed step: ``sampled`` has one for each of the plan's ``sampled_requests``.
 
-        Returns the requests for which there was no token (None), and their children; they cannot go on.
+        A request for which there was no token (None) goes on later if it ``awaits_mask``. Returns the others without
+        a token, and their children; they cannot go on.
         """
         self._note_chunks(plan, now)
         tokens = iter(sampled)
         failed = []
         for work in plan.work:
-            request, requests, token_missing = work.request, work.sampled_requests, False
-            self._blocks.computed(request, request.num_computed_tokens + work.num_tokens)
-            for member in requests:
-                token = next(tokens)
-                if token is None:
-                    token_missing = True
-                else:
+            request, taken = work.request, [(member, next(tokens)) for member in work.sampled_requests]
+            missing = [member for member, token in taken if token is None]
+            awaited = [member for member in missing if member.awaits_mask]
+            self._blocks.computed(request, request.num_computed_tokens + work.num_final_tokens(waits=bool(awaited)))
+            for member, token in taken:
+                if token is not None:
                     self.accept_token(member, token, now)
-            if token_missing:
+            if len(missing) > len(awaited):
                 # The children fail too: it is the prompt's blocks that are at fault.
                 failed += [request, *request.children]
             else:
@@ -396,7 +396,7 @@ class Scheduler:
             if self._static and plan.work:
                 break
             for request in turn:
-                if request.status is not Status.RUNNING:
+                if request.status is not Status.RUNNING or request.awaits_grammar:
                     continue
                 work = plan.next_work(request, budget.for_request(request))
                 if work is None:

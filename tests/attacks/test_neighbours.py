@@ -1,0 +1,120 @@
+"""Tests that requests whose cost ``n`` or a list multiplies are paid by those who send them, and not by others.
+
+What others notice is compared with what they notice of as many usual answers, in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.attacks.target import PROMPT, Target
+from tests.cluster.nodes import MODEL, Reply
+
+NEIGHBOUR = "127.0.0.2"
+"""Where there are no API keys, a client is an address. The attacker has another one."""
+ANSWERS = 64
+MOST_TIMES_LONGER = 10
+"""A gap may be so many times as long as beside usual answers. Without bounds it was more than a hundred times."""
+AMBIGUOUS = " ".join(f"r{i}?" for i in range(600))
+RULES = "\n".join(f'r{i}: "a" | "b" | "ab" | /[a-z]+/' for i in range(600))
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a grammar that is heavy later": {"guided_grammar": f"start: /[a-z]{{3}}/ {AMBIGUOUS}\n{RULES}\n"},
+    "a heavy grammar, with a nucleus": {"guided_grammar": f"start: {AMBIGUOUS}\n{RULES}\n", "top_p": 0.9},
+}
+
+
+def post(url: str, path: str, body: object, source: str = "127.0.0.1") -> Reply:
+    """Sends a request from an address of this machine."""
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=120.0, source_address=(source, 0))
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return Reply(answer.status, dict(answer.headers), answer.read())
+    finally:
+        connection.close()
+
+
+class Neighbour:
+    """Streams of another client, one after the other, and how long their events come apart."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._over = threading.Event()
+        self._arrivals: list[float] = []
+        self._failures: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="neighbour")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+        assert not self._failures, self._failures
+
+    def gap_s(self, work: Callable[[], None]) -> float:
+        """Returns the longest time without an event while ``work`` is done."""
+        began = time.monotonic()
+        work()
+        ended = time.monotonic()
+        inside = [at for at in self._arrivals if began <= at <= ended]
+        times = [began, *inside, ended]
+        return max(later - at for at, later in pairwise(times))
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            connection = HTTPConnection(
+                urlsplit(self._target.cluster.url).netloc, timeout=120.0, source_address=(NEIGHBOUR, 0)
+            )
+            body = self._target.ordinary(max_tokens=800, stream=True)
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            while not self._over.is_set() and (line := answer.readline()):
+                if line.startswith(b"data:"):
+                    self._arrivals.append(time.monotonic())
+                if b'"error"' in line:
+                    self._failures.append(line.decode())
+            connection.close()
+
+
+@contextmanager
+def neighbour(target: Target) -> Iterator[Neighbour]:
+    one = Neighbour(target)
+    one.start()
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_many_answers_by_a_heavy_grammar_keep_no_other_stream(attacked: Target, hostile: dict[str, Any]) -> None:
+    usual = {"model": MODEL, "prompt": PROMPT, "n": ANSWERS, "max_tokens": 16, "seed": 1}
+    replies: list[Reply] = []
+
+    def send(**more: object) -> None:
+        replies.append(post(attacked.cluster.url, "/v1/completions", {**usual, **more}))
+
+    with neighbour(attacked) as other:
+        send()
+        beside_usual = other.gap_s(lambda: send(seed=2))
+        beside_hostile = other.gap_s(lambda: send(**hostile))
+    assert replies[-2].status == 200, replies[-2].body
+    assert beside_hostile < MOST_TIMES_LONGER * beside_usual
+    if replies[-1].status == 200:
+        assert len(replies[-1].json()["choices"]) == ANSWERS
+    else:
+        assert replies[-1].status == 400, replies[-1].body
+        assert "too much work" in replies[-1].json()["error"]["message"]
+    attacked.check_answers()
