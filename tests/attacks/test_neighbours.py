@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.attacks.target import PROMPT, Target
+from tests.attacks.target import CONTEXT, PROMPT, Target
 from tests.cluster.nodes import MODEL, Reply
 
 NEIGHBOUR = "127.0.0.2"
@@ -118,3 +118,11 @@ def test_many_answers_by_a_heavy_grammar_keep_no_other_stream(attacked: Target, 
         assert replies[-1].status == 400, replies[-1].body
         assert "too much work" in replies[-1].json()["error"]["message"]
     attacked.check_answers()
+
+
+def test_a_prompt_as_long_as_the_context_is_scored(attacked: Target) -> None:
+    """It leaves no room for a token, and needs none."""
+    body = {"model": MODEL, "prompt": [17] * CONTEXT, "max_tokens": 0, "echo": True, "logprobs": 0}
+    reply = post(attacked.cluster.url, "/v1/completions", body)
+    assert reply.status == 200, reply.body
+    assert len(reply.json()["choices"][0]["logprobs"]["token_logprobs"]) == CONTEXT

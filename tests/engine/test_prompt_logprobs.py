@@ -76,6 +76,20 @@ def test_they_are_those_of_transformers_however_the_prompt_is_cut_and_cached(
             assert client.ask(prompt(length), [3]) == plain
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_is_only_scored_may_be_as_long_as_the_context(folder: Path, overlap: bool) -> None:
+    whole = prompt(MAX_LEN)
+    with engine(folder, overlap, num_blocks=MAX_LEN // BLOCK_SIZE) as client:
+        family = list(client.together([(whole, scored(max_tokens=1), (5,))]).values())
+        check(folder, whole, scores_of(family[0]))
+        assert [len(answer.tokens) for answer in family] == [1, 1]
+        for sampling in (scored(max_tokens=2), SamplingParams(max_tokens=1, seed=1)):
+            [refused] = client.together([(whole, sampling, ())]).values()
+            assert refused.end.error == f"the prompt has {MAX_LEN} tokens; with one of output, at most {MAX_LEN} fit"
+        [refused] = client.together([([*whole, 3], scored(max_tokens=1), ())]).values()
+        assert "at most" in (refused.end.error or "")
+
+
 def test_a_prompt_of_one_token_has_none(folder: Path) -> None:
     with engine(folder, overlap=False) as client:
         (answer,) = client.together([([7], scored(), ())]).values()

@@ -99,7 +99,7 @@ class ModelLimits:
         count = len(token_ids)
         if count == 0:
             raise InvalidRequest("the prompt has no tokens", param=param, code="empty_prompt")
-        if count >= self.max_model_len or count + (wanted or 1) > self.max_model_len:
+        if count + (1 if wanted is None else wanted) > self.max_model_len:
             asked = "" if wanted is None else f", and {wanted} tokens of output are asked for"
             raise InvalidRequest(
                 f"{self._length}. However, the prompt has {count} tokens{asked}.",
@@ -125,7 +125,8 @@ class ModelLimits:
         if keep == 0:
             raise InvalidRequest("'truncate_prompt_tokens' must be at least 1, or -1", param="truncate_prompt_tokens")
         if keep < 0:
-            keep = max(self.max_model_len - (request.wanted_tokens or request.default_tokens or 1), 1)
+            wanted = request.wanted_tokens
+            keep = max(self.max_model_len - ((request.default_tokens or 1) if wanted is None else wanted), 1)
         return token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]
 
 

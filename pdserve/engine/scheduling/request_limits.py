@@ -20,7 +20,7 @@ class PromptRule:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The length of the longest prompt: one token of output has to fit, too."""
+        """The length of the longest prompt with an answer, of which one token has to fit."""
         return self.max_model_len - 1
 
     def misfit(
@@ -32,7 +32,9 @@ class PromptRule:
         """
         if not token_ids:
             return "the prompt is empty"
-        if len(token_ids) > self.max_prompt_tokens:
+        # The token that comes with a prompt's log probabilities needs no place: nothing follows it.
+        only_scored = sampling.prompt_logprobs is not None and sampling.max_tokens == 1
+        if len(token_ids) > (self.max_model_len if only_scored else self.max_prompt_tokens):
             return f"the prompt has {len(token_ids)} tokens; with one of output, at most {self.max_model_len} fit"
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             return f"a token id is outside 0 to {self.vocab_size - 1}"

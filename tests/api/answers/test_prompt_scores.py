@@ -84,6 +84,17 @@ def test_scores_alone_have_no_tokens(node: NodeUnderTest) -> None:
     assert answer["choices"][0]["token_ids"] == []
 
 
+@pytest.mark.parametrize("how", [{}, {"truncate_prompt_tokens": -1}])
+def test_a_prompt_that_is_only_scored_may_be_as_long_as_the_context(how: dict[str, int], node: NodeUnderTest) -> None:
+    """The context has 256 tokens."""
+    scored = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    [choice] = complete(node, prompt=[17] * 256, **scored, **how)["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == 256
+    for fields in ({"prompt": [17] * 257, **scored}, {"prompt": [17] * 256, "echo": True, "logprobs": 0}):
+        reply = post(f"{node.url}/v1/completions", {"model": MODEL, "max_tokens": 1, **fields})
+        assert (reply.status, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_tokens_may_be_named_by_their_ids(node: NodeUnderTest) -> None:
     [choice] = complete(node, prompt=[17, 18], echo=True, logprobs=1, return_tokens_as_token_ids=True)["choices"]
     assert choice["logprobs"]["tokens"][:2] == ["token_id:17", "token_id:18"]
