@@ -15,6 +15,7 @@ from pdserve.api.completions import (
     admit_ticket,
     chat_route,
     check_model,
+    client_of,
     messages_route,
     prepare,
     responses_route,
@@ -156,7 +157,7 @@ class TokenizerRoutes:
         self._count_parser = DialectParser(PromptRequest)
 
     async def tokenize(self, request: HttpRequest) -> None:
-        encoder = self._admit(request)
+        encoder, client = self._admit(request)
         data = await request.body(self._node.max_body_bytes)
 
         def work(check: Check) -> bytes:
@@ -173,11 +174,11 @@ class TokenizerRoutes:
             length = self._node.ready.max_model_len
             return msgspec.json.encode(TokenizeResponse(len(token_ids), length, token_ids, strings))
 
-        await self._respond(request, len(data), work)
+        await self._respond(request, len(data), work, client)
 
     async def count_tokens(self, request: HttpRequest) -> None:
         """Says how many tokens the prompt of a request to ``/v1/messages`` has."""
-        encoder = self._admit(request)
+        encoder, client = self._admit(request)
         data = await request.body(self._node.max_body_bytes)
 
         def work(check: Check) -> bytes:
@@ -188,7 +189,7 @@ class TokenizerRoutes:
             token_ids = self._node.limits.encode(text, encoder, "messages", add_special_tokens=False, cut=True)
             return msgspec.json.encode(TokenCount(len(token_ids)))
 
-        await self._respond(request, len(data), work)
+        await self._respond(request, len(data), work, client)
 
     async def info(self, request: HttpRequest) -> None:
         """Says what the model's tokeniser is: to a client by GET, and to a proxy by POST."""
@@ -201,7 +202,7 @@ class TokenizerRoutes:
         await request.respond(200, JSON, self._info)
 
     async def detokenize(self, request: HttpRequest) -> None:
-        decoder = self._admit(request)
+        decoder, client = self._admit(request)
         data = await request.body(self._node.max_body_bytes)
 
         def work(check: Check) -> bytes:
@@ -213,15 +214,16 @@ class TokenizerRoutes:
             text = decoder.decode(limits.check_ids(body.tokens, "tokens"), skip_special_tokens=False)
             return msgspec.json.encode(DetokenizeResponse(text))
 
-        await self._respond(request, len(data), work)
+        await self._respond(request, len(data), work, client)
 
-    def _admit(self, request: HttpRequest) -> Tokenizer:
+    def _admit(self, request: HttpRequest) -> tuple[Tokenizer, bytes]:
+        """Returns the tokenizer, and what stands for the client."""
         request.check_body_form()
-        admit_ticket(request, self._node)
-        return self._node.tokenizer
+        return self._node.tokenizer, client_of(request, admit_ticket(request, self._node))
 
-    async def _respond(self, request: HttpRequest, size: int, work: Callable[[Check], bytes]) -> None:
-        await request.respond(200, JSON, await prepare(request, self._node, size, work, self._node.timeout_s))
+    async def _respond(self, request: HttpRequest, size: int, work: Callable[[Check], bytes], client: bytes) -> None:
+        answer = await prepare(request, self._node, size, work, self._node.timeout_s, client)
+        await request.respond(200, JSON, answer)
 
 
 def _json(value: msgspec.Struct | dict[str, str], status: int = 200) -> Response:

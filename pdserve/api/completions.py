@@ -280,6 +280,7 @@ class CompletionRoute(Generic[R]):
             len(data),
             lambda check: self._prepare(data, terms, tokenizer, check),
             terms.deadline - time.monotonic(),
+            terms.client,
         )
 
     async def _constrained(self, prepared: PreparedRequest[R], terms: RequestTerms) -> PreparedRequest[R]:
@@ -332,8 +333,8 @@ class CompletionRoute(Generic[R]):
 
     def _terms(self, request: HttpRequest, arrived: float) -> RequestTerms:
         ticket = admit_ticket(request, self._node)
+        client = client_of(request, ticket)
         if ticket is None:
-            client = request.address.encode(errors="replace")
             trace = self._node.tracing.begin(request.header(TRACEPARENT))
             return RequestTerms(arrived + self._node.timeout_s, _new_answer(), client=client, trace=trace)
         return RequestTerms(
@@ -344,7 +345,7 @@ class CompletionRoute(Generic[R]):
             journaled=ticket.answer is not None,
             resume=ticket.resume,
             holders=ticket.holders,
-            client=ticket.client,
+            client=client,
             cache_owner=ticket.cache_owner,
             storing=ticket.storing,
             trace=ticket.trace,
@@ -554,10 +555,17 @@ def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:
     return ticket
 
 
-async def prepare(request: Reply, node: ServingNode, size: int, work: Callable[[Check], T], timeout_s: float) -> T:
+def client_of(request: HttpRequest, ticket: Ticket | None) -> bytes:
+    """Returns what stands for the client of ``request``, for turns: an address where there is no ticket."""
+    return request.address.encode(errors="replace") if ticket is None else ticket.client
+
+
+async def prepare(
+    request: Reply, node: ServingNode, size: int, work: Callable[[Check], T], timeout_s: float, client: bytes
+) -> T:
     """Returns what ``work`` makes of the body of ``request``, as ``Preparer.run`` does; logs a failed chat template."""
     try:
-        return await node.preparer.run(size, work, timeout_s)
+        return await node.preparer.run(size, work, timeout_s, client)
     except TemplateFailed as error:
         log.info("request_id=%s a chat template failed: %s", request.label, error.detail)
         raise

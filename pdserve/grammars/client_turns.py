@@ -28,9 +28,10 @@ class ClientTurns(Generic[Item]):
         """Lets an item wait for a client, for whom it may wait already."""
         self._waiting.setdefault(client, {})[item] = None
 
-    def discard(self, item: Item) -> bool:
-        """Takes an item out, for all clients. Returns whether it waited."""
-        clients = [client for client, items in self._waiting.items() if item in items]
+    def discard(self, item: Item, client: bytes | None = None) -> bool:
+        """Takes an item out, for all clients or for one. Returns whether it waited."""
+        among = self._waiting if client is None else {client} & self._waiting.keys()
+        clients = [client for client in among if item in self._waiting[client]]
         for client in clients:
             items = self._waiting[client]
             del items[item]
@@ -63,10 +64,10 @@ class WaitingTurns(Generic[Item]):
             self._turns.add(client, item)
             self._changed.notify()
 
-    def discard(self, item: Item) -> bool:
-        """Takes an item out. Returns whether it waited."""
+    def discard(self, client: bytes, item: Item) -> bool:
+        """Takes an item of a client out. Returns whether it waited."""
         with self._changed:
-            return self._turns.discard(item)
+            return self._turns.discard(item, client)
 
     def end(self) -> None:
         """Has every ``take`` return None, whatever waits."""

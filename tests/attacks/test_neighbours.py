@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from itertools import pairwise
@@ -17,12 +18,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pdserve.api.requests.tokenizer import MAX_CUT_CHARS
 from tests.attacks.target import CONTEXT, PROMPT, Target
 from tests.cluster.nodes import MODEL, Reply
 
 NEIGHBOUR = "127.0.0.2"
 """Where there are no API keys, a client is an address. The attacker has another one."""
 ANSWERS = 64
+LONG_TEXTS = 16
 MOST_TIMES_LONGER = 10
 """A gap may be so many times as long as beside usual answers. Without bounds it was more than a hundred times."""
 AMBIGUOUS = " ".join(f"r{i}?" for i in range(600))
@@ -118,6 +121,34 @@ def test_many_answers_by_a_heavy_grammar_keep_no_other_stream(attacked: Target, 
         assert replies[-1].status == 400, replies[-1].body
         assert "too much work" in replies[-1].json()["error"]["message"]
     attacked.check_answers()
+
+
+def test_many_long_texts_to_tokenise_keep_no_other_client(attacked: Target) -> None:
+    long = {"model": MODEL, "prompt": "word " * (MAX_CUT_CHARS // 5)}
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 28_000}]}
+    url = attacked.cluster.url
+
+    def took_s(path: str, body: object, source: str, status: int) -> float:
+        began = time.monotonic()
+        reply = post(url, path, body, source)
+        assert reply.status == status, reply.body
+        return time.monotonic() - began
+
+    took_s("/tokenize", long, "127.0.0.1", 200)
+    alone_s = took_s("/v1/chat/completions", chat, NEIGHBOUR, 400)
+    with ThreadPoolExecutor(LONG_TEXTS) as pool:
+        texts = [pool.submit(took_s, "/tokenize", long, "127.0.0.1", 200) for _ in range(LONG_TEXTS)]
+        wait(texts, return_when=FIRST_COMPLETED)
+        beside_s = took_s("/v1/chat/completions", chat, NEIGHBOUR, 400)
+        assert not all(text.done() for text in texts), "they are still at work"
+        slowest_s = max(text.result() for text in texts)
+    assert beside_s < alone_s + slowest_s / 4, (alone_s, slowest_s, beside_s)
+
+
+def test_a_text_to_tokenise_that_is_far_beyond_the_context_is_refused_at_once(attacked: Target) -> None:
+    reply = post(attacked.cluster.url, "/tokenize", {"model": MODEL, "prompt": "word " * 200_000})
+    assert (reply.status, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "at least" in reply.json()["error"]["message"]
 
 
 def test_a_prompt_as_long_as_the_context_is_scored(attacked: Target) -> None:

@@ -1,21 +1,22 @@
 """Makes engine requests out of request bodies without holding up the tokens of other requests.
 
 Long bodies are prepared in threads. Templates are Python, and a thread that runs them takes every other turn of the
-interpreter from the event loop. So there are few threads, and the bytes of the bodies in their queues are bounded. Work
-whose client is gone is not begun, or is given up at its next step. Huge bodies have a thread and a queue of their own,
-so that they keep out nothing but each other.
+interpreter from the event loop. So there are few threads, and the bytes of the bodies in their queues are bounded, and
+those of one client to half of that. Clients take turns. Work whose client is gone is not begun, or is given up at its
+next step. Huge bodies have a thread and a queue of their own, so that they keep out nothing but each other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from pdserve.errors import DeadlineExceeded, Unavailable
+from pdserve.errors import DeadlineExceeded, TooManyRequests, Unavailable
+from pdserve.grammars.client_turns import WaitingTurns
 
 INLINE_BYTES = 3_072
 """Longer bodies are prepared in a thread. Shorter ones take less time than the switch to a thread."""
@@ -48,17 +49,18 @@ class Preparer:
         """How many bytes the bodies have that wait for a thread, or are in one."""
         return self._long.bytes_held + self._huge.bytes_held
 
-    async def run(self, size: int, work: Callable[[Check], T], timeout_s: float) -> T:
-        """Returns what ``work`` makes of a body of ``size`` bytes.
+    async def run(self, size: int, work: Callable[[Check], T], timeout_s: float, client: bytes = b"") -> T:
+        """Returns what ``work`` makes of a body of ``size`` bytes. ``client`` is in whose turn it is done.
 
-        Raises Unavailable if too many bytes wait, and DeadlineExceeded if it is not done in time.
+        Raises TooManyRequests if too many bytes of the client wait, Unavailable if too many of all clients do, and
+        DeadlineExceeded if it is not done in time.
         """
         if size <= INLINE_BYTES:
             return work(_go_on)
         threads = self._long if size <= HUGE_BYTES else self._huge
         try:
             async with asyncio.timeout(timeout_s):
-                return await threads.run(size, work)
+                return await threads.run(size, work, client)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the request's deadline passed before its body was read", code="deadline_exceeded"
@@ -78,12 +80,13 @@ class _Threads:
         self._workers = workers
         self._max_bytes = max_bytes
         self._started = self._closed = False
-        self._waiting: OrderedDict[_Work[Any], None] = OrderedDict()
-        """The work that waits, in the order in which it came. Thousands may wait, and leave in any order."""
-        self._changed = threading.Condition()
+        self._held = Counter[bytes]()
+        """The bytes that each client has in ``bytes_held``."""
+        self._waiting: WaitingTurns[_Work[Any]] = WaitingTurns()
+        self._changing = threading.Lock()
 
-    async def run(self, size: int, work: Callable[[Check], T]) -> T:
-        waiting = _Work(size, work)
+    async def run(self, size: int, work: Callable[[Check], T], client: bytes) -> T:
+        waiting = _Work(size, work, client)
         self._put(waiting)
         try:
             return await asyncio.wrap_future(waiting.result)
@@ -91,49 +94,56 @@ class _Threads:
             self._abandon(waiting)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._waiting.end()
 
     def _put(self, work: _Work[Any]) -> None:
-        with self._changed:
+        self._hold(work)
+        self._waiting.put(work.client, work)
+        starting, self._started = not self._started, True
+        for _ in range(self._workers if starting else 0):
+            threading.Thread(target=self._serve, name="preparing", daemon=True).start()
+
+    def _hold(self, work: _Work[Any]) -> None:
+        with self._changing:
             # One that is larger than all that may wait goes alone.
             if self._closed or (self.bytes_held and self.bytes_held + work.size > self._max_bytes):
                 raise Unavailable(
                     "too many long prompts wait to be read", code="overloaded", retry_after_s=RETRY_AFTER_S
                 )
+            held = self._held[work.client]
+            if held and held + work.size > self._max_bytes // 2:
+                raise TooManyRequests(
+                    "too many long prompts of this client wait to be read",
+                    code="rate_limit_exceeded",
+                    retry_after_s=RETRY_AFTER_S,
+                )
             self.bytes_held += work.size
-            self._waiting[work] = None
-            self._changed.notify()
-            starting, self._started = not self._started, True
-        for _ in range(self._workers if starting else 0):
-            threading.Thread(target=self._serve, name="preparing", daemon=True).start()
+            self._held[work.client] += work.size
+
+    def _let_go(self, work: _Work[Any]) -> None:
+        with self._changing:
+            self.bytes_held -= work.size
+            self._held[work.client] -= work.size
+            if not self._held[work.client]:
+                del self._held[work.client]
 
     def _abandon(self, work: _Work[Any]) -> None:
         """Ends the interest in ``work``. If it was not begun, it is let go, and its body with it."""
         work.abandoned.set()
-        with self._changed:
-            if work in self._waiting:
-                del self._waiting[work]
-                self.bytes_held -= work.size
+        if self._waiting.discard(work.client, work):
+            self._let_go(work)
 
     def _serve(self) -> None:
-        while (work := self._next()) is not None:
+        while (work := self._waiting.take()) is not None:
             work.do()
-            with self._changed:
-                self.bytes_held -= work.size
+            self._let_go(work)
             del work  # its body is not kept until the next one comes
-
-    def _next(self) -> _Work[Any] | None:
-        """Returns the work that is next, or None once this is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            return None if self._closed else self._waiting.popitem(last=False)[0]
 
 
 class _Work(Generic[T]):
-    def __init__(self, size: int, work: Callable[[Check], T]) -> None:
-        self.size = size
+    def __init__(self, size: int, work: Callable[[Check], T], client: bytes) -> None:
+        self.size, self.client = size, client
         self.result: Future[T] = Future()
         self.abandoned = threading.Event()
         self._work = work

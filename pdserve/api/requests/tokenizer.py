@@ -30,8 +30,9 @@ from pdserve.errors import InvalidRequest, ModelError
 from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer, read_tokenizer
 
 LOGGED_CHARS = 500
-MAX_CUT_CHARS = 2**20
-"""How long a text may be that is to be cut or counted, and so may be longer than any context."""
+MAX_CUT_CHARS = 2**18
+"""How long a text may be that no context holds, and that is to be cut or counted. Others wait while it is
+tokenised, which takes half a second."""
 
 
 class Tokenizer:
@@ -52,6 +53,7 @@ class Tokenizer:
         self._added_texts = frozenset(token.content for token in added.values() if not token.special)
         self._longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self._byte_level = self._is_byte_level()
+        self._counts_bytes = self._byte_level and self._backend.normalizer is None
         self._token_bytes = TokenBytes(self._backend.id_to_token, byte_level_bytes if self._byte_level else piece_bytes)
         self._special_tokens = kept.special_tokens
         self._written_template = kept.chat_template
@@ -122,7 +124,8 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """Returns a number of tokens that ``text`` has at least, without tokenising it."""
-        return len(text) // self._longest_token
+        # The characters of such a vocabulary stand for bytes.
+        return (len(text.encode()) if self._counts_bytes else len(text)) // self._longest_token
 
     def render_chat(
         self,

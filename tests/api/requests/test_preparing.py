@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.api.requests import preparing
 from pdserve.api.requests.preparing import HUGE_BYTES, INLINE_BYTES, WORKERS, Abandoned, Check, Preparer
-from pdserve.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from pdserve.errors import DeadlineExceeded, InvalidRequest, TooManyRequests, Unavailable
 
 LONG = INLINE_BYTES + 1
 HUGE = HUGE_BYTES + 1
@@ -87,7 +87,7 @@ async def test_while_long_ones_take_for_ever_short_ones_and_the_loop_go_on() -> 
 async def test_huge_bodies_keep_out_no_others() -> None:
     async with open_preparer(max_bytes=4 * HUGE) as preparer:
         held = Held()
-        slow = [asyncio.create_task(preparer.run(HUGE, held, WAIT_S)) for _ in range(4)]
+        slow = [asyncio.create_task(preparer.run(HUGE, held, WAIT_S, bytes([i]))) for i in range(4)]
         await acquired(held.begun)
         with pytest.raises(Unavailable):
             await preparer.run(HUGE, held, WAIT_S)
@@ -114,10 +114,10 @@ async def test_a_body_waits_no_longer_than_its_deadline() -> None:
 async def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> None:
     async with open_preparer() as preparer:
         held = Held()
-        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(10)]
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S, bytes([i]))) for i in range(10)]
         await acquired(held.begun)
         with pytest.raises(Unavailable) as refused:
-            await preparer.run(LONG, held, WAIT_S)
+            await preparer.run(LONG, held, WAIT_S, b"another")
         assert (refused.value.code, refused.value.retry_after_s) == ("overloaded", 1)
         held.go_on.set()
         await asyncio.gather(*slow)
@@ -125,10 +125,46 @@ async def test_no_more_bytes_wait_than_may_and_one_large_body_goes_alone() -> No
         assert await preparer.run(100 * LONG, lambda check: 7, WAIT_S) == 7
 
 
+async def test_one_client_holds_no_more_than_half_of_the_bytes() -> None:
+    async with open_preparer() as preparer:
+        held = Held()
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S, b"one")) for _ in range(5)]
+        await acquired(held.begun)
+        with pytest.raises(TooManyRequests) as refused:
+            await preparer.run(LONG, held, WAIT_S, b"one")
+        assert (refused.value.code, refused.value.retry_after_s) == ("rate_limit_exceeded", 1)
+        other = asyncio.create_task(preparer.run(LONG, held, WAIT_S, b"other"))
+        held.go_on.set()
+        await asyncio.gather(*slow, other)
+        assert await preparer.run(LONG, lambda check: 7, WAIT_S, b"one") == 7
+
+
+async def test_clients_take_turns() -> None:
+    done: list[bytes] = []
+
+    def work(client: bytes) -> Callable[[Check], int]:
+        def note(check: Check) -> int:
+            done.append(client)
+            return 0
+
+        return note
+
+    async with open_preparer(max_bytes=20 * HUGE) as preparer:
+        held = Held()
+        tasks = [asyncio.create_task(preparer.run(HUGE, held, WAIT_S, b"many"))]
+        await acquired(held.begun)
+        for client in (b"many", b"many", b"many", b"few", b"few"):
+            tasks.append(asyncio.create_task(preparer.run(HUGE, work(client), WAIT_S, client)))
+        await asyncio.sleep(0)
+        held.go_on.set()
+        await asyncio.gather(*tasks)
+    assert done == [b"many", b"few", b"many", b"few", b"many"]
+
+
 async def test_what_nobody_waits_for_is_not_begun_and_what_runs_ends_at_its_next_step() -> None:
     async with open_preparer() as preparer:
         held = Held()
-        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(WORKERS + 4)]
+        slow = [asyncio.create_task(preparer.run(LONG, held, WAIT_S, bytes([i]))) for i in range(WORKERS + 4)]
         for _ in range(WORKERS):
             await acquired(held.begun)
         # Those that wait are given up first: a thread that is free takes the next one that is not.
@@ -181,7 +217,7 @@ async def test_those_that_leave_a_long_queue_are_not_looked_for_in_it(monkeypatc
 
     async with open_preparer(max_bytes=100 * LONG) as preparer:
         held = Held()
-        tasks = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(100)]
+        tasks = [asyncio.create_task(preparer.run(LONG, held, WAIT_S)) for _ in range(50)]
         for _ in range(WORKERS):
             await acquired(held.begun)
         for task in reversed(tasks):
