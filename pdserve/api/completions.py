@@ -52,6 +52,7 @@ from pdserve.api.requests.sampling_fields import (
     check_repeated,
     check_repeated_grammar,
     check_scores,
+    check_shown_prompts,
     choice_seeds,
     sampling_params,
 )
@@ -309,6 +310,7 @@ class CompletionRoute(Generic[R]):
         bad_words = bad_word_tokens(body.bad_words or (), tokenizer)
         check_repeated(body, len(prompts), bad_words)
         check_scores(body, [prompt.token_ids for prompt in prompts])
+        check_shown_prompts(body, prompts)
         vocab_size, journaled = self._node.ready.vocab_size, self._journaled(body, terms) and bool(body.stream)
         journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
         check()

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest, GenerationRequest
+from pdserve.api.requests.prompts import Prompt
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.errors import InvalidRequest
 from pdserve.wire.grammar import Grammar
@@ -35,6 +36,8 @@ MAX_REPEATED_IDS = 262_144
 MAX_SCORES = 524_288
 """How many log probabilities of prompts one answer has. As JSON they take some 40 bytes each."""
 MAX_REPEATED_GRAMMAR_CHARS = 8 * 2**20
+MAX_ECHOED_CHARS = 8 * 2**20
+MAX_SHOWN_PROMPT_IDS = 2**20
 
 
 def choice_seeds(request: GenerationRequest, answer_id: bytes, prompt: int) -> list[int]:
@@ -99,6 +102,23 @@ def check_repeated(request: GenerationRequest, prompts: int, bad_words: TokenRun
             f"{prompts} prompts with {ids} token ids each in 'allowed_token_ids', 'logit_bias', 'stop_token_ids', "
             f"'logprob_token_ids' and 'bad_words': at most {MAX_REPEATED_IDS} together",
             param="prompt",
+        )
+
+
+def check_shown_prompts(request: GenerationRequest, prompts: Sequence[Prompt]) -> None:
+    """Raises InvalidRequest if the prompts that each choice repeats are too long together for one answer."""
+    echoed = sum(len(prompt.echo) for prompt in prompts) * request.shown_choices
+    if echoed > MAX_ECHOED_CHARS:
+        raise InvalidRequest(
+            f"'echo' repeats {echoed} characters of prompts: at most {MAX_ECHOED_CHARS} in all choices together",
+            param="echo",
+        )
+    ids = sum(len(prompt.token_ids) for prompt in prompts) * request.shown_choices
+    if request.return_token_ids and isinstance(request, CompletionRequest) and ids > MAX_SHOWN_PROMPT_IDS:
+        raise InvalidRequest(
+            f"'return_token_ids' repeats {ids} token ids of prompts: at most {MAX_SHOWN_PROMPT_IDS} in all choices "
+            "together",
+            param="return_token_ids",
         )
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from pdserve.api.requests import openai_request as body_bounds
 from pdserve.api.requests.openai_request import BodyParser, ChatRequest, CompletionRequest, check_values
+from pdserve.api.requests.prompts import Prompt
+from pdserve.api.requests.sampling_fields import MAX_ECHOED_CHARS, MAX_SHOWN_PROMPT_IDS, check_shown_prompts
 from pdserve.errors import InvalidRequest
 from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import get, send
@@ -125,3 +127,24 @@ def test_deep_and_broken_bodies_are_refused_and_the_node_goes_on(body: bytes, co
     answer = send("POST", f"{node.url}/v1/chat/completions", content=body)
     assert (answer.status, answer.json()["error"]["code"]) == (400, code)
     assert get(f"{node.url}/health").status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "echo", "ids", "param"),
+    [
+        ({"echo": True}, MAX_ECHOED_CHARS // 64, 5, None),
+        ({"echo": True}, MAX_ECHOED_CHARS // 64 + 1, 5, "echo"),
+        ({"return_token_ids": True}, 0, MAX_SHOWN_PROMPT_IDS // 64, None),
+        ({"return_token_ids": True}, 0, MAX_SHOWN_PROMPT_IDS // 64 + 1, "return_token_ids"),
+        ({}, 0, MAX_SHOWN_PROMPT_IDS, None),
+    ],
+)
+def test_choices_do_not_multiply_long_prompts(fields: dict[str, Any], echo: int, ids: int, param: str | None) -> None:
+    request = CompletionRequest(prompt="x", n=32, **fields)
+    prompts = [Prompt([7] * ids, 1, "x" * echo)] * 2
+    try:
+        check_shown_prompts(request, prompts)
+    except InvalidRequest as error:
+        assert error.param == param
+    else:
+        assert param is None
