@@ -21,6 +21,7 @@ import pytest
 from pdserve.api.requests.tokenizer import MAX_CUT_CHARS
 from tests.attacks.target import CONTEXT, PROMPT, Target
 from tests.cluster.nodes import MODEL, Reply
+from tests.eventually import eventually
 
 NEIGHBOUR = "127.0.0.2"
 """Where there are no API keys, a client is an address. The attacker has another one."""
@@ -32,8 +33,8 @@ AMBIGUOUS = " ".join(f"r{i}?" for i in range(600))
 RULES = "\n".join(f'r{i}: "a" | "b" | "ab" | /[a-z]+/' for i in range(600))
 
 HOSTILE: dict[str, dict[str, Any]] = {
+    "a heavy grammar": {"guided_grammar": f"start: {AMBIGUOUS}\n{RULES}\n"},
     "a grammar that is heavy later": {"guided_grammar": f"start: /[a-z]{{3}}/ {AMBIGUOUS}\n{RULES}\n"},
-    "a heavy grammar, with a nucleus": {"guided_grammar": f"start: {AMBIGUOUS}\n{RULES}\n", "top_p": 0.9},
 }
 
 
@@ -121,6 +122,20 @@ def test_many_answers_by_a_heavy_grammar_keep_no_other_stream(attacked: Target, 
         assert replies[-1].status == 400, replies[-1].body
         assert "too much work" in replies[-1].json()["error"]["message"]
     attacked.check_answers()
+
+
+def test_answers_by_a_heavy_grammar_are_the_same_each_time(attacked: Target) -> None:
+    """The prefill node gives their first tokens, each as soon as the grammar has said which."""
+    rules = " ".join(f"r{i}?" for i in range(180))
+    before = attacked.remote_prefills()
+    answers = []
+    for _ in range(3):
+        body = attacked.ordinary(n=4, max_tokens=3, temperature=1, seed=5, ignore_eos=False)
+        reply = post(attacked.cluster.url, "/v1/completions", {**body, "guided_grammar": f"start: {rules}\n{RULES}\n"})
+        assert reply.status == 200, reply.body
+        answers.append([choice["token_ids"] for choice in reply.json()["choices"]])
+    assert answers[0] == answers[1] == answers[2]
+    eventually(lambda: attacked.remote_prefills() == before + 3, "each prompt was prefilled remotely")
 
 
 def test_many_long_texts_to_tokenise_keep_no_other_client(attacked: Target) -> None:

@@ -177,7 +177,7 @@ class PushingConnector:
             request = work.request
             if not request.serves_push or request.transfer is None or request.status is not Status.RUNNING:
                 continue
-            if request.num_generated_tokens == 0:
+            if not request.prompt_is_computed:
                 self._push_early(request)
                 continue
             self._push(request, self._blocks.blocks_for(request.num_prompt_tokens))
