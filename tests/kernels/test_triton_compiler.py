@@ -12,21 +12,25 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from pdserve_kernels.contract import AttentionRow, HeadNorms
 from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.triton import paged_attention
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.integration
 
-HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""The KiB of shared memory that one program may have, by the GPU's compute capability (CUDA's programming guide)."""
+HOPPER = 90
 PROCESSORS = 132
-SHARED_MEMORY = 227 * 1024
-"""The bytes of shared memory that one program may have on that GPU."""
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -49,6 +53,27 @@ class Launch:
         return {param.name: self.arguments[param.name] for param in self.kernel.params if param.is_constexpr}
 
     def build(self) -> Any:
+        """Compiles the kernel to machine code."""
+        options = {**self.options, "enable_fp_fusion": True}
+        return triton.compile(self._source(), target=_target(HOPPER), options=options)
+
+    def shared_memory(self, capability: int) -> int:
+        """Returns the bytes that a program needs. Machine code is not made, which takes most of the time."""
+        source, target, metadata = self._source(), _target(capability), dict[str, Any]()
+        backend = make_backend(target)
+        options = backend.parse_options({**self.options, **source.parse_options(), "enable_fp_fusion": True})
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        module = source.make_ir(target, options, functions, modules, context)
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, options, source.language)
+        for stage in ("ttir", "ttgir", "llir"):
+            module = stages[stage](module, metadata)
+        return int(metadata["shared"])
+
+    def _source(self) -> Any:
         signature, aligned = {}, {}
         for at, name in enumerate(self.kernel.arg_names):
             value = self.arguments[name]
@@ -59,13 +84,17 @@ class Launch:
                 aligned[(at,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = SCALARS[type(value)]
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=aligned)
-        return triton.compile(source, target=HOPPER, options={**self.options, "enable_fp_fusion": True})
+        return ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=aligned)
+
+
+def _target(capability: int) -> GPUTarget:
+    return GPUTarget("cuda", capability, 32)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(paged_attention, "_fitting", {})
     made: list[Launch] = []
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -83,21 +112,25 @@ def check(launches: list[Launch]) -> dict[str, Any]:
     for launch in launches:
         kernel = launch.build()
         assert kernel.asm["cubin"]
-        assert kernel.metadata.shared <= SHARED_MEMORY
+        assert kernel.metadata.shared <= SHARED_MEMORY[HOPPER] * 1024
         built[launch.kernel.__name__] = kernel
     return built
 
 
 def step(layout: KvLayout, heads: int, window: int | None, norms: bool = False) -> None:
     """Launches the attention of a step with rows of every kind, alone and in a batch that needs no parts."""
-    cache = layout.allocate(13, torch.device("cpu"))
     for rows in ([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], [AttentionRow(1, 1, [0])]):
-        tokens = sum(row.new_tokens for row in rows)
-        qkv = torch.empty(tokens, heads + 2 * layout.kv_heads, layout.head_dim, dtype=layout.dtype)
-        angles = torch.empty(tokens, layout.head_dim // 2, dtype=layout.dtype)
-        weight = torch.empty(layout.head_dim, dtype=layout.dtype)
-        attend = TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)
-        attend.from_projection(1, qkv, angles, angles, HeadNorms(weight, weight, 1e-6) if norms else None, window)
+        attend(rows, layout, heads, window, norms)
+
+
+def attend(rows: list[AttentionRow], layout: KvLayout, heads: int, window: int | None, norms: bool = False) -> None:
+    cache = layout.allocate(13, torch.device("cpu"))
+    tokens = sum(row.new_tokens for row in rows)
+    qkv = torch.empty(tokens, heads + 2 * layout.kv_heads, layout.head_dim, dtype=layout.dtype)
+    angles = torch.empty(tokens, layout.head_dim // 2, dtype=layout.dtype)
+    weight = torch.empty(layout.head_dim, dtype=layout.dtype)
+    planned = TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)
+    planned.from_projection(1, qkv, angles, angles, HeadNorms(weight, weight, 1e-6) if norms else None, window)
 
 
 def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
@@ -111,8 +144,8 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
     kernels.silu_and_mul(gate_up)
     kernels.gelu_and_mul(gate_up)
     cache, blocks = torch.empty(4, 8, 32, 2, 16, 128, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int32)
-    attend = kernels.plan_attention(layout, cache, [AttentionRow(1, 1, [0])], 32, 0.1)
-    attend(0, x.view(3, 32, 128)[:1], torch.empty(2, 1, 8, 128, dtype=torch.bfloat16))
+    planned = kernels.plan_attention(layout, cache, [AttentionRow(1, 1, [0])], 32, 0.1)
+    planned(0, x.view(3, 32, 128)[:1], torch.empty(2, 1, 8, 128, dtype=torch.bfloat16))
     gather_blocks(cache, blocks, cache)
     scatter_blocks(cache, blocks, cache)
     built = check(launches)
@@ -138,3 +171,69 @@ def test_attention_of_other_shapes(
 ) -> None:
     step(layout, heads, window, norms)
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "dtype", "prefill_keys", "decode_keys"),
+    [
+        (80, 256, torch.bfloat16, 64, 64),
+        (86, 256, torch.bfloat16, 16, 64),
+        (89, 256, torch.bfloat16, 16, 64),
+        (90, 256, torch.bfloat16, 64, 64),
+        (100, 256, torch.bfloat16, 64, 64),
+        (120, 256, torch.bfloat16, 16, 64),
+        (86, 256, torch.float32, 16, 32),
+        (89, 128, torch.bfloat16, 64, 64),
+        (89, 128, torch.float32, 32, 64),
+    ],
+)
+def test_programs_fit_the_shared_memory_of_each_kind_of_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    prefill_keys: int,
+    decode_keys: int,
+) -> None:
+    """The launches are refused as Triton refuses them on such a GPU. The largest tiles that fit are those of before."""
+    limit, needs = SHARED_MEMORY[capability] * 1024, dict[str, tuple[int, int]]()
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        made = Launch(self, dict(zip(self.arg_names, args, strict=True)), options)
+        needed = made.shared_memory(capability)
+        if needed > limit:
+            raise OutOfResources(needed, limit, "shared memory")
+        needs[self.__name__] = needed, made.arguments.get("TILE", 0)
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(paged_attention, "_fitting", {})
+    layout = KvLayout(1, 2, 16, head_dim, dtype)
+    attend([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], layout, 4, 512, norms=True)
+    assert {name: keys for name, (_, keys) in needs.items()} == {
+        "_projection_kernel": 0,
+        "_decode_kernel": decode_keys,
+        "_combine_kernel": 0,
+        "_prefill_kernel": prefill_keys,
+    }
+    width = torch.empty(3, 8192, dtype=dtype)
+    kernels = TritonKernels(PROCESSORS)
+    kernels.add_rms_norm(width, width, width[0], 1e-5)
+    kernels.rms_norm(width, width[0], 1e-5)
+    kernels.rotary(width.view(3, -1, head_dim), width[:, : head_dim // 2], width[:, : head_dim // 2])
+    kernels.silu_and_mul(width)
+    assert len(needs) == 8
+
+
+def test_a_launch_that_fits_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if "TILE" in self.arg_names:
+            tried.append((args[-1], options["num_stages"]))
+            raise OutOfResources(2, 1, "shared memory")
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(paged_attention, "_fitting", {})
+    with pytest.raises(OutOfResources):
+        attend([AttentionRow(1, 200, range(13))], KvLayout(1, 2, 16, 64, torch.bfloat16), 4, None)
+    assert tried == list(paged_attention.tiles_to_try(64, 3))

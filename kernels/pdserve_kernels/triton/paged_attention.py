@@ -11,15 +11,22 @@ device, so a CUDA graph of the kernels stays right when contexts grow.
 Prefill is causal, and takes all requests in one launch. One program takes one KV head and a tile of new tokens, with
 the tokens' grouped query heads as the rows of its products. The context that was cached before is read in place,
 like the new keys.
+
+How many keys a program holds in shared memory depends on the head size, the number format and how the compiler arranges
+the products for a kind of GPU. GPUs differ in how much there is: 227 KiB for a program, or 99. So a launch takes the
+largest tile of keys that fits (``_launch``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
 from pdserve_kernels.contract import DecodeTables
 from pdserve_kernels.kv_layout import KvLayout
@@ -43,12 +50,50 @@ def softmax_step(scores, highest, total, acc):
 
 
 TILE = 64
-"""The tokens that a program looks at together."""
+"""The tokens that a program looks at together, if they fit."""
+
+LEAST_TILE = 16
+"""Products have no side that is shorter."""
 
 PROGRAMS_PER_PROCESSOR = 4
 """This number hides the latency of memory; a higher one only makes more parts to put together."""
 
 MAX_SPLITS = 128
+
+
+def tiles_to_try(keys: int, stages: int) -> Iterator[tuple[int, int]]:
+    """Yields numbers of keys and of stages of a loop's pipeline, from the most shared memory to the least."""
+    while keys > LEAST_TILE:
+        yield keys, stages
+        keys //= 2
+    yield from ((keys, fewer) for fewer in range(stages, 0, -1))
+
+
+_fitting: dict[Hashable, int] = {}
+"""Which of its tiles each kernel was launched with last, for each GPU and all that the kernel is compiled for."""
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[int, ...], stages: int, warps: int
+) -> None:
+    """Launches a kernel with the largest tile that the GPU has shared memory for. ``constants`` end with the largest.
+
+    Triton says what a kernel needs once it is compiled. What does not fit is compiled once, at the engine's start.
+    Raises OutOfResources if even the smallest tile does not fit.
+    """
+    query = arguments[0]
+    key = (kernel.fn, query.device, query.dtype, constants)
+    tiles = list(tiles_to_try(constants[-1], stages))
+    for at in range(_fitting.get(key, 0), len(tiles)):
+        keys, deep = tiles[at]
+        try:
+            kernel[grid](*arguments, *constants[:-1], keys, num_warps=warps, num_stages=deep)
+        except OutOfResources:
+            if at + 1 == len(tiles):
+                raise
+        else:
+            _fitting[key] = at
+            return
 
 
 @triton.jit
@@ -171,31 +216,37 @@ def decode_attention(
     if splits > 1:
         partial = torch.empty(requests, heads, splits, head_dim, dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(requests, heads, splits, dtype=torch.float32, device=query.device)
-    _decode_kernel[(requests, layout.kv_heads, splits)](
-        query,
-        tiles,
-        tables.context_lens,
-        tables.block_starts,
-        tables.blocks,
-        out,
-        partial,
-        partial_lse,
-        query.stride(0),
-        query.stride(1),
-        scale * math.log2(math.e),
-        layout.kv_heads,
-        group,
-        head_dim,
-        layout.block_size,
-        tiles.stride(0),
-        tiles.stride(1),
-        window or 0,
-        splits,
-        max(16, triton.next_power_of_2(group)),
-        block_dim,
-        TILE,
-        num_warps=4,
-        num_stages=3,
+    _launch(
+        _decode_kernel,
+        (requests, layout.kv_heads, splits),
+        (
+            query,
+            tiles,
+            tables.context_lens,
+            tables.block_starts,
+            tables.blocks,
+            out,
+            partial,
+            partial_lse,
+            query.stride(0),
+            query.stride(1),
+            scale * math.log2(math.e),
+        ),
+        (
+            layout.kv_heads,
+            group,
+            head_dim,
+            layout.block_size,
+            tiles.stride(0),
+            tiles.stride(1),
+            window or 0,
+            splits,
+            max(16, triton.next_power_of_2(group)),
+            block_dim,
+            TILE,
+        ),
+        stages=3,
+        warps=4,
     )
     if splits > 1:
         _combine_kernel[(requests * heads,)](partial, partial_lse, out, head_dim, splits, block_dim)
@@ -345,32 +396,38 @@ def prefill_attention(
     group = heads // layout.kv_heads
     tiles = cache[:, :, layer]
     lines = lines_per_program(group, layout.dtype)
-    _prefill_kernel[(len(tables.tile_rows), layout.kv_heads)](
-        query,
-        tiles,
-        tables.tile_rows,
-        tables.tile_tokens,
-        tables.query_starts,
-        tables.context_lens,
-        tables.block_starts,
-        tables.blocks,
-        out,
-        query.stride(0),
-        query.stride(1),
-        scale * math.log2(math.e),
-        layout.kv_heads,
-        group,
-        head_dim,
-        layout.block_size,
-        tiles.stride(0),
-        tiles.stride(1),
-        window or 0,
-        tables.tile_size,
-        lines,
-        max(16, triton.next_power_of_2(head_dim)),
-        _keys_per_tile(layout.dtype),
-        num_warps=8 if lines * head_dim >= 64 * 128 else 4,
-        num_stages=2,
+    _launch(
+        _prefill_kernel,
+        (len(tables.tile_rows), layout.kv_heads),
+        (
+            query,
+            tiles,
+            tables.tile_rows,
+            tables.tile_tokens,
+            tables.query_starts,
+            tables.context_lens,
+            tables.block_starts,
+            tables.blocks,
+            out,
+            query.stride(0),
+            query.stride(1),
+            scale * math.log2(math.e),
+        ),
+        (
+            layout.kv_heads,
+            group,
+            head_dim,
+            layout.block_size,
+            tiles.stride(0),
+            tiles.stride(1),
+            window or 0,
+            tables.tile_size,
+            lines,
+            max(16, triton.next_power_of_2(head_dim)),
+            _keys_per_tile(layout.dtype),
+        ),
+        stages=2,
+        warps=8 if lines * head_dim >= 64 * 128 else 4,
     )
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, DecodeTables
 from pdserve_kernels.kv_layout import KvLayout
-from pdserve_kernels.triton.paged_attention import MAX_SPLITS, TILE, decode_splits
+from pdserve_kernels.triton import paged_attention
+from pdserve_kernels.triton.paged_attention import LEAST_TILE, MAX_SPLITS, TILE, decode_splits, tiles_to_try
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.shared_tables import check_shared_table
 from tests.kernels.triton.device import CPU, DEVICE, PRODUCT_DTYPES, SEEDS, assert_near, examples
@@ -116,6 +117,26 @@ def check(case: Step, seed: int, processors: int) -> None:
 @example(step([(129, 129)], block_size=64), 0)
 def test_a_step(case: Step, seed: int) -> None:
     check(case, seed, processors=2)
+
+
+def test_tiles_shrink_until_nothing_smaller_is_possible() -> None:
+    assert list(tiles_to_try(64, 3)) == [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
+    assert list(tiles_to_try(LEAST_TILE, 1)) == [(LEAST_TILE, 1)]
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_gpu_for_which_the_usual_tiles_are_too_large(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    launched = []
+
+    def too_large(keys: int, stages: int) -> list[tuple[int, int]]:
+        launched.append(keys)
+        return [(LEAST_TILE, 1)]
+
+    monkeypatch.setattr(paged_attention, "tiles_to_try", too_large)
+    monkeypatch.setattr(paged_attention, "_fitting", {})
+    check(step([(1, 700), (1, 3), (40, 110), (2, 33)], window=window), seed=1, processors=2)
+    assert len(launched) == 2
+    assert min(launched) > LEAST_TILE
 
 
 @pytest.mark.parametrize("window", [None, 100])
