@@ -256,14 +256,15 @@ class ModelRunner:
 
         Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on the device
         of the cache and valid until the next call; on ranks other than 0 ``[that number, 0]``. Does not wait for a GPU
-        to have computed them. Raises RankLost if another rank does not compute the same.
+        to have computed them; only a layer of experts waits in between (``TpGroup.read``). Raises RankLost if another
+        rank does not compute the same.
         """
         self._tp.begin_step()
         if self._graphs is not None and score is None:
             logits = self._graphs.run(rows, tokens)
             if logits is not None:
                 wanting = [i for i, row in enumerate(rows) if row.wants_logits]
-                return logits if len(wanting) == len(rows) else logits[wanting]
+                return logits if len(wanting) == len(rows) else logits[self._places(wanting)]
         return self._run(rows, tokens, score)
 
     def _run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None, score: Score | None) -> torch.Tensor:
@@ -298,8 +299,7 @@ class ModelRunner:
             places += [first + place for place in row.scored]
             first += len(row.token_ids)
         for start in range(0, len(places), self._scored_rows):
-            (piece,) = to_device([places[start : start + self._scored_rows]], self.kv_cache.device)
-            yield piece
+            yield self._places(places[start : start + self._scored_rows])
 
     @torch.inference_mode()
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
@@ -328,11 +328,17 @@ class ModelRunner:
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copies whole blocks. All sources are read before any destination is written."""
-        self.kv_cache[list(destinations)] = self.kv_cache[list(sources)]
+        copied = self.kv_cache.index_select(0, self._places(sources))
+        self.kv_cache.index_copy_(0, self._places(destinations), copied)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zeroes these blocks: values that are not finite must not stay in memory that another request will own."""
-        self.kv_cache[list(blocks)] = 0
+        self.kv_cache.index_fill_(0, self._places(blocks), 0)
+
+    def _places(self, places: Sequence[int]) -> torch.Tensor:
+        """Returns indices on the device. To index by a list would wait until the GPU has done all that is queued."""
+        (moved,) = to_device([places], self.kv_cache.device)
+        return moved.long()
 
 
 def kv_layout(config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE) -> KvLayout:

@@ -17,7 +17,7 @@ from pdserve.models.tp.nccl_group import NcclGroup
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.triton.triton_kernels import TritonKernels
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 CUDA = torch.device("cuda", 0)
 TIMEOUT_S = 10.0
@@ -66,12 +66,53 @@ def test_recorded_steps_of_a_group_are_those_without_one(group: NcclGroup, tmp_p
     assert answers[0] == answers[1]
 
 
+@pytest.fixture
+def no_waits() -> Iterator[None]:
+    """Lets every call fail that waits for the GPU, as far as torch knows."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("family", ["llama-scaled", "qwen3-window", "gemma3", "qwen3-moe"])
+def test_no_step_waits_for_the_gpu_but_in_the_group(
+    group: NcclGroup, tmp_path: Path, family: str, request: pytest.FixtureRequest
+) -> None:
+    folder = save_tiny_model(family, tmp_path / "model")
+    kernels = TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    runner = ModelRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 64, 64, kernels, CUDA, group)
+    mixed = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True, range(2))]
+    singles = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True)]
+    pieces: list[torch.Tensor] = []
+
+    def steps() -> None:
+        assert runner.run(mixed, score=pieces.append).shape == (2, VOCAB_SIZE)
+        assert runner.run(singles).shape == (1, VOCAB_SIZE)
+        runner.copy_blocks([1, 2], [3, 4])
+        runner.clear([5])
+
+    steps()  # kernels are compiled
+    runner.capture_decode(kernels, 4, CudaGraphs())
+    steps()
+    group.finish_step()
+    request.getfixturevalue("no_waits")
+    steps()
+
+
+def test_numbers_that_are_read_in_a_step_are_right(group: NcclGroup) -> None:
+    values = torch.arange(1000, device=CUDA)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # torch has no annotation
+    assert group.read(values + 1) == list(range(1, 1001))
+
+
 def test_a_gpu_that_is_not_done_is_waited_for_until_a_rank_is_gone(group: NcclGroup, board: RankBoard) -> None:
     group.begin_step()
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # torch has no annotation
     group.finish_step()
     torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # torch has no annotation
     board.abandon()
+    with pytest.raises(RankLost, match="is gone"):
+        group.read(torch.ones(3, device=CUDA))
     with pytest.raises(RankLost, match="is gone"):
         group.finish_step()
     torch.cuda.synchronize()

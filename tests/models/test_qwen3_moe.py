@@ -13,7 +13,7 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoders.layers import Building
 from pdserve.models.decoders.qwen3_moe import Experts
-from pdserve.models.tp.shares import Alone, TpGroup
+from pdserve.models.tp.shares import ALONE, Alone, TpGroup
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import save_tiny_model
 
@@ -34,7 +34,13 @@ class Unsummed:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("experts gather nothing")
 
-    def finish_step(self, warming_up: bool = False) -> None:
+    def read(self, values: torch.Tensor) -> list[int]:
+        return ALONE.read(values)
+
+    def finish_step(self) -> None:
+        pass
+
+    def warmed_up(self) -> None:
         pass
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
+from pdserve.models.tp.shares import Alone
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
@@ -177,3 +178,28 @@ def test_a_request_that_is_not_finite_does_not_spoil_its_neighbours(make_runner:
     assert finite == [False, True, True]
     runner.clear(poisoned)
     assert bool(runner.run(rows).isfinite().all())
+
+
+class Counted(Alone):
+    """A rank that counts how often a step waits for the device. No number can be read of tensors without memory."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self, values: torch.Tensor) -> list[int]:
+        self.reads += 1
+        return [1] * len(values)
+
+
+def test_a_step_asks_its_device_for_nothing_but_through_the_group_of_ranks(folder: Path) -> None:
+    """A wait for the device is one for the other ranks, which only the group can end. A meta tensor has no numbers."""
+    group, config = Counted(), read_decoder_config(folder)
+    meta = torch.device("meta")
+    runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 256, TorchKernels(), meta, group)
+    rows = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True, range(2))]
+    pieces: list[torch.Tensor] = []
+    logits = runner.run(rows, score=pieces.append)
+    assert [tuple(computed.shape) for computed in (logits, *pieces)] == [(2, VOCAB_SIZE), (2, VOCAB_SIZE)]
+    runner.copy_blocks([1, 2], [3, 4])
+    runner.clear([5])
+    assert group.reads == (0 if config.experts is None else len(config.experts.layers))

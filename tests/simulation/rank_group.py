@@ -131,8 +131,14 @@ class SimGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the simulated model has no tensors")
 
-    def finish_step(self, warming_up: bool = False) -> None:
+    def read(self, values: torch.Tensor) -> list[int]:
+        raise AssertionError("the simulated model has no tensors")
+
+    def finish_step(self) -> None:
         """Does nothing: each exchange has waited until it was done."""
+
+    def warmed_up(self) -> None:
+        """Does nothing: nothing is compiled here."""
 
     def close(self) -> None:
         pass

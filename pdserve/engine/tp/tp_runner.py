@@ -24,7 +24,6 @@ class TpRunner:
         self._own = own
         self._ranks = ranks
         self._group = group
-        self._warming_up = True
 
     def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
         """Computes a step on all ranks, and returns when the logits are computed, on a GPU, too.
@@ -34,7 +33,7 @@ class TpRunner:
         self._ranks.tell(Step([_rank_row(row) for row in rows]))
         try:
             logits = self._own.run(rows, score=score)
-            self._group.finish_step(self._warming_up)
+            self._group.finish_step()
             return logits
         except RankLost as exc:
             raise self._ranks.explain(exc) from exc
@@ -63,7 +62,7 @@ class TpRunner:
 
     def warmed_up(self) -> None:
         """Notes that all that steps need is compiled. From now on, a rank that is late counts as hanging."""
-        self._warming_up = False
+        self._group.warmed_up()
 
 
 def _rank_row(row: StepRow) -> RankRow:

@@ -53,9 +53,10 @@ class Experts:
         weights, experts = self._route(x)
         order = experts.flatten().argsort(stable=True)
         tokens, weights = order // self._chosen, weights.flatten()[order].unsqueeze(1)
-        counts: list[int] = torch.bincount(experts.flatten(), minlength=len(self._experts)).tolist()
+        chosen = experts.flatten()
+        counts = chosen.new_zeros(len(self._experts)).scatter_add_(0, chosen, torch.ones_like(chosen))
         out, first = torch.zeros_like(x), 0
-        for expert, count in zip(self._experts, counts, strict=True):
+        for expert, count in zip(self._experts, self._tp.read(counts), strict=True):
             if count:
                 group = slice(first, first + count)
                 inner = self._kernels.silu_and_mul(expert.gate_up(x[tokens[group]]))

@@ -1,7 +1,7 @@
 """Lets ranks add up their tensors through NCCL, each on a GPU of its own.
 
-Only ``finish_step`` waits for a GPU: operations are queued behind the kernels before them, and a recorded decode step
-holds them like any other kernel. A rank that does not come keeps the others' GPUs waiting without end, and
+Only ``finish_step`` and ``read`` wait for a GPU: operations are queued behind the kernels before them, and a recorded
+decode step holds them like any other kernel. A rank that does not come keeps the others' GPUs waiting without end, and
 no library would notice within a replayed graph. So rank 0 asks whether its GPU is done, instead of blocking until it
 is, and looks in between at the clock and at the board, which says when a rank has ended.
 """
@@ -56,6 +56,9 @@ class NcclGroup:
             os.environ.setdefault(name, value)
         self.rank, self.size = rank, size
         self._board, self._timeout_s = board, timeout_s
+        # Kernels are compiled when they are first launched. Ranks other than 0 never hear that all are: it is rank 0
+        # that finds a rank late, and these waits end when it has.
+        self._patience_s = max(timeout_s, MEET_S)
         self._lost = False
         store = _distributed.FileStore(str(rendezvous), size)
         store.set_timeout(timedelta(seconds=MEET_S))
@@ -87,8 +90,18 @@ class NcclGroup:
         except RuntimeError as exc:
             raise self._failed(f"a tensor-parallel rank is gone: {exc}") from exc
 
-    def finish_step(self, warming_up: bool = False) -> None:
-        self._wait(max(self._timeout_s, MEET_S) if warming_up else self._timeout_s)
+    def read(self, values: torch.Tensor) -> list[int]:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+        host.copy_(values, non_blocking=True)
+        self._wait(self._patience_s)
+        numbers: list[int] = host.tolist()
+        return numbers
+
+    def finish_step(self) -> None:
+        self._wait(self._patience_s)
+
+    def warmed_up(self) -> None:
+        self._patience_s = self._timeout_s
 
     def close(self) -> None:
         """Closes this rank's part alone, because the others may not be ready to leave.

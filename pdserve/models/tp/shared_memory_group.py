@@ -18,6 +18,7 @@ import torch
 
 from pdserve.errors import RankLost
 from pdserve.models.tp.rank_board import AREA_BYTES, RankBoard
+from pdserve.models.tp.shares import ALONE
 from pdserve.patience import PatientWait
 
 _SPINS = 200
@@ -76,8 +77,15 @@ class SharedMemoryGroup:
                 out[start : start + at_once] = areas.view(self.size, -1, columns).transpose(0, 1)
         return out.view(rows, -1)
 
-    def finish_step(self, warming_up: bool = False) -> None:
+    def read(self, values: torch.Tensor) -> list[int]:
+        """Returns at once: nothing on a CPU is still being computed."""
+        return ALONE.read(values)
+
+    def finish_step(self) -> None:
         """Does nothing: each operation has waited until it was done."""
+
+    def warmed_up(self) -> None:
+        """Does nothing: nothing is compiled in a step on a CPU."""
 
     def close(self) -> None:
         del self._areas

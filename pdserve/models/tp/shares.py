@@ -33,11 +33,17 @@ class TpGroup(Protocol):
         Returns ``[rows, size * n]`` on rank 0, which alone samples, and ``[rows, 0]`` on the others.
         """
 
-    def finish_step(self, warming_up: bool = False) -> None:
-        """Returns once all operations are done. Raises RankLost if another rank keeps them from that for too long.
+    def read(self, values: torch.Tensor) -> list[int]:
+        """Returns integers that this rank's device computes, in the middle of a step. Nothing else may wait there.
 
-        While ``warming_up``, ranks may take much longer: kernels are compiled when they are first launched.
+        Raises RankLost if another rank keeps this one waiting for too long.
         """
+
+    def finish_step(self) -> None:
+        """Returns once all operations are done. Raises RankLost if another rank keeps them from that for too long."""
+
+    def warmed_up(self) -> None:
+        """Notes that all that steps need is compiled. Until then, another rank may take much longer."""
 
     def close(self) -> None: ...
 
@@ -56,7 +62,14 @@ class Alone:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def finish_step(self, warming_up: bool = False) -> None:
+    def read(self, values: torch.Tensor) -> list[int]:
+        numbers: list[int] = values.tolist()
+        return numbers
+
+    def finish_step(self) -> None:
+        pass
+
+    def warmed_up(self) -> None:
         pass
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import torch.distributed
 
 from pdserve.errors import RankLost
 from pdserve.models.tp.rank_board import RankBoard
+from pdserve.models.tp.shares import ALONE
 
 # torch declares no types for what these classes have.
 _distributed: Any = torch.distributed
@@ -87,8 +88,15 @@ class GlooGroup:
         except RuntimeError as exc:
             raise self._lost(exc) from exc
 
-    def finish_step(self, warming_up: bool = False) -> None:
+    def read(self, values: torch.Tensor) -> list[int]:
+        """Returns at once: nothing on a CPU is still being computed."""
+        return ALONE.read(values)
+
+    def finish_step(self) -> None:
         """Does nothing: each operation has waited until it was done."""
+
+    def warmed_up(self) -> None:
+        """Does nothing: nothing is compiled in a step on a CPU."""
 
     def close(self) -> None:
         self._gloo.shutdown()
