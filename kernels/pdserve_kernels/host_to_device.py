@@ -1,8 +1,9 @@
-"""Sends the numbers of one step to the device in one buffer with one copy, for which nothing waits."""
+"""Sends the numbers of one step to the device by copies for which nothing waits, most of them in one buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,3 +40,9 @@ def to_device(parts: Sequence[Numbers], device: torch.device) -> list[torch.Tens
     starts = packed_starts([len(part) for part in parts])
     moved = packed(parts, starts, device).to(device, non_blocking=True)
     return [moved[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]
+
+
+def array_to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """Returns a tensor with an array's numbers on the device. On a CPU it shares the array's memory."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -104,17 +104,20 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     steps = [row for work, requests in zip(plan.work, sampled, strict=True) for row in _step_rows(work, bool(requests))]
     scores = _pending_scores(plan)
     computed = runner.run(steps) if scores is None else runner.run(steps, score=scores.add)
-    logits = _logits_to_sample(computed, sampled)
     rows = [SamplingRow.of(request) for requests in sampled for request in requests]
+    # Children are sampled from the same logits as their parent.
+    sources = [row for row, requests in enumerate(filter(None, sampled)) for _ in requests]
     pending: PendingTokens
     if on_device and all(can_sample_on_device(row) for row in rows):
-        pending = DeviceTokens(logits, rows)
+        pending = DeviceTokens(computed, rows, sources, eos_token_ids)
     else:
-        pending = HostTokens(logits, rows, eos_token_ids)
+        pending = HostTokens(computed, rows, sources, eos_token_ids)
     return LaunchedStep(plan, range(len(rows)), pending, scores)
 
 
-def launch_ahead(runner: AheadRunner, step: LaunchedStep, requests: Sequence[Request]) -> StepAhead | None:
+def launch_ahead(
+    runner: AheadRunner, step: LaunchedStep, requests: Sequence[Request], eos_token_ids: Set[int]
+) -> StepAhead | None:
     """Decodes on with ``requests``, which are in ``step`` and whose tokens are not known yet.
 
     Returns None if their tokens are not on the device, or if one of them cannot be sampled before its last token is
@@ -128,7 +131,8 @@ def launch_ahead(runner: AheadRunner, step: LaunchedStep, requests: Sequence[Req
     sources = [row_of[request] for request in requests]
     if sources != list(range(len(tokens))):
         tokens = tokens.index_select(0, to_device([sources], tokens.device)[0].long())
-    return StepAhead(requests, DeviceTokens(runner.run(steps, tokens), rows))
+    logits = runner.run(steps, tokens)
+    return StepAhead(requests, DeviceTokens(logits, rows, range(len(rows)), eos_token_ids, tokens))
 
 
 def _step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
@@ -152,13 +156,3 @@ def _pending_scores(plan: BatchPlan) -> PendingScores | None:
         if (tokens := work.scored_tokens)
     ]
     return PendingScores(spans) if spans else None
-
-
-def _logits_to_sample(logits: torch.Tensor, sampled: Sequence[Sequence[Request]]) -> torch.Tensor:
-    """Returns a row for each sampled request from a row for each work that has one.
-
-    ``sampled`` has the requests of each work: children are sampled from the same logits.
-    """
-    rows = [row for row, requests in enumerate(filter(None, sampled)) for _ in requests]
-    # The rows are nearly always the same, and a copy of all logits takes milliseconds.
-    return logits if rows == list(range(len(logits))) else logits[rows]

@@ -287,7 +287,7 @@ class StepLoop:
         if self._ahead_runner is None or step is None or step.pending.tokens is None:
             return None
         requests = self._scheduler.decoding_on(step.plan)
-        return launch_ahead(self._ahead_runner, step, requests) if requests else None
+        return launch_ahead(self._ahead_runner, step, requests, self._eos_token_ids) if requests else None
 
     def _postprocess(self, step: LaunchedStep, began: float) -> None:
         """Waits for a step's tokens and passes on what became final."""

@@ -24,8 +24,10 @@ from pdserve.config import (
     TransferConfig,
 )
 from pdserve.engine.assembly import CPU_WARM_UP_TOKENS, overlaps, warm_up_tokens
-from pdserve.engine.sampling import pending_tokens
+from pdserve.engine.sampling import pending_tokens, row_groups
+from pdserve.engine.sampling.host_copy import HostCopy
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
+from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
@@ -177,8 +179,18 @@ def test_a_token_that_others_depend_on_is_waited_for(
 
         monkeypatch.setattr(client, "send", send_and_count)
         # One of the two requests is enough, because there is one step for both.
-        client.together([(prompt(9), greedy(6, presence_penalty=1.0), []), (prompt(9), greedy(3), [])])
+        client.together([(prompt(9), greedy(6, bad_words=((5, 6),)), []), (prompt(9), greedy(3), [])])
     assert log == ["launch", "read"] * (len(log) // 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["presence", "frequency", "repetition", "bias", "allowed", "bad word", "min tokens", "logprobs", "named"]
+)
+def test_a_rule_or_a_report_keeps_no_step_waiting(folder: Path, log: list[str], name: str) -> None:
+    with engine(folder, overlap=True) as client:
+        own = PARAMETERS[name] | {"ignore_eos": True, "stop_token_ids": ()}
+        client.together([(prompt(9), SamplingParams(max_tokens=6, seed=0, **own), [])])
+    assert log == ["launch", "read", "launch", *["launch", "read"] * 4, "read"]
 
 
 def test_one_after_another_without_it(folder: Path, log: list[str]) -> None:
@@ -191,14 +203,14 @@ def test_tokens_that_arrive_late_are_the_same(folder: Path, monkeypatch: pytest.
     """On a device that is slower than the host, tokens can be read only once the next step was launched."""
     launched, arrived = 0, 0
 
-    class Late(pending_tokens.HostCopy):
+    class Late(HostCopy):
         def __init__(self, values: torch.Tensor) -> None:
             nonlocal launched
             launched += 1
             self._number = launched
             super().__init__(values)
 
-        def read(self) -> list[int]:
+        def read(self) -> torch.Tensor:
             nonlocal arrived
             arrived += launched > self._number
             return super().read()
@@ -226,10 +238,12 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.4},
     "bias": {"temperature": 0.0, "logit_bias": ((7, 50.0),)},
     "allowed": {"temperature": 0.9, "allowed_token_ids": (5, 6, 7, 8)},
+    "bad word": {"temperature": 0.0, "bad_words": ((3,), (7,))},
     "bad words": {"temperature": 0.0, "bad_words": ((3,), (5, 6))},
     "min tokens": {"temperature": 0.9, "min_tokens": 8, "stop_token_ids": tuple(range(3, 250))},
     "stop token": {"temperature": 0.9, "stop_token_ids": tuple(range(3, 60))},
     "logprobs": {"temperature": 0.9, "logprobs": 3},
+    "named": {"temperature": 0.9, "logprobs": 1, "logprob_token_ids": (9, 3, 200)},
     "grammar": {"temperature": 0.9, "grammar": Grammar(GrammarKind.REGEX, "([a-f]{1,4},)*")},
 }
 
@@ -261,18 +275,39 @@ def test_whatever_is_asked_for_is_answered_alike(folder: Path, names: list[str])
             assert [logprob for _, logprob in a.top] == pytest.approx([logprob for _, logprob in b.top], abs=1e-3)
 
 
+ON_DEVICE = [name for name in PARAMETERS if name not in ("bad words", "grammar")]
+EOS = frozenset({2})
+
+
+def rows_with_answers(answers: Sequence[Sequence[int]], unknown: int) -> list[SamplingRow]:
+    """Returns rows of each kind, with answers to a prompt of 1 and 8, whose last ``unknown`` tokens are not known."""
+    rows = []
+    for i, tokens in enumerate(answers):
+        name = ON_DEVICE[i % len(ON_DEVICE)]
+        sampling = SamplingParams(max_tokens=9, seed=i, **PARAMETERS[name])
+        rows.append(SamplingRow(sampling, [1, 8, *tokens[: len(tokens) - unknown]], 2, unknown))
+    return rows
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_tokens_sampled_on_the_device_are_those_of_the_sampler(seed: int) -> None:
+@pytest.mark.parametrize("unknown", [0, 1])
+@pytest.mark.parametrize("at_once", [1, 2**20])
+def test_tokens_sampled_on_the_device_are_those_of_the_sampler(
+    monkeypatch: pytest.MonkeyPatch, seed: int, unknown: int, at_once: int
+) -> None:
+    monkeypatch.setattr(row_groups, "CPU_LOGITS_AT_ONCE", at_once)
     torch.manual_seed(seed)
-    kinds = ("greedy", "drawn", "top-k", "top-p", "min-p")
-    rows = [
-        SamplingRow(SamplingParams(max_tokens=9, seed=i, **PARAMETERS[kinds[i % 5]]), range(i), 0)
-        for i in range(3 * len(kinds))
-    ]
-    logits = torch.randn(len(rows), VOCAB_SIZE) * 5
+    # So few different tokens are in answers that the last one has often occurred before.
+    answers = [torch.randint(0, 9, (1 + i % 7,)).tolist() for i in range(3 * len(ON_DEVICE))]
+    last = torch.tensor([answer[-1] for answer in answers])
+    logits = (torch.randn(2 * len(answers), VOCAB_SIZE) * 5).bfloat16().float()
     logits[3, 7], logits[6, 8], logits[9] = float("nan"), float("inf"), float("-inf")
-    device = DeviceTokens(logits, rows)
-    assert device.read() == HostTokens(logits, rows, frozenset()).read()
+    sources = torch.randint(0, 2 * len(answers), (len(answers),)).tolist() if seed else range(len(answers))
+    rows = rows_with_answers(answers, unknown)
+    device = DeviceTokens(logits, rows, sources, EOS, last if unknown else None)
+    known = HostTokens(logits, rows_with_answers(answers, 0), sources, EOS).read()
+    assert device.read() == known
+    assert known == sample(logits[list(sources)], rows_with_answers(answers, 0), EOS)
     # The next step takes these tokens as they are.
     assert int(device.tokens.min()) >= 0
     assert int(device.tokens.max()) < VOCAB_SIZE

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from pdserve.config import Dtype
+from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
+from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner
 from pdserve.wire.sampling_params import SamplingParams
@@ -17,14 +19,21 @@ from tests.tiny_models import save_tiny_model
 
 CUDA = torch.device("cuda", 0)
 NUM_BLOCKS = 256
+EOS = frozenset({2})
 PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9},
     {"temperature": 0.9, "top_p": 0.9},
     {"temperature": 1.2, "top_k": 40, "min_p": 0.02},
 ]
-RULED: list[dict[str, Any]] = [{"temperature": 0.0, "repetition_penalty": 1.3}, {"temperature": 0.9, "logprobs": 2}]
-"""These parameters need their tokens on the host, so steps with them are not launched ahead."""
+RULED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.9, "presence_penalty": 0.8, "frequency_penalty": -0.3, "logit_bias": ((7, 3.0),)},
+    {"temperature": 0.9, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 1, "logprob_token_ids": (5, 9)},
+]
+WAITING: list[dict[str, Any]] = [{"temperature": 0.9, "bad_words": ((5, 6),)}]
+"""These parameters need their last tokens on the host, so steps with them are not launched ahead."""
 
 
 def make_runner(folder: Path, captured: bool) -> ModelRunner:
@@ -40,7 +49,7 @@ def make_runner(folder: Path, captured: bool) -> ModelRunner:
 def answers(runner: ModelRunner, folder: Path, overlap: bool) -> list[list[int]]:
     found = []
     with engine(folder, overlap, num_blocks=NUM_BLOCKS, own_runner=runner) as client:
-        for parameters in (PARAMETERS, PARAMETERS + RULED):
+        for parameters in (PARAMETERS, PARAMETERS + RULED, PARAMETERS[2:] + RULED[:2] + WAITING):
             asked = [
                 (prompt(5 + 9 * i), SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos=True, **own), ())
                 for i, own in enumerate(parameters)
@@ -54,3 +63,26 @@ def test_steps_ahead_of_their_tokens_give_the_same_answers(tmp_path: Path) -> No
     wanted = answers(make_runner(folder, captured=False), folder, overlap=False)
     for captured in (False, True):
         assert answers(make_runner(folder, captured), folder, overlap=True) == wanted
+
+
+def test_rules_and_reports_do_not_wait_for_the_gpu() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, 5000, device=CUDA)
+    kinds: list[dict[str, Any]] = [
+        *PARAMETERS[:2],
+        *RULED,
+        {"temperature": 0.0, "allowed_token_ids": tuple(range(9, 900)), "bad_words": ((11,),), "min_tokens": 20},
+    ]
+    rows = [
+        SamplingRow(SamplingParams(max_tokens=9, seed=i, **own), [3, 1, *range(i)], 2, 1) for i, own in enumerate(kinds)
+    ]
+    last = torch.arange(7, device=CUDA)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = DeviceTokens(logits, rows, range(7), EOS, last)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    known = [
+        SamplingRow(SamplingParams(max_tokens=9, seed=i, **own), [3, 1, *range(i), i], 2) for i, own in enumerate(kinds)
+    ]
+    assert tokens.read() == HostTokens(logits, known, range(7), EOS).read()

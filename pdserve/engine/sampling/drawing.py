@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_to_device import array_to_device, to_device
 
 BEST_FEW = 64
 """Top-p looks at so many best tokens first; a wider nucleus takes about 5 times as long."""
@@ -59,7 +60,7 @@ def _top_k(weights: torch.Tensor, logits: torch.Tensor, counts: Sequence[int]) -
         return weights
     logits = _selected(logits, rows)
     best = logits.topk(max(counts[row] for row in rows)).values
-    last = to_device([[counts[row] - 1 for row in rows]], logits.device)[0].long().unsqueeze(1)
+    last = _places(logits, [counts[row] - 1 for row in rows]).unsqueeze(1)
     return _replaced(weights, rows, _selected(weights, rows) * (logits >= best.gather(1, last)))
 
 
@@ -76,7 +77,7 @@ def top_p(weights: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
     kept, settled = _nucleus_among_best(part, targets)
     wide = [row for row, done in enumerate(settled.tolist()) if not done]
     if wide:
-        kept = _replaced(kept, wide, _keep_heaviest(_selected(part, wide), targets[wide]))
+        kept = _replaced(kept, wide, _keep_heaviest(_selected(part, wide), _selected(targets, wide)))
     return _replaced(weights, rows, kept)
 
 
@@ -125,8 +126,7 @@ def _passed(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _vector(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    on_gpu = like.device.type == "cuda"
-    return torch.tensor(values, dtype=torch.float64, pin_memory=on_gpu).to(like.device, non_blocking=True)
+    return array_to_device(np.array(values, np.float64), like.device)
 
 
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
@@ -134,15 +134,19 @@ def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
 
 
 def _selected(whole: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return whole if len(rows) == len(whole) else whole[rows]
+    return whole if len(rows) == len(whole) else whole.index_select(0, _places(whole, rows))
 
 
 def _replaced(whole: torch.Tensor, rows: list[int], part: torch.Tensor) -> torch.Tensor:
     """Returns ``whole`` with ``part`` in place of these rows; ``whole`` may be changed."""
     if len(rows) == len(whole):
         return part
-    whole[rows] = part
-    return whole
+    return whole.index_copy_(0, _places(whole, rows), part)
+
+
+def _places(like: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    (places,) = to_device([rows], like.device)
+    return places.long()
 
 
 def _keep_heaviest(weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

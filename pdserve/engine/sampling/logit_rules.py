@@ -3,6 +3,9 @@
 The order is: repetition penalty, frequency and presence penalties, bias, then allowed and banned tokens. All rows are
 changed together: their tokens are listed on the host, and each rule is one gather and one scatter on the device.
 
+A row's last token may be on the device only, while the step that samples it is under way. Rules that depend on it
+find it there: the host lists what follows from the tokens that it knows, and what changes if a token is the last one.
+
 A grammar is a rule about allowed tokens. An end-of-sequence token that it allows needs not be among
 ``allowed_token_ids``. What it allows prevails over bans, as ``allowed_token_ids`` does: where a grammar lets an answer
 do nothing but end, the answer ends before its ``min_tokens``, and in spite of ``ignore_eos``.
@@ -20,6 +23,7 @@ import torch
 
 from pdserve.engine.sampling.grammar_matcher import TokenBits
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve_kernels.host_to_device import array_to_device
 
 FORBIDDEN = float("-inf")
 
@@ -55,18 +59,25 @@ def closes_tokens(row: SamplingRow) -> bool:
     )
 
 
+def needs_last_token(row: SamplingRow) -> bool:
+    """Returns whether a row has rules whose last token the host has to know: bad words of several tokens, a grammar."""
+    return row.sampling.grammar is not None or any(len(word) > 1 for word in row.sampling.bad_words)
+
+
 def apply_rules(
     logits: torch.Tensor,
     rows: Sequence[SamplingRow],
     eos_token_ids: Set[int],
     grammars: Mapping[int, TokenBits] | None = None,
+    last: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the logits ``[rows, vocab_size]`` after the rows' parameters. ``logits`` itself may be changed, too.
 
-    ``grammars`` has what ``grammar_bits`` returns for each row that has a grammar.
+    ``grammars`` has what ``grammar_bits`` returns for each row that has a grammar. ``last``, int64 ``[rows]``, has the
+    last tokens of rows that have an unknown one. Does not wait for a GPU.
     """
-    _penalise_repetition(logits, rows)
-    _add(logits, _penalties(rows))
+    _penalise_repetition(logits, rows, last)
+    _penalise_answer(logits, rows, last)
     _add(logits, _biases(rows))
     return _keep_open(logits, rows, eos_token_ids, grammars or {})
 
@@ -138,29 +149,50 @@ class _Entries:
     def place(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns rows, tokens and values on the device, each 1-D and of one length."""
         rows, tokens, values = (np.concatenate(part) for part in (self.rows, self.tokens, self.values))
-        return tuple(torch.from_numpy(part).to(device) for part in (rows, tokens, values))  # type: ignore[return-value]  # mypy does not count them
+        return tuple(array_to_device(part, device) for part in (rows, tokens, values))  # type: ignore[return-value]  # mypy does not count them
 
 
-def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+_LAST = -1
+"""Stands for a row's last token where that is on the device only."""
+
+
+def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow], last: torch.Tensor | None) -> None:
     """Penalises tokens of prompt and answer, for logits of both signs, as transformers does (Keskar et al., 2019)."""
     entries = _Entries()
     for index, row in enumerate(rows):
         if row.sampling.repetition_penalty != 1.0:
             entries.add(index, row.counts.present(row.token_ids), row.sampling.repetition_penalty)
+            if row.num_unknown_tokens:
+                entries.add(index, [_LAST], row.sampling.repetition_penalty)
     if entries.rows:
         at_row, at_token, penalty = entries.place(logits.device)
+        if last is not None:
+            # A token that was there before is listed twice then, and gets the same value twice.
+            at_token = torch.where(at_token == _LAST, last[at_row], at_token)
         seen = logits[at_row, at_token]
         logits[at_row, at_token] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
 
-def _penalties(rows: Sequence[SamplingRow]) -> _Entries:
+def _penalise_answer(logits: torch.Tensor, rows: Sequence[SamplingRow], last: torch.Tensor | None) -> None:
+    """Subtracts frequency and presence penalties of the answer's tokens."""
     entries = _Entries()
     for index, row in enumerate(rows):
-        frequency, presence = row.sampling.frequency_penalty, row.sampling.presence_penalty
-        if (frequency or presence) and row.position:
-            tokens, times = row.counts.generated(row.token_ids, row.num_prompt_tokens)
-            entries.add(index, tokens, -frequency * times - presence)
-    return entries
+        sampling = row.sampling
+        if (sampling.frequency_penalty or sampling.presence_penalty) and row.position:
+            entries.add(index, *row.counts.generated(row.token_ids, row.num_prompt_tokens))
+            if row.num_unknown_tokens:
+                entries.add(index, [_LAST], 0)
+    if not entries.rows:
+        return
+    at_row, at_token, times = entries.place(logits.device)
+    if last is not None:
+        is_last, is_listed_twice = at_token == last[at_row], at_token == _LAST
+        before = times.new_zeros(len(rows)).index_add_(0, at_row, times * is_last)
+        times = torch.where(is_listed_twice, before[at_row], times) + (is_last | is_listed_twice)
+        at_token = torch.where(is_listed_twice, last[at_row], at_token)
+    penalties = [(row.sampling.frequency_penalty, row.sampling.presence_penalty) for row in rows]
+    frequency, presence = array_to_device(np.array(penalties), logits.device)[at_row].unbind(1)
+    logits[at_row, at_token] += (-frequency * times.double() - presence).float()
 
 
 def _biases(rows: Sequence[SamplingRow]) -> _Entries:
@@ -196,14 +228,13 @@ def _keep_open(
             banned.add(index, sorted(bans), 0.0)
     if allowed.rows:
         at_row, at_token, _ = allowed.place(logits.device)
-        closed = logits.new_zeros(len(rows), dtype=torch.bool)
-        closed[at_row] = True
+        closed = logits.new_zeros(len(rows), dtype=torch.bool).index_fill_(0, at_row, True)
         kept = logits.masked_fill(closed.unsqueeze(1), FORBIDDEN)
         kept[at_row, at_token] = logits[at_row, at_token]
         logits = kept
     if banned.rows:
         at_row, at_token, _ = banned.place(logits.device)
-        logits[at_row, at_token] = FORBIDDEN
+        logits.index_put_((at_row, at_token), logits.new_full((), FORBIDDEN))
     return logits
 
 
@@ -212,7 +243,7 @@ def _keep_bits(logits: torch.Tensor, grammars: Mapping[int, TokenBits]) -> torch
     if not grammars:
         return logits
     places = list(grammars)
-    bits = torch.from_numpy(np.stack(list(grammars.values()))).to(logits.device)
+    bits = array_to_device(np.stack(list(grammars.values())), logits.device)
     ceilings = _ceilings(logits.device).index_select(0, bits.int().flatten())
     ceilings = ceilings.view(len(places), -1)[:, : logits.shape[-1]]
     # A minimum takes a tenth of the time of a masked_fill on a CPU.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pdserve.engine.sampling.token_logprobs import likeliest
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve_kernels.host_to_device import to_device
 
@@ -52,9 +53,9 @@ class PendingScores:
         self._taken = end
         normaliser = logits.logsumexp(-1, keepdim=True)
         own = logits.gather(1, column)
-        top, top_ids = _likeliest(logits, min(self._most, logits.shape[-1]))
+        top_ids, top = likeliest(logits, normaliser, min(self._most, logits.shape[-1]))
         ranks = (logits > own).sum(-1) + 1
-        self._pieces.append(_Scores((own - normaliser).squeeze(1), ranks, top_ids, top - normaliser))
+        self._pieces.append(_Scores((own - normaliser).squeeze(1), ranks, top_ids, top))
 
     def read(self) -> list[PromptLogprobs]:
         """Returns what is known of the tokens of each span. Waits for a GPU."""
@@ -77,14 +78,6 @@ class PendingScores:
                 )
             )
         return read
-
-
-def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ``count`` highest logits of each row, and their tokens, equal ones in the order of their ids."""
-    best, ids = logits.topk(count)
-    ids, order = ids.sort(-1)
-    best, order = best.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    return best, ids.gather(1, order)
 
 
 def _packed(numbers: torch.Tensor) -> bytes:

@@ -13,23 +13,26 @@ from pdserve.engine.sampling.drawing import draw, uniform
 from pdserve.engine.sampling.few_tokens import TokenIds, best_or_drawn, few_tokens, gathered
 from pdserve.engine.sampling.grammar_matcher import TokenBits
 from pdserve.engine.sampling.logit_rules import apply_rules, has_own_rules, moves_logits
+from pdserve.engine.sampling.row_groups import row_groups
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve_kernels.host_to_device import to_device
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would give the same token, or overflow."""
-
-CPU_LOGITS_AT_ONCE = 2**17
-"""On a CPU, rows are drawn in groups of about so many logits, which stay in its caches (3 times as fast)."""
 
 
 class TokenChoice:
     """The tokens of a step while they are chosen."""
 
-    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: Set[int]) -> None:
-        self._logits, self._rows, self._eos_token_ids = logits, rows, eos_token_ids
+    def __init__(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], sources: Sequence[int], eos_token_ids: Set[int]
+    ) -> None:
+        """Row ``i`` is chosen from ``logits[sources[i]]``."""
+        self._logits, self._rows, self._sources, self._eos_token_ids = logits, rows, sources, eos_token_ids
         best = logits.max(-1)
-        self.tokens: list[int] = best.indices.tolist()
-        self.finite: list[bool] = best.values.isfinite().tolist()
+        indices, finite = best.indices.tolist(), best.values.isfinite().tolist()
+        self.tokens: list[int] = [indices[source] for source in sources]
+        self.finite: list[bool] = [finite[source] for source in sources]
         """Whether a row can have a token."""
 
     def left(self, indices: Iterable[int]) -> list[int]:
@@ -58,7 +61,7 @@ class TokenChoice:
     def _choose_among(self, tokens: Mapping[int, TokenIds], again: bool) -> None:
         if not tokens:
             return
-        found = gathered(self._logits, list(tokens), list(tokens.values()))
+        found = gathered(self._logits, [self._sources[index] for index in tokens], list(tokens.values()))
         for (index, ids), logits in zip(tokens.items(), found, strict=True):
             number = self._uniform(index, again) if self._is_drawn(index) else None
             place = best_or_drawn(logits, self._rows[index].sampling, number)
@@ -72,28 +75,21 @@ class TokenChoice:
         drawn = [index for index in indices if self._is_drawn(index)]
 
         def choosable(group: list[int]) -> torch.Tensor:
-            """Returns a copy of the group's logits after the rules, which stays in a CPU's caches until the choice."""
-            own = torch.stack([self._logits[index] for index in group])
-            if ruled.isdisjoint(group):
-                return own
+            own = group_logits(self._logits, [self._sources[index] for index in group])
             constrained = {at: bits for at, index in enumerate(group) if (bits := masks.get(index)) is not None}
-            rows = [self._rows[index] for index in group]
-            return self._finite_rows(group, apply_rules(own, rows, self._eos_token_ids, constrained))
+            own, finite = after_rules(own, [self._rows[index] for index in group], self._eos_token_ids, constrained)
+            without = [] if finite is None else [at for at, sane in enumerate(finite.tolist()) if not sane]
+            if without:
+                self.drop(group[at] for at in without)
+                own[without] = 0.0
+            return own
 
-        for group in draw_groups(sorted(ruled.difference(drawn)), self._logits):
+        for group in row_groups(sorted(ruled.difference(drawn)), self._logits):
             for index, token in zip(group, choosable(group).argmax(-1).tolist(), strict=True):
                 self.tokens[index] = token
-        for group in draw_groups(drawn, self._logits):
+        for group in row_groups(drawn, self._logits):
             for index, token in zip(group, self._drawn(choosable(group), group, again).tolist(), strict=True):
                 self.tokens[index] = token
-
-    def _finite_rows(self, indices: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits with zeros in rows of which none is finite, which can have no token."""
-        for at, sane in enumerate(logits.amax(-1).isfinite().tolist()):
-            if not sane:
-                self.drop([indices[at]])
-                logits[at] = 0.0
-        return logits
 
     def _is_drawn(self, index: int) -> bool:
         return self._rows[index].sampling.temperature >= GREEDY_BELOW
@@ -107,9 +103,26 @@ class TokenChoice:
         return uniform(row.sampling.seed, row.position, again=again)
 
 
-def draw_groups(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
-    """Divides ``rows`` into the groups that are drawn together."""
-    if not rows:
-        return []
-    size = max(CPU_LOGITS_AT_ONCE // logits.shape[-1], 1) if logits.device.type == "cpu" else len(rows)
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+def group_logits(logits: torch.Tensor, sources: Sequence[int]) -> torch.Tensor:
+    """Returns a copy of these rows, which may be changed. It stays in a CPU's caches until the choice."""
+    if logits.device.type == "cpu":
+        return torch.stack([logits[source] for source in sources])
+    (places,) = to_device([sources], logits.device)
+    return logits.index_select(0, places.long())
+
+
+def after_rules(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    eos_token_ids: Set[int],
+    masks: Mapping[int, TokenBits],
+    last: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns a group's logits after the rows' rules, and which rows can have a token; None if no rule changes that.
+
+    ``logits`` itself may be changed. ``last`` is that of ``apply_rules``. Does not wait for a GPU.
+    """
+    if not masks and not any(has_own_rules(row) for row in rows):
+        return logits, None
+    logits = apply_rules(logits, rows, eos_token_ids, masks, last)
+    return logits, logits.amax(-1).isfinite()
