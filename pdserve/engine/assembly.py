@@ -18,6 +18,7 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import cache_blocks, context_length
+from pdserve.engine.kv_cache.workspace import workspace_bytes
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.lane_recorder import LaneRecorder
@@ -27,6 +28,8 @@ from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
+from pdserve.engine.sampling.pending_tokens import DeviceTokens
+from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
@@ -43,6 +46,7 @@ from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import Loaded, LoadModel
+from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
@@ -83,7 +87,8 @@ def assemble(
     decoder = read_decoder_config(model_dir)
     block_size = config.cache.block_size
     layout = kv_layout(decoder, config.model.dtype, block_size, tp)
-    num_blocks = cache_blocks(config.cache, layout.block_bytes, tp.size, device, model_dir, layout.dtype)
+    workspace = workspace_bytes(decoder, config.scheduler, layout.dtype, tp.size, layout.block_bytes)
+    num_blocks = cache_blocks(config.cache, layout.block_bytes, tp.size, device, model_dir, layout.dtype, workspace)
     max_model_len = context_length(
         config.cache, config.model.max_model_len, decoder.max_positions, num_blocks, layout.block_bytes * tp.size
     )
@@ -118,6 +123,8 @@ def assemble(
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
         runner.capture_decode(backend.graph_kernels, config.scheduler.max_num_seqs, CudaGraphs())
+    if device.type == "cuda":
+        warm_up_sampling(decoder.vocab_size, config.scheduler.max_num_seqs, device)
     if isinstance(runner, TpRunner):
         runner.warmed_up()
     blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
@@ -230,6 +237,13 @@ def warm_up(runner: StepRunner, tokens: int, block_size: int) -> None:
     for row in (StepRow([0] * tokens, 0, blocks, True), StepRow([0], tokens, blocks, True)):
         runner.run([row])
     runner.clear(blocks)
+
+
+def warm_up_sampling(vocab_size: int, rows: int, device: torch.device) -> None:
+    """Samples a full batch in the way that takes most memory: a GPU without room for that does not begin to serve."""
+    row = SamplingRow(SamplingParams(max_tokens=1, seed=0, top_p=0.999, logprobs=1), [0], 1)
+    logits = torch.zeros(rows, vocab_size, device=device)
+    DeviceTokens(logits, [row] * rows, range(rows), frozenset()).read()
 
 
 def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, *, in_blocks: bool) -> EngineSpec:

@@ -15,14 +15,20 @@ from pdserve.models.checkpoint.weights import parameters
 log = logging.getLogger(__name__)
 
 MIB = 2**20
-_WORKSPACE_BYTES = 2**30
-"""What a rank keeps free on its GPU, beside weights and KV cache, for activations, recorded steps and libraries."""
 
 
 def cache_blocks(
-    cache: CacheConfig, block_bytes: int, ranks: int, device: torch.device, model: Path, dtype: torch.dtype
+    cache: CacheConfig,
+    block_bytes: int,
+    ranks: int,
+    device: torch.device,
+    model: Path,
+    dtype: torch.dtype,
+    workspace: int,
 ) -> int:
     """Returns the number of blocks. ``block_bytes`` are those of one block on one of the ``ranks``.
+
+    ``workspace`` are the bytes that a rank needs for computing on a GPU.
 
     With ``--gpu-memory-utilization``, the memory of this rank's GPU counts for all. Raises ConfigError if that is given
     for a CPU, or leaves no room.
@@ -37,21 +43,22 @@ def cache_blocks(
         )
     free, total = torch.cuda.mem_get_info(device)
     weights = parameters(model) * dtype.itemsize // ranks
-    return gpu_cache_bytes(share, total, free, weights) // block_bytes
+    return gpu_cache_bytes(share, total, free, weights, workspace) // block_bytes
 
 
-def gpu_cache_bytes(share: float, total: int, free: int, weights: int) -> int:
+def gpu_cache_bytes(share: float, total: int, free: int, weights: int, workspace: int) -> int:
     """Returns the bytes that the KV cache may take on a GPU of which the engine takes ``share``.
 
-    ``total`` and ``free`` are the GPU's memory before the engine has loaded its ``weights``. Raises ConfigError if
+    ``total`` and ``free`` are the GPU's memory before the engine has loaded its ``weights``; ``workspace`` stays free
+    for computing. Raises ConfigError if
     nothing is left.
     """
-    left = math.floor(share * total) - (total - free) - weights - _WORKSPACE_BYTES
+    left = math.floor(share * total) - (total - free) - weights - workspace
     if left <= 0:
         raise ConfigError(
             f"--gpu-memory-utilization {share:g}: nothing is left for the KV cache. The GPU has {total // MIB} MiB, of "
             f"which {(total - free) // MIB} are in use; the weights take {weights // MIB}, and "
-            f"{_WORKSPACE_BYTES // MIB} stay free for computing"
+            f"{workspace // MIB} stay free for computing (less with lower --max-num-batched-tokens or --max-num-seqs)"
         )
     return left
 

@@ -12,7 +12,7 @@ CPU_LOGITS_AT_ONCE = 2**17
 """On a CPU, groups have about so many logits, which stay in its caches (3 times as fast)."""
 GPU_LOGITS_AT_ONCE = 2**23
 """On a GPU, groups have at most so many logits, but at least one row."""
-BYTES_PER_LOGIT = 80
+BYTES_PER_LOGIT = 96
 """What is computed of a group takes at most this, its copy of the logits included."""
 
 

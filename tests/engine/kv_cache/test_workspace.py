@@ -1,0 +1,201 @@
+"""Tests that what is kept free on a GPU is at least what is in memory at once, with models of usual sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.config import SchedulerConfig
+from pdserve.engine.kv_cache.workspace import (
+    LIBRARY_BYTES,
+    SCORING_BYTES_PER_LOGIT,
+    logits_bytes,
+    step_bytes,
+    workspace_bytes,
+)
+from pdserve.engine.sampling import row_groups
+from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
+from pdserve.engine.sampling.prompt_scoring import PendingScores, ScoredTokens
+from pdserve.engine.sampling.row_groups import sampling_bytes
+from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.family_settings import ExpertSettings
+from pdserve.models.checkpoint.weights import ALL
+from pdserve.models.decoders.decoder import build_decoder
+from pdserve.models.decoders.layers import Building
+from pdserve.wire.sampling_params import SamplingParams
+from pdserve_kernels.contract import Linear, UnreadWeight
+from tests.engine.live_bytes import LiveBytes
+from tests.tiny_models import save_tiny_model
+
+META = torch.device("meta")
+BF16 = torch.bfloat16
+GIB = 2**30
+
+
+class AnyCheckpoint:
+    """Has every tensor that a model asks for, without memory."""
+
+    path, device = Path("any"), META
+
+    def take(self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=BF16, device=META)[rows]
+        return tensor if columns == ALL else tensor[:, columns]
+
+    def take_optional(self, name: str, *part: Any, **named: Any) -> torch.Tensor | None:
+        return self.take(name, *part, **named) if name.endswith("norm.weight") else None
+
+    def take_unread(self, name: str, *part: Any, **named: Any) -> UnreadWeight:
+        weight = self.take(name, *part, **named)
+        return UnreadWeight(name, (weight.shape[0], weight.shape[1]), BF16, lambda: weight)
+
+    def drop(self, name: str) -> None: ...
+
+    def unwrap(self, prefix: str, outside: tuple[str, ...]) -> None: ...
+
+    def check_all_taken(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Together:
+    """One of several ranks, with the memory that NCCL's operations take."""
+
+    size: int
+    rank: int = 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.size == 1 else torch.cat([torch.empty_like(x) for _ in range(self.size)], 1)
+
+    def read(self, values: torch.Tensor) -> list[int]:
+        """All tokens go to each expert, which they cannot; no expert has more."""
+        return [TOKENS] * len(values)
+
+
+class GpuMemory:
+    """Takes the memory that the Triton kernels take, which have no tensors in between."""
+
+    def __init__(self, decoder: DecoderConfig, ranks: int) -> None:
+        self._heads = decoder.heads // ranks
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return partial(torch.nn.functional.linear, weight=weight, bias=bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def add_rms_norm(self, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(x), torch.empty_like(x)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gate_up[:, : gate_up.shape[1] // 2])
+
+    gelu_and_mul = silu_and_mul
+
+    def from_projection(self, layer: int, qkv: torch.Tensor, *others: Any) -> torch.Tensor:
+        query = torch.empty_like(qkv[:, : self._heads])
+        return torch.empty_like(query)
+
+
+TOKENS, ROWS = 2048, 256
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "8B": ("llama", {"hidden_size": 4096, "intermediate_size": 14_336, "heads": 32, "kv_heads": 8, "head_dim": 128}),
+    "gemma 12B": (
+        "gemma3",
+        {"hidden_size": 3840, "intermediate_size": 15_360, "heads": 16, "kv_heads": 8, "head_dim": 256},
+    ),
+    "moe 30B": (
+        "qwen3-moe",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "heads": 32,
+            "kv_heads": 4,
+            "head_dim": 128,
+            "experts": ExpertSettings(128, 8, 768, True, frozenset(range(3))),
+        },
+    ),
+    "wide heads": (
+        "qwen3",
+        {"hidden_size": 1024, "intermediate_size": 3072, "heads": 64, "kv_heads": 8, "head_dim": 128},
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: int) -> None:
+    family, shape = SIZES[size]
+    decoder = replace(read_decoder_config(save_tiny_model(family, tmp_path)), vocab_size=152_000, **shape)
+    group: Any = Together(ranks)
+    checkpoint: Any = AnyCheckpoint()
+    kernels: Any = GpuMemory(decoder, ranks)
+    model = build_decoder(decoder, Building(checkpoint, kernels, group), 4096, BF16)
+    with torch.inference_mode(), LiveBytes() as live:
+        ids = torch.empty(TOKENS, dtype=torch.int32, device=META)
+        model.logits(model.forward(ids, ids, kernels)[:ROWS])
+    counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS)
+    assert counted / 3 < live.peak <= counted
+
+
+ROW_KINDS: dict[str, dict[str, Any]] = {
+    "wide top-p": {"top_p": 0.999},
+    "everything": {
+        "top_p": 0.999,
+        "top_k": 19_000,
+        "min_p": 1e-9,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 1.0,
+        "allowed_token_ids": tuple(range(20_000)),
+        "logprobs": 20,
+    },
+    "greedy, ruled": {"temperature": 0.0, "frequency_penalty": 1.0, "logprobs": 20, "bad_words": ((4,),)},
+}
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_sampling_takes_no_more_than_is_counted(monkeypatch: pytest.MonkeyPatch, kind: str, on_device: bool) -> None:
+    """The flattest distribution is the one for which top-p takes most."""
+    monkeypatch.setattr(row_groups, "GPU_LOGITS_AT_ONCE", 2**18)
+    monkeypatch.setattr(row_groups, "CPU_LOGITS_AT_ONCE", 2**18)
+    rows = 40
+    logits = torch.zeros(rows, 20_000)
+    asked = [SamplingRow(SamplingParams(max_tokens=9, seed=i, **ROW_KINDS[kind]), [1, 2, 3], 2) for i in range(rows)]
+    with LiveBytes() as live:
+        (DeviceTokens if on_device else HostTokens)(logits, asked, range(rows), frozenset({2})).read()
+    assert live.peak <= sampling_bytes(rows, 20_000) < rows * 20_000 * 40
+
+
+def test_a_prompt_with_many_answers_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its children are sampled from one row of logits."""
+    monkeypatch.setattr(row_groups, "CPU_LOGITS_AT_ONCE", 2**18)
+    asked = [SamplingRow(SamplingParams(max_tokens=9, seed=i, top_p=0.999), [1, 2, 3], 2) for i in range(1024)]
+    with LiveBytes() as live:
+        DeviceTokens(torch.zeros(1, 20_000), asked, [0] * 1024, frozenset({2})).read()
+    assert live.peak <= row_groups.BYTES_PER_LOGIT * 2**18
+
+
+def test_scoring_takes_no_more_than_is_counted() -> None:
+    scores, logits = PendingScores([ScoredTokens(range(40), 20)]), torch.zeros(40, 20_000)
+    with LiveBytes() as live:
+        scores.add(logits)
+    assert live.peak <= SCORING_BYTES_PER_LOGIT * logits.numel()
+
+
+def test_the_workspace_is_the_sum_of_what_is_in_memory_at_once(tmp_path: Path) -> None:
+    decoder = replace(read_decoder_config(save_tiny_model("llama", tmp_path)), vocab_size=152_000, **SIZES["8B"][1])
+    small, large = (
+        workspace_bytes(decoder, SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens), BF16, 1, 2**21)
+        for seqs, tokens in ((8, 256), (256, 8192))
+    )
+    # 1.3 GiB were once seen in sampling alone, where 1 GiB was kept free for everything.
+    assert LIBRARY_BYTES < small < 1.5 * GIB < 3 * GIB < large < 5 * GIB
+    assert logits_bytes(1, 100, BF16, 1) < logits_bytes(1, 100, BF16, 2)
