@@ -50,6 +50,8 @@ from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 
+READING_TOLD_S = 10.0
+"""The engine says no oftener than this that it still reads weights for their digests."""
 CPU_WARM_UP_TOKENS = 16
 
 
@@ -102,16 +104,15 @@ def assemble(
     if not is_gguf(model_dir):
         # Of a GGUF file transformers may have to make the tokenizer first, which takes longer than all else here.
         grammars.prepare()
-    progress("loading weights")
+    loading = _LoadingStage(progress)
     # It reads every byte of the weights where nobody has yet. Ranks find the digests.
-    spec = _engine_spec(config, decoder, tp.size, in_blocks=block_kernels is not None)
+    spec = _engine_spec(config, decoder, tp.size, in_blocks=block_kernels is not None, goes_on=loading.goes_on)
     if ranks is not None:
         ranks.tell(LoadModel(num_blocks, max_model_len))
     shared = None
     if config.has_peers:
         shared = shared_memory(config.transfer, config.cache.kv_cache_mib, device, num_blocks * layout.block_bytes)
     kv_memory = None if shared is None else shared.bytes
-    loading = _LoadingStage(progress)
     own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend, kv_memory, block_kernels, loading.tell)
     runner: ModelRunner | TpRunner = own
     if ranks is not None:
@@ -217,12 +218,21 @@ def warm_up_tokens(max_num_batched_tokens: int, max_model_len: int, device: torc
 
 
 class _LoadingStage:
-    """Tells how much of the weights is loaded: every tenth, but not more often than once a second."""
+    """Tells how much of the weights is loaded: every tenth, but not more often than once a second.
+
+    Before, they are read for their digests. That has to show, too: an engine that says nothing for long is ended.
+    """
 
     def __init__(self, progress: Callable[[str], None]) -> None:
         self._progress = progress
         self._told_s = time.monotonic()
         self._told = 0
+        self._progress("loading weights")
+
+    def goes_on(self) -> None:
+        if time.monotonic() - self._told_s >= READING_TOLD_S:
+            self._told_s = time.monotonic()
+            self._progress("loading weights")
 
     def tell(self, share: float) -> None:
         tenth = int(share * 10)
@@ -246,12 +256,14 @@ def warm_up_sampling(vocab_size: int, rows: int, device: torch.device) -> None:
     DeviceTokens(logits, [row] * rows, range(rows), frozenset()).read()
 
 
-def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, *, in_blocks: bool) -> EngineSpec:
+def _engine_spec(
+    config: EngineConfig, decoder: DecoderConfig, tp_size: int, *, in_blocks: bool, goes_on: Callable[[], None]
+) -> EngineSpec:
     """Returns what two engines compare before they exchange KV blocks."""
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
-        fingerprint=fingerprint(Path(config.model_dir), Path(config.cache_dir), in_blocks=in_blocks),
+        fingerprint=fingerprint(Path(config.model_dir), Path(config.cache_dir), in_blocks=in_blocks, goes_on=goes_on),
         dtype=config.model.dtype.short,
         block_size=config.cache.block_size,
         num_layers=decoder.num_layers,

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint import content_digest as digests
+from pdserve.models.checkpoint import kept_files
 from pdserve.models.checkpoint.content_digest import PIECE, REMEMBERED, content_digest
 from pdserve.models.checkpoint.fingerprint import fingerprint, weights_fingerprint
 from tests.test_file_system import give_away
@@ -31,9 +33,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths: list[Path] = []
     whole = digests._read
 
-    def note(fd: int, state: digests._State, path: Path) -> bytes:
+    def note(fd: int, state: digests._State, path: Path, goes_on: Callable[[], None]) -> bytes:
         paths.append(path)
-        return whole(fd, state, path)
+        return whole(fd, state, path, goes_on)
 
     monkeypatch.setattr(digests, "_read", note)
     return paths
@@ -127,10 +129,10 @@ def test_engines_that_start_together_read_it_once(
     path = large(tmp_path / "a")
     begun, go_on, whole = threading.Event(), threading.Event(), digests._read
 
-    def slowly(fd: int, state: digests._State, path: Path) -> bytes:
+    def slowly(fd: int, state: digests._State, path: Path, goes_on: Callable[[], None]) -> bytes:
         begun.set()
         assert go_on.wait(10)
-        return whole(fd, state, path)
+        return whole(fd, state, path, goes_on)
 
     monkeypatch.setattr(digests, "_read", slowly)
     with ThreadPoolExecutor(2) as pool:
@@ -140,6 +142,26 @@ def test_engines_that_start_together_read_it_once(
         go_on.set()
         assert one.result() == other.result()
     assert read == [path]
+
+
+def test_a_long_read_shows_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that reads says so, or its node would end it, and so does one that waits for another to read."""
+    path = large(tmp_path / "a", 2 * PIECE + 1)
+    monkeypatch.setattr(kept_files, "_WAITS_S", 0.01)
+    begun, go_on, pieces, whole = threading.Event(), threading.Event(), list[int](), digests._read
+
+    def slowly(fd: int, state: digests._State, path: Path, goes_on: Callable[[], None]) -> bytes:
+        begun.set()
+        assert go_on.wait(10)
+        return whole(fd, state, path, goes_on)
+
+    monkeypatch.setattr(digests, "_read", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(content_digest, path, tmp_path, lambda: pieces.append(1))
+        assert begun.wait(10)
+        other = pool.submit(content_digest, path, tmp_path, go_on.set)
+        assert one.result() == other.result()
+    assert len(pieces) == 3
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])

@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,7 @@ from typing import Final
 import xxhash
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.kept_files import KeptFiles
+from pdserve.models.checkpoint.kept_files import KeptFiles, tell_nobody
 
 log = logging.getLogger(__name__)
 
@@ -41,40 +42,43 @@ _known: dict[_State, bytes] = {}
 """What this process has found or been told: it asks more than once, and may have no folder to remember in."""
 
 
-def content_digest(path: Path, cache_dir: Path | None = None) -> bytes:
+def content_digest(path: Path, cache_dir: Path | None = None, goes_on: Callable[[], None] = tell_nobody) -> bytes:
     """Returns a digest of all bytes of a file, from ``cache_dir`` if the file has not changed since they were read.
 
-    Raises OSError, and ModelError if the file changes while it is read.
+    To read a large file from a slow disk takes many minutes: ``goes_on`` is called after each piece, and while another
+    process reads the file. Raises OSError, and ModelError if the file changes while it is read.
     """
     with path.open("rb") as file:
         fd = file.fileno()
         state = _state(fd, path)
         if state[2] < REMEMBERED:
-            return _read(fd, state, path)
+            return _read(fd, state, path, goes_on)
         found = _known.get(state)
         if found is None:
-            found = _read(fd, state, path) if cache_dir is None else _kept(fd, state, path, cache_dir)
+            found = _found(fd, state, path, cache_dir, goes_on)
             if _is_settled(state):
                 _known[state] = found
         return found
 
 
-def _kept(fd: int, state: _State, path: Path, cache_dir: Path) -> bytes:
+def _found(fd: int, state: _State, path: Path, cache_dir: Path | None, goes_on: Callable[[], None]) -> bytes:
+    if cache_dir is None:
+        return _read(fd, state, path, goes_on)
     kept = KeptFiles(cache_dir / "digests", "digest", _KEPT, _LOCK_TIMEOUT_S)
     key = xxhash.xxh3_128_hexdigest(repr(state).encode())
     found: bytes | None = None
     try:
         if (known := kept.load(key)) is not None:
             return known
-        with kept.locked(key):
+        with kept.locked(key, goes_on):
             found = kept.load(key)
             if found is None:
-                found = _read(fd, state, path)
+                found = _read(fd, state, path, goes_on)
                 if _is_settled(state):
                     kept.save(key, found)
     except OSError as exc:
         log.warning("digests of weights cannot be kept in %s: %s", kept.folder, exc)
-    return found if found is not None else _read(fd, state, path)
+    return found if found is not None else _read(fd, state, path, goes_on)
 
 
 def _state(fd: int, path: Path) -> _State:
@@ -89,7 +93,7 @@ def _is_settled(state: _State) -> bool:
     return abs(time.time_ns() - max(state[3], state[4])) > _SETTLED_NS
 
 
-def _read(fd: int, state: _State, path: Path) -> bytes:
+def _read(fd: int, state: _State, path: Path, goes_on: Callable[[], None]) -> bytes:
     size = state[2]
     starts = range(0, size, PIECE)
     digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
@@ -98,6 +102,7 @@ def _read(fd: int, state: _State, path: Path) -> bytes:
         try:
             for piece in pool.map(lambda start: _piece(fd, start, min(PIECE, size - start)), starts):
                 digest.update(piece)
+                goes_on()
         except EOFError as exc:
             raise _changed(path) from exc
         finally:

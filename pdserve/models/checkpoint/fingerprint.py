@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.content_digest import content_digest
 from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.kept_files import tell_nobody
 from pdserve.models.checkpoint.kept_tokenizer import tokenizer_files
 from pdserve.models.checkpoint.weights import weight_files
 
@@ -25,16 +26,22 @@ _VOLATILE = frozenset({"_name_or_path", "_model_name_or_path", "name_or_path", "
 """Keys that say where a model came from and not how it computes."""
 
 
-def fingerprint(path: Path, cache_dir: Path | None = None, *, in_blocks: bool = False) -> str:
+def fingerprint(
+    path: Path,
+    cache_dir: Path | None = None,
+    *,
+    in_blocks: bool = False,
+    goes_on: Callable[[], None] = tell_nobody,
+) -> str:
     """Returns a digest of all that a model's answers depend on: configuration, every byte of the weights, tokeniser,
     chat template, and which tokens end an answer.
 
     ``in_blocks`` says whether the model is computed from the file's blocks, and not from dequantised weights. Digests
-    of large files are kept in ``cache_dir``. Raises ModelError.
+    of large files are kept in ``cache_dir``, and ``goes_on`` is as ``content_digest`` has it. Raises ModelError.
     """
     if is_gguf(path):  # The one file has all of that.
-        return (IN_BLOCKS if in_blocks else "") + weights_fingerprint(path, cache_dir)
-    own = weights_fingerprint(path, cache_dir)
+        return (IN_BLOCKS if in_blocks else "") + weights_fingerprint(path, cache_dir, goes_on)
+    own = weights_fingerprint(path, cache_dir, goes_on)
     try:
         others = [(str(file.relative_to(path)), _content(file)) for file in tokenizer_files(path)]
     except OSError as exc:
@@ -42,15 +49,15 @@ def fingerprint(path: Path, cache_dir: Path | None = None, *, in_blocks: bool = 
     return _digest([("weights", own.encode()), *others])
 
 
-def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> str:
+def weights_fingerprint(path: Path, cache_dir: Path | None = None, goes_on: Callable[[], None] = tell_nobody) -> str:
     """Returns a digest of what weights mean in memory: of the configuration, and every byte of the weights.
 
     It takes the arguments, and raises, as ``fingerprint`` does.
     """
     try:
         if is_gguf(path):
-            return content_digest(path, cache_dir).hex()
-        weights = [(file.name, content_digest(file, cache_dir)) for file in weight_files(path)]
+            return content_digest(path, cache_dir, goes_on).hex()
+        weights = [(file.name, content_digest(file, cache_dir, goes_on)) for file in weight_files(path)]
         return _digest([(_SETTINGS, _content(path / _SETTINGS)), *weights])
     except (OSError, ValueError) as exc:
         raise _unreadable(path, exc) from exc

@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,12 @@ from pdserve.file_system import check_own, make_own_folder
 _DEAD_DRAFT_S = 3600.0
 """A draft that is older was left by a process that has died: to write one takes milliseconds."""
 _DIGEST_BYTES = 16
+_WAITS_S = 1.0
+"""Whoever waits for another process says so at this interval."""
+
+
+def tell_nobody() -> None:
+    """Is what a long wait calls where nobody wants to know that it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +56,16 @@ class KeptFiles:
         return body
 
     @contextlib.contextmanager
-    def locked(self, key: str) -> Iterator[None]:
+    def locked(self, key: str, waits: Callable[[], None] = tell_nobody) -> Iterator[None]:
         """Lets one process at a time make what is under ``key``. Where another one takes very long, it goes on.
 
-        Raises OSError.
+        ``waits`` is called again and again while another process has it. Raises OSError.
         """
         make_own_folder(self.folder)
         lock = FileLock(self._path(key).with_suffix(".lock"))
-        with contextlib.suppress(Timeout):
-            lock.acquire(timeout=self.lock_timeout_s)
+        until = time.monotonic() + self.lock_timeout_s
+        while not _acquired(lock, min(_WAITS_S, until - time.monotonic())) and time.monotonic() < until:
+            waits()
         try:
             yield
         finally:
@@ -98,3 +105,11 @@ class KeptFiles:
             with contextlib.suppress(FileNotFoundError):
                 ages[path] = now - path.stat().st_mtime
         return ages
+
+
+def _acquired(lock: FileLock, within_s: float) -> bool:
+    try:
+        lock.acquire(timeout=max(0.0, within_s))
+    except Timeout:
+        return False
+    return True
