@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from pdserve.models.checkpoint import content_digest as digests
 from pdserve.models.checkpoint import kept_files
 from pdserve.models.checkpoint.content_digest import PIECE, REMEMBERED, content_digest
 from pdserve.models.checkpoint.fingerprint import fingerprint, weights_fingerprint
+from tests.eventually import eventually
 from tests.test_file_system import give_away
 from tests.tiny_models import save_tiny_model
 
@@ -121,6 +123,27 @@ def test_a_file_that_has_just_changed_is_not_remembered(
     for _ in range(2):
         content_digest(path, tmp_path)
     assert read == [path] * 2
+
+
+@pytest.mark.parametrize("mtime", ["present", "future"])
+def test_a_file_that_had_just_changed_when_its_reading_began_is_not_remembered(
+    mtime: str, tmp_path: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could have changed behind the reader, whose reading takes longer than it takes for a file to settle."""
+    monkeypatch.setattr(digests, "_SETTLED_NS", 10**9)
+    path, piece = large(tmp_path / "a"), digests._piece
+    if mtime == "future":
+        os.utime(path, ns=(10**19 // 5, 10**19 // 5))
+
+    def until_settled(fd: int, start: int, nbytes: int) -> bytes:
+        eventually(lambda: time.time_ns() - path.stat().st_ctime_ns > 1.1 * 10**9)
+        return piece(fd, start, nbytes)
+
+    monkeypatch.setattr(digests, "_piece", until_settled)
+    for _ in range(2):
+        content_digest(path, tmp_path)
+        os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    assert not list((tmp_path / "digests").glob("*.digest")) and not digests._known
 
 
 def test_engines_that_start_together_read_it_once(

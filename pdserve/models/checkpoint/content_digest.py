@@ -32,7 +32,7 @@ _READ_AT_ONCE = 2**22
 _THREADS = 8
 """More are no faster on any disk that one engine has for itself."""
 _SETTLED_NS = 2 * 10**9
-"""A file that changed this lately may change again and keep its times, which are as coarse as the kernel's clock."""
+"""A file that changed this lately may change again and keep its ctime, which is as coarse as the kernel's clock."""
 _KEPT = 1024
 _LOCK_TIMEOUT_S = 3600.0
 """Whoever waits for another process to read the file would only read it a second time, and slow that one down."""
@@ -55,8 +55,10 @@ def content_digest(path: Path, cache_dir: Path | None = None, goes_on: Callable[
             return _read(fd, state, path, goes_on)
         found = _known.get(state)
         if found is None:
-            found = _found(fd, state, path, cache_dir, goes_on)
-            if _is_settled(state):
+            # A change while it is read has another ctime only if it was settled before.
+            settled = _is_settled(state)
+            found = _found(fd, state, path, cache_dir if settled else None, goes_on)
+            if settled:
                 _known[state] = found
         return found
 
@@ -74,8 +76,7 @@ def _found(fd: int, state: _State, path: Path, cache_dir: Path | None, goes_on: 
             found = kept.load(key)
             if found is None:
                 found = _read(fd, state, path, goes_on)
-                if _is_settled(state):
-                    kept.save(key, found)
+                kept.save(key, found)
     except OSError as exc:
         log.warning("digests of weights cannot be kept in %s: %s", kept.folder, exc)
     return found if found is not None else _read(fd, state, path, goes_on)
@@ -90,7 +91,7 @@ def _state(fd: int, path: Path) -> _State:
 
 
 def _is_settled(state: _State) -> bool:
-    return abs(time.time_ns() - max(state[3], state[4])) > _SETTLED_NS
+    return abs(time.time_ns() - state[4]) > _SETTLED_NS
 
 
 def _read(fd: int, state: _State, path: Path, goes_on: Callable[[], None]) -> bytes:
