@@ -43,12 +43,11 @@ class StepWatch:
         chunks = list(takewhile(lambda work: work.is_chunk, reversed(plan.work)))
         tokens = sum(work.num_tokens for work in chunks)
         kind = (len(plan.work).bit_length(), tokens.bit_length())
-        if kind not in self._kinds:
-            self._kinds.add(kind)
-            return FIRST_STEP_S + self._ranks_s
+        least_s = 0.0 if kind in self._kinds else FIRST_STEP_S
+        self._kinds.add(kind)
         before = max((work.request.num_computed_tokens for work in chunks), default=0)
         cost = self._step_cost
-        return LONGER * (cost.decode_step_s + cost.prompt_s(tokens, before)) + self._ranks_s
+        return max(least_s, LONGER * (cost.decode_step_s + cost.prompt_s(tokens, before))) + self._ranks_s
 
     def count(self, plan: BatchPlan) -> None:
         """Counts the tokens of a step."""

@@ -119,6 +119,17 @@ def test_a_step_may_be_silent_for_longer_than_steps_like_it_took() -> None:
     assert steps.expected_s(BatchPlan([DECODING])) == pytest.approx(LONGER * cost.decode_step_s)
 
 
+def test_the_first_step_of_its_kind_may_take_what_its_tokens_say() -> None:
+    """A slow machine has shown by smaller steps that a large one takes minutes."""
+    steps, cost = watch(0)
+    for at in range(4):
+        steps.note(BatchPlan([Work(request(8192, 0), 128)]), 64.0, float(at))
+    plan = BatchPlan([Work(request(8192, 0), 512)])
+    expected_s = LONGER * cost.prompt_s(512, 0)
+    assert expected_s > FIRST_STEP_S
+    assert steps.expected_s(plan) == pytest.approx(expected_s)
+
+
 def test_a_step_of_several_ranks_may_wait_for_them() -> None:
     step_cost = StepCost()
     steps = StepWatch(step_cost, LatencyTargets(TargetsConfig(), step_cost, Role.MIXED), ranks_s=10.0)
