@@ -272,3 +272,9 @@ def test_tensors_that_transformers_may_leave_unread_are_no_error(tmp_path: Path)
     masks = {f"gpt_neox.layers.{i}.attention.bias": torch.ones(4, 4, dtype=torch.bool) for i in range(2)}
     masks |= {f"gpt_neox.layers.{i}.attention.rotary_emb.inv_freq": torch.zeros(6) for i in range(2)}
     small_runner(rewritten(gpt, lambda tensors: tensors.update(masks)))
+
+
+def test_the_score_of_masked_tokens_that_older_exports_have_is_no_weight(tmp_path: Path) -> None:
+    gpt = save(FAMILIES["gpt2"], tmp_path)
+    names = [f"transformer.h.{i}.attn.masked_bias" for i in range(2)]
+    small_runner(rewritten(gpt, lambda tensors: tensors.update({name: torch.tensor(-1e4) for name in names})))

@@ -32,6 +32,8 @@ PAGED_ATTENTION = "pdserve_paged"
 STEP_KEYWORD = "paged_step"
 """The keyword argument that carries a ``PagedStep`` through a model's forward."""
 
+MASKED_SCORE = "attn.masked_bias"
+"""The last part of a name in older exports: the score of masked tokens, a constant which no model reads any more."""
 WITHOUT_MEANING_HERE = {
     "softcap": "capped scores",
     "s_aux": "attention sinks",
@@ -222,8 +224,8 @@ def _check_report(folder: Path, report: dict[str, Any]) -> None:
     """Raises ModelError for what transformers made up, because it was missing, or left unread."""
     if lacking := sorted({str(name) for kind in ("missing_keys", "mismatched_keys") for name in report[kind]}):
         raise ModelError(f"{folder} lacks tensors, or has them in another shape: {', '.join(lacking[:5])}")
-    if report["unexpected_keys"]:
-        raise ModelError(unknown_tensors(folder, report["unexpected_keys"]))
+    if unread := [name for name in report["unexpected_keys"] if not name.endswith(MASKED_SCORE)]:
+        raise ModelError(unknown_tensors(folder, unread))
 
 
 def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
