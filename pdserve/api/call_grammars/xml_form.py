@@ -14,7 +14,7 @@ from pdserve.api.call_grammars.call_form import CallForm, MarkerTokens
 from pdserve.api.call_grammars.json_form import tagged_form
 from pdserve.api.call_grammars.rules import RuleBook, quoted
 from pdserve.api.call_grammars.schema_parts import Member, SchemaParts, argument_schema, members
-from pdserve.api.message.schema_kinds import PlainString
+from pdserve.api.message.schema_kinds import PlainString, SchemaKinds
 from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.api.message.xml_calls import FUNCTION_END, PARAMETER_END, PARAMETER_NAME, QWEN_XML, plain_text
 
@@ -43,13 +43,34 @@ def _arguments(schema: dict[str, Any], parts: SchemaParts, book: RuleBook) -> st
         return rf'("<parameter=" {_ANY_NAME} ">\n" {book.terminal(_text("(?s:.*)"))})*'
     listed = members(schema)
     if listed is not None and parts.divisible and all(PARAMETER_NAME.fullmatch(member.name) for member in listed):
-        return " ".join(_parameter(member, schema, parts, book) for member in listed)
+        texts = _PlainTexts(schema)
+        return " ".join(_parameter(member, texts, parts, book) for member in listed)
     return f'{parts.whole()} "\\n"'
 
 
-def _parameter(member: Member, root: Mapping[str, Any], parts: SchemaParts, book: RuleBook) -> str:
-    plain = plain_text(member.schema, root)
-    value = None if plain is None else _plain(plain)
+class _PlainTexts:
+    """The terminals of plain strings. Many parameters may refer to one that has thousands of values."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        """``root`` is the schema of the parameters' function."""
+        self._kinds = SchemaKinds(root)
+        self._known: dict[tuple[int, bool], str | None] = {}
+        """By the ``id`` of the keywords of a string, which ``_kinds`` keeps, and whether it may be null."""
+
+    def of(self, schema: object) -> str | None:
+        """Returns the terminal of a string that stands there as it is, with its end; None for other values."""
+        string = self._kinds.plain_string(schema)
+        if string is None:
+            return None
+        key = id(string.schema), string.nullable
+        if key not in self._known:
+            plain = plain_text(schema, self._kinds)
+            self._known[key] = None if plain is None else _plain(plain)
+        return self._known[key]
+
+
+def _parameter(member: Member, texts: _PlainTexts, parts: SchemaParts, book: RuleBook) -> str:
+    value = texts.of(member.schema)
     written = f"{book.rule(parts.part(member.schema))} {_VALUE_END}" if value is None else book.terminal(value)
     head = quoted(f"<parameter={member.name}>\n")
     return f"{head} {written}" if member.required else f"({head} {written})?"

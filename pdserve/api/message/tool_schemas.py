@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.api.message.schema_kinds import PlainString, kinds_of, plain_string
+from pdserve.api.message.schema_kinds import SchemaKinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,11 @@ class ToolSchema:
     """The JSON Schema of its arguments, which are an object."""
     strict: bool = False
     """Whether every call has to follow the schema."""
+    values: SchemaKinds = field(init=False, repr=False, compare=False)
+    """What the parameters' schemas admit."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", SchemaKinds(self.parameters))
 
     def __deepcopy__(self, memo: dict[int, object]) -> ToolSchema:
         """Returns itself: nobody changes a schema."""
@@ -30,8 +35,4 @@ class ToolSchema:
 
     def kinds(self, parameter: str) -> frozenset[str]:
         """Returns the kinds of values that a parameter may have."""
-        return kinds_of(True if (schema := self.parameter(parameter)) is None else schema, self.parameters)
-
-    def plain_string(self, parameter: str) -> PlainString | None:
-        """Returns what the schema says of a parameter that is a string, or null, and nothing else; None for others."""
-        return plain_string(self.parameter(parameter), self.parameters)
+        return self.values.of(True if (schema := self.parameter(parameter)) is None else schema)

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from pdserve.api.message.call_parser import MAX_HELD, CallMarkers, CallParser
 from pdserve.api.message.json_text import JsonText, as_json
 from pdserve.api.message.markers import begins, find_marker
-from pdserve.api.message.schema_kinds import BOOLEAN, NULL, STRING, PlainString, kind_of, plain_string
+from pdserve.api.message.schema_kinds import BOOLEAN, NULL, STRING, PlainString, SchemaKinds, kind_of
 from pdserve.api.message.tool_schemas import ToolSchema
 
 QWEN_XML = CallMarkers(("<tool_call>",), "</tool_call>", unwrapped="<function=")
@@ -44,12 +43,12 @@ MAX_TAG = 512
 _NULLS = ("null", "None")
 
 
-def plain_text(schema: object, root: Mapping[str, Any]) -> PlainString | None:
+def plain_text(schema: object, kinds: SchemaKinds) -> PlainString | None:
     """Returns what a parameter's schema says of a string that stands between its tags as it is; None for other values.
 
-    ``root`` is what the references of the schema are in.
+    ``kinds`` looks at the schemas of the parameter's function.
     """
-    found = plain_string(schema, root)
+    found = kinds.plain_string(schema)
     if found is None:
         return None
     values = (*found.schema.get("enum", ()), found.schema.get("const", ""))
@@ -144,7 +143,7 @@ class XmlCallParser(CallParser):
         # The line that ends the tag belongs to it, and may be the next character.
         if tag is None or tag.end() == len(self._waiting):
             return len(self._waiting) > MAX_TAG and self._break_off()
-        plain = None if tag[1] in self._given else plain_text(self._tool.parameter(tag[1]), self._tool.parameters)
+        plain = None if tag[1] in self._given else plain_text(self._tool.parameter(tag[1]), self._tool.values)
         if plain is not None:
             self._take(tag.end())
             self._begin_argument(tag[1])

@@ -16,6 +16,7 @@ from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import MessageParts, joined
 from pdserve.api.message.python_calls import PYTHONIC, PythonCallParser
 from pdserve.api.message.reasoning import ReasoningParser, ReasoningStart
+from pdserve.api.message.schema_kinds import SchemaKinds
 from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.api.message.xml_calls import plain_text
 from pdserve.config import ReasoningFormat, ToolFormat
@@ -374,4 +375,4 @@ def test_no_more_is_held_back_before_a_call_than_is_allowed(form: ToolFormat) ->
     "schema", [{"enum": 5, "const": "a"}, {"enum": None, "const": "a"}, {"enum": [5]}, {"const": 5}]
 )
 def test_a_parameter_whose_schema_is_odd_is_no_plain_text(schema: dict[str, Any]) -> None:
-    assert plain_text({"type": "string", **schema}, {}) is None
+    assert plain_text({"type": "string", **schema}, SchemaKinds({})) is None
