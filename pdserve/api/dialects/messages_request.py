@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -129,11 +131,12 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
         where = f"messages[{place}].content"
         match message.role:
             case "user":
-                _add(messages, *_user_messages(message.content, where))
+                messages += _user_messages(message.content, where)
             case "assistant":
-                _add(messages, _assistant_message(message.content, where))
+                messages.append(_assistant_message(message.content, where))
             case "system":
-                _add(messages, {"role": "system", "content": _text(message.content, where)})
+                messages.append({"role": "system", "content": _text(message.content, where)})
+    messages = list(_joined(messages))
     # An answer goes on with an assistant's message at the end, if there is one.
     continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     chosen = _tool_choice(request)
@@ -157,19 +160,20 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
     )
 
 
-def _add(messages: list[dict[str, Any]], *added: dict[str, Any]) -> None:
-    """Adds messages. Neighbours of one role are one message, as Anthropic has it, but for results of tools."""
-    for message in added:
-        if messages and messages[-1]["role"] == message["role"] != "tool":
-            before = messages.pop()
-            joined = {**before, **message}
-            for name in ("content", "reasoning_content"):
-                if name in joined:
-                    joined[name] = "\n".join(filter(None, (before.get(name), message.get(name))))
-            if "tool_calls" in joined:
-                joined["tool_calls"] = [*before.get("tool_calls", ()), *message.get("tool_calls", ())]
-            message = joined
-        messages.append(message)
+def _joined(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields messages. Neighbours of one role are one message, as Anthropic has it, but for results of tools."""
+    for role, neighbours in groupby(messages, key=itemgetter("role")):
+        said = list(neighbours)
+        if role == "tool" or len(said) == 1:
+            yield from said
+            continue
+        message = {name: value for one in said for name, value in one.items()}
+        for name in ("content", "reasoning_content"):
+            if name in message:
+                message[name] = "\n".join(text for one in said if (text := one.get(name)))
+        if "tool_calls" in message:
+            message["tool_calls"] = [call for one in said for call in one.get("tool_calls", ())]
+        yield message
 
 
 def unheeded_fields_of_messages(request: MessagesRequest) -> tuple[str, ...]:

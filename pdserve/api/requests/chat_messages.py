@@ -106,15 +106,23 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> li
     What was put in words is one message with its neighbours of the same role, as templates want turns to alternate.
     """
     told: list[dict[str, Any]] = []
+    texts: list[list[str]] = []
     joins = False
     for message in messages:
         worded = _in_words(message)
         joins_next = worded is not message
         if told and told[-1]["role"] == worded["role"] and (joins or joins_next):
-            text = "\n".join(filter(None, [told[-1]["content"], worded["content"]]))
-            worded, joins_next = {**told.pop(), **worded, "content": text}, True
-        told.append(worded)
+            texts[-1].append(worded["content"])
+            told[-1], joins_next = {**told[-1], **worded}, True
+        else:
+            texts.append([worded["content"]])
+            told.append(worded)
         joins = joins_next
+    # Thousands of messages may be one: what has come of it is not copied with each of them.
+    told = [
+        {**one, "content": "\n".join(filter(None, parts))} if len(parts) > 1 else one
+        for one, parts in zip(told, texts, strict=True)
+    ]
     if not tools:
         return told
     lines = "\n".join(_encode(_shown(tool)) for tool in tools)

@@ -13,10 +13,11 @@ from transformers import AutoTokenizer
 
 from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages
 from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
-from pdserve.api.requests.chat_messages import plain_messages, render_chat, unheeded_fields
+from pdserve.api.requests.chat_messages import plain_messages, render_chat, spelled_out, unheeded_fields
 from pdserve.api.requests.openai_request import ChatRequest
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.errors import InvalidRequest
+from tests.cpu_time import least_cpu_s
 
 TOOL = {
     "type": "function",
@@ -168,6 +169,24 @@ def test_what_a_template_refuses_by_its_own_rule_stays_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match="refuses these messages"):
         render_chat(chat(messages=messages), strict, 0)
+
+
+def test_long_messages_that_are_joined_are_not_copied_with_each_neighbour() -> None:
+    """A join with each of them would copy more than 10 GB: 16 s in which huge bodies of all clients wait."""
+
+    def joined_s(count: int) -> tuple[float, float]:
+        texts = ["x" * 4_000_000, *["y"] * count]
+        results = [{"role": "tool", "tool_call_id": "c1", "content": text} for text in texts]
+        turns = [{"role": "user", "content": text} for text in texts]
+        body = msgspec.convert({"model": "m", "max_tokens": 9, "messages": turns}, MessagesRequest)
+        [user] = spelled_out(results, [])
+        [translated] = list(chat_of_messages(body).messages or ())
+        assert user["content"].count("y") == count
+        assert translated["content"] == "\n".join(texts)
+        return least_cpu_s(lambda: spelled_out(results, [])), least_cpu_s(lambda: chat_of_messages(body))
+
+    for few_s, many_s in zip(joined_s(1), joined_s(1_000), strict=True):
+        assert many_s < 100 * few_s
 
 
 def test_a_conversation_of_codex_reaches_a_strict_template(strict: Tokenizer) -> None:
