@@ -12,6 +12,7 @@ from typing import Any
 
 import httptools
 
+from pdserve.api.completions import owned_salt
 from tests.simulation.plan import Manner, PlannedRequest
 from tests.simulation.reference import Answer, ranks_of, text_of, tokens_of
 
@@ -85,12 +86,17 @@ class ClientRequest:
         """The ``x-request-id`` of the present try."""
         return f"r{self.number}{'-again' if self.again else ''}{f'-{self.tries}' if self.tries > 1 else ''}"
 
+    @property
+    def _salt(self) -> str:
+        """The salt of the request's cached blocks. No client has an API key, so nobody owns them."""
+        return owned_salt(b"", self.planned.salt)
+
     @cached_property
     def tokens(self) -> list[list[int]]:
         """The tokens that the model generates for each answer."""
         planned, seed = self.planned, self.planned.seed
         return [
-            tokens_of(planned.prompt, planned.max_tokens, planned.salt, None if seed is None else seed + index)
+            tokens_of(planned.prompt, planned.max_tokens, self._salt, None if seed is None else seed + index)
             for index in range(planned.choices)
         ]
 
@@ -164,7 +170,7 @@ class ClientRequest:
             return f"it is finished as {choice.text!r}, and not {reference.text!r}"
         if whole and choice.finish_reason != reference.finish_reason:
             return f"it finished because of {choice.finish_reason!r}, and not {reference.finish_reason!r}"
-        if whole and self.planned.scored and choice.ranks != ranks_of(self.planned.prompt, self.planned.salt):
+        if whole and self.planned.scored and choice.ranks != ranks_of(self.planned.prompt, self._salt):
             return f"the prompt's tokens have the ranks {choice.ranks}"
         return None
 
