@@ -211,6 +211,11 @@ class Request:
         return self.matcher is not None and self.matcher.awaited
 
     @property
+    def grammar_failure(self) -> str | None:
+        """Why the grammar leaves the answer no token; None while it leaves some."""
+        return None if self.matcher is None else self.matcher.failure
+
+    @property
     def answer(self) -> list[int]:
         """A copy of the tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :]

@@ -385,8 +385,6 @@ class StepLoop:
 
 
 def _grammar_failure(request: Request) -> str | None:
-    """Returns why a request's grammar, or that of the parent whose prompt it waits for, leaves no token."""
-    for member in (request, request.parent):
-        if member is not None and member.matcher is not None and member.matcher.failure is not None:
-            return member.matcher.failure
-    return None
+    """Returns why the grammar of a request, or of an answer that fails with it, leaves no token."""
+    family = (request, *request.children)
+    return next((failure for member in family if (failure := member.grammar_failure) is not None), None)

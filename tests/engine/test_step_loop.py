@@ -24,6 +24,7 @@ from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.launched_step import StepRunner
 from pdserve.engine.placement.placement import Placement
+from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
@@ -43,6 +44,7 @@ from pdserve.wire.engine import (
     Submit,
     ToEngine,
 )
+from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from pdserve.wire.ticket import PrefillTarget
@@ -364,6 +366,29 @@ def test_what_is_not_finite_ends_its_request_and_leaves_the_cache_clean(folder: 
         broken = client.finished(ids, [1, 2])
         assert [(end.finish, end.error) for end, _ in broken] == [(FinishReason.ERROR, NOT_FINITE)] * 2
         assert client.ask(ids, [1]) == wanted
+
+
+def test_an_answer_that_its_grammar_ends_leaves_the_others(
+    folder: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its matcher had a defect, or the time of the client's request was over after the parent's first token."""
+    asked: list[GrammarMatcher] = []
+    allows = GrammarMatcher.allows
+
+    def fails_second(self: GrammarMatcher, answer: Sequence[int], token_id: int, aside: bool = False) -> bool:
+        if self not in asked:
+            asked.append(self)
+        if asked.index(self) == 1:
+            self.failure = "too much work"
+        return allows(self, answer, token_id, aside)
+
+    monkeypatch.setattr(GrammarMatcher, "allows", fails_second)
+    grammar = Grammar(GrammarKind.REGEX, "[a-p]{12}")
+    sampling = SamplingParams(max_tokens=3, seed=1, grammar=grammar)
+    with engine(folder, overlap) as client:
+        answers = client.together([(prompt(9), sampling, [2, 3])])
+    ends = [(answer.end.finish, answer.end.error) for answer in answers.values()]
+    assert ends == [(FinishReason.LENGTH, None), (FinishReason.REFUSED, "too much work"), (FinishReason.LENGTH, None)]
 
 
 def test_a_prompt_that_does_not_fit_ends_all_its_children(folder: Path, overlap: bool) -> None:

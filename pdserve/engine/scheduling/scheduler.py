@@ -215,8 +215,8 @@ class Scheduler:
     def postprocess(self, plan: BatchPlan, sampled: Sequence[SampledToken | None], now: float) -> list[Request]:
         """Takes the tokens of a computed step: ``sampled`` has one for each of the plan's ``sampled_requests``.
 
-        A request for which there was no token (None) goes on later if it ``awaits_mask``. Returns the others without
-        a token, and their children; they cannot go on.
+        A request for which there was no token (None) goes on later if it ``awaits_mask``. Returns those that cannot go
+        on: what a grammar ends, which is one answer, or all that another node ordered, and otherwise also the children.
         """
         self._note_chunks(plan, now)
         tokens = iter(sampled)
@@ -229,10 +229,12 @@ class Scheduler:
             for member, token in taken:
                 if token is not None:
                     self.accept_token(member, token, now)
-            if len(missing) > len(awaited):
-                # The children fail too: it is the prompt's blocks that are at fault.
+            refused = [member for member in missing if not member.awaits_mask and member.grammar_failure is not None]
+            if len(missing) > len(awaited) + len(refused) or (refused and request.serves_push):
+                # The children fail too: it is the prompt's blocks that are at fault, or one push has all first tokens.
                 failed += [request, *request.children]
             else:
+                failed += refused
                 self._settle_children(request)
                 self.finish_if_resumed_over(request)
         return failed
