@@ -49,7 +49,9 @@ def engine_pid(node: Node) -> int:
 def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(demo_model: Path) -> None:
     # A prefill node that is stopped while it fetches an answer's blocks would never be idle.
     flags = ("--disaggregation", "auto", "--kv-return", "off", "--target-ttft-ms", "600000")
-    with cluster(demo_model, *flags) as running, ThreadPoolExecutor(1) as pool:
+    # The node whose engine is stopped stays, so that it is the decode node that has to do without it.
+    stays = ("--engine-silence-ms", "600000")
+    with cluster(demo_model, *flags, *stays) as running, ThreadPoolExecutor(1) as pool:
         decode, prefill = running.decode[0], running.prefill[0]
 
         running.complete(prompt(1), 2)

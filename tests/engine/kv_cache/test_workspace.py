@@ -60,6 +60,11 @@ class AnyCheckpoint:
 
     def check_all_taken(self) -> None: ...
 
+    def check_formats(self) -> None: ...
+
+    def unread(self) -> AnyCheckpoint:
+        return self
+
 
 @dataclass(frozen=True)
 class Together:
