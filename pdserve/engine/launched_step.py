@@ -3,7 +3,8 @@
 One step may be launched *ahead*, before the tokens of the one before it are known: it decodes on with the requests of
 that one, whose tokens it takes on the device. Meanwhile a request's state is that of the tokens that are known. A
 request that turns out to have ended leaves a surplus row, whose token is dropped. What the row stored is in a block
-that is not full: the prefix cache does not find it, and the block's next holder writes over it later.
+that is not full: the prefix cache does not find it, and the block's next holder writes over it later. The same holds of
+a request whose grammar refuses the token with which it went on: the right token takes the place of what was stored.
 """
 
 from __future__ import annotations
@@ -76,8 +77,7 @@ class LaunchedStep:
 
     def read(self) -> list[SampledToken | None]:
         """Returns what ``Scheduler.postprocess`` takes. Waits for a GPU."""
-        tokens = self.pending.read()
-        return [tokens[row] for row in self.rows]
+        return self.pending.read(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,20 @@ class StepAhead:
 
     requests: Sequence[Request]
     pending: PendingTokens
+    before: DeviceTokens
+    sources: Sequence[int]
+    """The rows of ``before``, the tokens of the step before, with which this one was launched."""
 
     def joined(self) -> LaunchedStep:
-        """Returns the step without the requests that have ended, once the tokens of the step before are known."""
-        rows = [row for row, request in enumerate(self.requests) if decodes_on(request)]
+        """Returns the step without the requests that have ended, once the tokens of the step before are known.
+
+        A request that did not get the token with which it was launched is in a later step, with the right one.
+        """
+        rows = [
+            row
+            for row, (request, source) in enumerate(zip(self.requests, self.sources, strict=True))
+            if decodes_on(request) and source not in self.before.refused
+        ]
         return LaunchedStep(BatchPlan([Work(self.requests[row], 1) for row in rows]), rows, self.pending)
 
 
@@ -123,16 +133,19 @@ def launch_ahead(
     Returns None if their tokens are not on the device, or if one of them cannot be sampled before its last token is
     known.
     """
-    tokens, rows = step.pending.tokens, [SamplingRow.after_unknown(request) for request in requests]
-    if tokens is None or not all(can_sample_on_device(row) for row in rows):
+    before, rows = step.pending, [SamplingRow.after_unknown(request) for request in requests]
+    if not isinstance(before, DeviceTokens) or not all(can_sample_on_device(row) for row in rows):
         return None
+    tokens = before.tokens
     steps = [StepRow([_UNKNOWN], len(request.token_ids), request.block_table, True) for request in requests]
     row_of = dict(zip(step.plan.sampled_requests, step.rows, strict=True))
     sources = [row_of[request] for request in requests]
     if sources != list(range(len(tokens))):
         tokens = tokens.index_select(0, to_device([sources], tokens.device)[0].long())
+    before.keep()
     logits = runner.run(steps, tokens)
-    return StepAhead(requests, DeviceTokens(logits, rows, range(len(rows)), eos_token_ids, tokens))
+    pending = DeviceTokens(logits, rows, range(len(rows)), eos_token_ids, tokens)
+    return StepAhead(requests, pending, before, sources)
 
 
 def _step_rows(work: Work, wants_logits: bool) -> list[StepRow]:

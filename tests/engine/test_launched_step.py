@@ -24,11 +24,14 @@ from pdserve.config import (
     TransferConfig,
 )
 from pdserve.engine.assembly import CPU_WARM_UP_TOKENS, overlaps, warm_up_tokens
-from pdserve.engine.sampling import pending_tokens, row_groups
+from pdserve.engine.launched_step import LaunchedStep, StepAhead, decodes_on
+from pdserve.engine.request import Request
+from pdserve.engine.sampling import grammar_step, pending_tokens, row_groups
 from pdserve.engine.sampling.host_copy import HostCopy
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
@@ -40,6 +43,7 @@ from tests.engine.fake_model import answer, talkative
 from tests.engine.fake_transfer import Wire
 from tests.engine.test_step_loop import Answer, Client, engine, prompt
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_vocabulary import FIRST_BYTE
 
 PROMPT = list(range(100, 110))
 
@@ -227,6 +231,15 @@ def test_tokens_that_arrive_late_are_the_same(folder: Path, monkeypatch: pytest.
     assert arrived > 10
 
 
+A = FIRST_BYTE + ord("a")
+MOSTLY: dict[str, Any] = {
+    "temperature": 1.0,
+    "grammar": Grammar(GrammarKind.REGEX, "[a-f,]*"),
+    "logit_bias": (*((FIRST_BYTE + ord(letter), 12.0) for letter in "abcdef,"), (FIRST_BYTE + ord("z"), 11.5)),
+    "logprobs": 2,
+}
+"""Of the tokens that are chosen by this, the grammar refuses about every tenth."""
+
 PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 0.9},
@@ -245,6 +258,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.9, "logprobs": 3},
     "named": {"temperature": 0.9, "logprobs": 1, "logprob_token_ids": (9, 3, 200)},
     "grammar": {"temperature": 0.9, "grammar": Grammar(GrammarKind.REGEX, "([a-f]{1,4},)*")},
+    "grammar, mostly followed": MOSTLY,
+    "greedy grammar": MOSTLY | {"temperature": 0.0, "frequency_penalty": 0.02},
+    "grammar, top-p": MOSTLY | {"top_p": 0.8},
 }
 
 
@@ -275,7 +291,99 @@ def test_whatever_is_asked_for_is_answered_alike(folder: Path, names: list[str])
             assert [logprob for _, logprob in a.top] == pytest.approx([logprob for _, logprob in b.top], abs=1e-3)
 
 
-ON_DEVICE = [name for name in PARAMETERS if name not in ("bad words", "grammar")]
+@pytest.mark.parametrize("grammar", ["a{1,99}", "(?s:[^b])*"])
+def test_a_grammar_that_is_followed_keeps_no_step_waiting(folder: Path, log: list[str], grammar: str) -> None:
+    (tokens,) = likely_a(folder, grammar)
+    assert tokens == [A] * 6
+    assert log == ["launch", "read", "launch", *["launch", "read"] * 4, "read"]
+
+
+def test_no_step_is_launched_ahead_in_vain_for_a_grammar_that_is_never_followed(folder: Path, log: list[str]) -> None:
+    (tokens,) = likely_a(folder, "[xyz]{9}")
+    assert len(tokens) == 6
+    assert A not in tokens
+    assert log == ["launch", "read"] * 6
+
+
+def likely_a(folder: Path, grammar: str) -> list[list[int]]:
+    """Returns the answer, of six tokens, of a model that writes nothing but "a", with this grammar."""
+    how = SamplingParams(
+        max_tokens=6, seed=0, temperature=0.0, logit_bias=((A, 50.0),), grammar=Grammar(GrammarKind.REGEX, grammar)
+    )
+    with engine(folder, overlap=True) as client:
+        return [answer.tokens for answer in client.together([(prompt(9), how, [])]).values()]
+
+
+@pytest.fixture
+def shared_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every step write its logits where those of the step before are, as recorded steps do."""
+    run, logits = ModelRunner.run, torch.empty(64, VOCAB_SIZE)
+
+    def run_into_the_same(*args: Any, **more: Any) -> torch.Tensor:
+        computed = run(*args, **more)
+        return logits[: len(computed)].copy_(computed)
+
+    monkeypatch.setattr(ModelRunner, "run", run_into_the_same)
+
+
+@pytest.mark.usefixtures("shared_logits")
+@pytest.mark.parametrize("step_s", [grammar_step.STEP_S, 1e-9], ids=["asked in the step", "waiting"])
+def test_refused_tokens_change_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """Some requests have children, some are preempted, and some end while a step is under way."""
+    num_launched, num_dropped, num_preempted = 0, 0, 0
+    expired, join = Scheduler.expired, StepAhead.joined
+    doomed: dict[int, int] = {}
+
+    def expired_and_doomed(scheduler: Scheduler, now: float) -> list[Request]:
+        live = [(request, limit) for number, limit in doomed.items() if (request := scheduler.find(number)) is not None]
+        return expired(scheduler, now) + [request for request, limit in live if request.num_generated_tokens >= limit]
+
+    def joined(ahead: StepAhead) -> LaunchedStep:
+        nonlocal num_launched, num_dropped
+        step = join(ahead)
+        num_launched += 1
+        num_dropped += sum(decodes_on(request) for request in ahead.requests) - len(step.rows)
+        return step
+
+    for seed in range(6):
+        rng = Random(seed)
+        asked = some_with_grammars(rng)
+        with engine(folder, overlap=False) as client:
+            wanted = client.together(asked)
+        doomed = {number: rng.randint(1, 15) for number in rng.sample(sorted(wanted), k=1)}
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_step, "STEP_S", step_s)
+            patch.setattr(Scheduler, "expired", expired_and_doomed)
+            patch.setattr(StepAhead, "joined", joined)
+            with engine(folder, overlap=True, num_blocks=11 if seed % 2 else 30) as client:
+                got = client.together(asked)
+                num_preempted += client.stats_asked_for(1).preemptions
+        for number, right in wanted.items():
+            mine, ends_early = got[number], got[number].end.finish is FinishReason.DEADLINE
+            assert mine.tokens == (right.tokens[: len(mine.tokens)] if ends_early else right.tokens)
+            assert mine.end.finish == right.end.finish or (ends_early and number in doomed)
+            for a, b in zip(mine.logprobs, right.logprobs, strict=not ends_early):
+                assert a.chosen == pytest.approx(b.chosen, abs=1e-3)
+                assert a.rank == b.rank
+    assert num_launched > 20
+    assert num_dropped > 3
+    assert num_preempted > 0
+
+
+def some_with_grammars(rng: Random) -> list[tuple[list[int], SamplingParams, Sequence[int]]]:
+    """Returns prompts with parameters and seeds of children. No answer is too long for eleven blocks."""
+    kinds = ["drawn", *(name for name in PARAMETERS if "grammar" in name)]
+    return [
+        (
+            prompt(rng.randint(3, 20)),
+            SamplingParams(max_tokens=rng.randint(12, 22), seed=rng.randint(0, 99), **PARAMETERS[name]),
+            range(90, 90 + rng.choice([0, 0, 1])),
+        )
+        for name in ["grammar, mostly followed", "greedy grammar", rng.choice(kinds)]
+    ]
+
+
+ON_DEVICE = [name for name in PARAMETERS if "grammar" not in name and name != "bad words"]
 EOS = frozenset({2})
 
 

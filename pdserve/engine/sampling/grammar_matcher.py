@@ -104,7 +104,7 @@ class GrammarMatcher:
     __slots__ = (
         *("_ahead", "_budget", "_compiled", "_lane", "_quick", "_quick_read", "_reader"),
         *("_whole", "_whole_read", "_worked_out"),
-        *("awaited", "client", "failure", "is_over", "took_s"),
+        *("agrees", "awaited", "client", "failure", "is_over", "took_s"),
     )
 
     def __init__(
@@ -141,6 +141,8 @@ class GrammarMatcher:
         """Why the answer cannot go on; None while it can."""
         self.took_s = 0.0
         """The processor time that the last question has taken of the step."""
+        self.agrees = True
+        """Whether the last token that was asked for was allowed: the next one is then likely to be, too."""
         self._read_quick(answer)
 
     @property
@@ -165,7 +167,7 @@ class GrammarMatcher:
         self.took_s = 0.0
         if self.failure is not None or self._budget.left_s < 0 or token_id >= self._compiled.num_tokens:
             return False
-        allowed = bool(self._answer(answer, token_id, aside))
+        self.agrees = allowed = bool(self._answer(answer, token_id, aside))
         if allowed:
             # For another token, the mask is made next.
             self._budget.spend(0.0, MASK_S)

@@ -60,8 +60,8 @@ def closes_tokens(row: SamplingRow) -> bool:
 
 
 def needs_last_token(row: SamplingRow) -> bool:
-    """Returns whether a row has rules whose last token the host has to know: bad words of several tokens, a grammar."""
-    return row.sampling.grammar is not None or any(len(word) > 1 for word in row.sampling.bad_words)
+    """Returns whether a row has rules, beside its grammar, for which the host has to know its last token."""
+    return any(len(word) > 1 for word in row.sampling.bad_words)
 
 
 def apply_rules(

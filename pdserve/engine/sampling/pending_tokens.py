@@ -1,26 +1,32 @@
 """Holds the tokens that a step samples until they are read, which is later than the step is launched.
 
 On a GPU the host is free until it reads them: the tokens cross into page-locked memory behind the step's kernels, and
-the next step can take them on the device. So do penalties, biases and reports of log probabilities. A row with a
-grammar, or with bad words of several tokens, needs its request's last token on the host: it is sampled when it is read.
+the next step can take them on the device. So do penalties, biases and reports of log probabilities.
+
+The grammar of a row is asked when its token is read. A token that is chosen as if there were none (``proposes``) is
+sampled on the device all the same. Where the grammar then refuses it, another one is chosen from the row's logits, and
+what was launched with the refused one is in vain. Any other row with a grammar, and one with bad words of several
+tokens, needs its request's last token on the host: it is sampled when it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from pdserve.engine.sampling.drawing import draw, uniform
+from pdserve.engine.sampling.grammar_step import GrammarStep
 from pdserve.engine.sampling.host_copy import HostCopy
 from pdserve.engine.sampling.logit_rules import has_own_rules, needs_last_token
 from pdserve.engine.sampling.row_groups import row_groups
-from pdserve.engine.sampling.sampler import sample
+from pdserve.engine.sampling.sampler import choose_instead, proposes, reports_of, sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve.engine.sampling.token_choice import GREEDY_BELOW, after_rules, group_logits
+from pdserve.engine.sampling.token_choice import GREEDY_BELOW, TokenChoice, after_rules, group_logits
 from pdserve.engine.sampling.token_logprobs import PendingReports
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
 from pdserve_kernels.host_to_device import to_device
 
 _NOT_FINITE = -1
@@ -33,13 +39,19 @@ class PendingTokens(Protocol):
     def tokens(self) -> torch.Tensor | None:
         """Token ids ``[rows]`` on the device, valid in every row; None if they are not known there."""
 
-    def read(self) -> list[SampledToken | None]:
-        """Returns what ``sampler.sample`` returns. Waits for a GPU."""
+    def read(self, rows: Sequence[int] | None = None) -> list[SampledToken | None]:
+        """Returns what ``sampler.sample`` returns for these rows, by default for all. Waits for a GPU.
+
+        The grammars of other rows, whose requests have ended, are not asked.
+        """
 
 
 def can_sample_on_device(row: SamplingRow) -> bool:
     """Returns whether a row's token can be sampled without the tokens that are not on the host yet."""
-    return row.sampling.grammar is None and not (row.num_unknown_tokens and needs_last_token(row))
+    if row.sampling.grammar is not None:
+        # After a refusal, the next token is likely to be refused, too, and the step ahead would be in vain.
+        return row.matcher is not None and row.matcher.agrees and proposes(row)
+    return not (row.num_unknown_tokens and needs_last_token(row))
 
 
 class HostTokens:
@@ -55,8 +67,10 @@ class HostTokens:
     ) -> None:
         self._logits, self._rows, self._sources, self._eos_token_ids = logits, rows, sources, eos_token_ids
 
-    def read(self) -> list[SampledToken | None]:
-        return sample(self._logits, self._rows, self._eos_token_ids, self._sources)
+    def read(self, rows: Sequence[int] | None = None) -> list[SampledToken | None]:
+        asked = range(len(self._rows)) if rows is None else rows
+        own_rows, sources = [self._rows[index] for index in asked], [self._sources[index] for index in asked]
+        return sample(self._logits, own_rows, self._eos_token_ids, sources)
 
 
 class DeviceTokens:
@@ -71,6 +85,12 @@ class DeviceTokens:
         last: torch.Tensor | None = None,
     ) -> None:
         """Row ``i`` is sampled from ``logits[sources[i]]``. ``last`` has all rows' last tokens if they are unknown."""
+        self._rows, self._eos_token_ids = rows, eos_token_ids
+        self._proposed = [index for index, row in enumerate(rows) if row.sampling.grammar is not None]
+        self._logits: torch.Tensor | None = logits if self._proposed else None
+        self._sources = sources
+        self.refused: Set[int] = frozenset()
+        """The rows that were read with another token than the one in ``tokens``, or with none."""
         best = logits.max(-1)
         (from_row,) = to_device([sources], logits.device)
         self.tokens: torch.Tensor = best.indices.index_select(0, from_row)
@@ -102,10 +122,39 @@ class DeviceTokens:
             tokens = self.tokens.index_select(0, places)
             self._reports = PendingReports(logits, asking, [sources[index] for index in self._asking], tokens)
 
-    def read(self) -> list[SampledToken | None]:
-        tokens: list[int] = self._arrival.read().tolist()
-        reports = {} if self._reports is None else dict(zip(self._asking, self._reports.read(), strict=True))
+    def keep(self) -> None:
+        """Copies the logits that may be looked at once more: a step that is launched next may write over them."""
+        if self._logits is not None:
+            self._logits = group_logits(self._logits, [self._sources[index] for index in self._proposed])
+            places = {index: place for place, index in enumerate(self._proposed)}
+            self._sources = [places.get(index, 0) for index in range(len(self._rows))]
+
+    def read(self, rows: Sequence[int] | None = None) -> list[SampledToken | None]:
+        asked = range(len(self._rows)) if rows is None else rows
+        if self._logits is not None:
+            logits, self._logits = self._logits, None
+            return self._read_by_grammars(logits, asked)
+        tokens, reports = self._arrival.read().tolist(), self._read_reports()
         return [
-            None if token == _NOT_FINITE else SampledToken(token, reports.get(index))
-            for index, token in enumerate(tokens)
+            None if tokens[index] == _NOT_FINITE else SampledToken(tokens[index], reports.get(index)) for index in asked
         ]
+
+    def _read_by_grammars(self, logits: torch.Tensor, asked: Sequence[int]) -> list[SampledToken | None]:
+        # The host has the tokens by now that it did not have when the step was launched.
+        rows = [replace(row, num_unknown_tokens=0) for row in self._rows]
+        proposed = set(self._proposed).intersection(asked)
+        grammars = GrammarStep(rows, logits.shape[-1], self._eos_token_ids)
+        if logits.device.type != "cpu":
+            # The GPU may still compute the tokens meanwhile.
+            grammars.make_masks({index for index in proposed if grammars.has_time(index)})
+        tokens: list[int] = self._arrival.read().tolist()
+        finite = [token != _NOT_FINITE for token in tokens]
+        choice = TokenChoice(logits, rows, self._sources, self._eos_token_ids, list(tokens), finite)
+        choice.drop(grammars.without_token)
+        choose_instead(choice, grammars, proposed)
+        self.refused = {index for index in proposed if not finite[index] or choice.tokens[index] != tokens[index]}
+        reports = self._read_reports() | reports_of(self.refused, logits, rows, self._sources, choice)
+        return [SampledToken(choice.tokens[index], reports.get(index)) if finite[index] else None for index in asked]
+
+    def _read_reports(self) -> dict[int, TokenLogprobs]:
+        return {} if self._reports is None else dict(zip(self._asking, self._reports.read(), strict=True))

@@ -8,12 +8,12 @@ a close choice.) Log probabilities are by the model's own distribution.
 A parameter that no request sets costs nothing: a greedy row takes part in one ``max`` over all rows.
 
 A model that was asked for JSON writes JSON nearly everywhere. So a row with a grammar mostly gets a token as if it had
-none, of which its grammar is then asked (``_proposes``). Only where it says no, all of its tokens have to be known.
+none, of which its grammar is then asked (``proposes``). Only where it says no, all of its tokens have to be known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 
@@ -43,24 +43,31 @@ def sample(
     sources = range(len(rows)) if sources is None else sources
     on_gpu, grammars = logits.device.type != "cpu", GrammarStep(rows, logits.shape[-1], eos_token_ids)
     constrained = [index for index, row in enumerate(rows) if row.sampling.grammar is not None]
-    proposing = {index for index in constrained if _proposes(rows[index])}
+    proposing = {index for index in constrained if proposes(rows[index])}
     # A GPU may still compute the logits meanwhile.
     early = {index for index in proposing if on_gpu and grammars.has_time(index)}
     grammars.make_masks(index for index in constrained if index in early or index not in proposing)
-    choice = TokenChoice(logits, rows, sources, eos_token_ids)
+    choice = TokenChoice.of_best(logits, rows, sources, eos_token_ids)
     choice.drop(grammars.without_token)
     masks = {index: bits for index, bits in grammars.masks.items() if index not in proposing}
     choice.choose(choice.left(range(len(rows))), masks)
+    choose_instead(choice, grammars, proposing)
+    reports = reports_of(range(len(rows)), logits, rows, sources, choice)
+    return [
+        SampledToken(token, reports.get(index)) if choice.finite[index] else None
+        for index, token in enumerate(choice.tokens)
+    ]
+
+
+def choose_instead(choice: TokenChoice, grammars: GrammarStep, proposing: Iterable[int]) -> None:
+    """Asks the grammars of these rows for their tokens, and chooses others where they say no."""
     rejected = grammars.rejected({index: choice.tokens[index] for index in choice.left(proposing)})
     grammars.make_masks(index for index in rejected if index not in grammars.masks)
     choice.drop(grammars.without_token)
     choice.choose(choice.left(rejected), grammars.masks, again=True)
-    tokens, finite = choice.tokens, choice.finite
-    reports = _reports(logits, rows, sources, tokens, finite)
-    return [SampledToken(token, reports.get(index)) if finite[index] else None for index, token in enumerate(tokens)]
 
 
-def _proposes(row: SamplingRow) -> bool:
+def proposes(row: SamplingRow) -> bool:
     """Returns whether the token of a row with a grammar is first chosen without the grammar.
 
     If the grammar allows that token, it is the answer's, and otherwise one is drawn among those that the grammar
@@ -73,17 +80,18 @@ def _proposes(row: SamplingRow) -> bool:
     return (greedy or whole) and not closes_tokens(row)
 
 
-def _reports(
+def reports_of(
+    indices: Iterable[int],
     logits: torch.Tensor,
     rows: Sequence[SamplingRow],
     sources: Sequence[int],
-    tokens: Sequence[int],
-    finite: Sequence[bool],
+    choice: TokenChoice,
 ) -> dict[int, TokenLogprobs]:
-    asking = [index for index, row in enumerate(rows) if finite[index] and row.sampling.logprobs is not None]
+    """Returns the reports of those of these rows that have a token and ask for one."""
+    asking = [index for index in choice.left(indices) if rows[index].sampling.logprobs is not None]
     if not asking:
         return {}
-    (chosen,) = to_device([[tokens[index] for index in asking]], logits.device)
+    (chosen,) = to_device([[choice.tokens[index] for index in asking]], logits.device)
     own_sources = [sources[index] for index in asking]
     reports = PendingReports(logits, [rows[index] for index in asking], own_sources, chosen.long())
     return dict(zip(asking, reports.read(), strict=True))

@@ -25,15 +25,29 @@ class TokenChoice:
     """The tokens of a step while they are chosen."""
 
     def __init__(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], sources: Sequence[int], eos_token_ids: Set[int]
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        sources: Sequence[int],
+        eos_token_ids: Set[int],
+        tokens: list[int],
+        finite: list[bool],
     ) -> None:
-        """Row ``i`` is chosen from ``logits[sources[i]]``."""
+        """Row ``i`` is chosen from ``logits[sources[i]]``. ``tokens`` and ``finite`` say what is chosen so far."""
         self._logits, self._rows, self._sources, self._eos_token_ids = logits, rows, sources, eos_token_ids
+        self.tokens = tokens
+        self.finite = finite
+        """Whether a row can have a token."""
+
+    @classmethod
+    def of_best(
+        cls, logits: torch.Tensor, rows: Sequence[SamplingRow], sources: Sequence[int], eos_token_ids: Set[int]
+    ) -> TokenChoice:
+        """Begins with the best token of each row. Waits for a GPU."""
         best = logits.max(-1)
         indices, finite = best.indices.tolist(), best.values.isfinite().tolist()
-        self.tokens: list[int] = [indices[source] for source in sources]
-        self.finite: list[bool] = [finite[source] for source in sources]
-        """Whether a row can have a token."""
+        tokens, sane = [indices[source] for source in sources], [finite[source] for source in sources]
+        return cls(logits, rows, sources, eos_token_ids, tokens, sane)
 
     def left(self, indices: Iterable[int]) -> list[int]:
         """Returns those of the rows that can have a token, in their order."""

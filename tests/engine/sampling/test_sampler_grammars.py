@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from llguidance import LLTokenizer
 
 from pdserve.engine.sampling import few_tokens
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
+from pdserve.engine.sampling.pending_tokens import DeviceTokens, can_sample_on_device
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar
 from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
@@ -52,6 +55,44 @@ def row(compiled: CompiledGrammar, answer: Sequence[int] = (), seed: int = 1, **
 
 def ids(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
     return [None if token is None else token.token_id for token in sample(logits, rows, {EOS})]
+
+
+ON_DEVICE = [how for name, how in EVERY_WAY.items() if name in ("greedy", "drawn", "hot", "bias", "penalties")]
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_proposed_on_the_device_is_answered_as_by_the_sampler(
+    vocabulary: LLTokenizer, unknown: int, kept: bool
+) -> None:
+    torch.manual_seed(8)
+    compiled = [compile_grammar(X_OR_MORE, vocabulary), compile_grammar(NO_CAPITALS, vocabulary)]
+    known = [row(compiled[i % 2], [X, Y], i, logprobs=2, **ON_DEVICE[i // 2 % len(ON_DEVICE)]) for i in range(40)]
+    for how in EVERY_WAY.values():
+        assert can_sample_on_device(row(compiled[0], [X], **how)) is (how in ON_DEVICE)
+    known.append(SamplingRow(SamplingParams(max_tokens=9, seed=3, logprobs=1), [5, 6, X, Y], 2))
+    logits = torch.randn(45, VOCAB_SIZE) * 2
+    logits[:, [X, Y]] += 5.0
+    logits[7], logits[9, [X, Y, EOS]] = float("nan"), -torch.inf
+    sources = [3, *range(1, 40), 44]
+    wanted = sample(logits, known, {EOS}, sources)
+    answers = [list(one.token_ids[: 4 - unknown]) for one in known]
+    rows = [
+        replace(one, token_ids=tokens, num_unknown_tokens=unknown, counts=TokenCounts())
+        for one, tokens in zip(known, answers, strict=True)
+    ]
+    pending = DeviceTokens(logits, rows, sources, {EOS}, torch.full((41,), Y) if unknown else None)
+    if kept:
+        pending.keep()
+        logits.fill_(1.0)
+    for tokens in answers:
+        tokens += [Y] * unknown
+    asked = [index for index in range(41) if index not in (4, 5)]
+    assert pending.read(asked) == [wanted[index] for index in asked]
+    own = dict(enumerate(pending.tokens.tolist()))
+    differ = {index for index in asked if (token := wanted[index]) is None or token.token_id != own[index]}
+    assert pending.refused == differ - {40}
+    assert 5 < len(pending.refused) < 35
 
 
 @pytest.mark.parametrize("grammar", [X_OR_MORE, NO_CAPITALS], ids=["few tokens", "many tokens"])
