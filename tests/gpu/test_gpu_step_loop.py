@@ -12,10 +12,12 @@ from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner
+from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, engine, prompt
 from tests.tiny_models import save_tiny_model
+from tests.tiny_vocabulary import FIRST_BYTE
 
 CUDA = torch.device("cuda", 0)
 NUM_BLOCKS = 256
@@ -32,6 +34,14 @@ RULED: list[dict[str, Any]] = [
     {"temperature": 0.9, "logprobs": 2},
     {"temperature": 0.0, "logprobs": 1, "logprob_token_ids": (5, 9)},
 ]
+FOLLOWED = {
+    "temperature": 1.0,
+    "grammar": Grammar(GrammarKind.REGEX, "[a-f,]*"),
+    "logit_bias": (*((FIRST_BYTE + ord(letter), 12.0) for letter in "abcdef,"), (FIRST_BYTE + ord("z"), 11.5)),
+    "logprobs": 2,
+}
+CONSTRAINED: list[dict[str, Any]] = [FOLLOWED, FOLLOWED | {"temperature": 0.0, "frequency_penalty": 0.02}]
+"""Grammars that refuse some of the tokens that are chosen by these parameters."""
 WAITING: list[dict[str, Any]] = [{"temperature": 0.9, "bad_words": ((5, 6),)}]
 """These parameters need their last tokens on the host, so steps with them are not launched ahead."""
 
@@ -49,9 +59,18 @@ def make_runner(folder: Path, captured: bool) -> ModelRunner:
 def answers(runner: ModelRunner, folder: Path, overlap: bool) -> list[list[int]]:
     found = []
     with engine(folder, overlap, num_blocks=NUM_BLOCKS, own_runner=runner) as client:
-        for parameters in (PARAMETERS, PARAMETERS + RULED, PARAMETERS[2:] + RULED[:2] + WAITING):
+        for parameters in (
+            PARAMETERS,
+            PARAMETERS + RULED,
+            PARAMETERS[2:] + RULED[:2] + WAITING,
+            CONSTRAINED + PARAMETERS[:2] + RULED[:2],
+        ):
             asked = [
-                (prompt(5 + 9 * i), SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos=True, **own), ())
+                (
+                    prompt(5 + 9 * i),
+                    SamplingParams(seed=i, max_tokens=20 + 7 * i, ignore_eos="grammar" not in own, **own),
+                    (),
+                )
                 for i, own in enumerate(parameters)
             ]
             found += [answer.tokens for answer in client.together(asked).values()]
