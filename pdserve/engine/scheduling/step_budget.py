@@ -62,16 +62,38 @@ class StepBudget:
 
     def for_request(self, request: Request) -> int:
         """Returns how many of a request's tokens the step may compute."""
-        return self.tokens if request.prompt_is_computed else self.for_prompt(request.num_computed_tokens)
+        if request.prompt_is_computed:
+            return self.tokens
+        if request.num_uncomputed_tokens == 1 and not self._has_time_for_row(request.num_computed_tokens + 1):
+            return 0
+        return self.for_prompt(request.num_computed_tokens)
 
     def for_prompt(self, before: int = 0) -> int:
         """Returns how many tokens of a prompt the step may compute that has so many tokens ``before`` them."""
         if self._decodes and self._targets.unmeasured(self._own_itl):
             return 0
-        aim_s = self._targets.aim_s(self._rows, self._context_tokens, self._own_itl) if self._decodes else None
-        if aim_s is None:
+        within = self._prompt_tokens_within(self._rows, self._context_tokens, before)
+        if within is None:
             return self.tokens
-        left_s = aim_s - self._prompt_s
-        within = self._step_cost.prompt_tokens_within(left_s, self._rows, self._context_tokens, prompt_context=before)
         within = max(within, LEAST_PROMPT_TOKENS - self._prompt_tokens)
         return min(self.tokens, within) if within >= _LEAST_CHUNK else 0
+
+    def _has_time_for_row(self, context_tokens: int) -> bool:
+        """Returns whether a prompt's only token, which is a row, fits beside the chunks that were cut without it.
+
+        If not, the request goes on in the next step, where rows come before chunks.
+        """
+        if self._prompt_tokens <= LEAST_PROMPT_TOKENS:
+            return True
+        return self._prompt_tokens_within(self._rows + 1, self._context_tokens + context_tokens, 0) != 0
+
+    def _prompt_tokens_within(self, rows: int, context_tokens: int, before: int) -> int | None:
+        """Returns how many more tokens of prompts keep the step within its target beside such rows.
+
+        Returns None if there is no bound.
+        """
+        aim_s = self._targets.aim_s(rows, context_tokens, self._own_itl) if self._decodes else None
+        if aim_s is None:
+            return None
+        left_s = aim_s - self._prompt_s
+        return self._step_cost.prompt_tokens_within(left_s, rows, context_tokens, prompt_context=before)
