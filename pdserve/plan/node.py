@@ -21,6 +21,7 @@ from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.scheduling.batch_admission import LEAST_KEPT
 from pdserve.engine.scheduling.batch_plan import chunk_tokens
 from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.plan.answer import Answer
@@ -239,7 +240,10 @@ class SimulatedNode:
             budget.spend_rows(self.decoding.rows, self.decoding.context_tokens)
             budget.decode_for(NO_OWN_TARGETS)
         chunks: list[tuple[PendingPrompt, int]] = []
-        for prompt in self.computing:
+        computing = list(self.computing)
+        if computing:
+            self._admit_short(now, budget, chunks)
+        for prompt in computing:
             self._chunk(prompt, budget, chunks)
         if self.waiting:
             self._admit(now, budget, chunks)
@@ -285,6 +289,28 @@ class SimulatedNode:
                 return
             answer = self.landed.popleft()
             self.decoding.join(answer, answer.request.prompt_tokens, answer.first_at)
+
+    def _admit_short(self, now: float, budget: StepBudget, chunks: list[tuple[PendingPrompt, int]]) -> None:
+        """Does what ``BatchAdmission.admit_short`` does. Each prompt is a client request of its own."""
+        kept = (budget.for_prompt() + 1) // 2
+        if kept < LEAST_KEPT:
+            return
+        ahead = _Ahead(0)
+        for prompt in list(itertools.islice(self.waiting, _MAX_TRIED)):
+            if not self._has_place or budget.for_prompt() <= kept:
+                return
+            if not prompt.has_blocks and not self._has_room(prompt):
+                return
+            if prompt.left > budget.for_prompt(prompt.done) - kept:
+                continue
+            decision = None if prompt.target is None else self._place(prompt, prompt.target, ahead, now)
+            if decision is not None and (decision.remote or decision.waits):
+                continue
+            self.waiting.remove(prompt)
+            if not prompt.has_blocks:
+                self.free_blocks -= self.cache.blocks(prompt.tokens)
+            self.computing.append(prompt)
+            self._chunk(prompt, budget, chunks)
 
     def _admit(self, now: float, budget: StepBudget, chunks: list[tuple[PendingPrompt, int]]) -> None:
         ahead = _Ahead(sum(prompt.left for prompt in self.computing))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import Disaggregation, TargetsConfig
@@ -150,13 +150,15 @@ def test_more_nodes_are_not_worse_in_the_mean(rate: float) -> None:
 
 @settings(max_examples=examples(10), deadline=None)
 @given(st.sampled_from(StepParts.__struct_fields__), st.floats(1.05, 4.0), st.sampled_from((MIXED, TOGETHER)))
+@example("chunk_alone", 2.5, MIXED)
 def test_slower_steps_are_not_better_in_the_mean(part: str, factor: float, shape: ClusterShape) -> None:
     load = poisson_load(3.0, 120, read_lengths("64-512"), read_lengths("16-128"), seed=13)
     slower = msgspec.structs.replace(PARTS, **{part: factor * getattr(PARTS, part)})
     always = Disaggregation.ALWAYS
     usual = _means(live(profile_of(), shape, load, disaggregation=always))
     slow = _means(live(profile_of(slower), shape, load, disaggregation=always))
-    assert slow[1] >= usual[1] * 0.999
+    # Other prompts meet in a step where steps end at other times, which moves the mean by some tenths of a percent.
+    assert slow[1] >= usual[1] * 0.995
 
 
 def test_nodes_that_share_a_machine_slow_each_other_down_only_while_both_compute() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_tables import BlockTables
@@ -23,6 +23,9 @@ from pdserve.wire.prompt_logprobs import can_be_sent
 
 _MAX_TRIED = 32
 """The search ends after so many requests for which no fetch can be ordered now, because each step searches."""
+
+LEAST_KEPT = 3
+"""A prompt that runs would be left a single token, perhaps, if it were left fewer (``chunk_tokens``)."""
 
 _UNASSIGNED = PlacementDecision(PrefillSource.LOCAL, PrefillReason.UNASSIGNED)
 
@@ -153,25 +156,47 @@ class BatchAdmission:
                 plan.reuses.append(Reuse(request, self._blocks.hashes(request)))
                 fetches -= 1
                 continue
-            if request.admitted is None:
-                self._first_admission(request, now)
-            placed = _UNASSIGNED if _is_unassigned(request) else decision
-            if placed is not None and placed.source is not None:
-                self._placement.count(placed)
-                request.placed = placed.reason
-                log.debug("%s placed=%s reason=%s", request, placed.source.value, placed.reason.value)
+            self._begin(request, decision, now)
             if fetch:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
                 plan.fetches.append(request)
                 fetches -= 1
                 continue
-            self._queues.move(request, Status.RUNNING)
             if decision is None:
                 ahead.queued += request.num_uncomputed_tokens
-            if (work := plan.next_work(request, budget.for_request(request))) is not None:
-                plan.work.append(work)
-                budget.spend(work)
+            if self._run(request, plan, budget):
                 prompt_budget = budget.for_prompt()
+
+    def admit_short(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
+        """Admits prompts that half of what the step has for prompts computes whole, before those that run go on.
+
+        What is replayed behind a prompt counts as well. Only client requests that hold no place get one in this way, in
+        turn. They take no blocks that a request before them needs. They find nothing ahead of them, because this step
+        computes them.
+        """
+        kept = (budget.for_prompt() + 1) // 2
+        if not self._queues.waiting or kept < LEAST_KEPT:
+            return
+        tries, ahead = _MAX_TRIED, replace(self._ahead(), queued=0)
+        for request in self._queues.in_turn():
+            if not self.has_place or not tries or budget.for_prompt() <= kept or self._queues.places_of(request):
+                return
+            if request.awaits_grammar or request.fetch_only or request.prompt_is_computed:
+                continue
+            tries -= 1
+            found = self._blocks.find(request)
+            if not self._has_spare_room(request, found):
+                return
+            computed = self._computed_tokens(request, found)
+            fits = len(request.token_ids) - computed <= budget.for_prompt(computed) - kept
+            if not fits or self._asks_holder(request, found):
+                continue
+            decision = self._place(request, found, ahead, now)
+            if decision is not None and (decision.remote or decision.waits):
+                continue
+            self._blocks.admit(request, found)
+            self._begin(request, decision, now)
+            self._run(request, plan, budget)
 
     def _admit_landed(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
         """Admits requests whose whole prompts are in their blocks.
@@ -191,10 +216,17 @@ class BatchAdmission:
                 self._blocks.admit(request, ())
                 if request.admitted is None:
                     self._first_admission(request, now)
-                self._queues.move(request, Status.RUNNING)
-                if (work := plan.next_work(request, budget.for_request(request))) is not None:
-                    plan.work.append(work)
-                    budget.spend(work)
+                self._run(request, plan, budget)
+
+    def _run(self, request: Request, plan: BatchPlan, budget: StepBudget) -> bool:
+        """Gives an admitted request its place in the batch. Returns whether this step has work of it."""
+        self._queues.move(request, Status.RUNNING)
+        work = plan.next_work(request, budget.for_request(request))
+        if work is None:
+            return False
+        plan.work.append(work)
+        budget.spend(work)
+        return True
 
     def _comes_before(self, first: Request, landed: Request) -> bool:
         """Returns whether the request that is next in turn, if not landed itself, goes before one that has landed."""
@@ -223,6 +255,16 @@ class BatchAdmission:
                 self._release(other)
                 return True
         return False
+
+    def _begin(self, request: Request, decision: PlacementDecision | None, now: float) -> None:
+        """Notes that a request has its blocks, and where its prompt is computed."""
+        if request.admitted is None:
+            self._first_admission(request, now)
+        placed = _UNASSIGNED if _is_unassigned(request) else decision
+        if placed is not None and placed.source is not None:
+            self._placement.count(placed)
+            request.placed = placed.reason
+            log.debug("%s placed=%s reason=%s", request, placed.source.value, placed.reason.value)
 
     def _first_admission(self, request: Request, now: float) -> None:
         request.admitted = now
@@ -254,6 +296,10 @@ class BatchAdmission:
         """Returns how many full blocks a waiting request has, or has found."""
         return max(len(found), request.num_computed_tokens // self._blocks.block_size)
 
+    def _computed_tokens(self, request: Request, found: Sequence[int]) -> int:
+        """Returns how many tokens are in blocks that a waiting request has, or has found."""
+        return max(request.num_computed_tokens, len(found) * self._blocks.block_size)
+
     def _ahead(self) -> _Ahead:
         return _Ahead(self._queues.uncomputed_prompt_tokens, *self._queues.decoding)
 
@@ -267,7 +313,7 @@ class BatchAdmission:
             return None
         if request.needs_scores and not can_be_sent(request.num_prompt_tokens, request.sampling.prompt_logprobs or 0):
             return None
-        computed = max(request.num_computed_tokens, len(found) * self._blocks.block_size)
+        computed = self._computed_tokens(request, found)
         missing, target = request.num_prompt_tokens - computed, request.targets[0]
         prompt = PromptSize(
             missing,

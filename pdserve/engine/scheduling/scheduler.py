@@ -159,7 +159,7 @@ class Scheduler:
             self._preempt(preempted)
         preemptions = self.counters.preemptions
         budget = StepBudget(self._max_num_batched_tokens, self._step_cost, self._targets)
-        self._schedule_running(plan, budget)
+        self._schedule_running(plan, budget, now)
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:
             self._admit(plan, budget, now)
@@ -386,26 +386,36 @@ class Scheduler:
 
     # ------------------------------------------------------------ running requests
 
-    def _schedule_running(self, plan: BatchPlan, budget: StepBudget) -> None:
+    def _schedule_running(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
         """Plans work of running requests: all that decode, then replays, then prompts."""
         running = self._queues.running
         decoding = [request for request in running if request.num_uncomputed_tokens == 1]
         others = [request for request in running if request.num_uncomputed_tokens > 1]
         # A client who has read a part of its answer waits longest for the rest.
-        others.sort(key=lambda request: not request.prompt_is_computed)
-        # A static batch decodes when nothing else is left to compute, or there are no blocks for it.
-        for turn in (others, decoding) if self._static else (decoding + others,):
-            if self._static and plan.work:
-                break
-            for request in turn:
-                if request.status is not Status.RUNNING or request.awaits_grammar:
-                    continue
-                work = plan.next_work(request, budget.for_request(request))
-                if work is None:
-                    continue
-                if self._make_room(request, request.num_computed_tokens + work.num_tokens, plan):
-                    plan.work.append(work)
-                    budget.spend(work)
+        replays = [request for request in others if request.prompt_is_computed]
+        prompts = [request for request in others if not request.prompt_is_computed]
+        if self._static:
+            # A static batch decodes when nothing else is left to compute, or there are no blocks for it.
+            self._plan_running(replays + prompts, plan, budget)
+            if not plan.work:
+                self._plan_running(decoding, plan, budget)
+            return
+        preemptions = self.counters.preemptions
+        self._plan_running(decoding + replays, plan, budget)
+        if prompts and self.counters.preemptions == preemptions:
+            self._admission.admit_short(plan, budget, now)
+        self._plan_running(prompts, plan, budget)
+
+    def _plan_running(self, requests: Sequence[Request], plan: BatchPlan, budget: StepBudget) -> None:
+        for request in requests:
+            if request.status is not Status.RUNNING or request.awaits_grammar:
+                continue
+            work = plan.next_work(request, budget.for_request(request))
+            if work is None:
+                continue
+            if self._make_room(request, request.num_computed_tokens + work.num_tokens, plan):
+                plan.work.append(work)
+                budget.spend(work)
 
     def _make_room(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
         """Grows a running request's block table; blocks come from waiting requests, then from the youngest running.

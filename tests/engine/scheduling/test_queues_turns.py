@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.config import Batching
+from pdserve.config import Batching, Disaggregation
 from pdserve.engine.request import Request, Status
+from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.wire.priority import PRIORITY_S
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
+from tests.engine.placements import make_placement
 from tests.examples import examples
 
 PROMPTS = [[20 + i, *range(100, 110)] for i in range(8)]
@@ -144,4 +146,90 @@ def test_a_lower_priority_goes_first_and_a_higher_one_is_overtaken_for_a_bounded
     engine.add(5, [70], 1)
     engine.run()
     assert list(engine.endings) == [0, 3, 1, 4, 2, 5]
+    assert engine.idle
+
+
+# ------------------------------------------------------------ prompts that take many steps
+
+
+class HalfKept(FakeEngine):
+    """An engine that checks that prompts which run before a step get half of what that has for prompts."""
+
+    def __init__(self, step_tokens: int, *, prefix_cache: bool, overlap: bool) -> None:
+        super().__init__(
+            num_blocks=400,
+            max_num_seqs=16,
+            max_num_batched_tokens=step_tokens,
+            max_len=200,
+            prefix_cache=prefix_cache,
+            overlap=overlap,
+            placement=make_placement(4, Disaggregation.NEVER),
+        )
+        self._step_tokens = step_tokens
+
+    @property
+    def tokens_for_prompts(self) -> int:
+        return self._step_tokens - len([request for request in self._running if request.prompt_is_computed])
+
+    @property
+    def _running(self) -> list[Request]:
+        return running(list(self.scheduler.live()))
+
+    def step(self) -> BatchPlan:
+        left = {request: request.num_uncomputed_tokens for request in self._running if not request.prompt_is_computed}
+        # One token less than half, if otherwise a single one were left for the next step.
+        least = self.tokens_for_prompts // 2 - 1
+        plan = super().step()
+        given = sum(work.num_tokens for work in plan.work if work.request in left)
+        assert given >= min(least, sum(left.values()))
+        return plan
+
+
+@settings(max_examples=examples(60))
+@given(
+    step_tokens=st.integers(16, 60),
+    longs=st.lists(st.integers(90, 150), min_size=1, max_size=3),
+    shorts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=4),
+    num_streams=st.integers(0, 3),
+    prefix_cache=st.booleans(),
+    overlap=st.booleans(),
+    remote=st.booleans(),
+)
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(
+    step_tokens: int,
+    longs: list[int],
+    shorts: list[tuple[int, int]],
+    num_streams: int,
+    prefix_cache: bool,
+    overlap: bool,
+    remote: bool,
+) -> None:
+    """Short is what half of a step computes, also if a few more requests than now decode in it."""
+    engine = HalfKept(step_tokens, prefix_cache=prefix_cache, overlap=overlap)
+    wanted: dict[int, list[int]] = {}
+
+    def ask(prompt: list[int], max_tokens: int, *, remote: bool = False) -> Request:
+        local_id = len(wanted)
+        seed = talkative(prompt, max_tokens)
+        wanted[local_id] = answer(prompt, seed, max_tokens, engine.max_len)
+        return engine.add(local_id, prompt, max_tokens, [seed], remote=remote)
+
+    for at in range(num_streams):
+        ask([10 + at], 40)
+    engine.step()
+    for at, length in enumerate(longs):
+        ask([20 + at, *range(100, 99 + length)], 2)
+    for _ in range(2):  # the first step may have been launched before
+        engine.step()
+    for at, (length, after) in enumerate(shorts):
+        for _ in range(after):
+            engine.step()
+        short = ask([40 + at, *range(300, 299 + length)], 2, remote=remote)
+        if 2 * length <= engine.tokens_for_prompts - 5:
+            engine.step()
+            if short.first_token_at is None:
+                engine.step()
+            assert short.first_token_at is not None
+    engine.run()
+    assert engine.outputs == wanted
     assert engine.idle
