@@ -208,10 +208,14 @@ def test_a_node_tells_newer_proxies_how_it_reads_answers(model_dir: Path, tmp_pa
     with contextlib.closing(FakeProxy(SPOKEN.newest)) as proxy:
         reads_none = replace(config(proxies=(proxy.address,)), message=MessageConfig(tool_parser=ToolFormat.NONE))
         with scripted_node(reads_none, model_dir, tmp_path, Role.DECODE):
-            proxy.receive(Register)  # in the form of 0.1, before the node knows the proxy
-            info = proxy.receive(Register).node
+            # In the form of 0.1, until the node knows the proxy.
+            info = eventually(lambda: with_formats(proxy.receive(Register).node), "it has the proxy's answer")
             assert info.formats == "calls none, reasoning none"
             assert info.answers
+
+
+def with_formats(info: NodeInfo) -> NodeInfo | None:
+    return info if info.formats else None
 
 
 def test_signal_while_the_engine_starts(model_dir: Path, tmp_path: Path) -> None:
