@@ -67,7 +67,7 @@ PUT_BACK = (
         "pdserve.api.app.TokenizerRoutes",
         "_admit",
         "admit_ticket(request, self._node)",
-        "pass",
+        "None",
     ),
     Mutant(
         "a request may have two hosts",
