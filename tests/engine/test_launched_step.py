@@ -238,7 +238,7 @@ MOSTLY: dict[str, Any] = {
     "logit_bias": (*((FIRST_BYTE + ord(letter), 12.0) for letter in "abcdef,"), (FIRST_BYTE + ord("z"), 11.5)),
     "logprobs": 2,
 }
-"""Of the tokens that are chosen by this, the grammar refuses about every tenth."""
+"""The grammar refuses about every tenth of the tokens that are chosen by these parameters."""
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -412,7 +412,7 @@ def test_an_authentic_frame_that_cannot_be_decoded_is_a_typed_error(body: bytes)
 
 
 def test_clocks_that_differ_are_told_before_their_frames_are_dropped() -> None:
-    """Of each sender the youngest frame counts: others have waited on the way."""
+    """The youngest frame of each sender counts, because others have waited on the way."""
     here, skew = Clock(), ClockSkew()
     receiver: Opener[Ack] = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=OTHER, clock=here, skew=skew)
     assert skew.worst_s() == 0
