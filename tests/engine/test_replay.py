@@ -378,7 +378,7 @@ def test_a_step_that_replays_is_no_measure_of_others(
 
 
 def test_a_replay_is_spread_over_steps_after_those_that_decode_and_before_prompts() -> None:
-    engine = FakeEngine(max_num_batched_tokens=12)
+    engine = FakeEngine(max_num_batched_tokens=13)
     decoding = engine.add(0, PROMPT, 40, [SEED])
     engine.step()
     resumed = engine.add(1, PROMPT, 40, [SEED], emitted=[WHOLE[:20]], salt="other")
@@ -387,12 +387,12 @@ def test_a_replay_is_spread_over_steps_after_those_that_decode_and_before_prompt
     plan = engine.step()
     assert [(work.request, work.num_tokens, work.replays) for work in plan.work] == [
         (decoding, 1, False),
-        (resumed, 11, True),
+        (resumed, 12, True),
     ]
     plan = engine.step()
-    assert [(work.request, work.num_tokens) for work in plan.work] == [(decoding, 1), (resumed, 9), (waiting, 2)]
+    assert [(work.request, work.num_tokens) for work in plan.work] == [(decoding, 1), (resumed, 8), (waiting, 4)]
     assert engine.outputs[1] == WHOLE[20:21]
-    assert (plan.replays, plan.num_prompt_tokens, plan.num_decoding) == (True, 2, 1)
+    assert (plan.replays, plan.num_prompt_tokens, plan.num_decoding) == (True, 4, 1)
     engine.run()
     assert engine.outputs == {0: WHOLE, 1: WHOLE[20:], 2: WHOLE}
     assert engine.idle

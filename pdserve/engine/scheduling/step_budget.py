@@ -15,7 +15,7 @@ from pdserve.engine.scheduling.batch_plan import Work
 from pdserve.wire.request_targets import RequestTargets
 
 _LEAST_CHUNK = 3
-"""A smaller chunk could leave a prompt's last token alone (``BatchPlan.next_work``)."""
+"""A smaller chunk could be a single token of a prompt, or leave one alone (``batch_plan.chunk_tokens``)."""
 
 
 class StepBudget:
@@ -69,14 +69,20 @@ class StepBudget:
         return self.for_prompt(request.num_computed_tokens)
 
     def for_prompt(self, before: int = 0) -> int:
-        """Returns how many tokens of a prompt the step may compute that has so many tokens ``before`` them."""
+        """Returns how many tokens of a prompt the step may compute that has so many tokens ``before`` them.
+
+        A step that computes other things leaves less than a least chunk undone. The prompt's turn comes: requests that
+        decode leave at least three tokens, because a step has twice as many tokens as requests (``settings.checks``).
+        """
         if self._decodes and self._targets.unmeasured(self._own_itl):
             return 0
+        allowed = self.tokens
         within = self._prompt_tokens_within(self._rows, self._context_tokens, before)
-        if within is None:
-            return self.tokens
-        within = max(within, LEAST_PROMPT_TOKENS - self._prompt_tokens)
-        return min(self.tokens, within) if within >= _LEAST_CHUNK else 0
+        if within is not None:
+            allowed = min(allowed, max(within, LEAST_PROMPT_TOKENS - self._prompt_tokens))
+        if allowed < _LEAST_CHUNK and (self._rows or self._prompt_tokens):
+            return 0
+        return allowed
 
     def _has_time_for_row(self, context_tokens: int) -> bool:
         """Returns whether a prompt's only token, which is a row, fits beside the chunks that were cut without it.

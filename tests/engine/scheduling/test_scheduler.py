@@ -134,6 +134,24 @@ def test_no_chunk_of_a_prompt_has_a_single_token(prompt: int, chunks: list[int])
     assert bench.outputs == {1: expected(prompt, 1)}
 
 
+@pytest.mark.parametrize(("first", "left"), [(15, []), (14, []), (13, [2]), (12, [4])])
+def test_a_prompt_waits_for_a_step_that_has_more_than_two_tokens_for_it(first: int, left: list[int]) -> None:
+    """A chunk of one token would pass the kernel of rows, whose bits depend on what else is in the step."""
+    bench = Bench(num_blocks=64, max_num_batched_tokens=16)
+    bench.add(1, prompt=first, max_tokens=1)
+    bench.add(2, prompt=4, max_tokens=1)
+    assert sizes(bench.step()) == [first, *left]
+    bench.run()
+    assert bench.outputs == {1: expected(first, 1), 2: expected(4, 1)}
+
+
+def test_a_step_of_two_tokens_computes_a_prompt_that_is_alone() -> None:
+    bench = Bench(max_num_seqs=1, max_num_batched_tokens=2)
+    bench.add(1, prompt=5, max_tokens=2)
+    bench.run()
+    assert bench.outputs == {1: expected(5, 2)}
+
+
 @pytest.mark.parametrize(("landed", "kept"), [(8, 8), (12, 8), (13, 13)])
 def test_a_fetch_that_leaves_a_single_token_of_a_prompt_gives_up_its_last_block(landed: int, kept: int) -> None:
     """Blocks have four tokens, and the prompt has 13."""

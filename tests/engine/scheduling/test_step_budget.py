@@ -256,7 +256,8 @@ class WatchedEngine(FakeEngine):
             return super()._launch()
 
     def _check(self, plan: BatchPlan) -> None:
-        assert all(tokens > 1 for tokens in chunks(plan))
+        prompts = [work for work in plan.work if not work.request.prompt_is_computed]
+        assert all(work.num_tokens > 1 or work.request.num_prompt_tokens == 1 for work in prompts)
         decoding = [work for work in plan.work if work.num_tokens == 1 and work.request.prompt_is_computed]
         rows = sum(work.num_tokens for work in plan.work if not work.is_chunk)
         tokens = plan.num_prompt_tokens
