@@ -7,10 +7,11 @@
 # make test-deploy  build the image, run the manifests in containers, break them, and judge (as root, with podman)
 # make compat  other projects' clients, tools and tests against a cluster; downloads them
 # make soak    an hour of load and faults on a real cluster, with a verdict; ARGS="--minutes 5" for less
+# make docs    build the pages as a site, in site/, strictly: a broken link fails
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint check test test-all deploy-tools test-manifests test-deploy compat soak gpu demo clean
+.PHONY: install lint check docs test test-all deploy-tools test-manifests test-deploy compat soak gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -54,6 +55,10 @@ check: lint
 test: $(STAMP)
 	$(PYTEST) -m "not nightly and not deploy" $(ARGS) || { [ $$? -eq 1 ] && $(AGAIN) -m "not nightly and not deploy" $(ARGS); }
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
 test-all: $(STAMP)
 	$(PYTEST) -m "not deploy" $(ARGS)
 
@@ -81,5 +86,5 @@ demo: $(STAMP)
 	$(BIN)/pdserve up --port 0 --ask "$(QUESTION)"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .compat .deploy
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .compat .deploy
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

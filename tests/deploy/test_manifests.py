@@ -34,6 +34,7 @@ from tests.deploy.manifests import (
 )
 
 ROOT = DEPLOY.parent
+DOCS = ROOT / "docs"
 CHART = DEPLOY / "chart"
 EVERY_POD = [*itertools.product(OVERLAYS, Workload)]
 CPU = Rendering.CPU
@@ -306,9 +307,9 @@ def test_versions_are_the_products() -> None:
     assert images == {Rendering.CPU: plain, Rendering.GPU: gpu, Rendering.GPU_RDMA: gpu}
 
 
-def test_every_command_on_the_page_names_the_namespace() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    commands = re.findall(r"kubectl ([^`\n|;]*)", text.replace("`kubectl apply`", ""))
-    assert len(commands) > 12
+def test_every_command_of_the_pages_names_the_namespace() -> None:
+    pages = [page.read_text() for folder in ("how-to", "reference", "runbooks") for page in DOCS.glob(f"{folder}/*.md")]
+    commands = re.findall(r"kubectl ([^`\n|;]*)", "\n".join(pages).replace("`kubectl apply`", ""))
+    assert len(commands) > 24
     for command in commands:
         assert command.startswith(("-n pdserve ", "create namespace", "label namespace")), command

@@ -200,12 +200,14 @@ def test_monitoring_gets_the_labels_that_an_operator_looks_for() -> None:
 
 
 def test_alerts_lead_to_where_the_page_is_kept() -> None:
-    kept = "https://wiki.example/pdserve/operations"
+    kept = "https://wiki.example/pdserve/runbooks/{alert}.html"
     found = helm_template("--set", "monitoring.enabled=true", "--set", f"monitoring.runbook={kept}")
     (rules,) = [each for each in found if each["kind"] == "PrometheusRule"]
     for group in rules["spec"]["groups"]:
         for rule in group["rules"]:
-            assert rule["annotations"].get("runbook_url") == f"{kept}#{rule['alert'].lower()}"
+            assert (
+                rule["annotations"].get("runbook_url") == f"https://wiki.example/pdserve/runbooks/{rule['alert']}.html"
+            )
             assert "runbook" not in rule["annotations"]
     with pytest.raises(ToolFailed, match="runbook"):
         helm_template("--set", "monitoring.enabled=true", "--set", "monitoring.runbook=docs/mine.md")
@@ -236,7 +238,7 @@ def test_components_add_what_they_say(tmp_path: Path) -> None:
 
 def overlay_of_the_page(folder: str) -> dict[tuple[str, str], Manifest]:
     """Returns what the page's overlay in ``folder`` gives."""
-    page = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    page = (DEPLOY.parent / "docs" / "how-to" / "kubernetes.md").read_text()
     (overlay,) = re.findall(rf"```yaml\n# {folder}/kustomization.yaml.*?\n(.*?)```", page, re.DOTALL)
     with tempfile.TemporaryDirectory(dir=DEPLOY.parent) as beside:
         (Path(beside) / "kustomization.yaml").write_text(overlay)

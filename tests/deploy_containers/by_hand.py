@@ -20,8 +20,7 @@ import aiohttp
 from tests.deploy_containers.report import Findings
 from tests.deploy_containers.stand_in.podman import Podman
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
-SECTION = "In containers"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "containers.md"
 IMAGE = "pdserve:0.1.0"
 """What the page calls the image."""
 NODES = ("decode-0", "decode-1", "prefill-0", "prefill-1")
@@ -42,16 +41,9 @@ class Block:
     ended: float
 
 
-def section(page: str) -> str:
-    """Returns the section of the page that is about containers."""
-    found = re.search(rf"^## {SECTION}\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
-    assert found is not None, f"the page has no section {SECTION!r}"
-    return found[1]
-
-
 def blocks(page: str) -> list[str]:
-    """Returns the section's blocks of shell commands, in their order."""
-    return re.findall(r"^```sh\n(.*?)^```$", section(page), re.MULTILINE | re.DOTALL)
+    """Returns the page's blocks of shell commands, in their order."""
+    return re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
 def script(commands: Sequence[str], runtime: Podman, image: str) -> str:

@@ -342,7 +342,7 @@ async def stop(run: Run, found: Findings) -> None:
 
 
 async def by_hand(run: Run, found: Findings) -> None:
-    """The commands of docs/operations.md bring up a cluster by hand, kill a process of each role, and drain a node.
+    """The commands of containers.md bring up a cluster by hand, kill a process of each role, and drain a node.
 
     No answer is lost, and each command shows what the page says.
     """

@@ -23,7 +23,6 @@ from tests.deploy_containers.by_hand import (
     judge,
     parted,
     script,
-    section,
 )
 from tests.deploy_containers.report import Findings
 from tests.deploy_containers.stand_in.podman import LABEL, Podman
@@ -94,7 +93,7 @@ def test_the_cluster_counts_as_broken_from_the_first_bad_look_to_the_last() -> N
 
 def prometheus() -> tuple[str, str]:
     """Returns the page's configuration of Prometheus, and the command in its first line that makes the rules."""
-    text = section(PAGE.read_text()).partition("```yaml\n")[2].partition("```")[0]
+    text = PAGE.read_text().partition("```yaml\n")[2].partition("```")[0]
     return text, text.partition("\n")[0].partition("; ")[2].partition(" > ")[0]
 
 

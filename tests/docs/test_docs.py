@@ -7,6 +7,7 @@ import dataclasses
 import re
 import shlex
 import subprocess
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -23,6 +24,7 @@ from pdserve.bench.report import Better, Report, Unit, read_report
 from pdserve.cli.bench import compare_flags
 from pdserve.cli.drain import drain_flags
 from pdserve.cli.main import SUBCOMMANDS
+from pdserve.cli.node_command import leading_flags
 from pdserve.cli.role import role_flags
 from pdserve.config import NodeConfig, RoutingPolicy
 from pdserve.metrics.processes import BuildInfo, own_process
@@ -53,12 +55,22 @@ from tests.simulation.scale.figures import read as read_scale
 from tests.soak.report import read as read_soak
 
 ROOT = Path(__file__).parents[2]
+OPERATIONS = [page for folder in ("how-to", "reference", "runbooks") for page in ROOT.glob(f"docs/{folder}/*.md")]
 REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
 
 
 def name(path: Path) -> str:
     return path.name
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors that the repository's view gives a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings]
+    again = {f"{slug}-{count}" for slug in slugs for count in range(1, slugs.count(slug))}
+    return {*slugs, *again, *re.findall(r'<a id="([^"]+)">', text)}
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -73,6 +85,13 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
+WITH_FLAGS: dict[str, Callable[[Sequence[str]], list[str]]] = {
+    "bench compare": compare_flags,
+    "role": role_flags,
+    "drain": drain_flags,
+    "trace": lambda flags: leading_flags(flags, ["--request"]),
+}
+"""How a subcommand reads the words before its flags."""
 PDSERVE_COMMANDS = [(page, words) for page, words in commands() if words[0] == "pdserve" and words[1] != "SUBCOMMAND"]
 
 
@@ -104,8 +123,7 @@ def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) ->
     assert words[1] in SUBCOMMANDS
     two_words = words[1] == "bench" or words[1:3] == ["plan", "profile"]
     name, flags = (" ".join(words[1:3]), words[3:]) if two_words else (words[1], words[2:])
-    with_flags = {"bench compare": compare_flags, "role": role_flags, "drain": drain_flags}.get(name, list)
-    load(ROOT_OF[name], with_flags(flags), {}, prog=f"pdserve {name}")
+    load(ROOT_OF[name], WITH_FLAGS.get(name, list)(flags), {}, prog=f"pdserve {name}")
 
 
 def test_there_are_commands_to_check() -> None:
@@ -121,9 +139,12 @@ def test_every_make_target_is_there() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    """As the repository's view shows them; the site is built in ``test_site.py``."""
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
         if not target.startswith("https://"):
-            assert (page.parent / target).exists(), target
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -300,10 +321,10 @@ def test_every_metric_is_named_and_every_name_is_one() -> None:
     shown = asyncio.run(NodeMetrics(EngineStats, others=others).render())
     shown += asyncio.run(render_families(ProxyMetrics().export_families(Registry(1.0, 3).snapshot())))
     exported = set(re.findall(r"^# TYPE ([\w:]+)", shown.decode(), re.MULTILINE))
-    text = (ROOT / "docs" / "operations.md").read_text()
-    named = set(re.findall(r"\b(?:pdserve_(?!proxy\b|kvtransfer\b|kernels\b)|vllm:|process_)\w+", text))
-    assert named <= exported
-    assert {name for name in exported if not name.startswith("vllm:")} <= named
+    names = re.compile(r"\b(?:pdserve_(?!proxy\b|kvtransfer\b|kernels\b)|vllm:|process_)\w+")
+    listed = set(names.findall((ROOT / "docs" / "reference" / "metrics.md").read_text()))
+    assert {name for name in exported if not name.startswith("vllm:")} <= listed
+    assert {name for page in OPERATIONS for name in names.findall(page.read_text())} <= exported
 
 
 def test_every_test_that_the_pages_name_is_there() -> None:
