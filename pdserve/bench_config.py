@@ -28,7 +28,7 @@ class WorkloadConfig:
     max_output_tokens: int = setting("max-output-tokens", "The longest answer has this many tokens.", 256, minimum=1)
     vocab_size: int = setting(
         "prompt-vocab",
-        "Prompts are made of token ids below this number. The model's vocabulary must not be smaller.",
+        "Prompts have token ids below this number, at most the model's own.",
         32_000,
         minimum=4,
     )
@@ -46,7 +46,7 @@ class BatchingBenchConfig:
     )
     repeats: int = setting(
         "repeats",
-        "Each mode runs this often at each concurrency, in turns, so that both modes see the same disturbances.",
+        "Each mode runs this often at each concurrency, in turns.",
         2,
         minimum=1,
     )
@@ -86,7 +86,7 @@ class EngineBenchConfig:
     block_size: int = setting("block-size", "A KV block holds this many tokens.", 16, minimum=1, maximum=1024)
     lent_cores: Switch = setting(
         "lent-cores",
-        "Only steps with cores that another engine lends are timed, and how soon that engine has its cores back.",
+        "Only steps with borrowed cores are timed, and how soon their owner has its cores back.",
         Switch.OFF,
         bare="on",
     )
@@ -130,7 +130,7 @@ class LoadConfig:
     seed: int = setting("seed", "The prompts follow from this seed.", 0, minimum=0)
     vocab_size: int = setting(
         "prompt-vocab",
-        "Prompts are made of token ids below this number. The model's vocabulary must not be smaller.",
+        "Prompts have token ids below this number, at most the model's own.",
         32_000,
         minimum=4,
     )
@@ -154,8 +154,7 @@ class StreamBenchConfig:
     )
     variants: tuple[str, ...] = setting(
         "variants",
-        "These parts of the text path are on: off, on, parts joined by +, or on-PART. If it is empty, all "
-        "variants run.",
+        "These parts of the text path are on: off, on, parts joined by +, or on-PART. Empty: all.",
         (),
     )
     rate: int = setting("rate", "All streams of a paced run get this many tokens a second together.", 16_000, minimum=1)
@@ -210,7 +209,7 @@ class TransferBenchConfig:
     )
     nixl_command: str = setting(
         "nixl-command",
-        "This command measures NIXL and prints its nixl_bw lines. If it is empty, NIXL is not measured.",
+        "This command measures NIXL and prints its nixl_bw lines. Empty: no NIXL.",
         "",
         metavar="COMMAND",
     )
@@ -248,9 +247,8 @@ class ProxyBenchConfig:
 
     peer_command: str = setting(
         "peer-command",
-        "This command runs another router, which is measured in the same run. {prefill} and {decode} stand "
-        "for the backends' URLs, {port} for where it has to listen, {port2} for another free port. If it "
-        "is empty, there is none.",
+        "This command runs another router, which is measured in the same run. {prefill} and {decode} stand for the "
+        "backends' URLs, {port} and {port2} for free ports. Empty: none.",
         "",
         metavar="COMMAND",
     )
@@ -402,7 +400,7 @@ class TurnsBenchConfig:
     )
     vocab_size: int = setting(
         "prompt-vocab",
-        "Prompts are made of token ids below this number. The model's vocabulary must not be smaller.",
+        "Prompts have token ids below this number, at most the model's own.",
         32_000,
         minimum=4,
     )
@@ -433,7 +431,7 @@ class ProfilingConfig:
     out: str = setting("out", "The profile goes to this file.", "profile.json", metavar="FILE", first=True)
     nodes: int = setting(
         "nodes",
-        "The profile holds for 1 node on this machine; with 2, also for two that divide its cores.",
+        "With 1, the profile holds for one node on this machine; with 2, also for two that divide its cores.",
         2,
         minimum=1,
         maximum=2,
@@ -441,17 +439,15 @@ class ProfilingConfig:
     )
     repeats: int = setting(
         "repeats",
-        "All is measured this often, in turns: a machine that others use becomes faster and slower.",
+        "Everything is measured this often, in turns.",
         3,
         minimum=1,
         maximum=100,
     )
-    lend_cores: Switch = setting(
-        "lend-cores", "A node that has nothing to compute lends its cores to the other one.", Switch.ON
-    )
+    lend_cores: Switch = setting("lend-cores", "A node without work lends its cores to the other one.", Switch.ON)
     vocab_size: int = setting(
         "prompt-vocab",
-        "Prompts are made of token ids below this number. The model's vocabulary must not be smaller.",
+        "Prompts have token ids below this number, at most the model's own.",
         32_000,
         minimum=4,
     )
@@ -480,7 +476,7 @@ class PlanBenchConfig:
 
     profile: str = setting(
         "profile",
-        "Predictions go by this profile. If it is empty, they go by the mean of those that the benchmark measures.",
+        "Predictions use this profile. Empty: the mean of those that the benchmark measures.",
         "",
         metavar="FILE",
     )
@@ -543,7 +539,7 @@ class GoodputBenchConfig:
     systems: tuple[str, ...] = setting(
         "systems",
         "These systems are measured, in turns: mixed (one node with all cores), always and auto (a prefill and a "
-        "decode node that divide them, with this --disaggregation). The speed of the first sets targets and rates.",
+        "decode node that divide them, with this --disaggregation). The first one sets targets and rates.",
         tuple(system.value for system in GoodputSystem),
     )
     add: tuple[str, ...] = setting(
@@ -590,13 +586,13 @@ class GoodputBenchConfig:
     )
     tell: Switch = setting(
         "tell",
-        "Requests name the targets by which their answers are good, so each load runs twice: once with the tight ITL "
-        "target, once with the loose one. Off: all systems go by their own.",
+        "Each load runs twice, and requests name the targets by which their answers are good. 'off': all systems use "
+        "their own targets.",
         Switch.OFF,
     )
     lend_cores: Switch = setting(
         "lend-cores",
-        "The nodes of a system lend each other their cores, as under pdserve up. Off: each computes on its own alone.",
+        "The nodes of a system lend each other their cores, as under pdserve up.",
         Switch.ON,
     )
     plot: str = setting("plot", "Both plots go to this folder, as SVG.", "", metavar="FOLDER")

@@ -280,7 +280,7 @@ class ModelConfig:
     )
     weights: Weights = setting(
         "weights",
-        "'auto' computes from a quantised .gguf file's own blocks where it can (bf16, on a CPU with g++). 'dequantise' "
+        "'auto' keeps the blocks of a quantised .gguf file where it can (bf16, on a CPU with g++). 'dequantise' "
         "widens them to --dtype.",
         Weights.AUTO,
     )
@@ -337,7 +337,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = setting(
         "tensor-parallel-size",
-        "The model is split over this many ranks, each of which is a process.",
+        "The model is split over this many processes (ranks).",
         1,
         minimum=1,
         maximum=64,
@@ -346,12 +346,12 @@ class ParallelConfig:
     )
     backend: TpBackend = setting(
         "tp-backend",
-        "Ranks add up their results in this way: on CPUs shm (x86) or gloo, on GPUs nccl. 'auto' takes the fastest.",
+        "How ranks add up results: on CPUs shm (x86) or gloo, on GPUs nccl. 'auto' takes the fastest.",
         TpBackend.AUTO,
     )
     timeout_ms: int = setting(
         "tp-timeout-ms",
-        "One rank may keep the others waiting for this many milliseconds before the node ends.",
+        "The node ends when a rank keeps the others waiting for this many milliseconds.",
         10_000,
         minimum=100,
         maximum=3_600_000,
@@ -381,13 +381,14 @@ class SchedulerConfig:
     )
     batching: Batching = setting(
         "batching",
-        "Waiting requests join the batch at every step (continuous) or when it is over (static, for benchmarks).",
+        "Waiting requests join the batch at every step (continuous), or when the batch is over (static, for "
+        "benchmarks).",
         Batching.CONTINUOUS,
     )
     overlap: Overlap = setting(
         "overlap-scheduling",
-        "A decode step is launched before the tokens of the last one are known (on nodes of one rank). "
-        "'auto' does so on GPUs.",
+        "A decode step starts before the tokens of the last one are known (nodes with one rank). 'auto' does so on "
+        "GPUs.",
         Overlap.AUTO,
     )
 
@@ -398,7 +399,7 @@ class TransferConfig:
 
     host: str = setting(
         "transfer-host",
-        "The engine binds its control channel, where others fetch from it, to this address.",
+        "The engine's control channel, where other nodes ask for KV blocks, listens at this address.",
         "127.0.0.1",
         first=True,
     )
@@ -407,8 +408,8 @@ class TransferConfig:
     )
     advertise: str = setting(
         "transfer-advertise",
-        "Other engines reach the control channel at this host name or address. If it is empty, they use the bound one, "
-        "or this machine's name where the channel is bound to all addresses.",
+        "Other engines reach the control channel at this name or address. Empty: the bound one, or this machine's "
+        "name if it is bound to all addresses.",
         "",
     )
     heartbeat_ms: int = setting(
@@ -420,90 +421,89 @@ class TransferConfig:
     )
     lease_ms: int = setting(
         "transfer-lease-ms",
-        "An engine counts as dead when it has been silent for this many milliseconds.",
+        "Another engine that is silent for this many milliseconds counts as dead. Raise it if links take longer to "
+        "open.",
         3000,
         minimum=20,
         maximum=600_000,
     )
     prefill_timeout_ms: int = setting(
         "prefill-timeout-ms",
-        "A prefill node gets this many milliseconds for one prompt, beyond what its queue and the prompt's "
-        "length need. Then the decode node prefills the prompt itself.",
+        "A prefill node gets this many milliseconds for a prompt, beyond what its queue and the prompt's length "
+        "need. Then the decode node computes the prompt.",
         30_000,
         minimum=1,
         maximum=3_600_000,
     )
     disaggregation: Disaggregation = setting(
         "disaggregation",
-        "A decode node gives these prompts to prefill nodes. 'auto' gives those that are estimated to be faster there.",
+        "Which prompts a decode node gives to prefill nodes. 'auto' gives those that are estimated to be faster there.",
         Disaggregation.AUTO,
         first=True,
     )
     checksums: Switch = setting("kv-checksums", "The engine checks every KV block that it receives.", Switch.ON)
     overlap: KvOverlap = setting(
         "kv-overlap",
-        "A prefill node pushes KV blocks while the rest of the prompt is computed. 'auto' does so for long "
-        "prompts only.",
+        "KV blocks are sent while the rest of the prompt is computed. 'auto' does so for long prompts.",
         KvOverlap.AUTO,
     )
     kv_return: KvReturn = setting(
         "kv-return",
-        "Prefill nodes fetch the KV blocks of answers from decode nodes, into free memory of their prefix caches. "
-        "'on' needs --prefix-cache on; 'auto' does so if that is on.",
+        "Prefill nodes fetch the KV blocks of answers from decode nodes into their prefix caches, for a conversation's "
+        "next turn. 'auto' does so if --prefix-cache is on.",
         KvReturn.AUTO,
     )
     staging: KvStaging = setting(
         "kv-staging",
-        "KV blocks are copied through host memory. 'auto' copies those of a GPU's cache. On a GPU, 'off' "
-        "needs --kv-checksums off.",
+        "KV blocks are copied through host memory. 'auto' does so for a GPU's cache. On a GPU, 'off' needs "
+        "--kv-checksums off.",
         KvStaging.AUTO,
     )
     staging_mib: int = setting(
         "kv-staging-mib",
-        "Staging takes this much page-locked host memory, in MiB: half for fetches and half for pushes, by turns.",
+        "Page-locked host memory for staging, in MiB. Size it for the blocks of all prompts under way.",
         4096,
         minimum=1,
     )
     shared_cache: Switch = setting(
         "kv-shared-cache",
-        "Other engines of the same user on the same host may map the KV cache (on a CPU) and read it.",
+        "Other engines of the same user and host may map this node's KV cache, if it is on a CPU, and read it.",
         Switch.ON,
     )
     ucx_calls: UcxCalls = setting(
         "ucx-calls",
-        "This code posts the messages of KV blocks: C++, which g++ compiles once, or Python. 'auto' takes "
-        "C++ if it can.",
+        "The messages of KV blocks are posted by C++, which g++ compiles once, or by Python. 'auto' takes C++ if it "
+        "can.",
         UcxCalls.AUTO,
     )
     ucx_register: Switch = setting(
         "ucx-register",
-        "KV memory is registered with the network devices as a whole, once for each link, when it opens. 'off' "
-        "registers each block when it first moves.",
+        "KV memory is registered with the network devices as a whole when a link opens. 'off' registers each block "
+        "when it first moves.",
         Switch.OFF,
     )
     ucx_tls: str = setting(
         "ucx-tls",
-        "UCX uses these transports, which are written as in UCX_TLS. If it is empty, UCX chooses.",
+        "UCX uses these transports, written as in UCX_TLS. Empty: UCX chooses.",
         "",
         first=True,
     )
     ucx_net_devices: str = setting(
         "ucx-net-devices",
-        "KV blocks use these network devices, which are written as in UCX_NET_DEVICES. If it is empty, they use all. "
-        "With tensor parallelism, each rank can have its own: mlx5_0:1/mlx5_1:1 is for rank 0 and rank 1.",
+        "UCX uses these network devices, written as in UCX_NET_DEVICES. Ranks are separated by '/': "
+        "mlx5_0:1/mlx5_1:1. Empty: all devices.",
         "",
     )
     ucx_rails: int = setting(
         "ucx-rails",
-        "UCX spreads each KV block over at most this many network devices. "
-        "0 leaves it to UCX, which takes two for RDMA and one for TCP.",
+        "UCX spreads each KV block over at most this many network devices. 0: two for RDMA, one for TCP.",
         0,
         minimum=0,
         maximum=16,
     )
     ucx_tcp_ports: str = setting(
         "ucx-tcp-ports",
-        "KV blocks over TCP use these ports, for example 42000-42999. If it is empty, the system chooses.",
+        "KV blocks over TCP use these ports, for example 42000-42999. Empty: any.",
         "",
     )
 
@@ -518,13 +518,14 @@ class HttpConfig:
     )
     advertise: str = setting(
         "advertise",
-        "The proxy reaches this server at this URL. If it is empty, it is made from host and port, with this machine's "
-        "name where the host means all addresses.",
+        "The proxy reaches this server at this URL. Empty: host and port, with this machine's name if the host means "
+        "all addresses.",
         "",
     )
     keep_alive_s: int = setting(
         "keep-alive-s",
-        "An idle client connection is kept for this many seconds, longer than clients' own pools keep it.",
+        "An idle client connection is closed after this many seconds. Keep it longer than clients' connection pools "
+        "do.",
         120,
         minimum=1,
         maximum=86_400,
@@ -537,15 +538,15 @@ class HttpConfig:
     )
     write_timeout_s: float = setting(
         "write-timeout-s",
-        "A client is cut off when it has taken nothing of a response for this many seconds.",
+        "A client that takes nothing of a response for this many seconds is cut off.",
         60.0,
         minimum=0.1,
         maximum=86_400,
     )
     cors_origins: tuple[str, ...] = setting(
         "cors-origins",
-        "Scripts of web pages of these origins may use the server, for example https://chat.example.com. '*' allows "
-        "all. Requests of other pages are refused.",
+        "Web pages of these origins may send requests, for example https://chat.example.com. '*' allows all; other "
+        "pages are refused.",
         (),
         first=True,
     )
@@ -574,10 +575,15 @@ class StreamConfig:
         minimum=0,
     )
     fast_path: Switch = setting(
-        "sse-fast-path", "Plain chunks are written from encoded parts. 'off' builds each chunk as an object.", Switch.ON
+        "sse-fast-path",
+        "Plain chunks are written from encoded parts. 'off' builds each chunk as an object, to see what this gains.",
+        Switch.ON,
     )
     interval: int = setting(
-        "stream-interval", "A chunk of a stream has this many tokens. The first token comes at once.", 1, minimum=1
+        "stream-interval",
+        "A chunk of a stream has this many tokens. More take less work and make streams less smooth.",
+        1,
+        minimum=1,
     )
 
 
@@ -590,22 +596,22 @@ class KeptConfig:
 
     answers: int = setting(
         "keep-answers",
-        "The node keeps at most this many answers. Of one client it computes at most half of them while nobody reads "
-        "them. 0 keeps none.",
+        "The node keeps at most this many answers for clients that ask again, and computes at most half of them for "
+        "one absent client. 0 keeps none.",
         1024,
         minimum=0,
         maximum=100_000,
     )
     memory_mib: int = setting(
         "keep-answers-mib",
-        "Kept answers take at most this much memory, in MiB, and one of them at most an eighth of that.",
+        "Kept answers take at most this much memory, in MiB, and one answer at most an eighth of it.",
         64,
         minimum=1,
         maximum=1_048_576,
     )
     keep_s: float = setting(
         "keep-answers-s",
-        "An answer is kept, and computed on, for this many seconds after its client or its proxy was lost.",
+        "An answer is computed on and kept for this many seconds after its client or its proxy was lost.",
         60.0,
         minimum=0.1,
         maximum=3600,
@@ -644,13 +650,12 @@ class MessageConfig:
 
     tool_parser: ToolFormat = setting(
         "tool-parser",
-        "Tool calls in chat answers are read in this form: 'auto' sees it in the chat template, 'none' reads no calls.",
+        "The form in which tool calls are read. 'auto' sees it in the chat template, 'none' reads none.",
         ToolFormat.AUTO,
     )
     reasoning_parser: ReasoningFormat = setting(
         "reasoning-parser",
-        "Reasoning in chat answers is read in this form: 'auto' sees it in the chat template, 'none' leaves it in the "
-        "content.",
+        "The form in which reasoning is read. 'auto' sees it in the chat template, 'none' leaves it in the content.",
         ReasoningFormat.AUTO,
     )
 
@@ -682,8 +687,7 @@ class GrammarConfig:
     )
     compile_s: float = setting(
         "grammar-compile-s",
-        "Compiling a grammar may take this many seconds. Usual ones take a few milliseconds; while one is tried, "
-        "other requests with new grammars wait.",
+        "Compiling a grammar may take this many seconds. Other new grammars wait meanwhile.",
         3.0,
         minimum=0.05,
         maximum=60,
@@ -703,28 +707,27 @@ class DiscoveryConfig:
 
     proxies: tuple[str, ...] = setting(
         "proxy",
-        "The node registers at this control address of a proxy, tcp://host:port. A name with several addresses stands "
-        "for as many proxies. It may be given more than once.",
+        "The node registers at this control address of a proxy, tcp://host:port. A name may have the addresses of "
+        "several proxies. May be repeated.",
         (),
         first=True,
     )
     resolve_s: float = setting(
         "proxy-resolve-s",
-        "The node looks up names in --proxy again at this interval, in seconds, and follows their addresses.",
+        "Names in --proxy are looked up again after this many seconds.",
         5.0,
         minimum=0.1,
         maximum=3600,
     )
     heartbeat_ms: int = setting(
         "heartbeat-ms",
-        "Until a proxy answers, the node greets it at this interval, in milliseconds. Then the proxy tells its own.",
+        "Until a proxy answers, the node greets it at this interval, in milliseconds. Then the proxy sets the "
+        "interval.",
         1000,
         minimum=10,
         maximum=60_000,
     )
-    name: str = setting(
-        "name", "Logs call the node by this name. If it is empty, it is made from role and host.", "", first=True
-    )
+    name: str = setting("name", "The node's name. Empty: made from role and host.", "", first=True)
     drain: DrainMode = setting(
         "drain",
         "On SIGTERM, 'migrate' moves running streams to other nodes. 'finish' lets the node finish them.",
@@ -739,8 +742,8 @@ class LivenessConfig:
 
     silence_ms: int = setting(
         "engine-silence-ms",
-        "A node ends when its engine, one of its ranks or their KV transfer has shown no life for this many "
-        "milliseconds. One that computes, or waits for a core, has twelve times as long.",
+        "A node ends when its engine, a rank or a transfer thread shows no life for this many milliseconds; while it "
+        "computes, for twelve times as long.",
         5000,
         minimum=2000,
         maximum=3_600_000,
@@ -753,7 +756,7 @@ class TlsConfig:
 
     cert: str = setting(
         "tls-cert",
-        "This PEM file has a certificate and its chain. If it is given, the proxy serves HTTPS.",
+        "This PEM file has the certificate and its chain. With it, the proxy serves HTTPS.",
         "",
         first=True,
     )
@@ -768,8 +771,7 @@ class TrustConfig:
 
     authorities: str = setting(
         "tls-ca",
-        "This PEM file has the certificate authorities of https:// nodes and proxies. If it is empty, the "
-        "system's are used.",
+        "This PEM file has the authorities for https:// nodes and proxies. Empty: the system's.",
         "",
     )
 
@@ -797,7 +799,7 @@ class RegistryConfig:
         maximum=60_000,
     )
     missed_heartbeats: int = setting(
-        "missed-heartbeats", "A node is dropped when it has missed this many heartbeats in a row.", 3, minimum=1
+        "missed-heartbeats", "A node that misses this many heartbeats in a row is dropped.", 3, minimum=1
     )
 
 
@@ -819,8 +821,8 @@ class RoutingConfig:
     )
     prefill_answers: PrefillAnswers = setting(
         "prefill-answers",
-        "A prefill node that has nothing to prefill, and a smaller share of its batch in use than the decode node, "
-        "answers requests itself. 'auto' has it do so where both do not divide the cores of one machine.",
+        "A prefill node without prompts, and less busy than the decode node, answers requests itself. 'auto' does so "
+        "unless the two divide the cores of one machine.",
         PrefillAnswers.AUTO,
     )
 
@@ -831,8 +833,8 @@ class TargetsConfig:
 
     target_ttft_ms: float = setting(
         "target-ttft-ms",
-        "A prompt's first token should come within this many milliseconds. With 0, a node aims at twice what it "
-        "takes for the prompt alone, and --roles auto at 1000.",
+        "The first token should come within this many milliseconds. 0: a node takes twice what the prompt takes "
+        "alone, --roles auto takes 1000.",
         0.0,
         minimum=0,
         maximum=MAX_TTFT_MS,
@@ -840,9 +842,9 @@ class TargetsConfig:
     )
     target_itl_ms: float = setting(
         "target-itl-ms",
-        "A step in which answers are decoded should take at most this many milliseconds: nodes cut the prompts beside "
-        "them to fit. With 0, a decode node aims at twice what the step takes without prompts, other nodes at "
-        "nothing, and --roles auto at 100.",
+        "A step in which answers are decoded should take at most this many milliseconds; prompts beside them are cut "
+        "to fit. 0: a decode node takes twice a step without prompts, other nodes have no target, --roles auto takes "
+        "100.",
         0.0,
         minimum=0,
         maximum=MAX_ITL_MS,
@@ -856,18 +858,18 @@ class RolesConfig:
 
     roles: RoleChoice = setting(
         "roles",
-        "'auto' moves nodes between prefill and decode by load. Of several proxies of a cluster, one does so.",
+        "'auto' moves nodes between prefill and decode by load. Set it at one proxy of a cluster only.",
         RoleChoice.FIXED,
     )
     interval_ms: int = setting(
         "roles-interval-ms",
-        "With --roles auto, the proxy looks at the nodes at this interval, in milliseconds.",
+        "--roles auto looks at the nodes at this interval, in milliseconds.",
         1000,
         minimum=10,
         maximum=600_000,
     )
     looks: int = setting(
-        "roles-looks", "A node changes its role when so many looks in a row call for it.", 5, minimum=1, maximum=1000
+        "roles-looks", "A node changes its role when this many looks in a row call for it.", 5, minimum=1, maximum=1000
     )
     rest_s: float = setting(
         "roles-rest-s",
@@ -884,50 +886,47 @@ class AdmissionConfig:
 
     api_keys: tuple[str, ...] = setting(
         "api-key",
-        "Clients have to send this key. It may be given more than once. A file is a better place for it.",
+        "Clients have to send this key. Better give a file. May be repeated.",
         (),
         secret=True,
         first=True,
     )
     api_key_file: str = setting(
         "api-key-file",
-        "Clients may send the keys in this file. Each line is a key, or a name and a key.",
+        "Clients have to send a key of this file. Each line is a key, or a name and a key.",
         "",
         first=True,
     )
     share_prefixes: SharedPrefixes = setting(
         "share-prefixes",
-        "Where API keys are set, requests find each other's prompts in the nodes' prefix caches only if one owner has "
-        "their keys. With 'all' they find everybody's, which is faster where keys share long prompts, and lets each "
-        "key's clients find out what others have sent.",
+        "With API keys, requests find cached prompts of their own key's owner only. 'all': of all keys, which is "
+        "faster where keys share long prompts and tells each key's clients what others have sent.",
         SharedPrefixes.KEY,
     )
     max_in_flight: int = setting(
         "max-in-flight",
-        "At most this many answers are under way at once, and more requests wait. A request counts n times "
-        "its prompts. 0 allows any number.",
+        "At most this many answers are under way at once; more requests wait. A request counts as often as it asks "
+        "for answers. 0: no bound.",
         4096,
         minimum=0,
     )
     max_in_flight_per_key: int = setting(
         "max-in-flight-per-key",
-        "At most this many answers to one API key are under way or waiting, at all proxies of the cluster together. "
-        "A request counts n times its prompts. 0 allows any number.",
+        "At most this many answers of one API key are under way or waiting, at all proxies together. 0: no bound.",
         0,
         minimum=0,
     )
     max_queued: int = setting("max-queued", "At most this many requests wait at once. More get 503.", 1024, minimum=0)
     max_uploads: int = setting(
         "max-uploads",
-        "At most this many request bodies are on their way at once, a quarter of them from one API key "
-        "(or, without keys, client address).",
+        "At most this many request bodies are on their way at once, a quarter of them from one client.",
         1024,
         minimum=1,
     )
     body_memory_mib: int = setting(
         "body-memory-mib",
-        "Request bodies above 64 KiB take at most this much memory, in MiB, until a node answers. Half of "
-        "it is for one API key (or, without keys, client address).",
+        "Request bodies above 64 KiB take at most this much memory, in MiB, until a node answers; half of it for one "
+        "client.",
         1024,
         minimum=1,
     )
@@ -940,7 +939,7 @@ class AdmissionConfig:
     )
     priorities: Switch = setting(
         "priorities",
-        "Requests may have a priority, by which any client may go before others. If off, any but 0 is refused.",
+        "Requests may name a priority. 'off' refuses all but 0.",
         Switch.ON,
     )
 
@@ -954,7 +953,7 @@ class RelayConfig:
     )
     idle_timeout_s: float = setting(
         "idle-timeout-s",
-        "A node counts as stuck when it has sent no byte for this many seconds.",
+        "A node that sends no byte of an answer for this many seconds counts as stuck.",
         120.0,
         minimum=0.1,
         maximum=86_400,
@@ -965,37 +964,35 @@ class RelayConfig:
     resume: Switch = setting("resume", "When a stream's node is lost, another node goes on with the answer.", Switch.ON)
     resume_wait_s: float = setting(
         "resume-wait-s",
-        "A request whose node is lost waits for another node for this many seconds, and a client that asks for the "
-        "rest of an answer for the node that keeps it.",
+        "A request whose node is lost waits for another node for this many seconds. So does a client that asks for "
+        "the rest of an answer.",
         10.0,
         minimum=0.0,
         maximum=86_400,
     )
     suspect_s: float = setting(
         "suspect-s",
-        "A request with which two nodes were lost is refused for this many seconds, because it may be what they died "
-        "of. 0 lets it try again.",
+        "A request with which two nodes were lost is refused for this many seconds. 0 lets it try again.",
         60.0,
         minimum=0.0,
         maximum=86_400,
     )
     max_resumes: int = setting(
         "max-resumes",
-        "At most this many streams are being resumed at once; others wait for their turn. 0: two for each node that "
-        "computes prompts, which all proxies of the cluster share.",
+        "At most this many streams are resumed at once; others wait. 0: two for each node that computes prompts.",
         0,
         minimum=0,
     )
     max_moves: int = setting(
         "max-moves",
-        "At most this many answers move away from nodes that drain, or have no room, at once.",
+        "At most this many answers move at once from nodes that drain or run out of KV blocks.",
         4,
         minimum=1,
     )
     journal_mib: int = setting(
         "journal-mib",
-        "The journals of each process of the proxy, from which streams are resumed, take at most this much memory, in "
-        "MiB, and each stream's at most a 32nd of that. A stream beyond it is not resumed.",
+        "Journals, from which streams are resumed, take at most this much memory in each proxy process, in MiB, and "
+        "one stream's at most a 32nd of it.",
         64,
         minimum=1,
     )
@@ -1007,7 +1004,7 @@ class SecurityConfig:
 
     secret: str = setting(
         "secret",
-        "This is the cluster secret. PDSERVE_SECRET or --secret-file is a better place for it than a command line.",
+        "The cluster secret. Better set PDSERVE_SECRET or --secret-file: others can see command lines.",
         "",
         secret=True,
     )
@@ -1020,14 +1017,14 @@ class CpuConfig:
 
     cores: tuple[int, ...] = setting(
         "cores",
-        "The engine is pinned to these cores, for example 0,1,4-7. If it is empty, it may use all.",
+        "The engine runs on these cores alone, for example 0,1,4-7. Empty: all.",
         (),
         first=True,
     )
     core_ledger: str = setting(
         "core-ledger",
-        "In this file the engines of one machine lend each other their cores while they sleep. The first engine makes "
-        "it; it has to be in memory, for example in /dev/shm. Empty: no core is lent. pdserve up has its own.",
+        "Engines of one machine that name the same file lend each other their cores while they sleep. Take a file in "
+        "memory, for example in /dev/shm. Empty: no core is lent.",
         "",
         metavar="FILE",
     )
@@ -1038,7 +1035,7 @@ class CpuConfig:
     )
     packed_weights_mib: int = setting(
         "packed-weights-mib",
-        "The cache folder keeps packed weights of at most so many MiB, which the engines of a machine share. "
+        "Files of packed weights, which engines of a machine share, take at most this many MiB of the cache folder. "
         "The ones used longest ago are removed. 0 keeps none.",
         16384,
         minimum=0,
@@ -1053,7 +1050,7 @@ class LogConfig:
     level: LogLevel = setting("log-level", "Messages below this level are not logged.", LogLevel.INFO, first=True)
     format: LogFormat = setting(
         "log-format",
-        "Lines are text for people, or JSON objects for programs. The screen of pdserve up has text in any case.",
+        "Log lines are text for people, or JSON objects for programs.",
         LogFormat.TEXT,
     )
 
@@ -1064,8 +1061,7 @@ class MetricsConfig:
 
     names: MetricsNames = setting(
         "metrics-names",
-        "Metrics that vLLM has, too, have pdserve's names (pdserve_...), vLLM's with its labels (vllm:...), or both. "
-        "Those that only pdserve has are shown in any case.",
+        "Metrics that vLLM has too have pdserve's names (pdserve_...), vLLM's (vllm:...), or both.",
         MetricsNames.BOTH,
     )
 
@@ -1076,21 +1072,20 @@ class TraceConfig:
 
     kept_lanes: int = setting(
         "kept-timelines",
-        "A process remembers what it did for so many of the last requests, for pdserve trace. 0 remembers none.",
+        "A process remembers this many of its last requests for pdserve trace. 0 remembers none.",
         512,
         minimum=0,
         maximum=100_000,
     )
     otlp_endpoint: str = setting(
         "otlp-endpoint",
-        "Spans of requests go to this OpenTelemetry collector, http://host:4318 (OTLP over HTTP). If it is empty, "
-        "none are made. It needs the packages of pdserve[otel].",
+        "Spans of requests go to this OpenTelemetry collector, http://host:4318. Needs pdserve[otel]. Empty: no spans.",
         "",
         metavar="URL",
     )
     ratio: float = setting(
         "trace-ratio",
-        "This share of the requests is traced whose clients send no traceparent header. With one, the client decides.",
+        "This share of the requests without a traceparent header is traced. With one, the client decides.",
         1.0,
         minimum=0,
         maximum=1,
@@ -1199,15 +1194,14 @@ class StoreConfig:
 
     store: Switch = setting(
         "store",
-        "The proxy keeps the responses of /v1/responses in its memory, and clients can ask for them again and go on "
-        "from them.",
+        "The proxy keeps the responses of /v1/responses in memory, so that clients can fetch and continue them.",
         Switch.OFF,
         bare="on",
     )
     store_mib: int = setting(
         "store-mib",
-        "The kept responses take at most this much memory, in MiB, and each with its input at most an eighth of that. "
-        "The oldest make room for new ones.",
+        "Stored responses take at most this much memory, in MiB, and one of them at most an eighth of it. The oldest "
+        "are removed.",
         256,
         minimum=1,
         maximum=1_048_576,
@@ -1226,15 +1220,15 @@ class StatusConfig:
 
     page: StatusPage = setting(
         "status-page",
-        "The proxy shows the cluster at / and /status: on to whoever may send requests, off to nobody, auto on "
-        "loopback or, elsewhere, to those with a key. Where there are API keys and admin keys, it needs an admin key.",
+        "Who sees the cluster at / and /status: 'on' all who may send requests, 'off' nobody, 'auto' everybody on "
+        "loopback and elsewhere those with a key. If there are admin keys, they need one.",
         StatusPage.AUTO,
         first=True,
     )
     admin_key_file: str = setting(
         "admin-key-file",
-        "The keys in this file let their owners drain nodes and change roles on the status page, which then shows all "
-        "clients' requests to them alone. Each line is a key, or a name and a key. They are not keys for requests.",
+        "Owners of the keys in this file see the status page and may drain nodes and change roles there. Each line "
+        "is a key, or a name and a key. These are no keys for requests.",
         "",
     )
 
@@ -1272,12 +1266,12 @@ class ClusterConfig:
     )
     lend_cores: Switch = setting(
         "lend-cores",
-        "A node that has nothing to compute lends its cores to the others. Off: each computes on its own alone.",
+        "Nodes without work lend their cores to the others.",
         Switch.ON,
     )
     verbose: Switch = setting(
         "verbose",
-        "All lines of all processes are printed. Otherwise only warnings and errors are, and files have all.",
+        "All lines of all processes are printed, not only warnings and errors.",
         Switch.OFF,
         bare="on",
     )
@@ -1331,8 +1325,7 @@ class DiagnosisConfig:
 
     peers: tuple[str, ...] = setting(
         "peer",
-        "The doctor asks the prefill node at this transfer control address, tcp://host:port. It may be "
-        "given more than once.",
+        "The doctor asks the prefill node at this transfer control address, tcp://host:port. May be repeated.",
         (),
         first=True,
     )
@@ -1341,7 +1334,7 @@ class DiagnosisConfig:
     )
     probe: Switch = setting(
         "probe",
-        "The doctor measures bandwidth and latency to each peer, or between two processes here if there is none.",
+        "The doctor measures bandwidth and latency to each peer or, without one, between two processes here.",
         Switch.ON,
     )
     probe_mib: int = setting("probe-mib", "One probe moves this much memory, in MiB.", 128, minimum=1, maximum=256)
@@ -1407,7 +1400,7 @@ class DrainWaitConfig:
 
     wait_s: float = setting(
         "drain-wait-s",
-        "The command waits for so many seconds until the node has ended. 0 does not wait.",
+        "The command waits this many seconds for the node to end. 0 does not wait.",
         60.0,
         minimum=0,
         maximum=86_400,
@@ -1420,7 +1413,7 @@ class LiveQuestionConfig:
 
     pid: int = setting(
         "pid",
-        "This process serves, and its command line says where. 1 is the one that a container was started for.",
+        "The process that serves. 1 is the process that a container was started for.",
         1,
         minimum=1,
         maximum=2**22,
@@ -1528,8 +1521,7 @@ class PredictionConfig:
     )
     prompts: str = setting(
         "prompt-lengths",
-        "Prompts have so many tokens: 256, 16-512 (logarithms spread evenly), or several with weights: "
-        "64:3,1024-4096:1.",
+        "Tokens of prompts: 256, or 16-512 (logarithms spread evenly), or several with weights: 64:3,1024-4096:1.",
         "256",
         first=True,
     )
@@ -1543,7 +1535,7 @@ class PredictionConfig:
     )
     running: str = setting(
         "from",
-        "The rate and the lengths are those of the running cluster behind the proxy at this URL.",
+        "Rate and lengths are those of the running cluster at this proxy's URL.",
         "",
         metavar="URL",
         first=True,
@@ -1561,8 +1553,7 @@ class PredictionConfig:
     )
     prefill: int = setting(
         "prefill",
-        "The prediction is for a cluster of so many prefill nodes and those below. With none at all, the smallest "
-        "cluster is looked for.",
+        "The cluster has this many prefill nodes. Without any numbers of nodes, the smallest cluster is looked for.",
         0,
         minimum=0,
         maximum=1024,
@@ -1575,7 +1566,9 @@ class PredictionConfig:
         "nodes-per-machine", "So many nodes divide the cores of one machine.", 1, minimum=1, maximum=2, first=True
     )
     disaggregation: Disaggregation = setting(
-        "disaggregation", "Decode nodes give these prompts to prefill nodes.", Disaggregation.AUTO
+        "disaggregation",
+        "Which prompts a decode node gives to prefill nodes. 'auto' gives those that are estimated to be faster there.",
+        Disaggregation.AUTO,
     )
     requests: int = setting(
         "plan-requests", "The prediction draws this many requests.", 2000, minimum=10, maximum=1_000_000

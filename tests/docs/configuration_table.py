@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -38,10 +39,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
-A flag wins over its environment variable, the variable wins over the TOML file of `--config` (or `PDSERVE_CONFIG`),
-and the file wins over the default. A misspelt flag, variable, section or key is an error, which names the nearest
-right one. The variables and the file may have settings of other subcommands, so all processes of a host can share
-them. Every name that begins with `PDSERVE_` is reserved.
+A flag wins over its environment variable, the variable over the TOML file of `--config` (or `PDSERVE_CONFIG`), and the file
+over the default. A misspelt name is an error, which names the nearest right one. Variables and file may have settings of other
+subcommands, so all processes of a host can share them. Names that begin with `PDSERVE_` are reserved.
 
 ```toml
 # pdserve decode --config decode.toml
@@ -58,14 +58,12 @@ proxy = ["tcp://10.0.0.1:8100"]
 cores = "0-7"
 ```
 
-In the environment, lists are separated by commas: `PDSERVE_PROXY=tcp://10.0.0.1:8100,tcp://10.0.0.2:8100`.
-
-This page is written by `python -m tests.docs.configuration_table`; the texts come from `pdserve/config.py` and
-`pdserve/bench_config.py`.
+Commas separate lists in the environment: `PDSERVE_PROXY=tcp://10.0.0.1:8100,tcp://10.0.0.2:8100`.
+`python -m tests.docs.configuration_table` writes this page.
 """
 
 _ROOTS = {
-    "`pdserve prefill`, `pdserve decode`, `pdserve mixed`": NodeConfig,
+    "Nodes": NodeConfig,
     "`pdserve proxy`": ProxyConfig,
     "`pdserve up`": UpConfig,
     "`pdserve doctor`": DoctorConfig,
@@ -89,20 +87,37 @@ _ROOTS = {
     "`pdserve bench goodput`": BenchGoodputConfig,
     "`pdserve bench compare`": BenchCompareConfig,
 }
+_ABOUT = {"Nodes": ["`pdserve prefill`, `pdserve decode` and `pdserve mixed` take these.", ""]}
 
 
 def render() -> str:
-    """Returns the whole page."""
-    return "\n".join([_HEAD, *(_root(title, root) for title, root in _ROOTS.items())])
+    """Returns the whole page. A setting that several subcommands share is explained once, at the first of them."""
+    explained: dict[str, str] = {}
+    return "\n".join([_HEAD, *(_root(title, root, explained) for title, root in _ROOTS.items())])
 
 
-def _root(title: str, root: type) -> str:
-    lines = [f"## {title}", ""]
+def _root(title: str, root: type, explained: dict[str, str]) -> str:
+    lines, elsewhere = [f"## {title}", "", *_ABOUT.get(title, [])], dict[str, list[str]]()
     for (section, heading), group in groupby(settings_of(root), key=lambda setting: (setting.section, setting.title)):
-        lines += [f"### `[{section}]` {heading}", "", "| flag | variable | default | |", "|---|---|---|---|"]
-        lines += [_row(setting) for setting in group]
-        lines.append("")
+        rows = {_row(setting): f"`--{setting.flag}`" for setting in group}
+        own = [row for row in rows if row not in explained]
+        if own:
+            head = ["| flag | variable | default | |", "|---|---|---|---|"]
+            lines += [f"### `[{section}]` {heading}", "", *head, *own, ""]
+        places = {explained[row] for row in rows if row in explained}
+        for where in sorted(places):
+            # Of a section that is all there, the name is enough.
+            shared = [flag for row, flag in rows.items() if explained.get(row) == where]
+            elsewhere.setdefault(where, []).extend([f"`[{section}]`"] if len(shared) == len(rows) > 2 else shared)
+        explained |= dict.fromkeys(own, title)
+    if elsewhere:
+        also = (f"from [{where}](#{_anchor(where)}) {', '.join(names)}" for where, names in elsewhere.items())
+        lines += [f"The same as elsewhere on this page: {'; '.join(also)}.", ""]
     return "\n".join(lines)
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def _row(setting: Setting) -> str:
