@@ -39,9 +39,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
-A flag wins over its environment variable, the variable over the TOML file of `--config` (or `PDSERVE_CONFIG`), and the file
-over the default. A misspelt name is an error, which names the nearest right one. Variables and file may have settings of other
-subcommands, so all processes of a host can share them. Names that begin with `PDSERVE_` are reserved.
+A flag wins over its environment variable, the variable over the TOML file of `--config` (or `PDSERVE_CONFIG`), and the
+file over the default. A misspelt name is an error, which names the nearest right one. Variables and file may have
+settings of other subcommands, so all processes of a host can share them. Names that begin with `PDSERVE_` are reserved.
 
 ```toml
 # pdserve decode --config decode.toml
