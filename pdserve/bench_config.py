@@ -286,25 +286,27 @@ class BenchProxyConfig:
 class FailoverBenchConfig:
     """A cluster on this machine, whose decode nodes are killed, stopped or drained under running streams."""
 
-    rounds: int = setting("rounds", "faults, one after the other", 20, minimum=1)
+    rounds: int = setting("rounds", "This many faults happen, one after the other.", 20, minimum=1)
     faults: tuple[str, ...] = setting(
         "faults",
-        "what happens to a decode node, in turns: kill (SIGKILL), hang (SIGSTOP) or drain (SIGTERM)",
+        "These happen to a decode node, in turns: kill (SIGKILL), hang (SIGSTOP) or drain (SIGTERM).",
         ("kill", "hang"),
     )
-    prefill: int = setting("prefill", "prefill nodes", 1, minimum=0)
-    decode: int = setting("decode", "decode nodes", 2, minimum=2)
-    clients: int = setting("clients", "streams in each round", 4, minimum=1)
-    prompt_tokens: int = setting("prompt-tokens", "tokens of each prompt", 256, minimum=1)
-    output_tokens: int = setting("output-tokens", "tokens of each answer", 128, minimum=2)
+    prefill: int = setting("prefill", "The cluster has this many prefill nodes.", 1, minimum=0)
+    decode: int = setting("decode", "The cluster has this many decode nodes.", 2, minimum=2)
+    clients: int = setting("clients", "Each round has this many streams.", 4, minimum=1)
+    prompt_tokens: int = setting("prompt-tokens", "Each prompt has this many tokens.", 256, minimum=1)
+    output_tokens: int = setting("output-tokens", "Each answer has this many tokens.", 128, minimum=2)
     vocab_size: int = setting(
-        "prompt-vocab", "prompts are made of token ids below this; at most the model's own", 32_000, minimum=4
+        "prompt-vocab", "Prompts have token ids below this number, at most the model's own.", 32_000, minimum=4
     )
-    seed: int = setting("seed", "of the prompts and the faults", 0, minimum=0)
+    seed: int = setting("seed", "Prompts and faults follow from this seed.", 0, minimum=0)
     startup_timeout_s: float = setting(
-        "startup-timeout-s", "seconds that all nodes get to come up", 300.0, minimum=1, maximum=86_400
+        "startup-timeout-s", "All nodes together get this many seconds to start.", 300.0, minimum=1, maximum=86_400
     )
-    limit_s: float = setting("round-timeout-s", "seconds that one round may take", 120.0, minimum=1, maximum=86_400)
+    limit_s: float = setting(
+        "round-timeout-s", "One round may take this many seconds.", 120.0, minimum=1, maximum=86_400
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,12 +353,12 @@ class RolesBenchConfig:
         minimum=0.1,
         maximum=86_400_000,
     )
-    step_ms: float = setting("step-ms", "Each step takes this many milliseconds,", 15.0, minimum=0, maximum=60_000)
+    step_ms: float = setting("step-ms", "Each step takes this many milliseconds.", 15.0, minimum=0, maximum=60_000)
     row_ms: float = setting(
-        "row-ms", "and this many more for each request that decodes,", 5.0, minimum=0, maximum=60_000
+        "row-ms", "Each request that decodes adds this many milliseconds to a step.", 5.0, minimum=0, maximum=60_000
     )
     prompt_tokens_per_s: float = setting(
-        "pace-tokens-per-s", "and the time in which so many tokens of prompts take a second.", 800.0, minimum=1
+        "pace-tokens-per-s", "Prompts add to a step: one second for this many tokens.", 800.0, minimum=1
     )
     max_num_seqs: int = setting("bench-max-num-seqs", "One step has at most this many requests.", 32, minimum=1)
     seed: int = setting("seed", "The prompts and the times of the requests follow from this seed.", 0, minimum=0)
@@ -389,14 +391,14 @@ class BenchRolesConfig:
 class TurnsBenchConfig:
     """Conversations with two clusters on this machine, one of which returns the KV blocks of answers."""
 
-    conversations: int = setting("conversations", "Each cluster has so many conversations.", 6, minimum=1)
-    turns: int = setting("turns", "A conversation has so many turns.", 5, minimum=1)
-    decode: int = setting("decode", "Each cluster has so many decode nodes, beside one prefill node.", 1, minimum=1)
+    conversations: int = setting("conversations", "Each cluster has this many conversations.", 6, minimum=1)
+    turns: int = setting("turns", "A conversation has this many turns.", 5, minimum=1)
+    decode: int = setting("decode", "Each cluster has this many decode nodes, beside one prefill node.", 1, minimum=1)
     first_tokens: int = setting("first-tokens", "The first prompt has this many tokens.", 256, minimum=1)
     new_tokens: int = setting("new-tokens", "Each later turn adds this many tokens.", 32, minimum=1)
     output_tokens: int = setting("output-tokens", "Each answer has this many tokens.", 192, minimum=2)
     pause_s: float = setting(
-        "pause-s", "A client waits for so many seconds between two turns.", 0.5, minimum=0, maximum=86_400
+        "pause-s", "A client waits this many seconds between two turns.", 0.5, minimum=0, maximum=86_400
     )
     vocab_size: int = setting(
         "prompt-vocab",
@@ -481,8 +483,8 @@ class PlanBenchConfig:
         metavar="FILE",
     )
     keep_profile: str = setting("keep-profile", "The first profile goes to this file.", "", metavar="FILE")
-    prompts: str = setting("prompt-lengths", "Prompts have so many tokens, as in pdserve plan.", "64-512")
-    outputs: str = setting("output-lengths", "Answers have so many tokens.", "16-128")
+    prompts: str = setting("prompt-lengths", "Tokens of prompts, in the form of pdserve plan.", "64-512")
+    outputs: str = setting("output-lengths", "Tokens of answers, in the same form.", "16-128")
     rate_percents: tuple[int, ...] = setting(
         "rate-percents",
         "Requests come at these rates, in percent of the most that the mixed node is predicted to answer.",

@@ -1453,7 +1453,7 @@ class WatchConfig:
     )
     api_key_file: str = setting("api-key-file", "The proxy gets the first key in this file.", "", first=True)
     interval_s: float = setting(
-        "interval-s", "So many seconds lie between two looks.", 1.0, minimum=0.1, maximum=3600, first=True
+        "interval-s", "This many seconds lie between two looks.", 1.0, minimum=0.1, maximum=3600, first=True
     )
     once: Switch = setting(
         "once", "One report is printed, after two looks, so that it has rates.", Switch.OFF, bare="on", first=True
@@ -1513,7 +1513,7 @@ class PredictionConfig:
     )
     rate: float = setting(
         "rate",
-        "So many requests come in a second, independently of each other.",
+        "This many requests come in a second, independently of each other.",
         0.0,
         minimum=0,
         maximum=1e6,
@@ -1525,7 +1525,9 @@ class PredictionConfig:
         "256",
         first=True,
     )
-    outputs: str = setting("output-lengths", "Answers have so many tokens, in the same form.", "64", first=True)
+    outputs: str = setting(
+        "output-lengths", "Tokens of answers, in the same form as --prompt-lengths.", "64", first=True
+    )
     trace: str = setting(
         "trace",
         'The requests come as in this file, one a line: {"at_s": 0.25, "prompt_tokens": 256, "output_tokens": 64}.',
@@ -1541,7 +1543,7 @@ class PredictionConfig:
         first=True,
     )
     look_s: float = setting(
-        "look-s", "The running cluster's rate is counted for so many seconds.", 30.0, minimum=1, maximum=3600
+        "look-s", "The running cluster's requests are counted for this many seconds.", 30.0, minimum=1, maximum=3600
     )
     percentile: float = setting(
         "percentile",
@@ -1563,7 +1565,7 @@ class PredictionConfig:
     mixed: int = setting("mixed", "It has this many mixed nodes.", 0, minimum=0, maximum=1024, first=True)
     most_nodes: int = setting("max-nodes", "No larger cluster is looked at.", 64, minimum=1, maximum=1024, first=True)
     nodes_per_machine: int = setting(
-        "nodes-per-machine", "So many nodes divide the cores of one machine.", 1, minimum=1, maximum=2, first=True
+        "nodes-per-machine", "This many nodes divide the cores of one machine.", 1, minimum=1, maximum=2, first=True
     )
     disaggregation: Disaggregation = setting(
         "disaggregation",
