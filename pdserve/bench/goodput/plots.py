@@ -20,6 +20,13 @@ from pdserve.bench.report import Report, Row
 from pdserve.errors import BenchError
 
 GOODPUT_PLOT, LATENCY_PLOT = "goodput.svg", "goodput-latency.svg"
+LABELS = {
+    MIXED: "pdserve, one node",
+    AUTO: "pdserve, prefill + decode",
+    ALWAYS: "pdserve, prefill + decode (always)",
+}
+"""What the plots call pdserve's systems. Another server has the name that ``--add`` gives it."""
+_DEMO = "SmolLM2-135M-Instruct (Q4_1)"
 _COLOURS = {AUTO: "#2f81f7", MIXED: "#d1603d", ALWAYS: "#2da44e"}
 _OTHER_COLOURS = ("#a371f7", "#c69026", "#db61a2", "#39a0a8")
 
@@ -97,7 +104,7 @@ def write_plot(report: Report, folder: Path) -> None:
 
 def _goodput_figure(report: Report) -> Figure:
     shapes = shapes_of(report, Loop.OPEN)
-    figure = Figure(figsize=(9, 3.2 * max(1, len(shapes))), layout="constrained")
+    figure = Figure(figsize=(9, 3.6 * max(1, len(shapes))), layout="constrained")
     panels = figure.subplots(max(1, len(shapes)), len(Tightness), squeeze=False)
     for shape, line in zip(shapes, panels, strict=False):
         for tightness, axes in zip(Tightness, line, strict=True):
@@ -107,7 +114,13 @@ def _goodput_figure(report: Report) -> Figure:
             axes.plot([0, highest], [0, highest], color=INK, linewidth=0.8, linestyle=":")
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
-            _finish(axes, f"{shape}, {tightness.value} ITL target", "requests a second", "good answers a second")
+            _finish(
+                axes,
+                f"{lengths(shape)}\n{tightness.value} target for pauses between tokens",
+                "requests a second",
+                "good answers a second",
+            )
+    _entitle(figure, report)
     return figure
 
 
@@ -115,7 +128,7 @@ def _latency_figure(report: Report) -> Figure:
     shapes = shapes_of(report, Loop.CLOSED)
     columns = min(2, max(1, len(shapes)))
     lines_of_panels = max(1, -(-len(shapes) // columns))
-    figure = Figure(figsize=(5.0 * columns if columns > 1 else 7.5, 3.8 * lines_of_panels), layout="constrained")
+    figure = Figure(figsize=(5.0 * columns if columns > 1 else 7.5, 4.4 * lines_of_panels), layout="constrained")
     panels = figure.subplots(lines_of_panels, columns, squeeze=False).flat
     for axes in list(panels)[len(shapes) :]:
         axes.set_visible(False)
@@ -126,8 +139,32 @@ def _latency_figure(report: Report) -> Figure:
         for scale in (axes.xaxis, axes.yaxis):
             scale.set_major_formatter("{x:,g}")
             scale.set_minor_formatter("{x:,g}")
-        _finish(axes, f"{shape} tokens, by clients: lower left is better", "TTFT p50, ms", "ITL p99, ms")
+        _finish(
+            axes,
+            f"{lengths(shape)}\nthe number at a point is that of the clients; lower left is better",
+            "time to first token, median, ms",
+            "pause between tokens, p99, ms",
+        )
+    _entitle(figure, report)
     return figure
+
+
+def lengths(shape: str) -> str:
+    """Returns what a shape of requests is, in words."""
+    prompt, _, answer = shape.partition("/")
+    return f"prompts of {prompt} tokens, answers of {answer}" if answer else "prompts and answers of many lengths"
+
+
+def _entitle(figure: Figure, report: Report) -> None:
+    """Writes the model and the machine over a figure, and the systems' names below it."""
+    labels = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    # matplotlib gives a line without a label one that begins with an underscore.
+    shown = {label: line for label, line in labels.items() if not label.startswith("_")}
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3, fontsize=9)
+    model = report.settings.get("PDSERVE_MODEL", "")
+    named = _DEMO if model == "demo" else model
+    machine = f"{report.machine.cores} cores ({report.machine.cpu.replace('(R)', '')})"
+    figure.suptitle(f"{named} on {machine}" if named else machine, color=INK, fontsize=10)
 
 
 def _draw(axes: Axes, lines: Lines) -> None:
@@ -135,7 +172,7 @@ def _draw(axes: Axes, lines: Lines) -> None:
     for system, points in lines.items():
         colour = _COLOURS.get(system) or next(others, INK)
         axes.plot(
-            [point.x for point in points], [point.y for point in points], "o-", color=colour, label=system, markersize=4
+            [point.x for point in points], [point.y for point in points], "o-", color=colour, label=LABELS.get(system, system), markersize=4
         )
         for point in points:
             axes.annotate(point.load, (point.x, point.y), (4, 4), textcoords="offset points", color=colour, fontsize=9)
@@ -146,7 +183,6 @@ def _finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(which="both")
-    axes.legend(fontsize=9)
 
 
 def _save(figure: Figure, path: Path, title: str) -> None:

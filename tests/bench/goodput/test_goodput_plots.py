@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdserve.bench.goodput.plots import (
     GOODPUT_PLOT,
+    LABELS,
     LATENCY_PLOT,
     goodput_lines,
     latency_lines,
+    lengths,
     shapes_of,
     write_plot,
 )
@@ -43,7 +46,16 @@ def test_both_plots_are_the_same_for_the_same_figures_and_name_every_system(tmp_
     for name in (GOODPUT_PLOT, LATENCY_PLOT):
         drawn = (tmp_path / name).read_text()
         assert drawn == (tmp_path / "again" / name).read_text()
-        assert all(f">{system}</text>" in drawn for system in ("mixed", "always", "auto"))
+        assert all(f">{LABELS[system]}</text>" in drawn for system in ("mixed", "always", "auto"))
+
+
+def test_a_plot_names_the_model_the_machine_and_the_lengths(tmp_path: Path) -> None:
+    write_plot(msgspec.structs.replace(goodput_report(), settings={"PDSERVE_MODEL": "demo"}), tmp_path)
+    for name in (GOODPUT_PLOT, LATENCY_PLOT):
+        drawn = (tmp_path / name).read_text()
+        assert "SmolLM2-135M-Instruct (Q4_1) on " in drawn
+        assert "prompts of 8 tokens, answers of 5" in drawn
+    assert lengths("mix") == "prompts and answers of many lengths"
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
