@@ -1,4 +1,4 @@
-"""Writes the figures of docs/benchmarks/deploy.md from a run's report: ``python -m tests.deploy_containers.page``."""
+"""Writes the figures of the manifests in docs/benchmarks.md: ``python -m tests.deploy_containers.page``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.deploy_containers.report import markdown, read_report
+from tests.deploy_containers.report import read_report, summary
 from tests.docs.page_part import with_part
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "benchmarks" / "deploy.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 REPORT = ROOT / "docs" / "benchmarks" / "deploy" / "report.json"
 LAST_RUN = ROOT / ".deploy" / "report.json"
 BEGIN = "<!-- written by tests/deploy_containers/page.py from deploy/report.json -->"
@@ -27,7 +27,7 @@ def main() -> int:
             print(f"{LAST_RUN} has not passed", file=sys.stderr)
             return 1
         shutil.copyfile(LAST_RUN, REPORT)
-    PAGE.write_text(written(PAGE.read_text(), markdown(read_report(REPORT))))
+    PAGE.write_text(written(PAGE.read_text(), summary(read_report(REPORT))))
     return 0
 
 

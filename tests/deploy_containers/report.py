@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,20 +85,48 @@ def read_report(path: Path) -> Report:
 
 
 def markdown(report: Report) -> str:
-    """Returns the report as a part of a page."""
+    """Returns the whole report as Markdown."""
+    return "\n\n".join([_head(report), *(_scenario(verdict) for verdict in report.verdicts)])
+
+
+def summary(report: Report) -> str:
+    """Returns the report as a part of a page: a line for each scenario, with the least and the most of each figure."""
+    lines = ["| scenario | verdict | figures, least to most |", "|---|---|---|"]
+    lines += [
+        f"| {verdict.scenario} | {_word(verdict)}, {verdict.seconds:.0f} s | {'; '.join(_spans(verdict.figures))} |"
+        for verdict in report.verdicts
+    ]
+    return "\n\n".join([_head(report), "\n".join(lines)])
+
+
+def _spans(figures: Sequence[Figure]) -> list[str]:
+    """Returns each figure's name, and its least and its most value."""
+    by_name: dict[str, list[Figure]] = {}
+    for figure in figures:
+        by_name.setdefault(figure.name, []).append(figure)
+    spans = []
+    for name, found in by_name.items():
+        least, most = (str(end(found, key=lambda figure: figure.value)) for end in (min, max))
+        spans.append(f"{name} {least}" if least == most else f"{name} {least} to {most}")
+    return spans
+
+
+def _head(report: Report) -> str:
     passed = sum(verdict.passed for verdict in report.verdicts)
     seconds = sum(verdict.seconds for verdict in report.verdicts)
-    head = (
+    return (
         f"`make test-deploy` on {report.cores} cores ({report.cpu}), {report.measured} UTC: {passed} of "
         f"{len(report.verdicts)} scenarios passed, in {seconds / 60:.0f} minutes after the image was built. The image "
         f"has {report.image_bytes / 1e9:.2f} GB. Changed to fit the machine: {', '.join(report.changes)}."
     )
-    return "\n\n".join([head, *(_scenario(verdict) for verdict in report.verdicts)])
+
+
+def _word(verdict: Verdict) -> str:
+    return "passed" if verdict.passed else "**failed**"
 
 
 def _scenario(verdict: Verdict) -> str:
-    word = "passed" if verdict.passed else "**failed**"
-    parts = [f"**{verdict.scenario.capitalize()}**: {word}, {verdict.seconds:.0f} s. {verdict.shows}"]
+    parts = [f"**{verdict.scenario.capitalize()}**: {_word(verdict)}, {verdict.seconds:.0f} s. {verdict.shows}"]
     parts += ["\n".join(f"* {problem}" for problem in verdict.problems)] if verdict.problems else []
     if alone := [f"{figure.name}: {figure}" for figure in verdict.figures if not figure.of]:
         parts.append(f"{'; '.join(alone)}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.deploy_containers.page import PAGE, REPORT, written
-from tests.deploy_containers.report import Findings, Report, Verdict, markdown, read_report
+from tests.deploy_containers.report import Findings, Report, Verdict, markdown, read_report, summary
 
 
 def report(*verdicts: Verdict) -> Report:
@@ -41,10 +41,19 @@ def test_figures_are_shown_in_a_table_by_what_they_are_about() -> None:
     )
 
 
+def test_a_summary_has_a_line_for_each_scenario() -> None:
+    found = Findings()
+    found.figure("ready after", 3.456, "s", of="pdserve-proxy-0")
+    found.figure("ready after", 20, "s", of="pdserve-decode-0")
+    found.figure("failed", 0, of="pdserve-decode-0")
+    shown = summary(report(Verdict("start", "It starts.", 61.2, found.figures, ["a stream ended early"])))
+    assert shown.endswith("\n| start | **failed**, 61 s | ready after 3.5 s to 20 s; failed 0 |")
+
+
 def test_the_page_has_the_committed_figures() -> None:
     again = "python -m tests.deploy_containers.page writes them anew"
     found = read_report(REPORT)
     assert found.passed
-    assert written(PAGE.read_text(), markdown(found)) == PAGE.read_text(), again
+    assert written(PAGE.read_text(), summary(found)) == PAGE.read_text(), again
     with pytest.raises(AssertionError, match="no place"):
         written("a page", "figures")

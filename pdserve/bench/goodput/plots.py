@@ -172,7 +172,12 @@ def _draw(axes: Axes, lines: Lines) -> None:
     for system, points in lines.items():
         colour = _COLOURS.get(system) or next(others, INK)
         axes.plot(
-            [point.x for point in points], [point.y for point in points], "o-", color=colour, label=LABELS.get(system, system), markersize=4
+            [point.x for point in points],
+            [point.y for point in points],
+            "o-",
+            color=colour,
+            markersize=4,
+            label=LABELS.get(system, system),
         )
         for point in points:
             axes.annotate(point.load, (point.x, point.y), (4, 4), textcoords="offset points", color=colour, fontsize=9)
