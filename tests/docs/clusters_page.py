@@ -1,4 +1,4 @@
-"""Writes the table of simulated clusters in when-it-pays-off.md: ``python -m tests.docs.clusters_page``, two minutes.
+"""Writes the table of simulated clusters in when-it-pays-off.md: ``python -m tests.docs.clusters_page``, some minutes.
 
 ``pdserve plan`` simulates four nodes, each on a machine of its own, with the step times of a measured profile.
 """
@@ -45,6 +45,7 @@ CASES = (
     Case(1024, 32, 2.8, 4000, 25),
     Case(1024, 32, 2.8, 4000, 60),
     Case(1024, 256, 1.2, 4000, 25),
+    Case(1024, 256, 1.6, 4000, 25),
     Case(1024, 256, 1.6, 4000, 60),
 )
 
