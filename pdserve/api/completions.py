@@ -577,7 +577,7 @@ def check_model(name: str | None, node: ServingNode) -> None:
     """Raises NotFound if ``name`` is not this node's model."""
     if name is not None and name != node.model:
         raise NotFound(
-            f"the model {name[:200]!r} does not exist; this cluster serves {node.model!r}",
+            f"the model {name[:200]!r} does not exist here; here is {node.model!r}",
             param="model",
             code="model_not_found",
         )

@@ -126,7 +126,7 @@ class InformationRoutes:
         self._check_key()
         card = self._cards().get(name)
         if card is None:
-            raise model_not_found(name)
+            raise model_not_found(name, self._cards())
         return _json(card)
 
     def _check_host(self, what: str) -> None:

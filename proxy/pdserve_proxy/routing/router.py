@@ -7,7 +7,7 @@ until a node comes or goes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -22,6 +22,9 @@ from pdserve_proxy.routing.policies import Policy, make_policy
 RETRY_AFTER_S = 1
 MAX_POLICIES = 256
 """The number of models, or of fingerprints, for which a policy is kept; the oldest is forgotten first."""
+
+MAX_NAMED = 8
+"""The number of models that an error names."""
 
 MAX_GROUPS = 1024
 """The number of groups of nodes that are kept; all are forgotten when there are more."""
@@ -214,9 +217,14 @@ def requested_model(serving: Serving, asked: str | None) -> str:
             raise InvalidRequest("'model' is missing, and this cluster serves more than one", param="model")
         return next(iter(serving.models))
     if asked not in serving.models:
-        raise model_not_found(asked)
+        raise model_not_found(asked, serving.models)
     return asked
 
 
-def model_not_found(name: str) -> NotFound:
-    return NotFound(f"the model {name[:200]!r} does not exist here", param="model", code="model_not_found")
+def model_not_found(name: str, known: Iterable[str]) -> NotFound:
+    """Returns the error for a model that is not among those that are ``known``."""
+    names = sorted(known)
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    listed = ", ".join(map(repr, names[:MAX_NAMED])) + more
+    here = f"; here {'are' if len(names) > 1 else 'is'} {listed}" if names else ""
+    return NotFound(f"the model {name[:200]!r} does not exist here{here}", param="model", code="model_not_found")
