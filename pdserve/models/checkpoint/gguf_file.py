@@ -83,6 +83,15 @@ def read_gguf(path: Path) -> GgufFile:
     return _read_once(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
+def read_gguf_start(path: Path) -> GgufFile | None:
+    """Returns the header of a file that may end early, or None if the header is not whole."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read(path, _Cursor(data))
+    except (OSError, ValueError, struct.error):
+        return None
+
+
 def forget_gguf() -> None:
     """Frees the header that ``read_gguf`` keeps, which has all tokens and merges of a tokenizer."""
     _read_once.cache_clear()

@@ -26,7 +26,7 @@ _CODE = (Path(__file__), Path(__file__).with_name("gguf_file.py"), Path(__file__
 _KEPT = 16
 """So many tokenizers are kept, those that were used last."""
 _LOCK_TIMEOUT_S = 60.0
-_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model")
+TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model")
 """The files of a folder that a tokenizer may be made of."""
 
 
@@ -71,7 +71,7 @@ def read_tokenizer(model: Path, cache_dir: Path | None = None) -> KeptTokenizer:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Returns the files of a model's folder that its tokenizer and chat template may be made of."""
-    return sorted(found for kind in _FILES for found in folder.glob(kind))
+    return sorted(found for kind in TOKENIZER_FILES for found in folder.glob(kind))
 
 
 def _key(model: Path, cache_dir: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,12 +16,10 @@ from safetensors import SafetensorError, safe_open
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.weight_list import PLAIN_FORMATS, WHOLE_FORMATS, weight_files
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 ALL = slice(None)
-PLAIN_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""The number formats of weights that are not quantised, as safetensors files name them."""
-WHOLE_FORMATS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 """The last part of the names of tables in older exports, which the configuration's settings give, too."""
 
@@ -247,23 +244,3 @@ def _tensor_files(path: Path) -> TensorFiles:
     from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 
     return GgufTensors(path)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a model folder: those of its index, or ``model.safetensors``, or all."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError) as exc:
-            raise ModelError(f"{index} cannot be read: {exc}") from exc
-        if any(Path(name).name != name for name in names):
-            raise ModelError(f"{index} names files outside its folder")
-        return [folder / name for name in names]
-    if (whole := folder / "model.safetensors").exists():
-        # Some folders have the same weights once more, in a file and with names that are for another program.
-        return [whole]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} has no .safetensors files")
-    return files
