@@ -253,19 +253,32 @@ class StatusPage(enum.Enum):
     OFF = "off"
 
 
+_MODEL_HELP = (
+    "The model is a name of the hub (org/name, org/name@revision, org/name:Q4_K_M, org/name/file.gguf), a Hugging Face "
+    "folder, a .gguf file, or 'demo' for SmolLM2-135M-Instruct."
+)
+
+
+def _offline() -> Any:
+    return setting(
+        "offline",
+        "No model is fetched: a name of the hub means what is in the cache of Hugging Face models. HF_HUB_OFFLINE does "
+        "the same.",
+        Switch.OFF,
+        bare="on",
+        first=True,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The model and the device that computes it."""
 
-    path: str = setting(
-        "model",
-        "The model is a Hugging Face folder, a .gguf file, or 'demo' for SmolLM2-135M-Instruct.",
-        "demo",
-        first=True,
-    )
+    path: str = setting("model", _MODEL_HELP, "demo", first=True)
     served_model_name: str = setting(
         "served-model-name",
-        "Clients ask for the model by this name. If it is empty, they use the name of the folder or file.",
+        "Clients ask for the model by this name. If it is empty, they use the name of the hub as --model has it, "
+        "without a revision, or the name of the folder or file.",
         "",
         former="served-name",
         first=True,
@@ -292,6 +305,7 @@ class ModelConfig:
         minimum=0,
         first=True,
     )
+    offline: Switch = _offline()
     device: Device = setting(
         "device",
         "This kind of device computes. 'auto' takes a GPU if there is one, and otherwise the CPU.",
@@ -1303,6 +1317,28 @@ class UpConfig:
     stream: StreamConfig = field(default_factory=StreamConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchConfig:
+    """The model that is meant, and whether the hub may be asked for it."""
+
+    path: str = setting("model", _MODEL_HELP, "", first=True)
+    offline: Switch = _offline()
+
+
+@dataclass(frozen=True, slots=True)
+class PullConfig:
+    """The settings of ``pdserve pull``."""
+
+    model: FetchConfig = field(default_factory=FetchConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsConfig:
+    """The settings of ``pdserve models``."""
+
+    model: FetchConfig = field(default_factory=FetchConfig)
 
 
 @dataclass(frozen=True, slots=True)

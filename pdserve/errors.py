@@ -3,6 +3,7 @@
     PdserveError
     ├── ConfigError             a setting is wrong; raised before anything starts
     ├── ModelError              a model folder cannot be read, or its architecture is not supported
+    ├── HubError                the hub of models cannot be asked, or what it gives is not right
     ├── WireError               a message from another process is not acceptable
     │   ├── MalformedFrame          not the MessagePack that the channel expects
     │   │   └── UnreadableMessage       though this cluster made it: a newer or older pdserve
@@ -69,6 +70,10 @@ class ModelError(PdserveError):
     """A model cannot be loaded. The message says what is missing or not supported."""
 
 
+class HubError(PdserveError):
+    """A model cannot be fetched now: no network, no room on the disk, a hub with too much to do, spoilt bytes."""
+
+
 class WireError(PdserveError):
     """A message from another process was dropped."""
 
@@ -120,6 +125,12 @@ class TransferError(PdserveError):
     """The KV cache of one request did not arrive. The request itself can still be served."""
 
 
+_ADVICE = {
+    "protocol": ": upgrade the older one",
+    "fingerprint": ": they have other files of the model, and each node's log names its revision",
+}
+
+
 class HandshakeRefused(TransferError):
     """Two engines do not fit together.
 
@@ -127,7 +138,7 @@ class HandshakeRefused(TransferError):
     """
 
     def __init__(self, field: str, ours: str, theirs: str) -> None:
-        advice = ": upgrade the older one" if field == "protocol" else ""
+        advice = _ADVICE.get(field, "")
         super().__init__(f"engines do not fit: {field} is {ours} here and {theirs} there{advice}")
         self.field = field
         self.ours = ours

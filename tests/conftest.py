@@ -26,6 +26,9 @@ ONE_CLUSTER = ("attacks", "cluster", "hosts")
 # here and in every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# No test asks a hub of models beyond this machine. Those with a hub of their own say so to their processes.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 VOCABULARY = 49_152
 """The vocabulary of the demo model's tokenizer: the model has to know every token that a text becomes."""
 

@@ -22,7 +22,6 @@ OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "te
 # A dependency exposes these packages in its own interface, and so installs them.
 BROUGHT = {
     "uvloop": "uvicorn",
-    "huggingface_hub": "transformers",
     "tokenizers": "transformers",
     "werkzeug": "quart",
     "multidict": "aiohttp",

@@ -110,10 +110,10 @@ def _engine(config: BenchEngineConfig, environ: Mapping[str, str]) -> Report:
     pin_to_cores(config.cpu.cores)
     from pdserve.bench.engine import benchmark
     from pdserve.engine.runner_loading import cpu_kernels
-    from pdserve.models.checkpoint.demo import resolve_model
+    from pdserve.hub.finding import find_model
 
     cache_dir = cache_folder(environ)
-    folder = resolve_model(config.model.path)
+    folder = find_model(config.model, environ).path
     return benchmark.run(config, folder, lambda: cpu_kernels(config.cpu.kernels, cache_dir), cache_dir)
 
 
@@ -133,10 +133,10 @@ def _transfer(config: BenchTransferConfig, environ: Mapping[str, str]) -> Report
     cores = two_cores(config.cpu.cores or tuple(sorted(os.sched_getaffinity(0))))
     pin_to_cores(cores[:1])
     from pdserve.bench.transfer import benchmark
-    from pdserve.models.checkpoint.demo import resolve_model
+    from pdserve.hub.finding import find_model
 
     cache_dir = cache_folder(environ)
-    folder = resolve_model(config.model.path)
+    folder = find_model(config.model, environ).path
     return benchmark.run(config, folder, cores, environ, cache_dir)
 
 
@@ -171,9 +171,9 @@ def _goodput(config: BenchGoodputConfig, environ: Mapping[str, str]) -> Report:
 
 def _plan(config: BenchPlanConfig, environ: Mapping[str, str]) -> Report:
     from pdserve.bench.plan import benchmark
-    from pdserve.models.checkpoint.demo import resolve_model
+    from pdserve.hub.finding import find_model
 
-    return benchmark.run(config, resolve_model(config.model.path), environ)
+    return benchmark.run(config, find_model(config.model, environ).path, environ)
 
 
 def _turns(config: BenchTurnsConfig, environ: Mapping[str, str]) -> Report:

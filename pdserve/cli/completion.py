@@ -15,9 +15,11 @@ from pdserve.config import (
     DoctorConfig,
     DrainConfig,
     LiveConfig,
+    ModelsConfig,
     NodeConfig,
     PlanConfig,
     ProxyConfig,
+    PullConfig,
     RequestTraceConfig,
     RoleConfig,
     TopConfig,
@@ -29,6 +31,9 @@ from pdserve.wire.discovery import Role
 
 CONFIGS: Mapping[str, type[Any]] = {
     "up": UpConfig,
+    "serve": UpConfig,
+    "pull": PullConfig,
+    "models": ModelsConfig,
     "proxy": ProxyConfig,
     "prefill": NodeConfig,
     "decode": NodeConfig,

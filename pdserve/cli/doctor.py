@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,8 +53,10 @@ def _model(config: DoctorConfig, environ: Mapping[str, str]) -> EngineSpec | Non
     if not config.model.path:
         return None
     from pdserve.doctor.local_model import local_spec
+    from pdserve.hub.finding import find_model
 
-    return local_spec(config.model, config.cache, config.cpu.kernels, cache_folder(environ))
+    model = dataclasses.replace(config.model, path=str(find_model(config.model, environ).path))
+    return local_spec(model, config.cache, config.cpu.kernels, cache_folder(environ))
 
 
 def _width() -> int:

@@ -26,6 +26,7 @@ _DESCRIPTION = (
 )
 _ROOTS: dict[str, type[ProxyConfig | UpConfig | NodeConfig]] = {
     "up": UpConfig,
+    "serve": UpConfig,
     "proxy": ProxyConfig,
     **{role.value: NodeConfig for role in Role},
 }

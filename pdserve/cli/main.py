@@ -15,7 +15,10 @@ from pdserve.settings.sources import suggestion
 from pdserve.wire.discovery import Role
 
 SUBCOMMANDS = {
-    "up": "a whole cluster on this machine",
+    "up": "a whole cluster on this machine: pdserve up MODEL",
+    "serve": "the same as up: pdserve serve MODEL",
+    "pull": "fetches a model into the cache of Hugging Face models: pdserve pull MODEL",
+    "models": "lists the models of that cache, and says whether a model can be served: pdserve models [MODEL]",
     "proxy": "the address that clients talk to; spreads requests over the nodes",
     "prefill": "a node that computes the KV cache of prompts for decode nodes",
     "decode": "a node that answers requests, with prompts computed by prefill nodes",
@@ -47,7 +50,7 @@ USAGE = "\n".join(
         "",
         "A cluster on this machine, and one question to it:",
         "",
-        "  pdserve up --model demo --ask 'What is a KV cache?'",
+        "  pdserve up demo --ask 'What is a KV cache?'",
     ]
 )
 

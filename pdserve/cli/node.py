@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 from pdserve.config import NodeConfig
 from pdserve.errors import ConfigError
+from pdserve.process import set_up_logging
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role
+
+log = logging.getLogger(__name__)
 
 _DESCRIPTIONS = {
     Role.PREFILL: (
@@ -32,16 +37,26 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     read_secret = partial(resolve_secret, config.security, _binds(config), state_folder(environ))
     secret = read_secret()
 
-    from pdserve.models.checkpoint.demo import resolve_model, served_model_name
+    from pdserve.hub.finding import FoundModel, known_model
 
+    set_up_logging(config.log, "api", node=config.discovery.name)
     cache_dir = cache_folder(environ)
-    model_dir = resolve_model(config.model.path)
-    name = config.model.served_model_name or served_model_name(config.model.path, model_dir)
+    found = known_model(config.model, environ)
+    if not isinstance(found, FoundModel):
+        from pdserve.cli.fetching_node import fetch_model
+
+        fetched = asyncio.run(fetch_model(found, config, environ))
+        if fetched is None:
+            return 0
+        found = fetched
+    if found.commit:
+        log.info("model %s, revision %s", found.name, found.commit)
+    name = config.model.served_model_name or found.name
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_model_name=name))
 
     from pdserve.api.server import serve
 
-    return serve(role, config, secret, model_dir, cache_dir, read_secret=read_secret)
+    return serve(role, config, secret, found.path, cache_dir, read_secret=read_secret)
 
 
 def _check(role: Role, config: NodeConfig) -> None:

@@ -207,11 +207,11 @@ def _profile(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     check_folder("--out", config.profile.out)
     cores = config.cpu.cores or tuple(os.sched_getaffinity(0))
     from pdserve.bench.plan.profiling import check_layout, measure
-    from pdserve.models.checkpoint.demo import resolve_model
+    from pdserve.hub.finding import find_model
     from pdserve.plan.profile import write_profile
 
     check_layout(config.profile.nodes, len(cores))
-    profile = asyncio.run(measure(config, resolve_model(config.model.path), environ))
+    profile = asyncio.run(measure(config, find_model(config.model, environ).path, environ))
     write_profile(profile, Path(config.profile.out))
     print(f"the profile of {profile.model} is in {config.profile.out}")
     return 0

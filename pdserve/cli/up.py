@@ -22,7 +22,7 @@ from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch
 from pdserve.core_ledger import private_ledger
 from pdserve.core_share import cores_within, cpu_quota
 from pdserve.http.tls import trusting_only
-from pdserve.models.checkpoint.demo import resolve_model, served_model_name
+from pdserve.hub.finding import find_model
 from pdserve.process import ChildDied
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder, with_current_names
 from pdserve.signals import stop_signals
@@ -45,9 +45,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     cache_dir = cache_folder(environ)
     node = load(NodeConfig, [], child_environ(config, environ, secret, file), prog="pdserve decode")
     with compiling_kernels(node, cache_dir) as compiling, private_ledger() as ledger:
-        folder = resolve_model(config.model.path)
-        name = config.model.served_model_name or served_model_name(config.model.path, folder)
-        config = replace(config, model=replace(config.model, path=str(folder), served_model_name=name))
+        found = find_model(config.model, environ)
+        name = config.model.served_model_name or found.name
+        config = replace(config, model=replace(config.model, path=str(found.path), served_model_name=name))
         inherited = child_environ(config, environ, secret, file, ledger)
         access = _Access(api_key(inherited), proxy_tls(inherited), status_is_shown(inherited, config.http))
         with _console(config, environ) as console:

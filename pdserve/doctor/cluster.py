@@ -91,7 +91,8 @@ def _pairs(found: Sequence[ListedInstance]) -> list[Finding]:
             problem(
                 f"pair for {decode.name}",
                 f"it has {decode.model} {decode.fingerprint[:12]}; {'; '.join(others)}",
-                "start a prefill node with the same --model, in the same form, and the same --served-model-name",
+                "start a prefill node with the same --model, in the same form, and the same --served-model-name; a "
+                "name of the hub means the revision that a host has: 'pdserve pull' on each gets the newest",
             )
         )
     return findings or [ok("pairs", "every decode node has a prefill node of the same model")]

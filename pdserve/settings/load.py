@@ -25,9 +25,11 @@ from pdserve.config import (
     DoctorConfig,
     DrainConfig,
     LiveConfig,
+    ModelsConfig,
     NodeConfig,
     PlanConfig,
     ProxyConfig,
+    PullConfig,
     RequestTraceConfig,
     RoleConfig,
     TopConfig,
@@ -41,6 +43,8 @@ ROOTS: tuple[type, ...] = (
     NodeConfig,
     ProxyConfig,
     UpConfig,
+    PullConfig,
+    ModelsConfig,
     DoctorConfig,
     RoleConfig,
     DrainConfig,
@@ -64,6 +68,9 @@ ROOTS: tuple[type, ...] = (
 )
 """The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""
 
+POSITIONAL: Mapping[type, str] = dict.fromkeys((NodeConfig, UpConfig, PullConfig, ModelsConfig), "model")
+"""The setting that may stand without its flag, for the subcommands that have one."""
+
 T = TypeVar("T")
 
 
@@ -83,7 +90,7 @@ def load_with_file(
     settings = settings_of(root)
     every = [setting for known in {root: None, **dict.fromkeys(ROOTS)} for setting in settings_of(known)]
     by_flag: dict[str, Setting] = {setting.flag: setting for setting in every}
-    flags, flags_file = from_flags(CommandLine(prog, description, settings), argv, by_flag)
+    flags, flags_file = from_flags(CommandLine(prog, description, settings, POSITIONAL.get(root, "")), argv, by_flag)
     variables, environ_file = from_environ(settings, environ, by_flag)
     file = flags_file or environ_file
     stored = from_file(settings, Path(file), every) if file else {}

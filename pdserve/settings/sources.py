@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import enum
 import logging
 import shutil
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,8 +42,9 @@ _PRECEDENCE = (
 
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "pdserve up": (
-        "pdserve up --model demo --ask 'What is a KV cache?'",
-        "pdserve up --model /models/qwen3-8b --prefill 1 --decode 2 --port 8000",
+        "pdserve up demo --ask 'What is a KV cache?'",
+        "pdserve up Qwen/Qwen3-0.6B",
+        "pdserve up /models/qwen3-8b --prefill 1 --decode 2 --port 8000",
     ),
     "pdserve proxy": (
         "pdserve proxy --host 0.0.0.0 --port 8000 --control-host 0.0.0.0 --secret-file cluster.secret",
@@ -62,6 +64,8 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "pdserve role": ("pdserve role decode-1 prefill --proxy-url http://10.0.0.1:8000 --secret-file cluster.secret",),
     "pdserve drain": ("pdserve drain decode-1 --proxy-url http://10.0.0.1:8000 --secret-file cluster.secret",),
+    "pdserve pull": ("pdserve pull Qwen/Qwen3-0.6B", "pdserve pull unsloth/Qwen3-0.6B-GGUF:Q4_K_M"),
+    "pdserve models": ("pdserve models", "pdserve models Qwen/Qwen3-0.6B"),
     "pdserve doctor": (
         "pdserve doctor",
         "pdserve doctor --proxy-url http://10.0.0.1:8000 --model /models/qwen3-8b --secret-file cluster.secret",
@@ -78,9 +82,11 @@ class _Parser(argparse.ArgumentParser):
 class CommandLine:
     """Parses and explains the flags of one subcommand."""
 
-    def __init__(self, prog: str, description: str, settings: Sequence[Setting]) -> None:
+    def __init__(self, prog: str, description: str, settings: Sequence[Setting], positional: str = "") -> None:
+        """``positional`` is the flag that may be left out before its value; empty if there is none."""
         self.prog = prog
         self.settings = settings
+        self.positional = positional
         self._description = description
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -102,7 +108,7 @@ class CommandLine:
             add_help=False,
             argument_default=argparse.SUPPRESS,
             formatter_class=_Formatter,
-            usage="%(prog)s [--flag value ...]",
+            usage=f"%(prog)s {f'[{self.positional.upper()}] ' if self.positional else ''}[--flag value ...]",
         )
         general = parser.add_argument_group("Help, and a file of settings")
         general.add_argument("-h", "--help", action="help", help="This page shows what people set first.")
@@ -188,11 +194,18 @@ def from_flags(
     servers count as what they mean here. Prints help and exits for ``--help``. Raises ConfigError.
     """
     own = {setting.flag for setting in command_line.settings}
-    texts, extra = command_line.parse(_current_words(own_words(argv, own), elsewhere))
+    words = _with_bare_values(_current_words(own_words(argv, own), elsewhere), command_line)
+    texts, extra = command_line.parse(words)
+    if len(extra) == 1 and command_line.positional and not extra[0].startswith("-"):
+        flag = command_line.positional
+        if flag in texts:
+            raise ConfigError(f"the {flag} is given twice: {extra[0]!r}, and --{flag} {texts[flag][-1]!r}")
+        texts[flag], extra = extra, []
     if extra:
         # The error shows only the flag's own name, because the text after it may be a misspelt flag's secret.
         name = next((part for part in extra if part.startswith("-")), extra[0]).partition("=")[0]
         if not name.startswith("-"):
+            name = extra[1] if command_line.positional else name
             raise ConfigError(f"unexpected argument {name!r}; settings are given as --flag value")
         if name.lstrip("-") in elsewhere:
             where = ELSEWHERE.get(name.lstrip("-"), "")
@@ -206,6 +219,21 @@ def from_flags(
     file = texts.pop(CONFIG_FLAG, [""])[-1]
     settings = {setting.flag: setting for setting in command_line.settings}
     return {flag: from_texts(settings[flag], given, f"--{flag}") for flag, given in texts.items()}, file
+
+
+def _with_bare_values(argv: Sequence[str], command_line: CommandLine) -> list[str]:
+    """Returns ``argv`` with the value of each switch that stands without one, so that no other word is taken for it."""
+    switches = {
+        f"--{setting.flag}": setting
+        for setting in command_line.settings
+        if setting.bare is not None and isinstance(setting.type, type) and issubclass(setting.type, enum.Enum)
+    }
+    words: list[str] = []
+    for word, following in pairwise([*argv, ""]):
+        switch = switches.get(word)
+        takes_next = switch is not None and any(following == member.value for member in switch.type)
+        words.append(word if switch is None or takes_next else f"{word}={switch.bare}")
+    return words
 
 
 def _current_words(argv: Sequence[str], elsewhere: Mapping[str, Setting]) -> list[str]:

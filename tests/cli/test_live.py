@@ -73,7 +73,7 @@ def test_the_command_line_and_the_environment_say_where_a_server_is(
 
 @pytest.mark.parametrize("words", [[], ["pdserve"], ["pdserve", "doctor"], ["sleep", "9"], ["sh", "-c", "pdserve up"]])
 def test_a_process_that_serves_nothing_does_not_live_as_a_server(words: list[str]) -> None:
-    with pytest.raises(NotLive, match="none of pdserve up, proxy"):
+    with pytest.raises(NotLive, match="none of pdserve up, serve, proxy"):
         server_address(words, {})
 
 

@@ -124,7 +124,7 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--zzz"], "unknown flag --zzz of 'pdserve decode'"),
         (["--control-port", "1"], "--control-port is not a setting of 'pdserve decode'"),
         (["--api-key", "s"], "--api-key is not a setting of 'pdserve decode': keys are the proxy's: 'pdserve proxy'"),
-        (["stray"], "unexpected argument 'stray'"),
+        (["demo", "stray"], "unexpected argument 'stray'"),
         (["--port"], "--port"),
         (["--port", "http"], "--port: 'http' was given; it takes a whole number from 0 to 65535"),
         (["--port", "65536"], "--port: 65536 was given; it takes a whole number from 0 to 65535"),

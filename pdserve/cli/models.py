@@ -1,0 +1,113 @@
+"""``pdserve models`` lists the models of the cache; ``pdserve models MODEL`` says whether one can be served here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.config import FetchConfig, ModelsConfig
+from pdserve.errors import ModelError
+from pdserve.hub.cache import CachedRepository, cache_of, is_whole, repositories
+from pdserve.hub.finding import FoundModel, WantedModel, known_model
+from pdserve.hub.messages import Message, Note
+from pdserve.hub.progress import in_gb
+from pdserve.hub.selection import label_of
+from pdserve.hub.suitability import check_model
+from pdserve.settings import load
+
+EXIT_REFUSED = 1
+_DESCRIPTION = (
+    "Lists the models in the cache of Hugging Face models, their sizes, and which of them can be served here. With a "
+    "model, says whether that can be served and how much is to fetch, before its weights are fetched."
+)
+_SERVED = "yes"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model of the cache."""
+
+    name: str
+    nbytes: int
+    revision: str
+    served: str
+    """``yes``, or why it cannot be served."""
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status: 1 for a model that cannot be served. Raises ConfigError, ModelError and HubError."""
+    config = load(ModelsConfig, argv, environ, prog="pdserve models", description=_DESCRIPTION)
+    if config.model.path:
+        return _describe(config.model, environ)
+    cache = cache_of(environ)
+    rows = [row for repository in repositories(cache) for row in cached_rows(repository)]
+    print(f"cache: {cache}", file=sys.stderr)
+    if not rows:
+        print("no models; 'pdserve pull org/name' fetches one", file=sys.stderr)
+        return 0
+    widths = [max(map(len, column)) for column in zip(*map(_cells, rows), strict=True)]
+    for cells in [("MODEL", "SIZE", "REVISION", "SERVED HERE"), *map(_cells, rows)]:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+    return 0
+
+
+def _cells(row: Row) -> tuple[str, str, str, str]:
+    return (row.name.ljust(5), in_gb(row.nbytes).ljust(4), row.revision.ljust(8), row.served)
+
+
+def cached_rows(repository: CachedRepository) -> Iterator[Row]:
+    """Yields the models of a repository in the cache: each GGUF file, and the safetensors model of each commit."""
+    seen: set[Path] = set()
+    for snapshot in repository.snapshots():
+        revision = ", ".join(repository.revisions(snapshot.name)) or snapshot.name[:12]
+        for file in sorted(snapshot.rglob("*.gguf")):
+            if file.is_file() and file.resolve() not in seen:
+                seen.add(file.resolve())
+                label = label_of(file.name)
+                name = f"{repository.name}:{label}" if label else f"{repository.name}/{file.relative_to(snapshot)}"
+                yield Row(name, file.stat().st_size, revision, _served(file, name))
+        if (snapshot / "config.json").is_file():
+            served = _served(snapshot, repository.name)
+            if served == _SERVED and not is_whole(snapshot):
+                served = f"not all of it is here: pdserve pull {repository.name}"
+            yield Row(repository.name, _size(snapshot), revision, served)
+
+
+def _served(path: Path, name: str) -> str:
+    try:
+        check_model(path, name)
+    except ModelError as exc:
+        return str(exc)
+    return _SERVED
+
+
+def _size(snapshot: Path) -> int:
+    return sum(file.stat().st_size for file in snapshot.rglob("*") if file.is_file() and file.suffix != ".gguf")
+
+
+def _describe(model: FetchConfig, environ: Mapping[str, str]) -> int:
+    known = known_model(model, environ)
+    try:
+        if isinstance(known, FoundModel):
+            check_model(known.path, known.name)
+            print(f"{known.name} can be served here; it is in {known.path}")
+        else:
+            print(f"{known.name} can be served here; {_to_fetch(known)}")
+    except ModelError as exc:
+        print(exc)
+        return EXIT_REFUSED
+    return 0
+
+
+def _to_fetch(wanted: WantedModel) -> str:
+    # It loads huggingface_hub, which no other path needs.
+    from pdserve.hub.preparing import Preparation
+
+    def tell(message: Message) -> None:
+        if isinstance(message, Note):
+            print(message.text, file=sys.stderr)
+
+    missing = Preparation(wanted.name, wanted.cache, tell).missing()
+    return f"{in_gb(missing)} are to fetch: pdserve pull {wanted.name}"

@@ -1,0 +1,143 @@
+"""Chooses the files of a repository that are served, and says why there are none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from pdserve.errors import ModelError
+from pdserve.hub.names import GGUF, HubName, is_inside
+from pdserve.models.checkpoint.kept_tokenizer import TOKENIZER_FILES
+from pdserve.models.checkpoint.weight_list import INDEX, SUFFIX, WHOLE
+
+_LABEL = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d[A-Z0-9_]*|TQ\d_\d|MXFP4[A-Z0-9_]*|BF16|F16|FP16|F32|FP32))"
+    r"(?:-\d{5}-of-\d{5})?\.gguf$",
+    re.IGNORECASE,
+)
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+_NO_LANGUAGE_MODEL = re.compile(r"(?:^|/)(?:mmproj|imatrix)[^/]*$|imatrix", re.IGNORECASE)
+"""GGUF files beside a model: the part that reads images, and what a quantisation was made with."""
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHER = (".h5", ".msgpack", ".onnx", ".npz", ".nemo", ".mlmodel", ".tflite", ".ot", ".engine")
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The files that are served, as paths within the repository."""
+
+    settings: tuple[str, ...]
+    """Configuration, tokeniser, template and index of a safetensors model; none for a GGUF file, which has all that."""
+    weights: tuple[str, ...]
+    """The files with weights. Where ``settings`` has an index, it says which of them are read."""
+
+    @property
+    def gguf(self) -> str:
+        """The GGUF file; empty for a safetensors model."""
+        return self.weights[0] if self.weights[0].endswith(GGUF) else ""
+
+
+def select(name: HubName, files: Set[str]) -> Selection:
+    """Returns what is served of a repository with these ``files``. Raises ModelError if nothing can be."""
+    files = {file for file in files if is_inside(file)}
+    if name.file or name.quantisation:
+        return Selection((), (_one_gguf(name, files),))
+    weights = sorted(file for file in files if file.endswith(SUFFIX) and "/" not in file)
+    if weights and "config.json" in files:
+        settings = tuple(sorted(file for file in files if any(fnmatch(file, kind) for kind in _settings_kinds(file))))
+        if INDEX not in files and WHOLE in files:
+            weights = [WHOLE]
+        if "tokenizer.json" not in files:
+            raise ModelError(
+                f"{name.repository} cannot be served: it has no tokenizer.json, and other forms of a tokeniser are not "
+                "read here"
+            )
+        return Selection(settings, tuple(weights))
+    if any(_is_model(file) for file in files):
+        return Selection((), (_one_gguf(name, files),))
+    raise ModelError(_nothing(name, files, bool(weights)))
+
+
+def _settings_kinds(file: str) -> tuple[str, ...]:
+    """Returns the patterns of files that are fetched for their settings: fnmatch's ``*`` would cross folders."""
+    return tuple(kind for kind in TOKENIZER_FILES if kind.count("/") == file.count("/"))
+
+
+def label_of(file: str) -> str:
+    """Returns the label of a GGUF file's quantisation in capitals, such as ``Q4_K_M``; empty if its name has none."""
+    found = _LABEL.search(file)
+    return found[1].upper() if found and _is_model(file) else ""
+
+
+def labels(files: Set[str]) -> list[str]:
+    """Returns the labels of all GGUF files that are in one part."""
+    return sorted({label_of(file) for file in files if not _PART.search(file)} - {""})
+
+
+def _is_model(file: str) -> bool:
+    return file.endswith(GGUF) and not _NO_LANGUAGE_MODEL.search(file)
+
+
+def _one_gguf(name: HubName, files: Set[str]) -> str:
+    """Returns the GGUF file that ``name`` means. Raises ModelError if there is none, or several."""
+    models = {file for file in files if _is_model(file)}
+    if name.file:
+        found = [file for file in files if file == name.file]
+    elif name.quantisation:
+        found = sorted(file for file in models if label_of(file) == name.quantisation.upper())
+    else:
+        found = sorted(models)
+    parts = [file for file in found if _PART.search(file)]
+    if found and parts == found:
+        raise ModelError(
+            f"{name} is in {len(parts) if not name.file else 'several'} parts, and a GGUF file is read here in one "
+            f"part only; {_choices(name, models)}, or join the parts with llama.cpp's gguf-split --merge"
+        )
+    whole = [file for file in found if file not in parts]
+    if not whole:
+        raise ModelError(f"{name.repository} has no {_wanted(name)}; {_choices(name, models)}")
+    if len(whole) > 1:
+        if not name.quantisation and len(labels(models)) > 1:
+            raise ModelError(f"{name.repository} has several GGUF files; {_choices(name, models)}")
+        raise ModelError(f"{name} means several GGUF files; name one of them: {_listed_files(name, whole)}")
+    return whole[0]
+
+
+def _wanted(name: HubName) -> str:
+    return f"file {name.file}" if name.file else f"GGUF file of quantisation {name.quantisation}"
+
+
+def _choices(name: HubName, models: Set[str]) -> str:
+    if found := labels(models):
+        return f"say which one as {name.repository}:QUANTISATION, of {', '.join(found)}"
+    whole = sorted(file for file in models if not _PART.search(file))
+    return f"it has {_listed_files(name, whole)}" if whole else "it has no other GGUF file"
+
+
+def _listed_files(name: HubName, files: list[str]) -> str:
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return ", ".join(f"{name.repository}/{file}" for file in files[:_SHOWN]) + more
+
+
+def _nothing(name: HubName, files: Set[str], weights: bool) -> str:
+    """Says why nothing of a repository can be served."""
+    repository = name.repository
+    if "adapter_config.json" in files:
+        return f"{repository} cannot be served: it is an adapter of a model; merge it into the model"
+    if weights:
+        return f"{repository} cannot be served: it has no config.json, which says how to compute a model"
+    pickled = sorted(file for file in files if file.endswith(_PICKLED) and "training_args" not in file)
+    if pickled:
+        return (
+            f"{repository} cannot be served: its weights are pickled files only ({pickled[0]}), which could run any "
+            "program when they are read; take a repository with .safetensors or .gguf files"
+        )
+    others = sorted({other for file in files for other in _OTHER if file.endswith(other)})
+    nested = sorted(file for file in files if file.endswith(SUFFIX))
+    found = f"weights in {', '.join(others)} only" if others else "no weights"
+    if nested:
+        found = f"weights in folders of its own only ({nested[0]})"
+    return f"{repository} cannot be served: it has {found}; .safetensors and .gguf files can be"
