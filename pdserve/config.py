@@ -1537,6 +1537,60 @@ class RequestTraceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TalkConfig:
+    """The server that answers, and how its answers are asked for and shown."""
+
+    url: str = setting(
+        "url",
+        "This server answers, http://host:port: a proxy, a node, or another one with OpenAI's API. If it is empty, a "
+        "cluster runs on this machine as long as the chat does.",
+        "",
+        first=True,
+    )
+    api_keys: tuple[str, ...] = setting("api-key", "The server gets this key, if it asks for one.", (), secret=True)
+    api_key_file: str = setting("api-key-file", "The server gets the first key in this file.", "", first=True)
+    system: str = setting(
+        "system",
+        "The model reads this text, the system prompt, before the conversation.",
+        "",
+        metavar="TEXT",
+        first=True,
+    )
+    markdown: Switch = setting(
+        "markdown",
+        "Answers are shown with their Markdown rendered. Off: as the model writes them, which is also so where the "
+        "output is no terminal.",
+        Switch.ON,
+        first=True,
+    )
+    temperature: float = setting(
+        "temperature",
+        "Tokens are chosen at this temperature. 0 takes the likeliest one.",
+        0.7,
+        minimum=0,
+        maximum=2,
+        first=True,
+    )
+    max_tokens: int = setting(
+        "max-tokens", "An answer has at most this many tokens. 0 leaves it to the server.", 0, minimum=0, first=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """The settings of ``pdserve chat``. All but ``talk``, ``trust`` and ``request`` are those of its own cluster."""
+
+    talk: TalkConfig = field(default_factory=TalkConfig)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=""))
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    request: RequestConfig = field(default_factory=RequestConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class PredictionConfig:
     """The load that is expected, and the clusters that are looked at."""
 

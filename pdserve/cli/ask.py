@@ -79,7 +79,7 @@ async def _receive(response: aiohttp.ClientResponse, show: Callable[[str], None]
     first = end = 0.0
     finish = ""
     usage: dict[str, int] = {}
-    async for chunk in _events(response):
+    async for chunk in answer_events(response):
         if "error" in chunk:
             raise AskFailed(f"the answer broke off: {chunk['error'].get('message', chunk['error'])}")
         usage = chunk.get("usage") or usage
@@ -94,7 +94,7 @@ async def _receive(response: aiohttp.ClientResponse, show: Callable[[str], None]
     return TimedAnswer(usage["prompt_tokens"], usage["completion_tokens"], first - start, end - first)
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def answer_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Yields the chunks of an SSE stream. Raises AskFailed if it ends before ``[DONE]``."""
     async for line in response.content:
         data = line.decode().strip()

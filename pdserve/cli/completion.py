@@ -12,6 +12,7 @@ import shtab
 from pdserve.bench_config import BenchCompareConfig, PlanProfileConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.config import (
+    ChatConfig,
     DoctorConfig,
     DrainConfig,
     LiveConfig,
@@ -34,6 +35,7 @@ CONFIGS: Mapping[str, type[Any]] = {
     "serve": UpConfig,
     "pull": PullConfig,
     "models": ModelsConfig,
+    "chat": ChatConfig,
     "proxy": ProxyConfig,
     "prefill": NodeConfig,
     "decode": NodeConfig,
@@ -96,6 +98,9 @@ def whole_parser() -> argparse.ArgumentParser:
             _add_settings(subcommand, CONFIGS[name])
         if name == "completion":
             subcommand.add_argument("shell", choices=SHELLS)
+        if name == "chat":
+            model = subcommand.add_argument("with_whom", metavar="MODEL|URL")
+            model.complete = shtab.FILE  # type: ignore[attr-defined]
         if name == "trace":
             subcommand.add_argument("of_request", metavar="REQUEST_ID")
         if name == "role":

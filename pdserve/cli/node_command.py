@@ -25,6 +25,10 @@ _NOBODY_BEHIND = (502, 504)
 _BOOT_ID = re.compile("[0-9a-f]{32}")
 
 
+KEY_ADVICE = "--api-key-file names a file with a key, and PDSERVE_API_KEY is one"
+"""What to do where a proxy wants a key."""
+
+
 class CommandFailed(PdserveError):
     """The node was not found, or has not carried out the command."""
 

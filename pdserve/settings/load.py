@@ -22,6 +22,7 @@ from pdserve.bench_config import (
     PlanProfileConfig,
 )
 from pdserve.config import (
+    ChatConfig,
     DoctorConfig,
     DrainConfig,
     LiveConfig,
@@ -51,6 +52,7 @@ ROOTS: tuple[type, ...] = (
     TopConfig,
     LiveConfig,
     RequestTraceConfig,
+    ChatConfig,
     BenchBatchingConfig,
     BenchEngineConfig,
     BenchLoadConfig,

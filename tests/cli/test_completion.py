@@ -49,6 +49,8 @@ def completed(script: Path, *words: str) -> set[str]:
         (("bench", "goodput", "--rate-p"), {"--rate-percents"}),
         (("role", "decode-1", "m"), {"mixed"}),
         (("completion", "f"), {"fish"}),
+        (("ch",), {"chat"}),
+        (("chat", "--mark"), {"--markdown"}),
     ],
 )
 def test_bash_offers_what_fits(bash_script: Path, words: tuple[str, ...], offered: set[str]) -> None:

@@ -22,6 +22,7 @@ from pdserve.bench_config import (
     PlanProfileConfig,
 )
 from pdserve.config import (
+    ChatConfig,
     DoctorConfig,
     DrainConfig,
     LiveConfig,
@@ -66,6 +67,7 @@ _ROOTS = {
     "Nodes": NodeConfig,
     "`pdserve proxy`": ProxyConfig,
     "`pdserve up`": UpConfig,
+    "`pdserve chat`": ChatConfig,
     "`pdserve doctor`": DoctorConfig,
     "`pdserve role`": RoleConfig,
     "`pdserve drain`": DrainConfig,

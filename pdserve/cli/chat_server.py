@@ -1,0 +1,287 @@
+"""The server that a chat talks to: which model it has, the stream of an answer, and what a proxy tells of a request.
+
+It speaks OpenAI's API, so it need not be pdserve's. Only what the server has said is in an ``Answer``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from aiohttp.http_exceptions import LineTooLong
+
+from pdserve.cli.ask import AskFailed, answer_events
+from pdserve.cli.chat_conversation import Message
+from pdserve.cli.node_command import KEY_ADVICE
+from pdserve.http.request import REQUEST_ID_HEADER
+from pdserve.wire.timeline import ProcessKind, Timeline
+
+CONNECT_S = 10.0
+LIST_S = 10.0
+TIMELINE_S = 3.0
+_TIMELINE_LOOKS = 5
+_TIMELINE_PAUSE_S = 0.05
+"""A node says what it did a moment after the last event has reached the client."""
+_LONGEST_LINE = 2**20
+_MAX_BODY_BYTES = 16 * 2**20
+_SHOWN_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server, and what its requests need."""
+
+    url: str
+    """The address without ``/v1``."""
+    model: str
+    tells_nodes: bool
+    """Whether it is pdserve's, and may say which nodes a request went to."""
+    access: Access
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What every request needs."""
+
+    key: str = field(default="", repr=False)
+    """The API key; empty if there is none."""
+    tls: ssl.SSLContext | None = None
+    """Whom HTTPS is to trust; None for the system's authorities."""
+    timeout_s: float = 600.0
+
+    def session(self, total_s: float) -> aiohttp.ClientSession:
+        """Returns a session whose requests take ``total_s`` at most."""
+        return aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_S),
+            connector=aiohttp.TCPConnector(ssl=self.tls or True),
+            headers={"authorization": f"Bearer {self.key}"} if self.key else {},
+            read_bufsize=_LONGEST_LINE,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of an answer are chosen."""
+
+    temperature: float
+    max_tokens: int
+    """The most tokens of an answer; 0 leaves it to the server."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, as far as it has come. Times are in seconds."""
+
+    text: str = ""
+    reasoning: str = ""
+    request_id: str = ""
+    finish: str = ""
+    """Why the answer ended, as the server says it; empty if the answer did not end by itself."""
+    began_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0
+    last_s: float = 0.0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer that has just come."""
+
+    text: str
+    is_reasoning: bool
+
+
+class _Card(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The name that some servers have for ``reasoning_content``."""
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+
+
+async def find_server(url: str, wanted: str, access: Access) -> Server:
+    """Returns the server at ``url`` with the model ``wanted``; if that is empty, with the one that it has first.
+
+    Raises AskFailed if nobody answers there or the server has no such model.
+    """
+    try:
+        async with access.session(LIST_S) as session, session.get(f"{url}/v1/models") as response:
+            body = await _body(response)
+            if response.status != 200:
+                raise AskFailed(_refusal(url, response.status, body))
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        raise AskFailed(_silence(url, exc, LIST_S)) from exc
+    try:
+        cards = msgspec.json.decode(body, type=_Models).data
+    except msgspec.MsgspecError as exc:
+        raise AskFailed(f"{url}/v1/models gives no list of models, so it is no server with OpenAI's API") from exc
+    if not cards:
+        raise AskFailed(f"{url} serves no model now")
+    found = [card for card in cards if card.id == wanted] if wanted else cards
+    if not found:
+        raise AskFailed(f"{url} has no model {wanted!r}; it has {', '.join(card.id for card in cards)}")
+    return Server(url, found[0].id, found[0].owned_by == "pdserve", access)
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """Returns the body, or as much of it as is ever needed."""
+    body = b""
+    while len(body) < _MAX_BODY_BYTES and (data := await response.content.readany()):
+        body += data
+    return body
+
+
+async def stream_answer(
+    server: Server, messages: Sequence[Message], sampling: Sampling, answer: Answer, show: Callable[[Piece], None]
+) -> None:
+    """Asks for an answer, fills ``answer`` with what comes, and hands each piece to ``show``.
+
+    Raises AskFailed. When it is cancelled it closes the connection, which ends the request at the server.
+    """
+    body: dict[str, object] = {
+        "model": server.model,
+        "messages": list(messages),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": sampling.temperature,
+    }
+    if sampling.max_tokens:
+        body["max_tokens"] = sampling.max_tokens
+    url, timeout_s = server.url, server.access.timeout_s
+    answer.began_s = time.monotonic()
+    try:
+        async with (
+            server.access.session(timeout_s) as session,
+            session.post(f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            answer.request_id = response.headers.get(REQUEST_ID_HEADER, "")
+            if response.status != 200:
+                raise AskFailed(_refusal(url, response.status, await _body(response)))
+            await _receive(response, answer, show)
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        if answer.first_s:
+            raise AskFailed(f"the answer broke off: {_silence(url, exc, timeout_s)}") from exc
+        raise AskFailed(_silence(url, exc, timeout_s)) from exc
+
+
+async def _receive(response: aiohttp.ClientResponse, answer: Answer, show: Callable[[Piece], None]) -> None:
+    try:
+        async for event in answer_events(response):
+            _take(event, answer, show)
+        if not answer.finish:
+            raise AskFailed("the server gave no reason for its end")
+    except (LineTooLong, ValueError) as exc:  # older versions of aiohttp raise the second one
+        longest = f"{_LONGEST_LINE // 2**20} MiB"
+        raise AskFailed(f"the answer broke off: the server sent a line longer than {longest}") from exc
+    except AskFailed as exc:
+        raise AskFailed(f"the answer broke off: {exc}") from exc
+
+
+def _take(event: object, answer: Answer, show: Callable[[Piece], None]) -> None:
+    if isinstance(event, dict) and "error" in event:
+        raise AskFailed(_message_of(event))
+    try:
+        chunk = msgspec.convert(event, _Chunk)
+    except msgspec.ValidationError as exc:
+        raise AskFailed(f"the server sent no chunk of an answer: {exc}") from exc
+    if chunk.usage is not None:
+        answer.prompt_tokens = chunk.usage.prompt_tokens
+        answer.completion_tokens = chunk.usage.completion_tokens
+    for choice in chunk.choices:
+        answer.finish = choice.finish_reason or answer.finish
+        reasoning = choice.delta.reasoning_content or choice.delta.reasoning or ""
+        for text, is_reasoning in ((reasoning, True), (choice.delta.content or "", False)):
+            if text:
+                answer.last_s = time.monotonic()
+                answer.first_s = answer.first_s or answer.last_s
+                if is_reasoning:
+                    answer.reasoning += text
+                else:
+                    answer.text += text
+                show(Piece(text, is_reasoning))
+
+
+def _message_of(event: object) -> str:
+    try:
+        return msgspec.convert(event, _Refusal).error.message[:_SHOWN_CHARS]
+    except msgspec.ValidationError:
+        return str(event)[:_SHOWN_CHARS]
+
+
+def _refusal(url: str, status: int, body: bytes) -> str:
+    try:
+        message = msgspec.json.decode(body, type=_Refusal).error.message
+    except msgspec.MsgspecError:
+        message = body.decode(errors="replace").strip() or "nothing more"
+    advice = f"; {KEY_ADVICE}" if status in (401, 403) else ""
+    return f"{url} answers with status {status}: {message[:_SHOWN_CHARS]}{advice}"
+
+
+def _silence(url: str, error: Exception, within_s: float) -> str:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"the certificate of {url} is of an unknown authority; --tls-ca names the PEM file of one"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"nobody answers at {url}: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, aiohttp.ServerTimeoutError | asyncio.TimeoutError):
+        return f"{url} took longer than {within_s:g} s"
+    if isinstance(error, aiohttp.InvalidURL):
+        return f"{url} is no URL like http://127.0.0.1:8000"
+    return f"{url} closed the connection ({error or type(error).__name__})"
+
+
+async def read_timeline(server: Server, request_id: str) -> Timeline | None:
+    """Returns what the proxy knows of an ended request; None if the server does not say."""
+    url = f"{server.url}/requests/{quote(request_id, safe='')}/timeline"
+    timeline = None
+    try:
+        async with server.access.session(TIMELINE_S) as session:
+            for look in range(_TIMELINE_LOOKS):
+                if look:
+                    await asyncio.sleep(_TIMELINE_PAUSE_S)
+                async with session.get(url) as response:
+                    if response.status != 200:
+                        return timeline
+                    timeline = msgspec.json.decode(await _body(response), type=Timeline)
+                if timeline.finished and any(lane.process is ProcessKind.ENGINE for lane in timeline.lanes):
+                    break
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
+        pass
+    return timeline
