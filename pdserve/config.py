@@ -1515,13 +1515,31 @@ class AskedRequestConfig:
     """The request whose timeline is shown, and the proxy that is asked."""
 
     request: str = setting("request", "This is the x-request-id of the request.", "", metavar="ID", first=True)
+    slowest: int = setting(
+        "slowest",
+        "The slowest requests of the last 64 that ended are listed and drawn, so many of them.",
+        0,
+        bare="3",
+        minimum=0,
+        maximum=64,
+        first=True,
+    )
+    failed: int = setting(
+        "failed",
+        "The last requests that the cluster failed are listed and drawn, so many of them.",
+        0,
+        bare="5",
+        minimum=0,
+        maximum=64,
+        first=True,
+    )
     proxy_url: str = setting(
         "proxy-url", "This proxy had the request, http://host:port.", "http://127.0.0.1:8000", first=True
     )
     api_keys: tuple[str, ...] = setting("api-key", "The proxy gets this key, if it asks for one.", (), secret=True)
     api_key_file: str = setting("api-key-file", "The proxy gets the first key in this file.", "", first=True)
     json: Switch = setting(
-        "json", "The timeline is printed as JSON, as the proxy has it.", Switch.OFF, bare="on", first=True
+        "json", "Each timeline is printed as one line of JSON, as the proxy has it.", Switch.OFF, bare="on", first=True
     )
     timeout_s: float = setting(
         "command-timeout-s", "The proxy gets this many seconds for its answer.", 10.0, minimum=0.1, maximum=600

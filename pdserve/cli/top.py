@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 import aiohttp
 import msgspec
 
+from pdserve.cli.node_command import KEY_ADVICE
 from pdserve.cli.top_screen import Screen, render
 from pdserve.config import AdmissionConfig, Switch, TopConfig, WatchConfig
 from pdserve.errors import ConfigError, PdserveError
@@ -176,7 +177,8 @@ class _Source:
         except (aiohttp.ClientError, TimeoutError) as exc:
             raise StatusUnknown(f"no answer from {self._url}: {exc or 'it took too long'}") from exc
         if response.status != 200:
-            raise StatusUnknown(f"{self._url} does not tell its status: {_message(body, response.status)}")
+            advice = f"; {KEY_ADVICE}" if response.status == 401 else ""
+            raise StatusUnknown(f"{self._url} does not tell its status: {_message(body, response.status)}{advice}")
         try:
             return msgspec.json.decode(body, type=StatusAnswer)
         except msgspec.MsgspecError as exc:

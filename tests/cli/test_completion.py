@@ -51,6 +51,7 @@ def completed(script: Path, *words: str) -> set[str]:
         (("completion", "f"), {"fish"}),
         (("ch",), {"chat"}),
         (("chat", "--mark"), {"--markdown"}),
+        (("trace", "--sl"), {"--slowest"}),
     ],
 )
 def test_bash_offers_what_fits(bash_script: Path, words: tuple[str, ...], offered: set[str]) -> None:

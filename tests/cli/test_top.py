@@ -129,6 +129,7 @@ def test_without_a_terminal_it_prints_reports(proxy: str) -> None:
     with running(top("--proxy-url", proxy, "--once"), clean_environ()) as process:
         assert process.wait(WAIT_S) == 1
         assert "an API key is needed" in process.output and KEY not in process.output
+        assert "--api-key-file names a file with a key, and PDSERVE_API_KEY is one" in process.output
 
 
 def test_whoever_reads_may_stop_reading(proxy: str) -> None:

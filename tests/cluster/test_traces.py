@@ -141,6 +141,15 @@ def test_the_command_draws_it(traced: Cluster, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["request_id"] == LABEL
 
 
+def test_the_command_draws_the_slowest(traced: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--slowest", "1", "--proxy-url", traced.url], {}) == 0
+    head, row, blank, picture, *_ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["request", "came", "at", "TTFT", "total", "outcome", "answer", "at", "prompt", "at"]
+    assert row.split()[0] == picture.partition(":")[0]
+    assert "ok 200" in row and "decode-0" in row and "prefill-0" in row
+    assert blank == ""
+
+
 def test_a_request_that_nobody_remembers_is_named(traced: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "never-seen", "--proxy-url", traced.url], {}) == 1
     assert "nobody remembers a request 'never-seen'" in capsys.readouterr().err
