@@ -35,6 +35,26 @@ SUBCOMMANDS = {
     "completion": "prints a script by which a shell completes all this: pdserve completion bash",
 }
 
+ALIASES = {"run": "chat"}
+"""Other names of subcommands, which users of other servers type."""
+
+_INSTEAD = {
+    "help": "'pdserve --help' lists the subcommands",
+    "version": "'pdserve --version' prints the version",
+    "list": "'pdserve models' lists the models on this machine",
+    "ls": "'pdserve models' lists the models on this machine",
+    "show": "'pdserve models' lists the models on this machine, and whether they can be served",
+    "download": "'pdserve pull MODEL' downloads a model",
+    "rm": "'pdserve models MODEL' says in which folder a model is: delete that",
+    "ps": "'pdserve top' shows a cluster's nodes and requests, and 'pdserve top --once' prints them",
+    "stop": "'pdserve drain NODE' ends a node after its answers, and Ctrl-C ends 'pdserve up'",
+    "create": "there are no Modelfiles: 'pdserve chat --system TEXT' sets a system prompt, and requests say the rest",
+    "complete": "'pdserve chat MODEL < FILE' answers the text of a file",
+    "collect-env": "'pdserve doctor' looks at this machine",
+    "generate": "'pdserve chat MODEL --ask TEXT' answers one question",
+}
+"""What is right in place of the subcommands that llama.cpp, Ollama and vLLM have and pdserve has not."""
+
 _NODES = {role.value for role in Role}
 """The subcommands that ``pdserve.cli.node`` runs. Each other subcommand has a module of its own."""
 
@@ -68,10 +88,23 @@ def main(argv: Sequence[str] | None = None, environ: MutableMapping[str, str] = 
     if not name:
         print(USAGE, file=sys.stderr)
         return 2
+    name = ALIASES.get(name, name)
     if name not in SUBCOMMANDS:
-        print(f"pdserve: unknown subcommand {name!r}{suggestion(name, SUBCOMMANDS)}\n\n{USAGE}", file=sys.stderr)
+        print(f"pdserve: {_unknown(name)}", file=sys.stderr)
         return 2
     return _run(name, rest, environ)
+
+
+def _unknown(name: str) -> str:
+    """Returns one sentence on a word that is no subcommand."""
+    if name in _INSTEAD:
+        return f"there is no subcommand {name!r}: {_INSTEAD[name]}"
+    if name.startswith("-"):
+        return f"a subcommand comes before {name}, as in 'pdserve up {name}'; 'pdserve --help' lists them"
+    if "/" in name or name.endswith(".gguf"):
+        return f"unknown subcommand {name!r}; to talk to a model or a server: pdserve chat {name}"
+    near = suggestion(name, [*SUBCOMMANDS, *ALIASES])
+    return f"unknown subcommand {name!r}{near}{'' if near else '; see pdserve --help'}"
 
 
 def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:

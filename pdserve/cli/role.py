@@ -40,8 +40,10 @@ def role_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _role(name: str) -> Role:
+    roles = ", ".join(role.value for role in Role)
+    if not name:
+        raise ConfigError(f"which role? A node is one of {roles}")
     try:
         return Role(name)
     except ValueError as exc:
-        roles = ", ".join(role.value for role in Role)
         raise ConfigError(f"--role: {name!r} is no role; there are {roles}") from exc

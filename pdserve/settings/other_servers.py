@@ -1,6 +1,6 @@
-"""The flags of vLLM's and SGLang's servers that pdserve understands under its own names, or refuses by name.
+"""The flags of vLLM, SGLang, llama.cpp and Ollama that pdserve understands under its own names, or refuses by name.
 
-The two servers' own documentation lists their flags. A flag that pdserve has under the same name and with the same
+Their own documentation lists their flags. A flag that pdserve has under the same name and with the same
 meaning is not here.
 """
 
@@ -35,13 +35,54 @@ class Refused:
 
 
 _NO_REMOTE_CODE = Refused("pdserve never runs code that comes with a model")
-_OWN_FOLDER = Refused("pdserve loads a folder or file of this machine: give it with --model")
+_OWN_FOLDER = Refused("tokeniser and weights are those of --model, whose files say their format")
+_IN_NAME = Refused("the name of the model has it: --model org/name@REVISION, or --model org/name/FILE.gguf")
+_HF_HOME = Refused("the variable HF_HOME names the folder for models that are fetched")
+_LAYERS = Refused("a model computes on one kind of device as a whole: --device cuda or --device cpu")
+_CORES = Refused("--cores names the cores of a node, of which each has a thread")
+_MEMORY = Refused("weights are mapped from their files, and the KV cache takes what --kv-cache-mib says")
+_REQUEST_SAYS = Refused("each request says how its tokens are chosen; 'pdserve chat' has --temperature")
 _QUANTISED = Refused("quantised weights are taken from a .gguf file: give it with --model")
 _RANKS_ONLY = Refused("start more nodes at the proxy, or split a model with --tensor-parallel-size")
 _NO_LORA = Refused("pdserve has no LoRA adapters; merge the adapter into the model")
 _NO_SPECULATION = Refused("pdserve has no speculative decoding")
 _BY_SUBCOMMAND = Refused("'pdserve prefill' and 'pdserve decode' are the two sides; --proxy brings them together")
 _BY_REQUEST = Refused("requests have a seed, and an answer without one gets its own")
+
+SHORT: Mapping[str, str] = {
+    "-m": "model",
+    "-hf": "hf-repo",
+    "-hfr": "hf-repo",
+    "-hff": "hf-file",
+    "-mu": "model-url",
+    "-a": "alias",
+    "-c": "ctx-size",
+    "-n": "predict",
+    "-p": "prompt",
+    "-sys": "system-prompt",
+    "-b": "batch-size",
+    "-ub": "ubatch-size",
+    "-np": "parallel",
+    "-ngl": "n-gpu-layers",
+    "-t": "threads",
+    "-tb": "threads-batch",
+    "-fa": "flash-attn",
+    "-ctk": "cache-type-k",
+    "-ctv": "cache-type-v",
+    "-md": "model-draft",
+    "-sm": "split-mode",
+    "-ts": "tensor-split",
+    "-mg": "main-gpu",
+    "-cnv": "conversation",
+    "-st": "single-turn",
+    "-i": "interactive",
+    "-s": "seed",
+    "-v": "verbose",
+    "-tp": "tp",
+    "-dp": "dp-size",
+    "-pp": "pp-size",
+}
+"""Short flags, and the long ones of which they are abbreviations: others' in ``MEANINGS``, or pdserve's own."""
 
 MEANINGS: Mapping[str, Understood | Always | Refused] = {
     # Names that both servers or one of them have for a setting of ours.
@@ -66,7 +107,31 @@ MEANINGS: Mapping[str, Understood | Always | Refused] = {
     "disable-overlap-schedule": Understood("overlap-scheduling", "off"),
     "async-scheduling": Understood("overlap-scheduling", "on"),
     "no-async-scheduling": Understood("overlap-scheduling", "off"),
+    "hf-repo": Understood("model"),
+    "alias": Understood("served-model-name"),
+    "ctx-size": Understood("max-model-len"),
+    "parallel": Understood("max-num-seqs"),
+    "batch-size": Refused(
+        "--max-num-batched-tokens is what one step computes at most, which llama.cpp has as --ubatch-size"
+    ),
+    "ubatch-size": Understood("max-num-batched-tokens"),
+    "predict": Understood("max-tokens"),
+    "n-predict": Understood("max-tokens"),
+    "prompt": Understood("ask"),
+    "system-prompt": Understood("system"),
+    "temp": Understood("temperature"),
+    "ssl-cert-file": Understood("tls-cert"),
+    "ssl-key-file": Understood("tls-key"),
+    "no-warmup": Refused("a node warms up before it takes requests, so that the first one is as quick as the others"),
     # What needs no flag here.
+    "jinja": Always(),
+    "cont-batching": Always(),
+    "conversation": Always(),
+    "interactive": Always(),
+    "metrics": Always(),
+    "slots": Refused("'pdserve top' shows the requests of each node"),
+    "flash-attn": Refused("there is one kind of attention kernel for each device, and nothing to choose"),
+    "single-turn": Refused("'pdserve chat' answers one question with --ask"),
     "enable-auto-tool-choice": Always(),
     "enable-chunked-prefill": Always(),
     "enable-metrics": Always(),
@@ -84,14 +149,36 @@ MEANINGS: Mapping[str, Understood | Always | Refused] = {
     "trust-remote-code": _NO_REMOTE_CODE,
     "tokenizer": _OWN_FOLDER,
     "tokenizer-path": _OWN_FOLDER,
-    "revision": _OWN_FOLDER,
-    "download-dir": _OWN_FOLDER,
+    "revision": _IN_NAME,
+    "hf-file": _IN_NAME,
+    "hf-token": Refused("the variable HF_TOKEN has the token"),
+    "model-url": Refused("--model takes a name of the hub, a folder or a file"),
+    "download-dir": _HF_HOME,
     "load-format": _OWN_FOLDER,
+    "n-gpu-layers": _LAYERS,
+    "gpu-layers": _LAYERS,
+    "split-mode": Refused("--tensor-parallel-size splits a model over GPUs"),
+    "tensor-split": Refused("--tensor-parallel-size splits a model over GPUs, in equal parts"),
+    "main-gpu": Refused("the variable CUDA_VISIBLE_DEVICES says which GPUs a process has"),
+    "threads": _CORES,
+    "threads-batch": _CORES,
+    "mlock": _MEMORY,
+    "no-mmap": _MEMORY,
+    "keepalive": Refused("a model is in memory for as long as its node runs"),
+    "top-k": _REQUEST_SAYS,
+    "top-p": _REQUEST_SAYS,
+    "min-p": _REQUEST_SAYS,
+    "repeat-penalty": _REQUEST_SAYS,
+    "embedding": Refused("pdserve has no embeddings"),
+    "embeddings": Refused("pdserve has no embeddings"),
+    "mmproj": Refused("pdserve takes no images"),
     "hf-overrides": Refused("change config.json in the model's folder"),
     "json-model-override-args": Refused("change config.json in the model's folder"),
     "chat-template": Refused("put the template into the model's folder, as chat_template.jinja"),
     "quantization": _QUANTISED,
     "kv-cache-dtype": Refused("the KV cache has the format of --dtype"),
+    "cache-type-k": Refused("the KV cache has the format of --dtype"),
+    "cache-type-v": Refused("the KV cache has the format of --dtype"),
     "swap-space": Refused("--kv-cache-mib is the whole KV cache; preempted requests are computed again"),
     "cpu-offload-gb": Refused("the model has to fit; --tensor-parallel-size splits it over ranks"),
     "pipeline-parallel-size": _RANKS_ONLY,
@@ -104,8 +191,10 @@ MEANINGS: Mapping[str, Understood | Always | Refused] = {
     "enable-lora": _NO_LORA,
     "lora-modules": _NO_LORA,
     "lora-paths": _NO_LORA,
+    "lora": _NO_LORA,
     "speculative-config": _NO_SPECULATION,
     "speculative-algorithm": _NO_SPECULATION,
+    "model-draft": _NO_SPECULATION,
     "seed": _BY_REQUEST,
     "random-seed": _BY_REQUEST,
     "kv-transfer-config": _BY_SUBCOMMAND,
@@ -128,6 +217,9 @@ def own_words(argv: Sequence[str], own: Set[str] = frozenset()) -> list[str]:
         name, equals, value = word.partition("=")
         flag = _flag(name)
         meaning = None if flag in own else MEANINGS.get(flag)
+        if name in SHORT and meaning is None:
+            # It abbreviates a flag of pdserve's own.
+            name, word = f"--{flag}", f"--{flag}{equals}{value}"
         if equals and (isinstance(meaning, Always) or (isinstance(meaning, Understood) and meaning.value)):
             raise ConfigError(f"{name} takes no value; {value!r} was given")
         match meaning:
@@ -143,5 +235,4 @@ def own_words(argv: Sequence[str], own: Set[str] = frozenset()) -> list[str]:
 
 
 def _flag(name: str) -> str:
-    # Both servers take -tp for one of their longest names.
-    return "tp" if name == "-tp" else name.removeprefix("--").replace("_", "-") if name.startswith("--") else ""
+    return SHORT.get(name, "") or (name.removeprefix("--").replace("_", "-") if name.startswith("--") else "")

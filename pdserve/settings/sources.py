@@ -62,6 +62,16 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "pdserve mixed --model demo --port 8000",
         "pdserve mixed --model /models/qwen3-8b --tensor-parallel-size 2 --gpu-memory-utilization 0.9",
     ),
+    "pdserve chat": (
+        "pdserve chat demo",
+        "pdserve chat http://10.0.0.1:8000 --api-key-file keys.txt",
+        "pdserve chat demo < question.txt",
+    ),
+    "pdserve trace": (
+        "pdserve trace chatcmpl-0b5f --proxy-url http://10.0.0.1:8000",
+        "pdserve trace --slowest 5",
+        "pdserve trace --failed",
+    ),
     "pdserve role": ("pdserve role decode-1 prefill --proxy-url http://10.0.0.1:8000 --secret-file cluster.secret",),
     "pdserve drain": ("pdserve drain decode-1 --proxy-url http://10.0.0.1:8000 --secret-file cluster.secret",),
     "pdserve pull": ("pdserve pull Qwen/Qwen3-0.6B", "pdserve pull unsloth/Qwen3-0.6B-GGUF:Q4_K_M"),
@@ -72,6 +82,14 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
 }
 """Commands that help shows, by subcommand."""
+
+POSITIONALS: Mapping[str, str] = {
+    "pdserve chat": "[MODEL|URL [QUESTION]]",
+    "pdserve drain": "NODE",
+    "pdserve role": "NODE ROLE",
+    "pdserve trace": "[REQUEST_ID]",
+}
+"""What stands before the flags, by subcommand."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,6 +106,10 @@ class CommandLine:
         self.settings = settings
         self.positional = positional
         self._description = description
+
+    def _usage(self) -> str:
+        first = POSITIONALS.get(self.prog) or (f"[{self.positional.upper()}]" if self.positional else "")
+        return " ".join(part for part in ("%(prog)s", first, "[--flag value ...]") if part)
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
         """Returns texts by flag, and what was not understood.
@@ -108,7 +130,7 @@ class CommandLine:
             add_help=False,
             argument_default=argparse.SUPPRESS,
             formatter_class=_Formatter,
-            usage=f"%(prog)s {f'[{self.positional.upper()}] ' if self.positional else ''}[--flag value ...]",
+            usage=self._usage(),
         )
         general = parser.add_argument_group("Help, and a file of settings")
         general.add_argument("-h", "--help", action="help", help="This page shows what people set first.")
@@ -175,7 +197,12 @@ def _metavar(setting: Setting) -> str:
 
 CONFIG_ENV = env_name(CONFIG_FLAG)
 _KEYS = "keys are the proxy's: 'pdserve proxy' takes them, and 'pdserve up' gives its proxy those of PDSERVE_API_KEY"
-ELSEWHERE = {"api-key": _KEYS, "api-key-file": f"{_KEYS}_FILE"}
+_CHAT = "'pdserve chat' takes it, and requests to the API say it themselves"
+ELSEWHERE = {
+    "api-key": _KEYS,
+    "api-key-file": f"{_KEYS}_FILE",
+    **dict.fromkeys(("temperature", "max-tokens", "system"), _CHAT),
+}
 """Where settings belong that people give to another subcommand, by their flags."""
 
 

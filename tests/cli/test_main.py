@@ -43,8 +43,42 @@ def test_a_misspelt_subcommand_is_told_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("ps", "'pdserve top' shows"),
+        ("list", "'pdserve models' lists"),
+        ("rm", "in which folder a model is"),
+        ("--model", "a subcommand comes before --model, as in 'pdserve up --model'"),
+        ("org/name", "pdserve chat org/name"),
+        ("wibble", "see pdserve --help"),
+    ],
+)
+def test_a_word_of_another_server_gets_one_sentence(word: str, said: str) -> None:
+    done = call(word)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_run_is_chat() -> None:
+    assert call("run", "--help").stdout.startswith("usage: pdserve chat [MODEL|URL [QUESTION]] [--flag value ...]")
+
+
+@pytest.mark.parametrize(
+    ("subcommand", "usage"), [("drain", "drain NODE"), ("role", "role NODE ROLE"), ("trace", "trace [REQUEST_ID]")]
+)
+def test_usage_shows_what_stands_before_the_flags(subcommand: str, usage: str) -> None:
+    assert call(subcommand, "--help").stdout.startswith(f"usage: pdserve {usage} [--flag value ...]")
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["role", "node", "chief"], "'chief' is no role; there are prefill, decode, mixed"),
+        (["role", "node"], "which role? A node is one of prefill, decode, mixed"),
+        (["trace"], "which request?"),
+        (["trace", "id", "--failed"], "which request?"),
+        (["chat", "--url", "ftp://x"], "--url: 'ftp://x' was given"),
         (["decode", "--model", "/nowhere"], "there is no model '/nowhere'"),
         (["decode", "--model", "/"], "it has no config.json"),
         (["prefill"], "--proxy is needed"),

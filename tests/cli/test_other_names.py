@@ -1,4 +1,4 @@
-"""Tests of the names that settings had before, and of the flags that vLLM's and SGLang's users type."""
+"""Tests of the names that settings had before, and of the flags that users of other servers type."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.bench_config import BenchLoadConfig
-from pdserve.config import Dtype, NodeConfig, Switch, UpConfig
+from pdserve.config import ChatConfig, Dtype, NodeConfig, Switch, UpConfig
 from pdserve.errors import ConfigError
 from pdserve.settings import load, with_current_names
-from pdserve.settings.other_servers import MEANINGS, Understood, own_words
+from pdserve.settings.other_servers import MEANINGS, SHORT, Understood, own_words
 from pdserve.settings.setting import from_texts, settings_of
 from pdserve.settings.sources import _warn_of
 
@@ -97,7 +97,7 @@ def test_flags_without_values_mean_values() -> None:
 
 
 def test_every_understood_flag_means_a_setting_that_takes_its_value() -> None:
-    known = {setting.flag: setting for root in (NodeConfig, UpConfig) for setting in settings_of(root)}
+    known = {setting.flag: setting for root in (NodeConfig, UpConfig, ChatConfig) for setting in settings_of(root)}
     elsewhere = {"tls-cert", "tls-key"}
     for flag, meaning in MEANINGS.items():
         assert flag not in known, f"--{flag} is a setting of our own"
@@ -105,6 +105,38 @@ def test_every_understood_flag_means_a_setting_that_takes_its_value() -> None:
             setting = known[meaning.flag]
             if meaning.value:
                 from_texts(setting, [meaning.value], flag)
+
+
+def test_llama_cpps_flags_mean_what_they_mean_there() -> None:
+    config = node("-m", "x.gguf", "-c", "4096", "-np", "4", "-ub", "512", "-a", "mine", "--jinja", "--metrics")
+    assert (config.model.path, config.model.max_model_len, config.model.served_model_name) == ("x.gguf", 4096, "mine")
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (4, 512)
+    assert node("-hf", "org/name:Q4_K_M", "--ctx-size=512") == node("--model", "org/name:Q4_K_M", "-c=512")
+    chat = load(ChatConfig, ["-sys", "Be brief.", "-n", "5", "--temp", "0", "-p", "Why?"], {}, prog="pdserve chat")
+    assert (chat.talk.system, chat.talk.max_tokens, chat.talk.temperature) == ("Be brief.", 5, 0)
+    assert chat.cluster.ask == "Why?"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["-ngl", "99"], "-ngl is not a setting of pdserve: .*--device cuda"),
+        (["--n-gpu-layers", "99"], "--device cuda or --device cpu"),
+        (["-t", "8"], "--cores"),
+        (["-fa", "on"], "one kind of attention kernel"),
+        (["--revision", "main"], "org/name@REVISION"),
+        (["--temp", "0"], "--temperature is not a setting of 'pdserve decode': 'pdserve chat' takes it"),
+        (["-v"], "--verbose is not a setting of 'pdserve decode'"),
+    ],
+)
+def test_what_there_is_not_is_refused_with_what_is_right(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        node(*argv)
+
+
+def test_every_short_flag_stands_for_one_that_is_known() -> None:
+    known = {setting.flag for root in (NodeConfig, UpConfig, ChatConfig) for setting in settings_of(root)}
+    assert set(SHORT.values()) <= known | set(MEANINGS)
 
 
 @pytest.mark.parametrize("flag", ["--enable-prefix-caching=false", "--enforce-eager=False", "--enable-metrics=no"])

@@ -138,7 +138,10 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
             "--dtype: float16 was given; pdserve computes in bfloat16, which takes as much memory",
         ),
         (["--trust-remote-code"], "--trust-remote-code is not a setting of pdserve: pdserve never runs code that"),
-        (["--load-format=auto"], "--load-format is not a setting of pdserve: pdserve loads a folder or file"),
+        (
+            ["--load-format=auto"],
+            "--load-format is not a setting of pdserve: tokeniser and weights are",
+        ),
         (["--cores", "0-x"], "--cores: '0-x' was given; it takes a list like 0,1,4-7"),
         (["--cores", "3-1"], "--cores: '3-1' was given"),
         (["--cores", "1,0-2"], "--cores: '1,0-2' names a number twice"),

@@ -22,10 +22,11 @@ from pdserve.bench.compare import changes
 from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT
 from pdserve.bench.report import Better, Report, Unit, read_report
 from pdserve.cli.bench import compare_flags
+from pdserve.cli.chat import chat_flags
 from pdserve.cli.drain import drain_flags
-from pdserve.cli.main import SUBCOMMANDS
-from pdserve.cli.node_command import leading_flags
+from pdserve.cli.main import ALIASES, SUBCOMMANDS
 from pdserve.cli.role import role_flags
+from pdserve.cli.trace import trace_flags
 from pdserve.config import Dtype, NodeConfig, RoutingPolicy
 from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.models.runner import kv_layout
@@ -92,7 +93,8 @@ WITH_FLAGS: dict[str, Callable[[Sequence[str]], list[str]]] = {
     "bench compare": compare_flags,
     "role": role_flags,
     "drain": drain_flags,
-    "trace": lambda flags: leading_flags(flags, ["--request"]),
+    "trace": trace_flags,
+    "chat": chat_flags,
 }
 """How a subcommand reads the words before its flags."""
 COMING = {"serve", "chat", "pull", "models"} - set(SUBCOMMANDS)
@@ -131,9 +133,10 @@ def test_its_example_file_is_taken(tmp_path: Path) -> None:
     ("page", "words"), PDSERVE_COMMANDS, ids=[f"{page}-{words[1]}" for page, words in PDSERVE_COMMANDS]
 )
 def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) -> None:
-    assert words[1] in SUBCOMMANDS
-    two_words = words[1] == "bench" or words[1:3] == ["plan", "profile"]
-    name, flags = (" ".join(words[1:3]), words[3:]) if two_words else (words[1], words[2:])
+    subcommand = ALIASES.get(words[1], words[1])
+    assert subcommand in SUBCOMMANDS
+    two_words = subcommand == "bench" or words[1:3] == ["plan", "profile"]
+    name, flags = (" ".join(words[1:3]), words[3:]) if two_words else (subcommand, words[2:])
     if name in WITH_MODEL and flags and not flags[0].startswith("-"):
         flags = flags[1:]
     load(ROOT_OF[name], WITH_FLAGS.get(name, list)(flags), {}, prog=f"pdserve {name}")
