@@ -17,7 +17,7 @@ PAGE = DOCS / "reliability.md"
 FIGURES = DOCS / "reliability.json"
 BEGIN = "<!-- written by tests/docs/reliability_page.py from tests/faults/matrix/table.py and reliability.json -->"
 
-_MARKS = {Promise.WHOLE: "whole", Promise.ASKS_AGAIN: "asks again", Promise.REFUSED: "refused"}
+_MARKS = {Promise.WHOLE: "complete", Promise.ASKS_AGAIN: "asks again", Promise.REFUSED: "refused"}
 
 
 def page_with(text: str, figures: Figures) -> str:
@@ -26,21 +26,49 @@ def page_with(text: str, figures: Figures) -> str:
 
 
 def tables(figures: Figures) -> str:
-    """Returns a table for each fault, and the reasons of the cells that have no promise."""
-    reasons = list(dict.fromkeys(cell.why_not for cell in CELLS if cell.why_not))
+    """Returns a table for each fault, and the reasons of the cells that have no promise.
+
+    A victim for which no phase has a promise, all for one reason, gets a sentence below the table in place of a row.
+    """
+    in_rows = [cell for fault in Fault for victim in _victims_with_row(fault) for cell in _row(fault, victim)]
+    reasons = list(dict.fromkeys(cell.why_not for cell in in_rows if cell.why_not))
     notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1)]
     counts = [len(figures.seconds.get(cell.name, [])) for cell in TESTED]
     measured = f"{sum(count > 0 for count in counts)} of the {len(counts)} cells with a promise were measured, "
     failed = sum(figures.failures.get(cell.name, 0) for cell in TESTED)
     measured += f"in {sum(counts)} runs." + (f" {failed} more failed." if failed else "")
-    parts = [measured, *(_table(fault, figures, reasons) for fault in Fault)]
-    return "\n\n".join([*parts, "Where there is no promise, the number is that of the reason:", "\n".join(notes)])
+    parts = [measured, *(part for fault in Fault for part in (_table(fault, figures, reasons), *_without_row(fault)))]
+    return "\n\n".join([*parts, "The number of a cell without a promise is that of its reason:", "\n".join(notes)])
+
+
+def _row(fault: Fault, victim: Victim) -> list[Cell]:
+    """Returns the cells of one victim, in the order of the phases."""
+    cells = {cell.phase: cell for cell in CELLS if cell.fault is fault and cell.victim is victim}
+    return [cells[phase] for phase in Phase]
+
+
+def _only_reason(fault: Fault, victim: Victim) -> str:
+    """Returns the reason why no phase has a promise, or nothing if there is a promise or another reason."""
+    reasons = {cell.why_not for cell in _row(fault, victim)}
+    return reasons.pop() if len(reasons) == 1 else ""
+
+
+def _victims_with_row(fault: Fault) -> list[Victim]:
+    return [victim for victim in Victim if not _only_reason(fault, victim)]
+
+
+def _without_row(fault: Fault) -> list[str]:
+    """Returns a sentence for each victim that has no row."""
+    told = [(victim, _only_reason(fault, victim)) for victim in Victim]
+    return [f'No row "{victim.value}": {reason}.' for victim, reason in told if reason]
 
 
 def _table(fault: Fault, figures: Figures, reasons: list[str]) -> str:
-    cells = {(cell.victim, cell.phase): cell for cell in CELLS if cell.fault is fault}
     head = [f"**{fault.value}**", *(phase.value for phase in Phase)]
-    rows = [[victim.value, *(_shown(cells[victim, phase], figures, reasons) for phase in Phase)] for victim in Victim]
+    rows = [
+        [victim.value, *(_shown(cell, figures, reasons) for cell in _row(fault, victim))]
+        for victim in _victims_with_row(fault)
+    ]
     return markdown_table(head, rows)
 
 
@@ -48,7 +76,7 @@ def _shown(cell: Cell, figures: Figures, reasons: list[str]) -> str:
     if cell.promise is None:
         return f"– ({reasons.index(cell.why_not) + 1})"
     seconds = figures.seconds.get(cell.name, [])
-    measured = f" {statistics.median(seconds):.2f}, {max(seconds):.2f}" if seconds else ""
+    measured = f" {statistics.median(seconds):.2f}/{max(seconds):.2f}" if seconds else ""
     failures = figures.failures.get(cell.name, 0)
     failed = f", failed {failures} of {failures + len(seconds)}" if failures else ""
     return _MARKS[cell.promise] + measured + failed
