@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy pdserve proxy kvtransfer kernels tests
+	$(BIN)/mypy pdserve proxy kvtransfer kernels tests examples
 	$(BIN)/lint-imports
 
 # These tests wait for clocks and sockets for half of their time, so four processes keep two cores busy.

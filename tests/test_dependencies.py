@@ -78,7 +78,7 @@ def imports_of(path: Path) -> set[str]:
     ("folders", "extras"),
     [
         (["pdserve", "proxy", "kvtransfer", "kernels"], ["demo", "bench", "gpu", "otel"]),
-        (["tests"], ["demo", "bench", "otel", "test"]),
+        (["tests", "examples"], ["demo", "bench", "otel", "test"]),
     ],
     ids=["packages", "tests"],
 )
