@@ -68,6 +68,7 @@ deploy-tools: $(STAMP)
 
 test-manifests: deploy-tools
 	$(BIN)/python -m pytest tests/deploy -m "deploy or not deploy" $(ARGS)
+	$(BIN)/python -m pytest tests/example_programs -m deploy $(ARGS)
 
 test-deploy: deploy-tools
 	$(BIN)/python -m pytest tests/deploy tests/deploy_containers -m deploy
