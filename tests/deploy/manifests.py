@@ -24,6 +24,7 @@ class Rendering(Enum):
     CPU = "cpu"
     GPU = "gpu"
     GPU_RDMA = "gpu-rdma"
+    HUB = "hub"
     MONITORING = "monitoring"
     AUTOSCALING = "autoscaling"
 
@@ -36,7 +37,7 @@ class Rendering(Enum):
         return _RENDERED / f"{self.value}.yaml"
 
 
-OVERLAYS = (Rendering.CPU, Rendering.GPU, Rendering.GPU_RDMA)
+OVERLAYS = (Rendering.CPU, Rendering.GPU, Rendering.GPU_RDMA, Rendering.HUB)
 
 
 class Workload(Enum):

@@ -49,7 +49,9 @@ def environ(overlay: Rendering, which: Workload) -> dict[str, str]:
     (source,) = own["envFrom"]
     values: dict[str, str] = dict(named(overlay, "ConfigMap", source["configMapRef"]["name"])["data"])
     for entry in own["env"]:
-        if "valueFrom" in entry:
+        if "secretKeyRef" in entry.get("valueFrom", {}):
+            value = f"from the Secret {entry['valueFrom']['secretKeyRef']['name']}"
+        elif "valueFrom" in entry:
             path = entry["valueFrom"]["fieldRef"]["fieldPath"]
             value = {"status.podIP": "10.1.2.3", "metadata.name": f"pdserve-{which.value}-0"}[path]
         else:
@@ -121,7 +123,8 @@ def test_probes_ask_what_is_served_and_mounts_have_volumes(overlay: Rendering, w
     for probe, path in (("startupProbe", "/live"), ("livenessProbe", "/live"), ("readinessProbe", "/ready")):
         assert own[probe]["httpGet"] == {"path": path, "port": "http"}
     mounts = {mount["name"] for mount in own["volumeMounts"]}
-    assert mounts == {volume["name"] for volume in spec["volumes"]}
+    claims = workload(overlay, which)["spec"].get("volumeClaimTemplates", [])
+    assert mounts == {volume["name"] for volume in spec["volumes"]} | {claim["metadata"]["name"] for claim in claims}
 
 
 @each_pod
@@ -225,6 +228,18 @@ def test_prefill_and_decode_nodes_differ_by_their_role_alone(overlay: Rendering)
     assert prefill.replace("prefill", "decode") == decode
 
 
+@pytest.mark.parametrize("which", NODES, ids=lambda part: part.value)
+def test_a_node_keeps_the_model_that_it_has_fetched(which: Workload) -> None:
+    own, found = container(Rendering.HUB, which), environ(Rendering.HUB, which)
+    (claim,) = workload(Rendering.HUB, which)["spec"]["volumeClaimTemplates"]
+    (mount,) = [each for each in own["volumeMounts"] if each["name"] == claim["metadata"]["name"]]
+    assert found["HF_HOME"].startswith(mount["mountPath"] + "/")
+    assert found["HF_TOKEN"] == "from the Secret pdserve-hub"
+    assert re.fullmatch("[^/]+/[^/]+", found["PDSERVE_MODEL"])
+    probe = own["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 3600, "a download takes long"
+
+
 @pytest.mark.parametrize("rendering", Rendering, ids=lambda part: part.value)
 def test_every_object_is_in_the_namespace_that_the_page_names(rendering: Rendering) -> None:
     assert {found["metadata"]["namespace"] for found in rendered(rendering)} == {"pdserve"}
@@ -304,7 +319,7 @@ def test_versions_are_the_products() -> None:
     assert chart["version"] == chart["appVersion"] == project["version"]
     images = {overlay: {container(overlay, which)["image"] for which in Workload} for overlay in OVERLAYS}
     plain, gpu = {f"pdserve:{project['version']}"}, {f"pdserve:{project['version']}-gpu"}
-    assert images == {Rendering.CPU: plain, Rendering.GPU: gpu, Rendering.GPU_RDMA: gpu}
+    assert images == {Rendering.CPU: plain, Rendering.HUB: plain, Rendering.GPU: gpu, Rendering.GPU_RDMA: gpu}
 
 
 def test_every_command_of_the_pages_names_the_namespace() -> None:

@@ -99,3 +99,15 @@ def test_a_block_of_addresses_lets_its_own_through_but_for_its_exceptions(addres
     }
     policy = {"metadata": {"namespace": "pdserve"}, "spec": spec}
     assert lets_through([policy], Peer({}, "", address=address), PROXY, 80) is let_in
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_only_nodes_that_fetch_a_model_reach_the_hub_and_no_private_address(name: str) -> None:
+    fetching = of_kind(Rendering.HUB, "NetworkPolicy")
+    for address in ("8.8.8.8", "2001:4860:4860::8888"):
+        hub = Peer({}, "", address=address)
+        assert lets_through(fetching, PODS[name], hub, 443) is (name != "proxy")
+        assert not lets_through(fetching, PODS[name], hub, 80)
+        assert not lets_through(POLICIES, PODS[name], hub, 443)
+    for address in ("10.96.0.1", "169.254.169.254", "192.168.1.1", "fd00::1"):
+        assert not lets_through(fetching, PODS[name], Peer({}, "", address=address), 443)

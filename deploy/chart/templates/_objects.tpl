@@ -100,7 +100,10 @@
 {{- end -}}
 {{- include "pdserve.grace" (dict "root" .root "role" $role "pod" $pod "container" $container) -}}
 {{- if eq $role "proxy" }}{{ include "pdserve.proxy" (dict "values" $values "pod" $pod "container" $container) }}
-{{- else }}{{ include "pdserve.node" (dict "values" $values "pod" $pod "container" $container) }}{{ end -}}
+{{- else }}
+{{- include "pdserve.node" (dict "values" $values "pod" $pod "container" $container) -}}
+{{- include "pdserve.hubModel" (dict "hub" $values.model.hub "spec" .object.spec "pod" $pod "container" $container) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Applies to the pod what concerns proxies alone. */}}
@@ -134,5 +137,22 @@
 {{- $_ := set .pod.securityContext "runAsNonRoot" false -}}
 {{- $_ := set .pod.securityContext "runAsUser" 0 -}}
 {{- $_ := set .container.securityContext.capabilities "add" (list "IPC_LOCK") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Has the node fetch a model by its name, into a volume claim of its own in place of the volume "cache". */}}
+{{- define "pdserve.hubModel" -}}
+{{- if .hub.name -}}
+{{- $home := dict "name" "HF_HOME" "value" "/cache/huggingface" -}}
+{{- $entry := dict "name" .hub.existingSecret "key" "token" "optional" true -}}
+{{- $token := dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" $entry) -}}
+{{- $_ := set .container "env" (concat (list $home $token) .container.env) -}}
+{{- $_ := set .container.startupProbe "failureThreshold" 1800 -}}
+{{- $kept := list -}}
+{{- range .pod.volumes }}{{ if ne .name "cache" }}{{ $kept = append $kept . }}{{ end }}{{ end -}}
+{{- $_ := set .pod "volumes" $kept -}}
+{{- $claim := dict "accessModes" (list "ReadWriteOnce") "resources" (dict "requests" (dict "storage" .hub.size)) -}}
+{{- $template := dict "apiVersion" "v1" "kind" "PersistentVolumeClaim" "metadata" (dict "name" "cache") "spec" $claim -}}
+{{- $_ := set .spec "volumeClaimTemplates" (list $template) -}}
 {{- end -}}
 {{- end -}}
