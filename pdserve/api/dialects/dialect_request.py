@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pdserve.api.requests.chat_messages import not_text
 from pdserve.api.requests.openai_request import Bias, ChatRequest, Penalty, Positive, TokenId, invalid_field
 from pdserve.errors import InvalidRequest
 from pdserve.wire.priority import Priority
@@ -17,6 +18,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_PARTS = 4_096
 """The most parts that one message may have."""
+MEDIA = ("image", "input_image", "image_url", "input_audio", "input_file", "document", "file", "video_url", "audio_url")
+"""The types of parts, in all dialects, that are something else than text: images, sound and files."""
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -86,6 +89,8 @@ def read_part(value: Any, kinds: Mapping[str, type[T]], where: str, default: str
         raise InvalidRequest(f"'{where}' must be an object", param=where)
     kind = value.get("type", default)
     struct = kinds.get(kind) if isinstance(kind, str) else None
+    if struct is None and kind in MEDIA:
+        raise not_text(where, next(iter(kinds)))
     if struct is None:
         known = ", ".join(kinds)
         raise InvalidRequest(f"'{where}.type' must be one of {known}", param=f"{where}.type")

@@ -18,16 +18,20 @@ from pdserve.api.dialects.dialect_request import (
     read_part,
     translated,
 )
+from pdserve.api.requests.chat_messages import unknown_role
 from pdserve.api.requests.openai_request import MAX_MESSAGES, MAX_STOPS, Positive, StopString
 from pdserve.errors import InvalidRequest
 
 ContentBlocks: TypeAlias = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
 
 
+_ROLES = ("user", "assistant", "system")
+
+
 class AnthropicMessage(msgspec.Struct, kw_only=True):
     """One turn of a conversation. The blocks of its content are checked as they are translated."""
 
-    role: Literal["user", "assistant", "system"]
+    role: Annotated[str, Meta(extra_json_schema={"enum": [*_ROLES]})]
     """What an operator says within the conversation has the role ``system``."""
     content: str | ContentBlocks
 
@@ -136,6 +140,8 @@ def chat_of_messages(request: PromptRequest) -> TranslatedChat:
                 messages.append(_assistant_message(message.content, where))
             case "system":
                 messages.append({"role": "system", "content": _text(message.content, where)})
+            case role:
+                raise unknown_role(role, f"messages[{place}]", _ROLES)
     messages = list(_joined(messages))
     # An answer goes on with an assistant's message at the end, if there is one.
     continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]

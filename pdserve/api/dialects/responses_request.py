@@ -17,6 +17,7 @@ from pdserve.api.dialects.dialect_request import (
     read_part,
     translated,
 )
+from pdserve.api.requests.chat_messages import unknown_role
 from pdserve.api.requests.openai_request import MAX_MESSAGES, Positive, StopString, check_values
 from pdserve.api.requests.tools import NAME_PATTERN
 from pdserve.errors import InvalidRequest
@@ -98,7 +99,7 @@ class RefusalPart(msgspec.Struct, kw_only=True):
 
 
 class MessageItem(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant", "system", "developer"]
+    role: str
     content: str | Parts
 
 
@@ -148,6 +149,7 @@ class AllowedFunctions(msgspec.Struct, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
+_ROLES = ("user", "assistant", "system", "developer")
 _ITEMS: Mapping[str, type[msgspec.Struct]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
@@ -234,6 +236,8 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[Mapping[str, A
     for place, raw in enumerate(items):
         where = f"{name}[{place}]"
         match read_part(raw, _ITEMS, where, default="message"):
+            case MessageItem(role=role) if role not in _ROLES:
+                raise unknown_role(role, where, _ROLES)
             case MessageItem(role="assistant", content=content):
                 text = _text(content, f"{where}.content", _TEXTS)
                 turn = _assistant_turn(messages)

@@ -18,14 +18,18 @@ from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.requests.tools import Tool, tool_use
 from pdserve.errors import InvalidRequest
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles of every chat. A template that names another one in quotes has that role too."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 _READ = ("type", "text")
+_SHOWN_CHARS = 64
+"""A message shows so much of what the client sent."""
 MAX_CALLS = 1_024
 """How many calls one message may have."""
 
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with their contents as single strings. The template decides which roles there are.
+    """Returns the messages with their contents as single strings.
 
     Raises InvalidRequest that names the message and the field.
     """
@@ -54,6 +58,7 @@ def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, cr
             "'continue_final_message' excludes 'add_generation_prompt'", param="continue_final_message"
         )
     messages = plain_messages(request.messages or [])
+    check_roles(messages, tokenizer.chat_template)
     tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls).shown
     if "developer" not in tokenizer.chat_template:
         messages = without_developer(messages)
@@ -67,6 +72,16 @@ def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, cr
         created=created,
         template_kwargs=template_kwargs(request, tokenizer.chat_template),
     )
+
+
+def check_roles(messages: Sequence[Mapping[str, Any]], template: str) -> None:
+    """Raises InvalidRequest if neither chats in general nor ``template`` know the role of a message.
+
+    Most templates would write any role, and the model would read a turn of somebody whom it has never met.
+    """
+    for role, index in {message["role"]: index for index, message in reversed([*enumerate(messages)])}.items():
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise unknown_role(role, f"messages[{index}]", ROLES)
 
 
 def template_kwargs(request: ChatRequest | TokenizeRequest, template: str) -> dict[str, Any]:
@@ -221,11 +236,23 @@ def _text(message: Mapping[str, Any], role: str, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
-        raise InvalidRequest(f"'{where}.type' must be 'text': this model reads text only", param=f"{where}.type")
+        raise not_text(where)
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"'{where}.text' must be a string", param=f"{where}.text")
     return text
+
+
+def unknown_role(role: str, where: str, known: Sequence[str]) -> InvalidRequest:
+    """Returns the error that says, in every dialect, which roles the message at ``where`` may have."""
+    return InvalidRequest(
+        f"'{where}.role' must be one of {', '.join(known)}, and not {role[:_SHOWN_CHARS]!r}", param=f"{where}.role"
+    )
+
+
+def not_text(where: str, wanted: str = "text") -> InvalidRequest:
+    """Returns the error that says, in every dialect, that the part at ``where`` must be of the type ``wanted``."""
+    return InvalidRequest(f"'{where}.type' must be {wanted!r}: this model reads text only", param=f"{where}.type")
 
 
 def _encode(value: Any) -> str:

@@ -91,7 +91,7 @@ def space_of(*names: str) -> dict[str, Any]:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "elf", "content": "x"}]}, "input[0]"),
+        ({"input": [{"role": "elf", "content": "x"}]}, "input[0].role"),
         ({"input": []}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),

@@ -41,7 +41,8 @@ CONVERSATION: list[dict[str, Any]] = [
     {"role": "assistant", "content": "Sunny.", "reasoning": "Easy.", "tool_calls": None},
     {"role": "narrator", "content": "It rains."},
 ]
-TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+TEMPLATE = """{#- Its roles are those of every chat, and 'narrator'. #}
+{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
 {%- for message in messages %}[{{ message.role }}{% if message.name %} {{ message.name }}{% endif %}]
 {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
 {%- for call in message.tool_calls %}{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}
@@ -103,7 +104,7 @@ def test_reasoning_effort_without_effect_is_named() -> None:
 
 def test_reasoning_effort_reaches_a_template_that_knows_it(model_dir: Path, tmp_path: Path) -> None:
     tokenizer = with_template(model_dir, tmp_path / "effort", "{{ reasoning_effort }}")
-    assert render_chat(chat(reasoning_effort="low"), tokenizer, 0) == "low"
+    assert render_chat(chat(reasoning_effort="low", messages=CONVERSATION[:2]), tokenizer, 0) == "low"
 
 
 def test_a_template_that_knows_no_tools_gets_them_in_words(tokenizer: Tokenizer) -> None:
@@ -253,6 +254,61 @@ def test_what_is_wrong_is_named(message: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         plain_messages([message])
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("role", "known"), [("narrator", True), ("tool", True), ("Narrator", False), ("observer" * 20, False)]
+)
+def test_a_role_that_neither_chats_nor_the_template_know_is_refused(
+    role: str, known: bool, model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = with_template(model_dir, tmp_path / "roles", TEMPLATE)
+    request = chat(messages=[USER, {"role": role, "content": "It rains.", "tool_call_id": "c1"}])
+    if known:
+        assert f"[{role}]It rains." in render_chat(request, tokenizer, 0)
+        return
+    with pytest.raises(InvalidRequest, match="must be one of system, developer, user, assistant, tool") as raised:
+        render_chat(request, tokenizer, 0)
+    assert raised.value.param == "messages[1].role"
+    assert role[:64] in str(raised.value)
+    assert len(str(raised.value)) < 200
+
+
+TEXT_ONLY = "must be '{}': this model reads text only"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "file", "input_file", "video_url"])
+def test_a_chat_reads_text_only(kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=TEXT_ONLY.format("text")) as raised:
+        plain_messages([{"role": "user", "content": [{"type": kind, kind: {}}]}])
+    assert raised.value.param == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio", "image_url"])
+def test_responses_read_text_only_and_say_it_in_a_chats_words(kind: str) -> None:
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": kind}]}
+    for place, item in (("content", {"role": "user", "content": [{"type": kind}]}), ("output", output)):
+        with pytest.raises(InvalidRequest, match=TEXT_ONLY.format("input_text")) as raised:
+            chat_of_response(msgspec.convert({"input": [item]}, ResponsesRequest))
+        assert raised.value.param == f"input[0].{place}[0].type"
+
+
+@pytest.mark.parametrize("kind", ["image", "document"])
+def test_messages_read_text_only_and_say_it_in_a_chats_words(kind: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": kind}]}
+    for where, block in (("content[0]", {"type": kind}), ("content[0].content[0]", result)):
+        body = {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+        with pytest.raises(InvalidRequest, match=TEXT_ONLY.format("text")) as raised:
+            chat_of_messages(msgspec.convert(body, MessagesRequest))
+        assert raised.value.param == f"messages[0].{where}.type"
+
+
+def test_the_other_dialects_name_their_roles_too() -> None:
+    said = [{"role": "narrator", "content": "It rains."}]
+    with pytest.raises(InvalidRequest, match=r"'input\[0\]\.role' must be one of user, assistant, system, developer"):
+        chat_of_response(msgspec.convert({"input": said}, ResponsesRequest))
+    with pytest.raises(InvalidRequest, match=r"'messages\[0\]\.role' must be one of user, assistant, system"):
+        chat_of_messages(msgspec.convert({"max_tokens": 1, "messages": said}, MessagesRequest))
 
 
 @pytest.mark.parametrize(
