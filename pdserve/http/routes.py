@@ -169,6 +169,9 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
         forget_frames(found)  # Quart's request holds it
         asked = f"{quart_request.method[:16]} {quart_request.path[:200]}"
         match found.code:
+            case 404 if what := not_served(quart_request.path):
+                error = NotFound(f"{what} are not served: pdserve generates text, and nothing else", code="not_served")
+                response = respond(error, 404)
             case 404:
                 advice = f"this {process} serves {', '.join(served)}; the base URL of OpenAI's clients ends in /v1"
                 response = respond(NotFound(f"unknown request URL: {asked}: {advice}", code="unknown_url"), 404)
@@ -194,6 +197,37 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
 
     return app
 
+
+def not_served(path: str) -> str:
+    """Returns what others serve at ``path`` and pdserve does not, in the plural; empty if this is no such path."""
+    return next((what for route, what in _NOT_SERVED.items() if path == route or path.startswith(f"{route}/")), "")
+
+
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rankings",
+    "/v2/rerank": "rankings",
+    "/rerank": "rankings",
+    "/v1/score": "scores",
+    "/score": "scores",
+    "/pooling": "embeddings",
+    "/classify": "classes",
+    "/v1/moderations": "moderations",
+    "/v1/images": "images",
+    "/v1/videos": "videos",
+    "/v1/audio": "speech and its transcriptions",
+    "/v1/realtime": "realtime sessions",
+    "/v1/files": "files",
+    "/v1/uploads": "files",
+    "/v1/vector_stores": "vector stores",
+    "/v1/batches": "batches",
+    "/v1/messages/batches": "batches",
+    "/v1/fine_tuning": "fine-tuning jobs",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "assistants",
+    "/v1/conversations": "conversations",
+}
+"""Routes of OpenAI, Anthropic, vLLM and others for what pdserve does not do."""
 
 _ERRORS: dict[int, type[RequestError]] = {
     408: RequestTimeout,

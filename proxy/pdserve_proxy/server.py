@@ -14,6 +14,7 @@ from pdserve.config import ProxyConfig, RoleChoice
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.server import bind, url_of
 from pdserve.process import allow_open_files, collect_rarely, set_up_logging
+from pdserve.settings import is_loopback
 from pdserve.signals import Reread, on_hangup, stop_signals
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.frame import Secrets
@@ -101,6 +102,10 @@ async def run(
 
     def announce(addresses: Addresses) -> None:
         log.info("pdserve proxy listening url=%s control=%s", addresses.url, addresses.control)
+        if not credentials.keys and not is_loopback(config.http.host):
+            log.warning(
+                "everybody who reaches %s may send requests: give clients keys with --api-key-file", config.http.host
+            )
         listening(addresses)
 
     if config.workers.count > 1:

@@ -122,6 +122,25 @@ async def test_what_a_path_names_may_be_escaped(path: str, body: bytes) -> None:
     assert await asked(path, Application()) == (200, body)
 
 
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/v1/audio/speech", "speech and its transcriptions"),
+        ("/v1/images/generations", "images"),
+        ("/v1/messages/batches", "batches"),
+    ],
+)
+async def test_what_others_serve_and_this_server_does_not_is_refused_by_name(path: str, what: str) -> None:
+    """OpenAI's clients ask once more after a 5xx, so this is a 404."""
+    answer = await answers("POST", path, content=b"{}")
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["type"]) == (404, "not_found_error")
+    assert error["message"] == f"{what} are not served: pdserve generates text, and nothing else"
+    assert ("request_id" in json.loads(answer.body)) is path.startswith("/v1/messages")
+    assert (await asked("/v1/embeddingsx", Application()))[1].count(b"unknown request URL") == 1
+
+
 @pytest.mark.parametrize("path", ["/echo", "/stream", "/length", "/nothing"])
 async def test_every_response_has_the_clients_label_or_a_new_one(path: str) -> None:
     given = await answers("POST", path, content=b"x", headers={"x-request-id": "mine"})

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from pdserve.wire.discovery import Role
+from tests.processes import pdserve
 from tests.proxy.cluster import SECRET, node_info, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
@@ -94,6 +95,46 @@ async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> No
         assert b"shutting_down" in body
         async with asyncio.timeout(5):
             assert await process.wait() == 0
+
+
+OPEN = "may send requests: give clients keys with --api-key-file"
+
+
+@pytest.mark.parametrize(
+    ("flags", "warns"),
+    [
+        (["--host", "0.0.0.0"], True),
+        (["--host", "0.0.0.0", "--workers", "2"], True),
+        (["--host", "0.0.0.0", "--api-key", "0123456789abcdef"], False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_a_proxy_that_everybody_may_use_says_so(flags: list[str], warns: bool) -> None:
+    with pdserve("proxy", "--port", "0", "--control-port", "0", *flags) as proxy:
+        proxy.listening()
+        proxy.terminate()
+        assert proxy.wait() == 0
+        assert (OPEN in proxy.output) is warns
+
+
+async def test_fields_without_an_effect_are_in_the_log_once() -> None:
+    async def ignore(exchange: Exchange) -> None:
+        await exchange.answer(200, b"{}", x_pdserve_ignored="temprature,top")
+
+    with pdserve("proxy", "--port", "0", "--control-port", "0", PDSERVE_SECRET=SECRET.decode()) as proxy:
+        found = await asyncio.to_thread(proxy.listening)
+        async with (
+            FakeNode(ignore) as node,
+            registered(node_info("x", Role.MIXED, node.url), found.control),
+            aiohttp.ClientSession(found.url) as http,
+        ):
+            for _ in range(3):
+                async with http.post("/v1/completions", json={"temprature": 0}) as answer:
+                    assert (answer.status, answer.headers["x-pdserve-ignored"]) == (200, "temprature,top")
+        proxy.terminate()
+        assert await asyncio.to_thread(proxy.wait) == 0
+    assert proxy.output.count("client=127.0.0.1 sends fields that have no effect: temprature, top") == 1
 
 
 async def refuses_connections(url: str) -> None:
