@@ -15,7 +15,7 @@ on in another protocol (``Connection: Upgrade``) is ignored, so that the body st
 A client that closes its half of the connection and one that is gone send the same packet. Only the answer of the
 client's system to bytes that no program will read tells them apart: it resets the connection. The chunks of a response
 are such bytes. If the response has not begun, the client is sent ``100 Continue``, which a client that still reads
-ignores.
+ignores. If its chunks pause, it is sent the first digit of the next chunk's size, a zero: sizes may begin with zeros.
 """
 
 from __future__ import annotations
@@ -62,14 +62,17 @@ FIRST_LOOK_S = 0.01
 MAX_LOOK_S = 1.0
 """The longest time between two looks for a client that has closed its half of the connection."""
 ASK_EVERY_S = 30.0
-"""A client that has closed its half before its response has begun is asked this often whether it still reads."""
+"""A client that has closed its half is asked this often whether it still reads, while it gets nothing."""
 HALF_CLOSED_S = 1.0
-"""A client that cannot be asked (it speaks HTTP/1.0, or its response has begun) is cut off when no byte has been sent
-to it for this long.
+"""A client is asked when chunks have paused for this long. One that cannot be asked is cut off then, because it speaks
+HTTP/1.0, or because its response has begun and has no chunks.
 """
+MAX_ZEROS = 8
+"""The most zeros before a chunk's size: clients take at least 16 digits."""
 
 _BLANK = b"\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_ZERO = b"0"
 _HOST = re.compile(rb"[A-Za-z0-9\-._~%!$&'()*+,;=:\[\]]*")
 _FRAMING = (b"content-length", b"transfer-encoding")
 _TCP_CLOSE = 7
@@ -181,6 +184,9 @@ class GuardedHttp(HttpToolsProtocol):
     """Whether the current head offers an upgrade and its body has not been looked at yet."""
     _half_closed_s = 0.0
     _asked_s = float("-inf")
+    _zeros = 0
+    """How many zeros the client has got since its last chunk."""
+    _zero_s = 0.0
     _look_s = 0.0
     _looks_again = False
     """Whether a client was found to be gone, and is looked at once more before it is cut off."""
@@ -516,7 +522,8 @@ class GuardedHttp(HttpToolsProtocol):
         # The transport does not notice it: it does not read any more, and writes only when the application does.
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         state, sent_ms_ago = _TCP_INFO.unpack(info)
-        can_be_asked = not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
+        begun, new = self.cycle.response_started, self.cycle.scope["http_version"] == "1.1"
+        can_be_asked = new and (not begun or bool(self.cycle.chunked_encoding))
         # Where bytes wait for room at the client, the kernel asks it for some, and the write timer bounds the wait.
         unasked_s = 0.0 if self._outlet.unread_bytes() else min(now - self._half_closed_s, sent_ms_ago / 1000)
         silent = not can_be_asked and unasked_s >= self.half_closed_s
@@ -528,11 +535,23 @@ class GuardedHttp(HttpToolsProtocol):
         if silent:
             self._look_again_after(LAST_LOOK_S)
             return
-        if can_be_asked and now - self._asked_s >= ASK_EVERY_S:
+        if can_be_asked and begun and unasked_s >= self.half_closed_s:
+            self._ask_between_chunks(now, sent_ms_ago / 1000)
+        elif can_be_asked and not begun and now - self._asked_s >= ASK_EVERY_S:
             self._asked_s = now
             self.transport.write(_CONTINUE)
         self._look_s = min(4 * self._look_s, MAX_LOOK_S)
         self._look_again_after(self._look_s)
+
+    def _ask_between_chunks(self, now: float, silent_s: float) -> None:
+        """Asks a client whose chunks pause, once soon and then seldom. A chunk since the last time begins this anew."""
+        if not self._zeros or silent_s < now - self._zero_s - self.half_closed_s / 2:
+            self._zeros = 0
+        elif now - self._zero_s < ASK_EVERY_S or self._zeros == MAX_ZEROS:
+            return
+        self._zeros, self._zero_s = self._zeros + 1, now
+        self._outlet.write(_ZERO)
+        self._look_s = FIRST_LOOK_S
 
     def _look_again_after(self, seconds: float) -> None:
         self._stop_timer()

@@ -26,6 +26,7 @@ FOUND = [
     10076,  # A node closed a connection before the other side knew of it, and the simulation lost that end.
     4684,  # A clock jumped, the answer to a handshake was dropped, and each prompt waited for it until its deadline.
     3102,  # A deadline came between the last event of a stream and the end of its body, and an error followed.
+    51012,  # A client closed its half, its stream paused for longer than a second, and it counted as gone.
     1414,  # An answer left a node that had no free block, and the simulation took its second attempt for an error.
 ]
 """Seeds that once failed."""

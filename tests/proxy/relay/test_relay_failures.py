@@ -84,7 +84,7 @@ async def test_a_client_that_leaves_closes_the_upstream_at_once(stream: bool, he
             await entered.wait()
         client.cancel()
         await asyncio.gather(client, return_exceptions=True)
-        # A stream shows this with its next chunk, and a silent one, like this, with its silence.
+        # A stream shows this with its next chunk, and where chunks pause, as here, the client is asked.
         async with asyncio.timeout(1 if not headers_sent else 1 + 2 * HALF_CLOSED_S):
             await left.wait()
         assert await metric(running, "pdserve_proxy_requests_in_flight") == 0
