@@ -148,6 +148,7 @@
 {{- $token := dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" $entry) -}}
 {{- $_ := set .container "env" (concat (list $home $token) .container.env) -}}
 {{- $_ := set .container.startupProbe "failureThreshold" 1800 -}}
+{{- $_ := set .container.startupProbe.httpGet "path" "/ready" -}}
 {{- $kept := list -}}
 {{- range .pod.volumes }}{{ if ne .name "cache" }}{{ $kept = append $kept . }}{{ end }}{{ end -}}
 {{- $_ := set .pod "volumes" $kept -}}
