@@ -1290,6 +1290,12 @@ class ClusterConfig:
         bare="on",
     )
     ask: str = setting("ask", "pdserve asks this one question, prints the answer, and stops.", "", metavar="TEXT")
+    ready_json: Switch = setting(
+        "ready-json",
+        "A line of JSON says where the nodes are, in place of text: when all are ready, and after each new start.",
+        Switch.OFF,
+        bare="on",
+    )
     startup_timeout_s: float = setting(
         "startup-timeout-s", "All nodes together get this many seconds to start.", 300.0, minimum=1, maximum=86_400
     )

@@ -17,6 +17,7 @@
     ├── GrammarRefused          a grammar cannot be compiled, or is too much work
     ├── EngineError             the engine process failed
     │   └── RankLost                a tensor-parallel rank died, failed or hangs
+    ├── ClusterFailed           the cluster of pdserve.serve did not start, or ended by itself
     ├── BenchError              a benchmark could not be run
     ├── PlanError               a prediction has no profile, no load or no answer
     └── RequestError            a client's request ends with an HTTP error in OpenAI's shape
@@ -178,6 +179,10 @@ class RankLost(EngineError):
         names = ", ".join(map(str, ranks))
         who = f"one of the tensor-parallel ranks {names}" if len(ranks) > 1 else f"tensor-parallel rank {names}"
         return cls(f"{who} hangs: no sign of it for {timeout_s:.1f} s", ranks)
+
+
+class ClusterFailed(PdserveError):
+    """The cluster of ``pdserve.serve`` did not start in time, or ended by itself. The message has its last lines."""
 
 
 class BenchError(PdserveError):

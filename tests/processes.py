@@ -165,3 +165,27 @@ def alive(pid: int) -> bool:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return False
+
+
+def cluster_processes(marker: str) -> set[int]:
+    """Returns the processes other than this one that have ``marker`` in their environment, as children inherit it."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            with suppress(OSError):
+                if marker.encode() in (folder / "environ").read_bytes():
+                    found.add(int(folder.name))
+    return found
+
+
+def wait_until_gone(marker: str, timeout_s: float = 20.0) -> None:
+    """Returns when no process has ``marker`` in its environment. Fails the test if one still has after this time."""
+    deadline = time.monotonic() + timeout_s
+    while left := cluster_processes(marker):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def command_has(pid: int, word: str) -> bool:
+    """Returns whether ``word`` is one of the words that the process was started with."""
+    return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

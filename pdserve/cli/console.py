@@ -29,11 +29,15 @@ class Console:
         level: LogLevel = LogLevel.INFO,
         keep: Callable[[str, str], None] | None = None,
         terminal: bool = False,
+        logs: str = "",
     ) -> None:
         """Lines of processes below ``level`` are not printed. ``keep`` gets the name and text of all of them.
 
+        ``logs`` is the folder in which ``keep`` keeps them, if it does.
+
         Only a ``terminal`` shows how far things are while they move.
         """
+        self.logs = logs
         self._out = out
         self._hidden = _below(level)
         self._keep = keep

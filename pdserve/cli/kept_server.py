@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import aiohttp
 
@@ -67,8 +67,8 @@ class KeptServer:
         """Where the server listens; empty as long as it has not said so."""
         return self.process.url
 
-    async def keep(self, command: Sequence[str]) -> None:
-        """Starts the server again, with ``command``, whenever it has died, and says so.
+    async def keep(self, command: Sequence[str], again: Callable[[], None] = lambda: None) -> None:
+        """Starts the server again, with ``command``, whenever it has died, says so, and calls ``again`` when it serves.
 
         Returns when the server has ended with status 0, because somebody has stopped it. Raises ChildDied when it has
         died too often.
@@ -86,23 +86,24 @@ class KeptServer:
             await self.process.end(0.0)
             await asyncio.sleep(pause_s)
             self.process = self._start(command)
-            served_s, status = await self._served(self.process, f"{self.name} serves again")
+            served_s, status = await self._served(self.process, again)
         self._console.say(f"{self.name} was stopped, and is not started again")
 
     def _start(self, command: Sequence[str]) -> ServerProcess:
         return ServerProcess(self.name, command, self._environ, self._console.relay)
 
-    async def _served(self, process: ServerProcess, words: str = "") -> tuple[float, int]:
+    async def _served(self, process: ServerProcess, again: Callable[[], None] | None = None) -> tuple[float, int]:
         """Returns how long the process has served, once it has ended, and its exit status.
 
-        Says ``words`` as soon as the process serves.
+        Says that it serves ``again`` as soon as it does, if it was started again.
         """
         try:
             await process.listening()
         except ChildDied:
             return 0.0, await process.wait()
-        if words:
-            self._console.say(words)
+        if again is not None:
+            self._console.say(f"{self.name} serves again")
+            again()
         began = asyncio.get_running_loop().time()
         status = await self._ended(process)
         return asyncio.get_running_loop().time() - began, status

@@ -22,6 +22,7 @@ import aiohttp
 from pdserve.cli.console import Console
 from pdserve.cli.kept_server import KeptServer
 from pdserve.cli.kernel_compiler import nothing_compiled
+from pdserve.cluster_report import Node
 from pdserve.compiled_library import Compiling
 from pdserve.config import ClusterConfig, HttpConfig, LogLevel, NodeConfig, Switch, UpConfig
 from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
@@ -139,6 +140,11 @@ class LocalCluster:
         """The proxy's URL, once the cluster is ready."""
         return self._found.url
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, with the addresses and processes that they have now. They must have been ready once."""
+        return tuple(Node(plan.name, plan.role, kept.url, kept.process.pid) for plan, kept in self._nodes.values())
+
     async def start(self, nodes: Sequence[NodePlan], environ: Mapping[str, str]) -> None:
         """Returns when the proxy has every node and is ready. Raises ChildDied if a process ends meanwhile.
 
@@ -160,15 +166,15 @@ class LocalCluster:
         if len(nodes) > _SHOWN_NODES:
             self._console.say(f"  and {len(nodes) - _SHOWN_NODES} more")
 
-    async def watch(self) -> str:
-        """Starts again what dies, and returns why the cluster cannot serve any more.
+    async def watch(self, again: Callable[[], None] = lambda: None) -> str:
+        """Starts again what dies, calls ``again`` when it serves, and returns why the cluster cannot serve any more.
 
         A node that has died too often is missed by nobody as long as another one answers requests.
         """
         assert self._proxy is not None, "the cluster was never started"
-        proxy = asyncio.create_task(self._proxy.keep(self._proxy_command(self._found)))
+        proxy = asyncio.create_task(self._proxy.keep(self._proxy_command(self._found), again))
         nodes = {
-            asyncio.create_task(server.keep(self._node_command(node))): node.role
+            asyncio.create_task(server.keep(self._node_command(node), again)): node.role
             for node, server in self._nodes.values()
         }
         running = {proxy, *nodes}

@@ -9,14 +9,18 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+
+import msgspec
 
 from pdserve.cli.ask import AskFailed, ask
 from pdserve.cli.console import Console
 from pdserve.cli.kernel_compiler import compiling_kernels
 from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
 from pdserve.cli.server_logs import server_logs
+from pdserve.cluster_report import ClusterReport
 from pdserve.compiled_library import Compiling
 from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
 from pdserve.core_ledger import private_ledger
@@ -75,7 +79,9 @@ def _console(config: UpConfig, environ: Mapping[str, str]) -> Iterator[Console]:
             console.say(f"all lines are printed, because they cannot be kept in {folder}: {exc.strerror}")
             yield console
             return
-        console = Console(sys.stderr, colour=colour, level=_quieter(level), keep=logs.write, terminal=terminal)
+        console = Console(
+            sys.stderr, colour=colour, level=_quieter(level), keep=logs.write, terminal=terminal, logs=str(logs.folder)
+        )
         console.say(f"logs: {logs.folder}")
         yield console
 
@@ -178,9 +184,21 @@ async def _work(
     except (ChildDied, AskFailed) as error:
         console.say(str(error))
         return 1
-    _welcome(cluster.url, config.model.served_model_name, access)
-    console.say(await cluster.watch())
+    if config.cluster.ready_json is Switch.ON:
+        report = partial(_report, cluster, config.model.served_model_name, console.logs)
+        report()
+        console.say(await cluster.watch(report))
+    else:
+        _welcome(cluster.url, config.model.served_model_name, access)
+        console.say(await cluster.watch())
     return 1
+
+
+def _report(cluster: LocalCluster, model: str, logs: str) -> None:
+    report = ClusterReport(cluster.url, model, logs, cluster.nodes)
+    # Somebody may have read the first line and no more.
+    with suppress(OSError):
+        print(msgspec.json.encode(report).decode(), flush=True)
 
 
 def _cores(console: Console) -> list[int]:

@@ -6,39 +6,18 @@ import json
 import os
 import re
 import signal
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.eventually import eventually
-from tests.processes import Process, pdserve
+from tests.processes import Process, cluster_processes, command_has, pdserve, wait_until_gone
 
 pytestmark = pytest.mark.integration
 
 SMALL = ("--port", "0", "--kv-cache-mib", "64", "--max-model-len", "512")
 QUESTION = "What is the capital of France? Answer in one sentence."
-
-
-def cluster_processes(marker: str) -> set[int]:
-    """Returns the processes that a ``pdserve up`` with ``marker`` in its environment has started."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
-            try:
-                if marker.encode() in (folder / "environ").read_bytes():
-                    found.add(int(folder.name))
-            except OSError:
-                continue
-    return found
-
-
-def wait_until_gone(marker: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while left := cluster_processes(marker):
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
 
 
 def url_of(up: Process) -> str:
@@ -145,10 +124,6 @@ def test_killed_it_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> No
         up.popen.send_signal(signal.SIGKILL)
         up.popen.wait(10)
         wait_until_gone(str(tmp_path))
-
-
-def command_has(pid: int, word: str) -> bool:
-    return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def test_a_node_that_cannot_start_stops_everything_and_says_why(tmp_path: Path) -> None:
