@@ -6,12 +6,13 @@
 # make test-manifests  render the manifests and the chart, and check them by schema and with promtool
 # make test-deploy  build the image, run the manifests in containers, break them, and judge (as root, with podman)
 # make compat  other projects' clients, tools and tests against a cluster; downloads them
+# make dist    the wheel and the source distribution, in dist
 # make soak    an hour of load and faults on a real cluster, with a verdict; ARGS="--minutes 5" for less
 # make docs    build the pages as a site, in site/, strictly: a broken link fails
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint check docs test test-all deploy-tools test-manifests test-deploy compat soak gpu demo clean
+.PHONY: install lint check docs test test-all deploy-tools test-manifests test-deploy compat dist soak gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -32,6 +33,9 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@command -v g++ >/dev/null || { echo "g++ is needed, which compiles kernels; on Debian and Ubuntu: apt install g++"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
@@ -76,6 +80,12 @@ test-deploy: deploy-tools
 
 compat: $(STAMP)
 	$(BIN)/python -m tests.compat $(ARGS)
+
+dist: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[dist]'
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak $(ARGS)

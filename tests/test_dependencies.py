@@ -77,8 +77,8 @@ def imports_of(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folders", "extras"),
     [
-        (["pdserve", "proxy", "kvtransfer", "kernels"], ["demo", "bench", "gpu", "otel"]),
-        (["tests", "examples"], ["demo", "bench", "otel", "test"]),
+        (["pdserve", "proxy", "kvtransfer", "kernels"], ["bench", "gpu", "otel"]),
+        (["tests", "examples"], ["bench", "otel", "test"]),
     ],
     ids=["packages", "tests"],
 )

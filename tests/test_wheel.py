@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from email.parser import BytesHeaderParser
+from email.message import Message
+from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Returns a wheel and a source distribution, which were built from a copy of the tree."""
     source, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("dist")
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("pdserve", "proxy", "kvtransfer", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns(*_GENERATED, "*.egg-info"))
@@ -68,14 +69,37 @@ def test_both_hold_every_file_of_the_product(built: tuple[Path, Path]) -> None:
     assert wanted <= {name.removeprefix(f"{root}/") for root in ("proxy", "kvtransfer", "kernels") for name in held}
 
 
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return BytesParser().parsebytes(archive.read(name))
+
+
+def test_the_page_of_a_package_index_has_its_links_and_pictures(built: tuple[Path, Path]) -> None:
+    metadata = metadata_of(built[0])
+    urls = dict(str(line).split(", ", 1) for line in metadata.get_all("Project-URL", []))
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = str(metadata.get_payload())
+    readme = (ROOT / "README.md").read_text()
+    assert page.count("](") == readme.count("](") > 5
+    targets = re.findall(r"""(?:\]\(|\b(?:src|href)=")([^)"\s]+)""", page)
+    assert [target for target in targets if not re.match("https?://|#", target)] == []
+    own = f"{urls['Source']}/", f"/v{metadata['Version']}/"
+    pictures = [target for target in targets if target.startswith(own[0] + "raw" + own[1])]
+    assert pictures
+    for target in [*pictures, *(target for target in targets if target.startswith(own[0] + "blob" + own[1]))]:
+        path = target.partition(own[1])[2].partition("#")[0]
+        assert (ROOT / path).exists(), target
+
+
 def test_the_wheel_requires_what_its_code_imports(built: tuple[Path, Path], tmp_path: Path) -> None:
     """What the development environment has beside it would hide a want when the wheel runs here."""
     with zipfile.ZipFile(built[0]) as archive:
         archive.extractall(tmp_path)
-    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
-    required = BytesHeaderParser().parsebytes(metadata.read_bytes()).get_all("Requires-Dist", [])
+    required = metadata_of(built[0]).get_all("Requires-Dist", [])
     plain = [line for line in required if "extra ==" not in line]
-    extra = [line for line in required if re.search(r'extra == "(demo|bench|gpu|otel)"', line)]
+    extra = [line for line in required if re.search(r'extra == "(bench|gpu|otel)"', line)]
     assert names_in(plain) == declared([])
     packages = [tmp_path / name for name in PACKAGES]
     assert undeclared(packages, names_in([*plain, *extra])) == set()
