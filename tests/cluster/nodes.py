@@ -1,4 +1,9 @@
-"""A real cluster for tests: proxy, prefill, decode and mixed nodes, each with its own processes, on loopback."""
+"""Real clusters for tests, on loopback.
+
+``served`` runs one as programs do, by ``pdserve.serve``. It starts nodes again that die, and gives every process the
+same settings. ``cluster`` runs each process by itself, for tests that end or stop processes, wait for their exit status
+or give some of them flags of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,18 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
+import pdserve
+from pdserve.serving import SettingValue
 from tests.eventually import eventually
-from tests.processes import Process, end_together, pdserve
+from tests.processes import SECRET, Process, clean_environ, end_together
+from tests.processes import pdserve as command
 
 MODEL = "smollm2-135m-instruct"
 PATIENCE_S = 60.0
@@ -53,12 +62,44 @@ def sample(url: str, name: str, **labels: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+class Log(Protocol):
+    """What a process has written."""
+
+    @property
+    def lines(self) -> list[str]: ...
+
+    @property
+    def output(self) -> str: ...
+
+    def wait_for(self, wanted: Callable[[str], object], timeout_s: float = PATIENCE_S) -> str:
+        """Returns the first line, of those so far and those to come, for which ``wanted`` is true."""
+
+
 @dataclass(frozen=True)
-class Node:
-    """One node process and its address."""
+class LogFile:
+    """A log that the cluster keeps in a file."""
+
+    path: Path
+
+    @property
+    def output(self) -> str:
+        return self.path.read_text() if self.path.exists() else ""
+
+    @property
+    def lines(self) -> list[str]:
+        return self.output.splitlines()
+
+    def wait_for(self, wanted: Callable[[str], object], timeout_s: float = PATIENCE_S) -> str:
+        found = eventually(lambda: [line for line in self.lines if wanted(line)], f"a line in {self.path}", timeout_s)
+        return found[0]
+
+
+@dataclass(frozen=True)
+class ServedNode:
+    """A node of a running cluster."""
 
     name: str
-    process: Process
+    log: Log
     url: str
 
     def metric(self, name: str, **labels: str) -> float:
@@ -80,19 +121,29 @@ class Node:
         )
 
 
-@dataclass
-class Cluster:
-    """Named nodes behind one proxy."""
+@dataclass(frozen=True)
+class Node(ServedNode):
+    """A node whose process belongs to the test."""
 
-    url: str
-    proxy: Process
-    control: str
-    prefill: list[Node] = field(default_factory=list)
-    decode: list[Node] = field(default_factory=list)
+    log: Process
 
     @property
-    def nodes(self) -> list[Node]:
-        return self.prefill + self.decode
+    def process(self) -> Process:
+        return self.log
+
+
+@dataclass
+class ServedCluster:
+    """Named nodes behind one proxy. Mixed nodes count as decode nodes."""
+
+    url: str
+    proxy: Log
+    prefill: Sequence[ServedNode] = field(default_factory=list, kw_only=True)
+    decode: Sequence[ServedNode] = field(default_factory=list, kw_only=True)
+
+    @property
+    def nodes(self) -> Sequence[ServedNode]:
+        return [*self.prefill, *self.decode]
 
     def complete(self, prompt: Sequence[int] | str, max_tokens: int, **more: object) -> list[int]:
         """Returns the generated token ids of a greedy completion, which must succeed."""
@@ -113,6 +164,41 @@ class Cluster:
         eventually(lambda: all(node.idle for node in self.nodes), "every node idle, every block free", timeout_s)
 
 
+@dataclass
+class Cluster(ServedCluster):
+    """A cluster whose processes belong to the test."""
+
+    proxy: Process
+    control: str
+    prefill: list[Node] = field(default_factory=list, kw_only=True)
+    decode: list[Node] = field(default_factory=list, kw_only=True)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.prefill + self.decode
+
+
+@contextmanager
+def served(
+    model: Path | str, *, prefill: int = 1, decode: int = 1, mixed: int = 0, **settings: SettingValue
+) -> Iterator[ServedCluster]:
+    """Serves ``model`` within the block. By default, decode nodes have every prompt prefilled remotely."""
+    own: dict[str, Any] = {"kv_cache_mib": 256, "disaggregation": "always", "store": True}
+    with TemporaryDirectory() as state:
+        environ = clean_environ(PDSERVE_SECRET=SECRET, PDSERVE_SERVED_MODEL_NAME=MODEL, XDG_STATE_HOME=state)
+        roles = {"prefill": prefill, "decode": decode, "mixed": mixed}
+        with pdserve.serve(model, **roles, environ=environ, **(own | settings)) as running:
+            logs = running.logs
+            assert logs is not None
+            made = {node: ServedNode(node.name, LogFile(logs / f"{node.name}.log"), node.url) for node in running.nodes}
+            yield ServedCluster(
+                running.url,
+                LogFile(logs / "proxy.log"),
+                prefill=[own for node, own in made.items() if node.role is pdserve.Role.PREFILL],
+                decode=[own for node, own in made.items() if node.role is not pdserve.Role.PREFILL],
+            )
+
+
 @contextmanager
 def cluster(
     model: Path | str,
@@ -124,7 +210,7 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Starts a cluster, waits until the proxy knows every node, and stops it at the end of the block."""
     with ExitStack() as stack:
-        proxy = stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0", "--store", *proxy_flags))
+        proxy = stack.enter_context(command("proxy", "--port", "0", "--control-port", "0", "--store", *proxy_flags))
         found = proxy.listening()
         made = Cluster(found.url, proxy, found.control)
         starting: list[tuple[str, str, Process]] = []
@@ -157,5 +243,5 @@ def start_node(
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
     of_cluster = ["--model", str(model), "--served-model-name", MODEL, "--proxy", cluster.control]
-    with pdserve(role, "--name", name, *of_cluster, *more, *flags, prefix=prefix) as process:
+    with command(role, "--name", name, *of_cluster, *more, *flags, prefix=prefix) as process:
         yield process

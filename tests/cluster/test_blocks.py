@@ -16,7 +16,7 @@ from pdserve.models.checkpoint.gguf_tokenizer import gguf_tokenizer
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from tests.cluster.nodes import Cluster, cluster, http
+from tests.cluster.nodes import ServedCluster, http, served
 from tests.eventually import eventually
 from tests.models.greedy import greedy_tokens
 from tests.processes import SECRET, clean_environ
@@ -30,13 +30,13 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def in_blocks(demo_model: Path) -> Iterator[Cluster]:
+def in_blocks(demo_model: Path) -> Iterator[ServedCluster]:
     """Yields a prefill and a decode node. ``demo_model`` has compiled the kernels."""
-    with cluster(packaged_gguf(), "--dtype", "bf16") as running:
+    with served(packaged_gguf(), dtype="bf16") as running:
         yield running
 
 
-def test_tokens_are_those_of_one_engine(in_blocks: Cluster) -> None:
+def test_tokens_are_those_of_one_engine(in_blocks: ServedCluster) -> None:
     path = packaged_gguf()
     kernels = CompiledKernels(cache_folder(os.environ))
     tokenizer = gguf_tokenizer(path)
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_one_engine(in_blocks: Cluster) -> None:
     )
 
 
-def test_an_engine_that_dequantises_is_refused(in_blocks: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_dequantises_is_refused(in_blocks: ServedCluster, capsys: pytest.CaptureFixture[str]) -> None:
     (control,) = {one["control"] for one in http(in_blocks.url + "/instances").json() if one["role"] == "prefill"}
     for more, seen in (
         ((), "the handshake stands"),

@@ -11,20 +11,20 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.cluster.nodes import MODEL, PATIENCE_S, Cluster
+from tests.cluster.nodes import MODEL, PATIENCE_S, ServedCluster
 from tests.cluster.nodes import http as call
 from tests.eventually import eventually
 
 
-def test_round_robin_shares_the_load_over_both_roles(pd_cluster: Cluster) -> None:
-    before = {node.name: len(node.process.lines) for node in pd_cluster.decode}
+def test_round_robin_shares_the_load_over_both_roles(pd_cluster: ServedCluster) -> None:
+    before = {node.name: len(node.log.lines) for node in pd_cluster.decode}
     for i in range(8):
         # A decode node computes a prompt of one block itself, so this one is longer.
         pd_cluster.complete(f"Number {i} is a good number because of all that was ever said and written about it:", 2)
     seen: Counter[str] = Counter()
     for node in pd_cluster.decode:
-        eventually(lambda node=node: _finished(node.process.lines[before[node.name] :]) == 4, "four lines each")  # type: ignore[misc]
-        for line in node.process.lines[before[node.name] :]:
+        eventually(lambda node=node: _finished(node.log.lines[before[node.name] :]) == 4, "four lines each")  # type: ignore[misc]
+        for line in node.log.lines[before[node.name] :]:
             if "pdserve.request" in line:
                 seen[node.name] += 1
                 found = re.search(r"prefill=(\S+)", line)
@@ -37,7 +37,7 @@ def _finished(lines: list[str]) -> int:
     return sum("pdserve.request" in line for line in lines)
 
 
-def test_a_stream_with_an_interval_has_the_same_text_in_fewer_chunks(pd_cluster: Cluster) -> None:
+def test_a_stream_with_an_interval_has_the_same_text_in_fewer_chunks(pd_cluster: ServedCluster) -> None:
     """The stream comes through the proxy, which does not know the interval."""
 
     def pieces(interval: int) -> list[str]:
@@ -52,7 +52,7 @@ def test_a_stream_with_an_interval_has_the_same_text_in_fewer_chunks(pd_cluster:
     assert len(ten) <= 5 < len(one)
 
 
-def test_instances_ready_and_health(pd_cluster: Cluster) -> None:
+def test_instances_ready_and_health(pd_cluster: ServedCluster) -> None:
     instances = call(pd_cluster.url + "/instances").json()
     assert Counter(instance["role"] for instance in instances) == {"prefill": 2, "decode": 2}
     assert len({instance["fingerprint"] for instance in instances}) == 1
@@ -62,7 +62,7 @@ def test_instances_ready_and_health(pd_cluster: Cluster) -> None:
         assert call(node.url + "/ready").status == 200
 
 
-def test_metrics_on_every_process(pd_cluster: Cluster) -> None:
+def test_metrics_on_every_process(pd_cluster: ServedCluster) -> None:
     text = "A prompt longer than one block of sixteen tokens, which nobody sent before, so that something has to move."
     pd_cluster.complete(text, 3)
     pd_cluster.until_idle()
@@ -91,7 +91,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_an_openai_error(pd_cluster: Cluster, kind: str) -> None:
+def test_bad_input_is_an_openai_error(pd_cluster: ServedCluster, kind: str) -> None:
     body, status = BAD[kind]
     reply = call(pd_cluster.url + "/v1/completions", raw=body)
     assert reply.status == status, reply.body
@@ -100,14 +100,14 @@ def test_bad_input_is_an_openai_error(pd_cluster: Cluster, kind: str) -> None:
     assert error["message"]
 
 
-def test_empty_messages(pd_cluster: Cluster) -> None:
+def test_empty_messages(pd_cluster: ServedCluster) -> None:
     reply = call(pd_cluster.url + "/v1/chat/completions", {"model": MODEL, "messages": []})
     assert reply.status == 400
     assert reply.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize("limit", [None, "missing"])
-def test_max_tokens_null_or_missing_means_until_the_end(pd_cluster: Cluster, limit: str | None) -> None:
+def test_max_tokens_null_or_missing_means_until_the_end(pd_cluster: ServedCluster, limit: str | None) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body: dict[str, object] = {"model": MODEL, "messages": question, "temperature": 0, "stop": "."}
     if limit is None:
@@ -117,19 +117,19 @@ def test_max_tokens_null_or_missing_means_until_the_end(pd_cluster: Cluster, lim
     assert reply.json()["choices"][0]["finish_reason"] == "stop"
 
 
-def test_internal_fields_from_clients_do_nothing(pd_cluster: Cluster) -> None:
+def test_internal_fields_from_clients_do_nothing(pd_cluster: ServedCluster) -> None:
     plain = pd_cluster.complete("The capital of France is", 4)
     assert pd_cluster.complete("The capital of France is", 4, kv_transfer_params={"do_remote_prefill": True}) == plain
 
 
-def test_streams_are_event_streams(pd_cluster: Cluster) -> None:
+def test_streams_are_event_streams(pd_cluster: ServedCluster) -> None:
     body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "stream": True}
     reply = call(pd_cluster.url + "/v1/completions", body)
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
-def open_stream(cluster: Cluster, prompt: list[int], max_tokens: int) -> socket.socket:
+def open_stream(cluster: ServedCluster, prompt: list[int], max_tokens: int) -> socket.socket:
     """Sends a streamed request on a socket of its own, from which nothing has been read yet."""
     url = urlsplit(cluster.url)
     body = json.dumps(
@@ -141,7 +141,7 @@ def open_stream(cluster: Cluster, prompt: list[int], max_tokens: int) -> socket.
     return connection.sock
 
 
-def test_a_client_that_leaves_while_decoding_frees_every_block(pd_cluster: Cluster) -> None:
+def test_a_client_that_leaves_while_decoding_frees_every_block(pd_cluster: ServedCluster) -> None:
     with open_stream(pd_cluster, [7] * 200, max_tokens=2000) as stream:
         seen = b""
         while seen.count(b"data:") < 3:
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_while_decoding_frees_every_block(pd_cluster: Clust
     pd_cluster.until_idle()
 
 
-def test_a_client_that_leaves_during_prefill_frees_every_block(pd_cluster: Cluster) -> None:
+def test_a_client_that_leaves_during_prefill_frees_every_block(pd_cluster: ServedCluster) -> None:
     before = [node.metric("engine_steps_total") for node in pd_cluster.prefill]
     with open_stream(pd_cluster, [8] * 4000, max_tokens=20):
         eventually(lambda: any(node.metric("num_requests_running") for node in pd_cluster.prefill), "prefill starts")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import cluster
+from tests.cluster.nodes import served
 from tests.tiny_models import FALLBACK, VOCAB_SIZE, Reference, save_tiny_chat_model
 
 NEW_TOKENS = 8
 PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (5, 37, 100)]
-FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+SETTINGS = {"kv_cache_mib": 8, "max_num_batched_tokens": 32, "max_num_seqs": 8}
 
 
 @pytest.mark.parametrize("family", sorted(FALLBACK))
@@ -20,7 +20,7 @@ def test_a_pair_gives_the_tokens_of_transformers(demo_model: Path, tmp_path: Pat
     model = save_tiny_chat_model(demo_model, tmp_path, family)
     reference = Reference(model, NEW_TOKENS)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
-    with cluster(model, *FLAGS) as pair:
+    with served(model, dtype="fp32", **SETTINGS) as pair:
         assert [pair.complete(prompt, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS] == wanted
         (decode,) = pair.decode
         # On a machine with other work a prefill node may be late, and the decode node then computes a prompt itself.

@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests.cluster.nodes import MODEL, Cluster, Node, http
+from tests.cluster.nodes import MODEL, ServedCluster, ServedNode, http
 
 PROMPT = "Metrics count the tokens of a prompt once, wherever in a cluster they were computed, said the engineer, and "
 MOVED = "prompts whose KV cache moves are counted by the node that answers, and by no other one, he went on to say."
@@ -72,7 +72,7 @@ def samples(url: str) -> list[Sample]:
     return [sample for family in families(url).values() for sample in family.samples]
 
 
-def total(nodes: Sequence[Node], name: str, **labels: str) -> float:
+def total(nodes: Sequence[ServedNode], name: str, **labels: str) -> float:
     return sum(
         sample.value
         for node in nodes
@@ -81,7 +81,7 @@ def total(nodes: Sequence[Node], name: str, **labels: str) -> float:
     )
 
 
-def test_what_dashboards_made_for_vllm_query_is_there(pd_cluster: Cluster) -> None:
+def test_what_dashboards_made_for_vllm_query_is_there(pd_cluster: ServedCluster) -> None:
     generated = len(pd_cluster.complete(PROMPT, 5))
     pd_cluster.until_idle()
     for node in pd_cluster.decode:
@@ -108,8 +108,8 @@ def test_what_dashboards_made_for_vllm_query_is_there(pd_cluster: Cluster) -> No
     assert total(pd_cluster.decode, "vllm:request_success_total", finished_reason="length") > 0
 
 
-def test_a_prompt_that_moves_is_counted_by_the_node_that_answers(pd_cluster: Cluster) -> None:
-    def counted(nodes: Sequence[Node]) -> list[float]:
+def test_a_prompt_that_moves_is_counted_by_the_node_that_answers(pd_cluster: ServedCluster) -> None:
+    def counted(nodes: Sequence[ServedNode]) -> list[float]:
         pd_cluster.until_idle()
         return [total(nodes, f"pdserve_{name}") for name in COUNTED]
 
@@ -132,7 +132,7 @@ def test_a_prompt_that_moves_is_counted_by_the_node_that_answers(pd_cluster: Clu
         assert 0 <= abs(total(nodes, "pdserve_kv_transfer_clock_skew_seconds")) < 10, "they share a clock"
 
 
-def test_every_process_shows_what_it_takes_and_which_software_it_is(pd_cluster: Cluster) -> None:
+def test_every_process_shows_what_it_takes_and_which_software_it_is(pd_cluster: ServedCluster) -> None:
     node = pd_cluster.decode[0]
     shown = families(node.url)
     for name in ("process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds", "process_threads"):
@@ -145,7 +145,7 @@ def test_every_process_shows_what_it_takes_and_which_software_it_is(pd_cluster: 
     assert all(build.labels[name] for name in ("version", "python", "torch", "ucx", "kernels"))
 
 
-def test_promtool_finds_nothing_to_say(pd_cluster: Cluster) -> None:
+def test_promtool_finds_nothing_to_say(pd_cluster: ServedCluster) -> None:
     """It objects to the colons of vLLM's names, and to three of its endings. Everything else is pdserve's."""
     promtool = shutil.which("promtool")
     if promtool is None:

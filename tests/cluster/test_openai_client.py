@@ -8,13 +8,13 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.cluster.nodes import MODEL, Cluster, http
+from tests.cluster.nodes import MODEL, ServedCluster, http
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count from one to five."}]
 
 
 @pytest.fixture(scope="session")
-def answer(pd_cluster: Cluster) -> str:
+def answer(pd_cluster: ServedCluster) -> str:
     """Returns the greedy answer to QUESTION, which is not streamed."""
     reply = http(
         pd_cluster.url + "/v1/chat/completions",
@@ -26,11 +26,11 @@ def answer(pd_cluster: Cluster) -> str:
     return text
 
 
-def client(cluster: Cluster) -> OpenAI:
+def client(cluster: ServedCluster) -> OpenAI:
     return OpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0)
 
 
-def test_chat(pd_cluster: Cluster, answer: str) -> None:
+def test_chat(pd_cluster: ServedCluster, answer: str) -> None:
     with client(pd_cluster) as openai:
         got = openai.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24)
     assert got.choices[0].message.content == answer
@@ -38,7 +38,7 @@ def test_chat(pd_cluster: Cluster, answer: str) -> None:
     assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
 
 
-def test_chat_streamed(pd_cluster: Cluster, answer: str) -> None:
+def test_chat_streamed(pd_cluster: ServedCluster, answer: str) -> None:
     with client(pd_cluster) as openai:
         stream = openai.chat.completions.create(
             model=MODEL,
@@ -56,7 +56,7 @@ def test_chat_streamed(pd_cluster: Cluster, answer: str) -> None:
     assert chunks[-1].usage is not None
 
 
-def test_responses(pd_cluster: Cluster, answer: str) -> None:
+def test_responses(pd_cluster: ServedCluster, answer: str) -> None:
     with client(pd_cluster) as openai:
         question = "Count from one to five."
         whole = openai.responses.create(model=MODEL, input=question, temperature=0, max_output_tokens=24)
@@ -65,7 +65,7 @@ def test_responses(pd_cluster: Cluster, answer: str) -> None:
     assert whole.output_text == answer
 
 
-def test_stored_responses(pd_cluster: Cluster) -> None:
+def test_stored_responses(pd_cluster: ServedCluster) -> None:
     """A kept response is the one that was sent, and going on from it is sending its items once more."""
     said, asked = "My name is Ada.", "What is my name?"
     with client(pd_cluster) as openai:
@@ -101,7 +101,7 @@ def test_stored_responses(pd_cluster: Cluster) -> None:
                 openai.responses.retrieve(name)
 
 
-def test_messages_of_anthropic_s_form(pd_cluster: Cluster, answer: str) -> None:
+def test_messages_of_anthropic_s_form(pd_cluster: ServedCluster, answer: str) -> None:
     body = {"model": MODEL, "messages": QUESTION, "temperature": 0}
     reply = http(pd_cluster.url + "/v1/messages", {**body, "max_tokens": 24}).json()
     assert reply["content"][0]["text"] == answer
@@ -110,7 +110,7 @@ def test_messages_of_anthropic_s_form(pd_cluster: Cluster, answer: str) -> None:
     assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
-def test_completion_and_its_stream_agree(pd_cluster: Cluster) -> None:
+def test_completion_and_its_stream_agree(pd_cluster: ServedCluster) -> None:
     with client(pd_cluster) as openai:
         whole = openai.completions.create(model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=12)
         stream = openai.completions.create(
@@ -120,7 +120,7 @@ def test_completion_and_its_stream_agree(pd_cluster: Cluster) -> None:
     assert "Paris" in whole.choices[0].text
 
 
-async def test_async_streams_at_once(pd_cluster: Cluster, answer: str) -> None:
+async def test_async_streams_at_once(pd_cluster: ServedCluster, answer: str) -> None:
     async def ask(openai: AsyncOpenAI) -> str:
         stream = await openai.chat.completions.create(
             model=MODEL,
@@ -136,7 +136,7 @@ async def test_async_streams_at_once(pd_cluster: Cluster, answer: str) -> None:
     assert found == [answer] * 6
 
 
-async def test_async_completion(pd_cluster: Cluster) -> None:
+async def test_async_completion(pd_cluster: ServedCluster) -> None:
     async with AsyncOpenAI(base_url=pd_cluster.url + "/v1", api_key="none", max_retries=0) as openai:
         got = await openai.completions.create(
             model=MODEL, prompt=["The capital of France is", "Two and two is"], temperature=0, max_tokens=5
@@ -146,7 +146,7 @@ async def test_async_completion(pd_cluster: Cluster) -> None:
     assert "Paris" in found
 
 
-def test_models(pd_cluster: Cluster) -> None:
+def test_models(pd_cluster: ServedCluster) -> None:
     with client(pd_cluster) as openai:
         assert [model.id for model in openai.models.list()] == [MODEL]
         assert openai.models.retrieve(MODEL).id == MODEL
@@ -154,7 +154,7 @@ def test_models(pd_cluster: Cluster) -> None:
             openai.models.retrieve("gpt-4")
 
 
-def test_errors_are_the_clients_own(pd_cluster: Cluster) -> None:
+def test_errors_are_the_clients_own(pd_cluster: ServedCluster) -> None:
     with client(pd_cluster) as openai:
         with pytest.raises(NotFoundError) as unknown:
             openai.completions.create(model="gpt-4", prompt="x")
@@ -164,7 +164,7 @@ def test_errors_are_the_clients_own(pd_cluster: Cluster) -> None:
         assert negative.value.param == "max_tokens"
 
 
-def test_stop_string(pd_cluster: Cluster) -> None:
+def test_stop_string(pd_cluster: ServedCluster) -> None:
     with client(pd_cluster) as openai:
         got = openai.completions.create(
             model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=12, stop=["answer"]

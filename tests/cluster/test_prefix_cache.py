@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.cluster.nodes import MODEL, Cluster, http
+from tests.cluster.nodes import MODEL, ServedCluster, http
 
 BLOCK = 16
 
@@ -13,15 +13,15 @@ def prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 49_000), k=length)
 
 
-def received(cluster: Cluster) -> float:
+def received(cluster: ServedCluster) -> float:
     return sum(node.metric("kv_transfer_bytes_total", direction="received") for node in cluster.decode)
 
 
-def hits(cluster: Cluster) -> float:
+def hits(cluster: ServedCluster) -> float:
     return sum(node.metric("prefix_cache_hits_total") for node in cluster.nodes)
 
 
-def test_a_prompt_that_every_decode_node_has_moves_nothing(pd_cluster: Cluster) -> None:
+def test_a_prompt_that_every_decode_node_has_moves_nothing(pd_cluster: ServedCluster) -> None:
     ids = prompt(600, seed=1)
     # Requests go round-robin: both decode nodes have fetched the prompt, the second one perhaps from a prefill node
     # that already had it.
@@ -35,7 +35,7 @@ def test_a_prompt_that_every_decode_node_has_moves_nothing(pd_cluster: Cluster) 
     assert hits(pd_cluster) - found == 2 * ((600 - 1) // BLOCK * BLOCK)
 
 
-def test_a_longer_prompt_moves_only_what_is_new(pd_cluster: Cluster) -> None:
+def test_a_longer_prompt_moves_only_what_is_new(pd_cluster: ServedCluster) -> None:
     ids = prompt(640, seed=2)
     for _ in range(2):
         pd_cluster.complete(ids, 2, ignore_eos=True)
@@ -53,7 +53,9 @@ def test_a_longer_prompt_moves_only_what_is_new(pd_cluster: Cluster) -> None:
     assert pd_cluster.complete(long, 4, ignore_eos=True, cache_salt="fresh") == first
 
 
-def test_three_choices_are_what_three_requests_would_be_answered(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
+def test_three_choices_are_what_three_requests_would_be_answered(
+    pd_cluster: ServedCluster, mixed_cluster: ServedCluster
+) -> None:
     options = {"temperature": 0.9, "ignore_eos": True}
     for cluster in (pd_cluster, mixed_cluster):
         ids = prompt(90, seed=4)

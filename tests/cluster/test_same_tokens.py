@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Cluster, cluster
+from tests.cluster.nodes import Cluster, ServedCluster, cluster
 from tests.tiny_models import Reference
 
 NEW_TOKENS = 8
@@ -111,7 +111,7 @@ def test_mixed_node_eight_at_a_time(served: Served, request: pytest.FixtureReque
     assert eight_at_a_time(served.mixed, served.wanted, salt_of(request)) == served.wanted
 
 
-def test_a_seeded_answer_is_the_same_on_both(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
+def test_a_seeded_answer_is_the_same_on_both(pd_cluster: ServedCluster, mixed_cluster: ServedCluster) -> None:
     for seed in (1, 2):
         options = {"temperature": 0.8, "top_p": 0.9, "seed": seed, "ignore_eos": True}
         answers = [cluster.complete(prompt(40), 24, **options) for cluster in (pd_cluster, mixed_cluster, pd_cluster)]

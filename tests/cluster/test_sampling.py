@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.cluster.nodes import MODEL, Cluster, http
+from tests.cluster.nodes import MODEL, ServedCluster, http
 from tests.eventually import eventually
 
 PROMPT = random.Random(7).choices(range(3, 49_000), k=50)
@@ -31,7 +31,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def answers(cluster: Cluster, **fields: Any) -> list[dict[str, Any]]:
+def answers(cluster: ServedCluster, **fields: Any) -> list[dict[str, Any]]:
     """Returns the choices of a completion, greedy unless ``fields`` say otherwise. No prefix cache has its prompt."""
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **fields}
     reply = http(cluster.url + "/v1/completions", {**body, "cache_salt": uuid.uuid4().hex})
@@ -40,23 +40,23 @@ def answers(cluster: Cluster, **fields: Any) -> list[dict[str, Any]]:
     return choices
 
 
-def answer(cluster: Cluster, **fields: Any) -> dict[str, Any]:
+def answer(cluster: ServedCluster, **fields: Any) -> dict[str, Any]:
     """Returns the only choice of a completion."""
     [choice] = answers(cluster, **fields)
     return choice
 
 
-def remote_prefills(cluster: Cluster) -> float:
+def remote_prefills(cluster: ServedCluster) -> float:
     return sum(node.metric("prefills_total", source="remote") for node in cluster.decode)
 
 
-def wait_remote_prefills(cluster: Cluster, count: float) -> None:
+def wait_remote_prefills(cluster: ServedCluster, count: float) -> None:
     """Waits until a prefill node has computed ``count`` prompts, since counters are a little later than answers."""
     eventually(lambda: remote_prefills(cluster) >= count, f"{count} remote prefills")
 
 
 @pytest.mark.timeout(300)
-def test_log_probabilities_are_those_of_transformers(pd_cluster: Cluster, demo_model: Path) -> None:
+def test_log_probabilities_are_those_of_transformers(pd_cluster: ServedCluster, demo_model: Path) -> None:
     before = remote_prefills(pd_cluster)
     choice = answer(pd_cluster, logprobs=5, ignore_eos=True, presence_penalty=2, frequency_penalty=2)
     wait_remote_prefills(pd_cluster, before + 1)
@@ -73,7 +73,7 @@ def test_log_probabilities_are_those_of_transformers(pd_cluster: Cluster, demo_m
 
 @pytest.mark.timeout(300)
 def test_log_probabilities_of_prompts_are_those_of_transformers_with_and_without_remote_prefill(
-    pd_cluster: Cluster, mixed_cluster: Cluster, demo_model: Path
+    pd_cluster: ServedCluster, mixed_cluster: ServedCluster, demo_model: Path
 ) -> None:
     before = remote_prefills(pd_cluster)
     asked: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt_logprobs": 2}
@@ -97,7 +97,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers_with_and_without
 
 @pytest.mark.timeout(300)
 def test_parameters_give_the_same_tokens_with_and_without_remote_prefill(
-    pd_cluster: Cluster, mixed_cluster: Cluster
+    pd_cluster: ServedCluster, mixed_cluster: ServedCluster
 ) -> None:
     before = remote_prefills(pd_cluster)
     remote = [answer(pd_cluster, **fields)["token_ids"] for fields in SETTINGS]
@@ -117,7 +117,7 @@ def test_parameters_give_the_same_tokens_with_and_without_remote_prefill(
     ids=["any text", "a grammar", "named tokens"],
 )
 def test_choices_of_one_prompt_have_their_own_first_tokens(
-    pd_cluster: Cluster, mixed_cluster: Cluster, more: dict[str, Any]
+    pd_cluster: ServedCluster, mixed_cluster: ServedCluster, more: dict[str, Any]
 ) -> None:
     fields = {"n": 3, "seed": 40, "temperature": 1.2, "logprobs": 2, "max_tokens": 4, "presence_penalty": 1.0} | more
     before = remote_prefills(pd_cluster)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, http
+from tests.cluster.nodes import MODEL, ServedCluster, http
 
 PARAMETERS = {
     "type": "object",
@@ -22,7 +22,7 @@ PARAMETERS = {
 }
 
 
-def forced(cluster: Cluster, **fields: Any) -> dict[str, Any]:
+def forced(cluster: ServedCluster, **fields: Any) -> dict[str, Any]:
     """Returns the only choice of a chat whose answer has to be a call. No prefix cache has its prompt."""
     body = {
         "model": MODEL,
@@ -42,7 +42,9 @@ def forced(cluster: Cluster, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_a_forced_call_is_valid_through_prefill_and_decode_nodes(pd_cluster: Cluster, mixed_cluster: Cluster) -> None:
+def test_a_forced_call_is_valid_through_prefill_and_decode_nodes(
+    pd_cluster: ServedCluster, mixed_cluster: ServedCluster
+) -> None:
     answers = [forced(cluster, temperature=1.5, seed=7) for cluster in (pd_cluster, mixed_cluster)]
     functions = [[call["function"] for call in answer["message"]["tool_calls"]] for answer in answers]
     assert functions[0] == functions[1]
@@ -56,7 +58,7 @@ def test_a_forced_call_is_valid_through_prefill_and_decode_nodes(pd_cluster: Clu
 
 
 @pytest.mark.timeout(300)
-def test_what_agents_send_goes_through_prefill_and_decode_nodes(pd_cluster: Cluster) -> None:
+def test_what_agents_send_goes_through_prefill_and_decode_nodes(pd_cluster: ServedCluster) -> None:
     """A schema with dead ends, a call that is no JSON, results beside text, and a stop string."""
     closed = {**PARAMETERS, "patternProperties": {"^(city|unit|days)$": {}}}
     tools = [{"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": closed}}]

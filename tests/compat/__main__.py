@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pdserve
 from pdserve.models.checkpoint.demo import DEMO_NAME
 from pdserve.settings import cache_folder
 from tests.compat.environments import InstallError
@@ -23,22 +25,19 @@ from tests.compat.results import Check, Outcome, ToolResult, details, table
 from tests.compat.sglang_tests.run import run_sglang_tests
 from tests.compat.vllm_tests.run import run_vllm_tests
 from tests.demo_folder import demo_folder
-from tests.processes import pdserve
+from tests.processes import clean_environ
 
 CHECKOUT = Path(__file__).parents[2]
-CLUSTER = ("--port", "0", "--dtype", "fp32", "--kv-cache-mib", "2048", "--max-model-len", "3072", "--store", "on")
+CLUSTER: dict[str, Any] = {"dtype": "fp32", "kv_cache_mib": 2048, "max_model_len": 3072, "store": True}
 """Others' tests have prompts of up to 3,000 tokens, and answers that go on until the context ends."""
-READY = "OpenAI-compatible API: "
 
 
 @contextmanager
 def demo_cluster(model: Path) -> Iterator[str]:
-    """Runs ``pdserve up`` with the demo model, of which ``model`` is the folder, and yields its URL without ``/v1``."""
-    with pdserve(
-        "up", *CLUSTER, "--model", str(model), "--served-model-name", DEMO_NAME, PDSERVE_CORS_ORIGINS="*"
-    ) as up:
-        line = up.wait_for(lambda line: line.startswith(READY))
-        yield line.removeprefix(READY).removesuffix("/v1")
+    """Serves the demo model, of which ``model`` is the folder, and yields its URL without ``/v1``."""
+    environ = clean_environ()
+    with pdserve.serve(model, environ=environ, served_model_name=DEMO_NAME, cors_origins="*", **CLUSTER) as cluster:
+        yield cluster.url
 
 
 def main() -> int:
