@@ -48,6 +48,8 @@ _NOT_HERE = frozenset({"model", "prefill", "decode", "mixed", "port", "ask", "re
 """The flags of ``pdserve up`` that are parameters of ``serve`` by themselves, or mean nothing here."""
 _STOP_MARGIN_S = 45.0
 """Seconds that the cluster has to stop, after those that its running requests have."""
+_LONGEST_START_S = 86_400
+"""The child's own limit, which begins later than that of ``serve``, has to be told after it."""
 _KILLED_S = 10.0
 """A killed child is waited for so long."""
 
@@ -144,12 +146,8 @@ def serve(
     config = load(UpConfig, flags, given, prog="pdserve.serve")
     for root in (NodeConfig, ProxyConfig):
         load(root, (), given, prog="pdserve.serve")
-    # The child's own limit begins later, and would be told after this one.
     command = pdserve_command("up", *flags, "--startup-timeout-s", str(_LONGEST_START_S))
     return Serving(_Child(command, given, timeout_s, config.http.drain_s + _STOP_MARGIN_S))
-
-
-_LONGEST_START_S = 86_400
 
 
 def _variables(settings: Mapping[str, SettingValue]) -> dict[str, str]:
