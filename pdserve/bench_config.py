@@ -13,8 +13,10 @@ from pdserve.config import (
     SchedulerConfig,
     Switch,
     TransferConfig,
+    TrustConfig,
     setting,
 )
+from pdserve.wire.request_targets import MAX_ITL_MS, MAX_TTFT_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +109,40 @@ class BenchEngineConfig:
 class LoadConfig:
     """The load on a server that speaks OpenAI's API."""
 
-    url: str = setting("url", "The server is at this URL, without /v1.", "http://127.0.0.1:8000")
+    url: str = setting("url", "The server is at this URL, without /v1.", "http://127.0.0.1:8000", first=True)
     model: str = setting(
         "served-model-name",
         "The benchmark asks for the model of this name. If it is empty, it asks for the server's first.",
         "",
         former="served-name",
     )
+    api_keys: tuple[str, ...] = setting("api-key", "The server gets this key, if it wants one.", (), secret=True)
+    api_key_file: str = setting("api-key-file", "The server gets the first key in this file.", "", first=True)
     concurrency: tuple[int, ...] = setting(
-        "concurrency", "This many clients ask at the same time. Several numbers are measured one after the other.", (1,)
+        "concurrency",
+        "This many clients ask at the same time. Several numbers are measured one after the other.",
+        (1,),
+        first=True,
     )
     beside: str = setting(
         "beside", "The server at this URL, without /v1, gets the same load in turns with the first, for ratios.", ""
     )
     rounds: int = setting("rounds", "Each load is measured this many times; the figures are medians.", 1, minimum=1)
     requests: int = setting(
-        "requests", "The clients send this many requests in all. 0 takes twice the concurrency and 6.", 0, minimum=0
+        "requests",
+        "The clients send this many requests in all: with a dataset, so many of its lines or conversations. 0 takes "
+        "twice the concurrency and 6, 30 seconds of --request-rate, or the whole dataset.",
+        0,
+        minimum=0,
+        first=True,
     )
-    prompt_tokens: int = setting("prompt-tokens", "Each prompt has this many tokens.", 256, minimum=1)
-    output_tokens: int = setting("output-tokens", "Each answer has this many tokens.", 64, minimum=1)
+    prompt_tokens: int = setting("prompt-tokens", "Each random prompt has this many tokens.", 256, minimum=1)
+    output_tokens: int = setting(
+        "output-tokens",
+        "Each answer has this many tokens; at most so many where the dataset says nothing about it.",
+        64,
+        minimum=1,
+    )
     warm_up: int = setting("warm-up", "The clients send this many requests before the clock starts.", 1, minimum=0)
     seed: int = setting("seed", "The prompts follow from this seed.", 0, minimum=0)
     vocab_size: int = setting(
@@ -138,10 +155,90 @@ class LoadConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GoodAnswerConfig:
+    """The targets of an answer that counts towards goodput. 0 is no target."""
+
+    ttft_ms: float = setting(
+        "target-ttft-ms",
+        "A good answer has its first token within this many milliseconds.",
+        0.0,
+        minimum=0,
+        maximum=MAX_TTFT_MS,
+        first=True,
+    )
+    itl_ms: float = setting(
+        "target-itl-ms",
+        "A good answer has its other tokens this many milliseconds apart, in the mean (TPOT).",
+        0.0,
+        minimum=0,
+        maximum=MAX_ITL_MS,
+        first=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalsConfig:
+    """When requests are sent."""
+
+    rate: float = setting(
+        "request-rate",
+        "This many requests are sent in a second, whatever the server does. 0 leaves it to --concurrency, or to the "
+        "times in the dataset.",
+        0.0,
+        minimum=0,
+        maximum=1e6,
+        first=True,
+    )
+    burstiness: float = setting(
+        "burstiness",
+        "With --request-rate, times between requests follow a gamma distribution of this shape: 1 is a Poisson "
+        "process, less comes in bursts, more comes evenly.",
+        1.0,
+        minimum=0.01,
+        maximum=1e6,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetConfig:
+    """Requests out of a file, in place of random prompts."""
+
+    file: str = setting(
+        "dataset",
+        "Requests come from this file: JSON lines or a JSON list of prompts, of messages, of ShareGPT's conversations, "
+        "or of a trace in Mooncake's shape.",
+        "",
+        metavar="FILE",
+        first=True,
+    )
+    speed: float = setting(
+        "dataset-speed",
+        "The dataset's own times pass so many times as fast. 0 leaves them out.",
+        1.0,
+        minimum=0,
+        maximum=1e6,
+    )
+    turns: int = setting(
+        "dataset-turns", "A conversation has at most so many turns. 0 is no limit; 1 is vLLM's way.", 0, minimum=0
+    )
+    block_tokens: int = setting(
+        "dataset-block-tokens",
+        "Each of a trace's hash_ids stands for so many tokens of a prompt.",
+        512,
+        minimum=1,
+        maximum=2**20,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class BenchLoadConfig:
     """The settings of ``pdserve bench load``."""
 
     load: LoadConfig = field(default_factory=LoadConfig)
+    arrivals: ArrivalsConfig = field(default_factory=ArrivalsConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    good: GoodAnswerConfig = field(default_factory=GoodAnswerConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
 
 

@@ -1,17 +1,18 @@
-"""Puts load on a server that speaks OpenAI's API: pdserve, vLLM, SGLang and others.
+"""The client of every benchmark of a server: it sends requests of OpenAI's API and records the streamed answers.
 
-The requests are random prompts, the same for the same seed on every machine. Prompts are token ids, answers are greedy
-and run to their full length whatever the model says. In a closed loop (``run_jobs``), each of ``concurrency`` clients
-streams its next request from ``/v1/completions`` as soon as its last one is answered. In an open loop
-(``run_arrivals``), requests come at their times, whatever the server does.
+Random prompts are the same for the same seed on every machine. They are token ids, and answers are greedy and run to
+their full length whatever the model says. In a closed loop (``run_jobs``), each of ``concurrency`` clients sends its
+next request as soon as its last one is answered. In an open loop (``run_arrivals``), requests come at their times,
+whatever the server does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
-import statistics
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,14 +21,12 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from pdserve.bench.machine import this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
-from pdserve.bench.streamed_answer import DONE, SHOWN_ERROR, EventReader, LoadResult, Stream, read_chunk, summarise
-from pdserve.bench_config import BenchLoadConfig, LoadConfig, WorkloadConfig
+from pdserve.bench.report import Better, Figure, Unit, measured
+from pdserve.bench.streamed_answer import DONE, SHOWN_ERROR, EventReader, LoadResult, Stream, read_chunk
+from pdserve.bench_config import WorkloadConfig
 from pdserve.errors import BenchError
-from pdserve.settings import to_environ
 
-_FIRST_ID = 3
+FIRST_ID = 3
 """The first token id of a prompt: the ids below it are control tokens in most vocabularies."""
 
 
@@ -35,10 +34,18 @@ _FIRST_ID = 3
 class Job:
     """One request: a prompt, and the number of tokens of its answer, whatever the model says."""
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | str
     output_tokens: int
     sampling: Mapping[str, object] = field(default_factory=dict)
     """Fields of the request about sampling; without any, the answer is greedy."""
+    exact: bool = True
+    """Whether the answer has so many tokens whatever the model says. Otherwise it has at most so many."""
+    messages: Sequence[Mapping[str, object]] = ()
+    """A chat, which is asked for in place of ``prompt``."""
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.messages else "/v1/completions"
 
 
 def uniform_jobs(count: int, prompt_tokens: int, output_tokens: int, vocab_size: int, seed: str) -> list[Job]:
@@ -64,7 +71,7 @@ def mixed_jobs(workload: WorkloadConfig, count: int, seed: str) -> list[Job]:
 
 
 def _prompt(source: random.Random, tokens: int, vocab_size: int) -> list[int]:
-    return [source.randrange(_FIRST_ID, vocab_size) for _ in range(tokens)]
+    return [source.randrange(FIRST_ID, vocab_size) for _ in range(tokens)]
 
 
 def _log_uniform(source: random.Random, least: int, most: int) -> int:
@@ -91,16 +98,19 @@ class Target:
     model: str
     token_ids: bool = False
     """Whether to ask for the token ids of the answers, which pdserve and vLLM can report."""
+    key: str = field(default="", repr=False)
+    """The server's API key; empty without one."""
+    tls: ssl.SSLContext | None = None
+    """Whom to trust; None trusts the system's authorities."""
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
-def run(config: BenchLoadConfig) -> Report:
-    """Runs ``pdserve bench load``. Raises BenchError if a server could answer no request."""
-    load = config.load
-    try:
-        rows, errors = asyncio.run(_run(load))
-    except TimeoutError as exc:
-        raise BenchError(f"not done after {load.timeout_s:g} s") from exc
-    return Report("load", this_machine(), to_environ(config), tuple(f"error: {error}" for error in errors), tuple(rows))
+    @property
+    def ssl(self) -> ssl.SSLContext | bool:
+        """aiohttp's argument of this name."""
+        return self.tls or True
 
 
 def load_figures(result: LoadResult) -> tuple[Figure, ...]:
@@ -118,74 +128,36 @@ def load_figures(result: LoadResult) -> tuple[Figure, ...]:
     )
 
 
-async def _run(load: LoadConfig) -> tuple[list[Row], list[str]]:
-    """Returns the rows of each number of clients, and errors of requests. Raises BenchError and TimeoutError."""
-    rows: list[Row] = []
-    errors: dict[str, None] = {}
-    async with asyncio.timeout(load.timeout_s):
-        targets = [
-            Target(url.rstrip("/"), load.model or await first_model(url.rstrip("/")))
-            for url in (load.url, load.beside)
-            if url
-        ]
-        for concurrency in load.concurrency:
-            count = load.requests or 2 * concurrency + 6
-            rounds: list[list[tuple[Figure, ...]]] = [[] for _ in targets]
-            for number in range(load.rounds):
-                for target, own in zip(targets, rounds, strict=True):
-                    # Prompts of another round or load would be found in a prefix cache.
-                    result = await _load(load, target, concurrency, count, f"load:{load.seed}:{concurrency}:{number}")
-                    errors |= dict.fromkeys(result.errors)
-                    own.append(load_figures(result))
-            figures = [_medians(own) for own in rounds]
-            at: dict[str, int | str] = {"concurrency": concurrency, "requests": count}
-            rows += [
-                Row("load", at if not load.beside else {**at, "server": target.url}, own)
-                for target, own in zip(targets, figures, strict=True)
-            ]
-            if load.beside:
-                rows.append(Row("first : beside", {"concurrency": concurrency}, _ratios(*figures)))
-    return rows, list(errors)
-
-
-async def _load(load: LoadConfig, target: Target, concurrency: int, count: int, seed: str) -> LoadResult:
-    """Returns the result of one round at one server. Raises BenchError if no request was answered."""
-    jobs = uniform_jobs(count + load.warm_up, load.prompt_tokens, load.output_tokens, load.vocab_size, seed)
-    await run_jobs(target, jobs[count:], 1)
-    result = summarise(await run_jobs(target, jobs[:count], concurrency))
-    if not result.succeeded:
-        raise BenchError(f"{target.url} answered none of {result.failed} requests: {'; '.join(result.errors)}")
-    return result
-
-
-def _medians(rounds: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Returns the median of each figure that the first round has."""
-    found = [{figure.name: figure.value for figure in own} for own in rounds]
-    return tuple(
-        msgspec.structs.replace(
-            figure, value=statistics.median(values[figure.name] for values in found if figure.name in values)
-        )
-        for figure in rounds[0]
-    )
-
-
-def _ratios(first: Sequence[Figure], second: Sequence[Figure]) -> tuple[Figure, ...]:
-    others = {figure.name: figure.value for figure in second}
-    return tuple(
-        Figure(figure.name, figure.value / others[figure.name], Unit.RATIO, figure.better)
-        for figure in first
-        if figure.unit is not Unit.COUNT and others.get(figure.name)
-    )
-
-
 async def first_model(url: str) -> str:
     """Returns the name of the model that the server at ``url`` lists first. Raises BenchError."""
+    return await find_model(Target(url, ""))
+
+
+async def find_model(target: Target) -> str:
+    """Returns the target's model, or the one that the server lists first. Raises BenchError if nothing answers."""
     try:
         timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/v1/models") as response:
-            return msgspec.json.decode(await response.read(), type=_Models).data[0].id
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, IndexError) as exc:
-        raise BenchError(f"{url} does not tell its models: {exc!r}") from exc
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{target.url}/v1/models", headers=target.headers, ssl=target.ssl) as response,
+        ):
+            body = await response.read()
+    except aiohttp.ClientConnectorError as exc:
+        # asyncio puts a text of its own in place of the system's; the errors of name services have no system's one.
+        number = exc.os_error.errno or 0
+        why = os.strerror(number) if number > 0 else exc.os_error.strerror or str(exc)
+        raise BenchError(f"nothing answers at {target.url}: {why}") from exc
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        raise BenchError(f"{target.url} does not tell its models: {exc!r}") from exc
+    if target.model:
+        return target.model
+    if response.status != 200:
+        shown = body[:SHOWN_ERROR].decode(errors="replace")
+        raise BenchError(f"{target.url} does not tell its models: status {response.status}: {shown}")
+    try:
+        return msgspec.json.decode(body, type=_Models).data[0].id
+    except (msgspec.MsgspecError, IndexError) as exc:
+        raise BenchError(f"{target.url} does not tell its models: {exc!r}") from exc
 
 
 async def run_jobs(target: Target, jobs: Iterable[Job], concurrency: int) -> list[Stream]:
@@ -196,7 +168,7 @@ async def run_jobs(target: Target, jobs: Iterable[Job], concurrency: int) -> lis
     """
     streams: list[Stream] = []
     queue = iter(jobs)
-    async with _clients() as (session, clients):
+    async with connected() as (session, clients):
         for _ in range(concurrency):
             clients.create_task(_client(session, target, queue, streams))
     return streams
@@ -220,7 +192,7 @@ class Arrival:
 async def run_arrivals(target: Target, arrivals: Sequence[Arrival]) -> list[Stream]:
     """Returns the streams of all ``arrivals``, which are in the order of their times. Limits are as in ``run_jobs``."""
     streams = [Stream(0.0) for _ in arrivals]
-    async with _clients() as (session, clients):
+    async with connected() as (session, clients):
         began = time.monotonic()
         for arrival, stream in zip(arrivals, streams, strict=True):
             await asyncio.sleep(max(0.0, began + arrival.at_s - time.monotonic()))
@@ -229,7 +201,7 @@ async def run_arrivals(target: Target, arrivals: Sequence[Arrival]) -> list[Stre
 
 
 @asynccontextmanager
-async def _clients() -> AsyncIterator[tuple[aiohttp.ClientSession, asyncio.TaskGroup]]:
+async def connected() -> AsyncIterator[tuple[aiohttp.ClientSession, asyncio.TaskGroup]]:
     """Yields a session without a limit on connections, and the group of the tasks that use it."""
     # Each request has a connection of its own: a server may close an idle one just when a client sends on it again.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -238,30 +210,50 @@ async def _clients() -> AsyncIterator[tuple[aiohttp.ClientSession, asyncio.TaskG
         yield session, clients
 
 
-async def run_job(session: aiohttp.ClientSession, target: Target, job: Job, stream: Stream) -> Stream:
-    """Sends one request and records its answer in ``stream``, also while it comes. Returns ``stream``."""
+async def run_job(
+    session: aiohttp.ClientSession, target: Target, job: Job, stream: Stream, body: bytes | None = None
+) -> Stream:
+    """Sends one request and records its answer in ``stream``, also while it comes. Returns ``stream``.
+
+    ``body`` is what ``request_body`` returned for the job, if the caller has asked before it was time to send.
+    """
+    body = request_body(target, job) if body is None else body
+    headers = {"content-type": "application/json", **target.headers}
+    stream.started = time.perf_counter()
+    try:
+        async with session.post(target.url + job.path, data=body, headers=headers, ssl=target.ssl) as response:
+            if response.status != 200:
+                stream.fail(f"status {response.status}", (await response.text())[:SHOWN_ERROR])
+            else:
+                await _receive(response, stream, job)
+    except TimeoutError:
+        stream.fail(f"no whole answer within {_REQUEST_TIMEOUT_S:g} s")
+    except aiohttp.ClientConnectorError as exc:
+        stream.fail("no connection", repr(exc))
+    except aiohttp.ClientError as exc:
+        stream.fail("the connection broke", repr(exc))
+    except (BenchError, msgspec.MsgspecError) as exc:
+        stream.fail("not a stream of this API", repr(exc))
+    stream.ended = time.perf_counter()
+    return stream
+
+
+def request_body(target: Target, job: Job) -> bytes:
+    """Returns the job's request as JSON."""
+    said = {"messages": job.messages} if job.messages else {"prompt": job.prompt}
     body = {
         "model": target.model,
-        "prompt": list(job.prompt),
+        **said,
         "max_tokens": job.output_tokens,
         "temperature": 0,
-        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        # Servers other than pdserve, vLLM and SGLang may refuse it, so only requests that need it have it.
+        **({"ignore_eos": True} if job.exact else {}),
         **({"return_token_ids": True} if target.token_ids else {}),
         **job.sampling,
     }
-    stream.started = time.perf_counter()
-    try:
-        async with session.post(f"{target.url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                stream.error = f"status {response.status}: {(await response.text())[:SHOWN_ERROR]}"
-            else:
-                await _receive(response, stream, job)
-    except (aiohttp.ClientError, TimeoutError, BenchError, msgspec.MsgspecError) as exc:
-        stream.error = repr(exc)
-    stream.ended = time.perf_counter()
-    return stream
+    return msgspec.json.encode(body)
 
 
 async def _receive(response: aiohttp.ClientResponse, stream: Stream, job: Job) -> None:
@@ -274,24 +266,38 @@ async def _receive(response: aiohttp.ClientResponse, stream: Stream, job: Job) -
                 done = True
             else:
                 take_chunk(stream, payload, now)
-    if not (done or stream.error):
-        stream.error = "the stream ended without [DONE]"
-    elif not stream.error and not stream.arrivals:
-        stream.error = "the stream brought no token"
-    elif not stream.error and stream.output_tokens != job.output_tokens:
-        stream.error = f"{stream.output_tokens} tokens came where {job.output_tokens} were asked for"
+    if stream.error:
+        return
+    if not job.exact and not stream.output_tokens:
+        # A server that tells no usage: each chunk counts as one token.
+        stream.output_tokens = len(stream.arrivals)
+    if not done:
+        stream.fail("the stream ended without [DONE]")
+    elif not stream.arrivals:
+        stream.fail("the stream brought no token")
+    elif job.exact and stream.output_tokens != job.output_tokens:
+        stream.fail(
+            "an answer of another length",
+            f"{stream.output_tokens} tokens came where {job.output_tokens} were asked for",
+        )
 
 
 def take_chunk(stream: Stream, payload: bytes, now: float) -> None:
     """Adds the content of the event ``payload``, which came at ``now``. Raises MsgspecError if it is not a chunk."""
     chunk = read_chunk(payload)
     if chunk.error:
-        stream.error = bytes(chunk.error).decode(errors="replace")[:SHOWN_ERROR]
+        stream.fail("an error in the stream", bytes(chunk.error).decode(errors="replace")[:SHOWN_ERROR])
     for choice in chunk.choices:
+        if choice.delta is not None:
+            # The first chunk of a chat has only the role, which is no token.
+            if choice.delta.brings_token:
+                stream.arrivals.append(now)
+            stream.pieces.append(choice.delta.content or "")
+            continue
         # A chunk that has only the reason is no token; one without text may be half a character.
         if choice.text or choice.token_ids or choice.finish_reason is None:
             stream.arrivals.append(now)
         stream.token_ids.extend(choice.token_ids or ())
-        stream.text += choice.text
+        stream.pieces.append(choice.text)
     if chunk.usage is not None:
         stream.output_tokens = chunk.usage.completion_tokens

@@ -9,7 +9,9 @@ and TPOT is the mean time of a token after the first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,6 +45,8 @@ DONE = b"[DONE]"
 """The data of the last event."""
 SHOWN_ERROR = 300
 """The characters of a server's error that a benchmark shows."""
+_KEPT_ERRORS = 16
+"""So many different errors of a run are kept: an error may name its request, and then each one differs."""
 _MAX_EVENT = 8 * 2**20
 
 
@@ -65,8 +69,22 @@ def _data(event: bytes) -> bytes:
     return b"\n".join(lines)
 
 
+class _Delta(msgspec.Struct):
+    """What a chunk of a chat answer adds."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+    @property
+    def brings_token(self) -> bool:
+        return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls)
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
+    delta: _Delta | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -76,7 +94,7 @@ class _Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """The part of a text completion's chunk, or of an error event, that a benchmark reads."""
+    """The part of a chunk of an answer, or of an error event, that a benchmark reads."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -102,9 +120,21 @@ class Stream:
     output_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     """The ids of the answer's tokens, if the server reports them."""
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """The text of each chunk."""
     error: str = ""
     """Why there is no whole answer; empty if there is one."""
+    reason: str = ""
+    """The kind of the error, by which failed requests are counted."""
+
+    def fail(self, reason: str, detail: str = "") -> None:
+        """Records why there is no whole answer."""
+        self.reason = reason
+        self.error = f"{reason}: {detail}" if detail else reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     @property
     def ttft_s(self) -> float:
@@ -133,7 +163,9 @@ class LoadResult:
     succeeded: int
     failed: int
     errors: tuple[str, ...]
-    """Each different error, once."""
+    """Each different error, once, and at most 16 of them."""
+    reasons: Mapping[str, int]
+    """The number of failed requests by the kind of their error, the most frequent first."""
     duration_s: float
     """The time from the first request to the end of the last answer; the sum over several runs."""
     output_tokens: int
@@ -151,22 +183,81 @@ class LoadResult:
         return self.succeeded / self.duration_s if self.duration_s else 0.0
 
 
+def _numbers() -> array[float]:
+    return array("d")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is kept of the answers of one run: 8 bytes for each gap between two tokens, and no text."""
+
+    succeeded: int = 0
+    failed: int = 0
+    errors: dict[str, None] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    output_tokens: int = 0
+    ttfts_s: array[float] = field(default_factory=_numbers)
+    tpots_s: array[float] = field(default_factory=_numbers)
+    itls_s: array[float] = field(default_factory=_numbers)
+    e2es_s: array[float] = field(default_factory=_numbers)
+    began: float = float("inf")
+    ended: float = float("-inf")
+
+    def add(self, stream: Stream) -> None:
+        """Adds an answer that has ended, in whatever way."""
+        self.began = min(self.began, stream.started)
+        self.ended = max(self.ended, stream.ended)
+        if stream.error:
+            self.failed += 1
+            self.reasons[stream.reason or stream.error] += 1
+            if len(self.errors) < _KEPT_ERRORS:
+                self.errors[stream.error] = None
+            return
+        self.succeeded += 1
+        self.output_tokens += stream.output_tokens
+        self.ttfts_s.append(stream.ttft_s)
+        self.itls_s.extend(stream.itls_s)
+        self.e2es_s.append(stream.e2e_s)
+        if (tpot_s := stream.tpot_s) is not None:
+            self.tpots_s.append(tpot_s)
+
+    @property
+    def duration_s(self) -> float:
+        return max(0.0, self.ended - self.began)
+
+
 def summarise(*runs: Sequence[Stream]) -> LoadResult:
     """Returns the figures of all streams of all ``runs`` together. The runs must not overlap."""
-    streams = [stream for run in runs for stream in run]
-    good = [stream for stream in streams if not stream.error]
+    return result_of(*(_tally(run) for run in runs))
+
+
+def _tally(run: Sequence[Stream]) -> Tally:
+    tally = Tally()
+    for stream in run:
+        tally.add(stream)
+    return tally
+
+
+def result_of(*tallies: Tally) -> LoadResult:
+    """Returns the figures of all ``tallies`` together. Their runs must not overlap."""
+    errors: dict[str, None] = {}
+    reasons: Counter[str] = Counter()
+    for tally in tallies:
+        errors |= tally.errors
+        reasons.update(tally.reasons)
     return LoadResult(
-        succeeded=len(good),
-        failed=len(streams) - len(good),
-        errors=tuple(dict.fromkeys(stream.error for stream in streams if stream.error)),
-        duration_s=sum(_duration_s(run) for run in runs if run),
-        output_tokens=sum(stream.output_tokens for stream in good),
-        ttft_s=distribution([stream.ttft_s for stream in good]),
-        tpot_s=distribution([tpot for stream in good if (tpot := stream.tpot_s) is not None]),
-        itl_s=distribution([gap for stream in good for gap in stream.itls_s]),
-        e2e_s=distribution([stream.e2e_s for stream in good]),
+        succeeded=sum(tally.succeeded for tally in tallies),
+        failed=sum(tally.failed for tally in tallies),
+        errors=tuple(errors)[:_KEPT_ERRORS],
+        reasons=dict(reasons.most_common()),
+        duration_s=sum(tally.duration_s for tally in tallies),
+        output_tokens=sum(tally.output_tokens for tally in tallies),
+        ttft_s=_together([tally.ttfts_s for tally in tallies]),
+        tpot_s=_together([tally.tpots_s for tally in tallies]),
+        itl_s=_together([tally.itls_s for tally in tallies]),
+        e2e_s=_together([tally.e2es_s for tally in tallies]),
     )
 
 
-def _duration_s(run: Sequence[Stream]) -> float:
-    return max(stream.ended for stream in run) - min(stream.started for stream in run)
+def _together(parts: Sequence[array[float]]) -> Distribution:
+    return distribution(parts[0] if len(parts) == 1 else [value for part in parts for value in part])

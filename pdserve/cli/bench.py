@@ -118,7 +118,7 @@ def _engine(config: BenchEngineConfig, environ: Mapping[str, str]) -> Report:
 
 
 def _load(config: BenchLoadConfig, environ: Mapping[str, str]) -> Report:
-    from pdserve.bench.load import run
+    from pdserve.bench.load_benchmark import run
 
     return run(config)
 
@@ -201,8 +201,8 @@ BENCHMARKS = {
     ),
     "load": Benchmark(
         "load on any server that speaks OpenAI's API",
-        "A closed loop of clients on any server that speaks OpenAI's API: random prompts as token ids, streamed greedy "
-        "answers of a set length.",
+        "A number of clients, a rate, or the times of a trace, on any server that speaks OpenAI's API. Requests are "
+        "random prompts with greedy answers of a set length, or those of a --dataset. Answers are streamed.",
         BenchLoadConfig,
         _load,
     ),

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.load import Job, Target, first_model, run, run_jobs
+from pdserve.bench.load import Job, Target, first_model, run_jobs
+from pdserve.bench.load_benchmark import run
 from pdserve.bench.streamed_answer import Stream
 from pdserve.bench_config import BenchLoadConfig, LoadConfig
 from pdserve.errors import BenchError
@@ -65,7 +66,7 @@ async def test_a_failure_is_told_and_stops_no_other_request(fault: str, message:
 async def test_a_server_that_is_not_there() -> None:
     (stream,) = await run_jobs(Target("http://127.0.0.1:9", "m"), [Job([1], 3)], 1)
     assert "ClientConnectorError" in stream.error
-    with pytest.raises(BenchError, match="does not tell its models"):
+    with pytest.raises(BenchError, match=r"^nothing answers at http://127\.0\.0\.1:9: Connection refused$"):
         await first_model("http://127.0.0.1:9")
 
 
@@ -79,8 +80,9 @@ async def test_the_benchmark_warms_up_and_takes_the_first_model() -> None:
     report = await server.serve(work)
     assert len(server.bodies) == 6
     assert {(body["model"], len(body["prompt"]), body["max_tokens"]) for body in server.bodies} == {("first", 8, 4)}
-    (row,) = report.rows
+    row, *latencies = report.rows
     assert row.at == {"concurrency": 2, "requests": 5}
+    assert [each.at["of"] for each in latencies] == ["TTFT", "ITL", "TPOT", "E2E"]
     assert row.figure("failed").value == 0
     assert row.figure("output").value > 0
     assert "return_token_ids" not in server.bodies[0]
@@ -107,10 +109,13 @@ async def test_two_servers_take_turns_with_the_same_load() -> None:
     prompts = [{tuple(body["prompt"]) for body in server.bodies} for server in (first, second)]
     assert prompts[0] == prompts[1]
     assert len(prompts[0]) == 16
+    kinds = ["load", "load", *["latencies"] * 8, "first : beside"]
     assert [(row.what, row.at["concurrency"]) for row in report.rows] == [
-        (what, clients) for clients in (1, 3) for what in ("load", "load", "first : beside")
+        (what, clients) for clients in (1, 3) for what in kinds
     ]
-    one, other, ratio = report.rows[:3]
+    one, other = report.rows_of("load")[:2]
+    ratio = report.rows_of("first : beside")[0]
+    assert ratio.figure("TTFT p50").value > 0
     assert (one.at["server"], other.at["server"]) == (first.url, second.url)
     assert ratio.figure("output").value == pytest.approx(one.figure("output").value / other.figure("output").value)
 
