@@ -486,7 +486,9 @@ class CompletionRoute(Generic[R]):
         first = await generation.next()
         if generation.failure is not None:
             raise generation.failure
-        named = {IGNORED_HEADER: _header_names(ignored)} if ignored else {}
+        ignored_names = _printable_names(ignored)
+        self._node.ignored_fields.note(terms.client, ignored_names, request.label)
+        named = {IGNORED_HEADER: ",".join(ignored_names)} if ignored else {}
         if body.stream:
             events = self._answers.stream(body, generation, first, options)
             await _send_stream(request, {**EVENT_STREAM, **named}, events, generation)
@@ -703,6 +705,6 @@ async def _send_stream(
     await request.send(b"", more=False)
 
 
-def _header_names(names: Sequence[str]) -> str:
-    """Returns the names in a form that is safe in a header, whatever clients call their fields."""
-    return ",".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:MAX_IGNORED])
+def _printable_names(names: Sequence[str]) -> list[str]:
+    """Returns the names in a form that is safe in a header and the log, whatever clients call their fields."""
+    return [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:MAX_IGNORED]]

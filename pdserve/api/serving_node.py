@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdserve.api.engine_client import EngineClient, EngineState
+from pdserve.api.ignored_fields import IgnoredFields
 from pdserve.api.kept_answers import KeptAnswers, KeptLimits
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics.node_metrics import NodeMetrics
@@ -98,6 +99,7 @@ class ServingNode:
     kept: KeptAnswers = field(default_factory=lambda: KeptAnswers(KeptLimits(0, 0, 0.0)))
     """The answers that are kept for clients that may ask again."""
     preparer: Preparer = field(default_factory=Preparer)
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     started: int = field(default_factory=lambda: int(time.time()))
     """The time of the start, in seconds since 1970."""
     phase: NodePhase = NodePhase.SERVING
