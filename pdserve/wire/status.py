@@ -99,3 +99,5 @@ class RelayStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outcomes: dict[str, int]
     """How many requests have ended since the process started, by outcome."""
     incidents: tuple[Incident, ...]
+    ended_by_step: dict[int, int] = {}
+    """How many requests have ended in each of the last steps of time, by the step's number on the monotonic clock."""

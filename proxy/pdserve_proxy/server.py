@@ -121,7 +121,7 @@ async def run(
     async def scrape() -> bytes:
         return await render_families(metrics.export_families(registry.snapshot()))
 
-    reporter = Reporter(registry.heartbeat_s)
+    reporter = Reporter(registry.heartbeat_s, registry.generated_lately)
 
     async def report() -> bytes:
         return msgspec.json.encode(reporter.report(registry.snapshot(), [relay_status(metrics.counts)]))

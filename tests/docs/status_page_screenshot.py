@@ -23,7 +23,7 @@ CLIENTS = 6
 LOAD_S = 34.0
 """The page shows 30 seconds."""
 KILL_AFTER_S = 20.0
-MAX_BYTES = 150_000
+MAX_BYTES = 160_000
 QUESTION = "Write a short story about a lighthouse keeper who finds a strange machine on the beach. "
 _URL = re.compile(r"API: (http://127\.0\.0\.1:\d+)/v1")
 

@@ -26,6 +26,7 @@ from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.proxy_workers import KnownNode, Nodes, NodesChanged
 from pdserve.wire.version import SPOKEN, Spoken
+from pdserve_proxy.recent_counts import RecentCounts
 from pdserve_proxy.registry.snapshot import (
     Reachability,
     RegisteredNode,
@@ -248,6 +249,8 @@ class Registry(_NodeTable):
     ) -> None:
         """``own_id`` is the boot id by which nodes know this proxy."""
         super().__init__()
+        self.generated_lately = RecentCounts()
+        """How many tokens nodes have generated in each of the last steps of time, by their heartbeats."""
         self._watcher = watcher
         self._own_id = own_id
         self._max_nodes = max_nodes
@@ -358,6 +361,9 @@ class Registry(_NodeTable):
         state = self._state_heard(heartbeat.boot_id, heartbeat.draining)
         # This proxy lives, whether or not the node has named it.
         proxies = len({*heartbeat.proxies, self._own_id} - {b""}) or 1
+        # The first heartbeat tells of all the tokens since the node's start.
+        if node.load != NodeLoad():
+            self.generated_lately.add(now, max(0, heartbeat.load.generated_tokens - node.load.generated_tokens))
         self._renew_lease(RegisteredNode(info, heartbeat.load, state, now, proxies))
         if self._watcher is not None:
             self._watcher.heard_from(heartbeat.boot_id, heartbeat.load)

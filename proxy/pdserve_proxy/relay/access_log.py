@@ -19,6 +19,7 @@ from pdserve.errors import RequestError
 from pdserve.metrics.histogram import BucketCounts, seconds_to
 from pdserve.wire.status import IncidentKind
 from pdserve_proxy.incidents import Incidents
+from pdserve_proxy.recent_counts import RecentCounts
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.journal import JournalBudget
 from pdserve_proxy.relay.node_counts import NodeCounts
@@ -66,6 +67,8 @@ class RequestCounts(Collector):
         self.incidents = Incidents()
         self.recent: deque[RelayRecord] = deque(maxlen=MAX_RECENT)
         """The last requests that have ended, without those that were refused before they had a node."""
+        self.ended_lately = RecentCounts()
+        """How many of these requests have ended in each of the last steps of time."""
         self.retries = 0
         self.relayed_bytes = 0
         self.requests: Counter[tuple[str, int]] = Counter()
@@ -124,6 +127,8 @@ class RequestCounts(Collector):
         failed = has_failed(relayed.status, relayed.outcome)
         if relayed.route is not None or failed:
             self.recent.append(record)
+            assert relayed.ended_s is not None
+            self.ended_lately.add(relayed.ended_s)
         if failed:
             self._note_failure(relayed)
         if log.isEnabledFor(logging.INFO):  # the line's fields cost more than all the counting

@@ -18,6 +18,7 @@ from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
 from pdserve_proxy.incidents import last_incidents
+from pdserve_proxy.recent_counts import STEP_S, STEPS, RecentCounts, step_of
 from pdserve_proxy.registry.snapshot import RegisteredNode, Snapshot
 from pdserve_proxy.relay.access_log import MAX_RECENT, RequestCounts
 from pdserve_proxy.relay.relayed_request import RelayOutcome
@@ -86,6 +87,15 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     """From a request's arrival at the proxy to its end, of those that were answered."""
 
 
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """What the cluster has done in each of the last steps of time that are over, the oldest first."""
+
+    step_s: int = STEP_S
+    """How many seconds a step takes."""
+    requests_per_s: tuple[float, ...] = ()
+    generated_tokens_per_s: tuple[float, ...] = ()
+
+
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole cluster as one proxy knows it."""
 
@@ -110,6 +120,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     latencies: Latencies
     incidents: tuple[Incident, ...]
     """The last one is at the end."""
+    history: History = History()
 
 
 class StatusAnswer(msgspec.Struct, frozen=True):
@@ -129,14 +140,19 @@ def relay_status(counts: RequestCounts) -> RelayStatus:
         ended=tuple(map(seen, counts.recent)),
         outcomes=dict(counts.outcomes),
         incidents=counts.incidents.kept(),
+        ended_by_step=counts.ended_lately.by_step(),
     )
 
 
 class Reporter:
     """Makes the reports of one proxy."""
 
-    def __init__(self, heartbeat_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, heartbeat_s: float, generated: RecentCounts, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``generated`` counts the tokens of all nodes."""
         self._heartbeat_s = heartbeat_s
+        self._generated = generated
         self._clock = clock
         self._started_s = clock()
         self._throughput = Throughput(RATE_S, WINDOW_S)
@@ -168,6 +184,7 @@ class Reporter:
             rates=self._rates(parts, now),
             latencies=self._latencies(ended, now),
             incidents=last_incidents(part.incidents for part in parts),
+            history=self._history(parts, now),
         )
 
     def _node(self, node: RegisteredNode, now: float) -> NodeStatus:
@@ -211,6 +228,15 @@ class Reporter:
             failures_per_s=failures,
             prompt_tokens_per_s=tokens.prompt,
             generated_tokens_per_s=tokens.generated,
+        )
+
+    def _history(self, parts: Iterable[RelayStatus], now: float) -> History:
+        ended = sum((Counter(part.ended_by_step) for part in parts), Counter[int]())
+        generated = self._generated.by_step()
+        steps = range(max(step_of(self._started_s), step_of(now) - STEPS), step_of(now))
+        return History(
+            requests_per_s=tuple([ended[step] / STEP_S for step in steps]),
+            generated_tokens_per_s=tuple([generated.get(step, 0) / STEP_S for step in steps]),
         )
 
     def _latencies(self, ended: Sequence[SeenRequest], now: float) -> Latencies:

@@ -28,6 +28,8 @@ PAGE_FILES = {
     "/status.css": ("status.css", "text/css; charset=utf-8"),
     "/status.js": ("status.js", "text/javascript; charset=utf-8"),
 }
+NOT_SHOWN = "not_shown.html"
+"""What a person sees in a browser where the status is not shown."""
 SAFETY_HEADERS = {
     # The page loads its own style, script and data, and nothing else; its icon is in the page itself.
     "content-security-policy": (
@@ -78,6 +80,7 @@ class StatusRoutes:
 
     def add_routes(self, app: Quart) -> None:
         folder = files("pdserve_proxy.status").joinpath("page")
+        self._not_shown = folder.joinpath(NOT_SHOWN).read_bytes()
         for path, (name, kind) in PAGE_FILES.items():
             app.add_url_rule(path, name, self._file(folder.joinpath(name).read_bytes(), kind))
         app.add_url_rule("/status", "status", self.status)
@@ -85,6 +88,8 @@ class StatusRoutes:
 
     def _file(self, data: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
         async def serve() -> Response:
+            if not self._access.shown and "text/html" in request.headers.get("accept", ""):
+                return Response(self._not_shown, 404, headers=SAFETY_HEADERS, content_type="text/html; charset=utf-8")
             self._check_shown()
             return Response(data, headers=SAFETY_HEADERS, content_type=kind)
 

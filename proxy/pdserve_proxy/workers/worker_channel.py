@@ -150,7 +150,7 @@ class WorkerChannel:
         self._outdated: set[bytes] = set()
         """The workers that lack the newest credentials: they get them before they hear of nodes again."""
         registry.on_node(self._touch)
-        self._reporter = Reporter(registry.heartbeat_s)
+        self._reporter = Reporter(registry.heartbeat_s, registry.generated_lately)
         self._report = SharedReport(self._make_report)
         self._unaware: set[bytes] = set()
         """The workers that a message with suspects did not reach: they get all of them with the next nodes."""

@@ -13,9 +13,9 @@ from pdserve.config import AdmissionConfig, StatusConfig
 from pdserve.wire.command import SetRole
 from pdserve.wire.discovery import Role
 from tests.chromium import Page, chromium_page
-from tests.proxy.cluster import Cluster, cluster, node_info, proxy_config
-from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode
-from tests.proxy.status.test_status_routes import ADMIN_KEY, CommandedNode
+from tests.proxy.cluster import Cluster, cluster, eventually, node_info, proxy_config
+from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, stream_events
+from tests.proxy.status.test_status_routes import ADMIN_KEY, CommandedNode, report_of
 
 pytestmark = pytest.mark.integration
 
@@ -46,6 +46,22 @@ CONTRASTS = """
 })()
 """
 """The elements whose text stands out too little from its ground: less than 4.5 to 1, as WCAG asks for."""
+
+
+DANGLING = """
+[...document.querySelectorAll('.parts')].filter((whole) => whole.checkVisibility()).flatMap((whole) => {
+  const left = whole.getBoundingClientRect().left;
+  const clips = getComputedStyle(whole).overflowX === 'hidden';
+  const tops = new Set();
+  return [...whole.children].filter((part) => {
+    const box = part.getBoundingClientRect();
+    const first = !tops.has(box.top);
+    tops.add(box.top);
+    return part.textContent.includes('·') || (first && (!clips || box.left > left + 0.5));
+  }).map((part) => part.outerHTML);
+})
+"""
+"""The parts that begin a line, and whose dot shows there all the same."""
 
 
 async def see(page: Page, text: str) -> None:
@@ -80,6 +96,8 @@ async def test_the_page_shows_a_stream_and_commands_a_node(tmp_path: Path) -> No
             await page.goto(running.addresses.url)
             await page.until(LIVE)
             await see(page, MARKUP)
+            large = "[...document.querySelectorAll('#ttft .value, #itl .value, #e2e .value')]"
+            assert await page.evaluate(f"{large}.every((value) => value.innerText.endsWith('median'))")
             assert not await page.evaluate("document.querySelector('#nodes button') !== null"), "no key, no commands"
             asking = asyncio.create_task(_chat(running))
             await page.until(f"{BAR} !== null && {BAR}.querySelector('.answer').getAttribute('width') > 0")
@@ -102,11 +120,13 @@ async def _chat(running: Cluster) -> None:
 
 async def _look_at_all_sizes(page: Page) -> None:
     grounds = set()
-    for width in (360, 768, 1110, 1600):
+    for width in (360, 390, 768, 1110, 1600):
         for dark in (False, True):
             await page.size(width, 900, dark=dark)
             assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{width} px scrolls"
             assert await page.evaluate(CONTRASTS) == []
+            assert await page.evaluate(DANGLING) == []
+            assert not [line for line in (await page.evaluate(TEXT)).splitlines() if line.strip().endswith("·")]
             grounds.add(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
             shown = await page.screenshot()
             assert shown.startswith(b"\x89PNG")
@@ -146,12 +166,38 @@ async def test_where_there_are_keys_the_page_asks_for_one_and_keeps_it_in_its_ta
         await page.goto(running.addresses.url)
         await see(page, "those with a key")
         assert "decode-7" not in await page.evaluate(TEXT)
+        await page.press("Escape")
+        await page.until("!document.querySelector('#key-dialog').open")
+        words = await page.evaluate(TEXT)
+        assert "This page is locked" in words
+        assert "--admin-key-file" in words
+        assert "Time to first token" not in words, "an empty frame tells a person nothing"
+        assert await page.evaluate(CONTRASTS) == []
+        await page.evaluate("document.querySelector('#locked-unlock').click()")
         await type_key(page, "a-wrong-key-of-nobody")
         await see(page, "does not accept this key")
         await type_key(page, KEY)
         await page.until(LIVE)
         await see(page, "decode-7")
+        assert "This page is locked" not in await page.evaluate(TEXT)
         kept = await page.evaluate("[localStorage.length, sessionStorage.length, document.cookie, location.href]")
         assert kept == [0, 1, "", f"{running.addresses.url}/"]
         await page.goto(running.addresses.url)  # another load of the same tab
         await page.until(LIVE)
+
+
+async def test_the_sparklines_begin_with_what_was_before_the_page_was_opened() -> None:
+    async with chromium_page() as page, FakeNode(stream_events) as server, cluster() as running:
+        await running.add(node_info("n", Role.MIXED, server.url))
+        await _chat(running)
+
+        async def has_history() -> bool:
+            return sum((await report_of(running)).history.requests_per_s) > 0
+
+        await eventually(has_history, "the end of the step of 5 s in which the request ended")
+        await page.goto(running.addresses.url)
+        await page.until(LIVE)
+        path = await page.evaluate("document.querySelector('#requests .spark path').getAttribute('d')")
+        heights = [float(point.split(",")[1]) for point in path.removeprefix("M").split("L")]
+        assert len(heights) > 1
+        assert min(heights[:-1]) < 22.0, "a request of before is in it"

@@ -18,8 +18,17 @@ from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandR
 from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.status import IncidentKind, RequestStage
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
+from pdserve_proxy.recent_counts import STEP_S
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.status.report import MAX_NODES_SHOWN, Reporter, SharedReport, StatusAnswer, StatusReport
+from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.status.report import (
+    MAX_NODES_SHOWN,
+    Reporter,
+    SharedReport,
+    StatusAnswer,
+    StatusReport,
+    relay_status,
+)
 from tests.proxy.cluster import SECRET, Cluster, cluster, error_of, eventually, node_info, proxy_config
 from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, stream_events
 
@@ -130,7 +139,7 @@ def test_the_tokens_of_all_nodes_count_however_few_are_shown() -> None:
     nodes = [node_info(f"n{number}", Role.MIXED) for number in range(MAX_NODES_SHOWN + 10)]
     for node in nodes:
         registry.handle(Register(node), now)
-    reporter = Reporter(1.0, lambda: now)
+    reporter = Reporter(1.0, registry.generated_lately, lambda: now)
     for tokens in (0, 50):
         now += 5.0
         for node in nodes:
@@ -269,6 +278,49 @@ async def test_without_the_page_its_routes_say_so() -> None:
             async with running.http.get(path) as response:
                 assert response.status == 404
                 assert "--status-page" in str(error_of(await response.read())["message"])
+        async with running.http.get("/", headers={"accept": "text/html,*/*;q=0.8"}) as response:
+            assert response.status == 404
+            assert response.content_type == "text/html"
+            words = await response.text()
+            assert "does not show its status page" in words
+            assert "--admin-key-file" in words
+
+
+async def test_the_first_look_has_the_last_minutes() -> None:
+    async with FakeNode(stream_events) as server, cluster() as running:
+        node = node_info("n", Role.MIXED, server.url)
+        await running.add(node)
+        body = {"model": "m", "stream": True}
+        for _ in range(3):
+            async with running.http.post("/v1/chat/completions", json=body) as response:
+                await response.read()
+
+        async def has_history() -> bool:
+            return sum((await report_of(running)).history.requests_per_s) * STEP_S >= 3
+
+        await eventually(has_history, "the end of the step of 5 s in which the requests ended")
+        history = (await report_of(running)).history
+        assert sum(history.requests_per_s) * history.step_s == pytest.approx(3)
+        assert len(history.requests_per_s) == len(history.generated_tokens_per_s) <= 60
+
+
+def test_the_history_is_that_of_all_processes_and_nodes_and_ends_where_the_present_step_begins() -> None:
+    now = 1000.0
+    registry = Registry(1.0, 3)
+    node = node_info("n", Role.MIXED)
+    registry.handle(Register(node), now)
+    reporter = Reporter(1.0, registry.generated_lately, lambda: now)
+    counts = [RequestCounts(), RequestCounts()]
+    tokens = 5000  # from before this proxy began
+    for second in range(21):
+        now = 1000.0 + second
+        registry.handle(NodeHeartbeat(node.boot_id, NodeLoad(running=1, generated_tokens=tokens)), now)
+        tokens += 10
+        counts[second % 2].ended_lately.add(now)
+    found = reporter.report(registry.snapshot(), [relay_status(each) for each in counts]).history
+    assert found.requests_per_s == (1.0, 1.0, 1.0, 1.0)
+    # The first heartbeat tells no rate.
+    assert found.generated_tokens_per_s == (8.0, 10.0, 10.0, 10.0)
 
 
 async def test_keys_of_clients_show_the_status_where_no_admin_is() -> None:

@@ -9,7 +9,6 @@ const MAX_LANES = 16;
 const MIN_LANES = 4;
 const LANE_PX = 20;
 const MAX_INCIDENTS = 40;
-const MAX_SPARKS = 60;
 const KEY = "pdserve-key";
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -50,6 +49,15 @@ function align(parent, items, keyOf, create, update) {
 
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
+}
+
+// Shows parts of text with dots between those that share a line: the style hides the dot of a line's first part.
+function setParts(element, parts) {
+  element.classList.add("parts");
+  const shown = parts.filter(Boolean);
+  while (element.children.length > shown.length) element.lastElementChild.remove();
+  while (element.children.length < shown.length) element.append(make("span"));
+  shown.forEach((part, at) => setText(element.children[at], part));
 }
 
 // How numbers are written.
@@ -93,24 +101,22 @@ async function ask(path, options = {}) {
 
 // Figures.
 
-const sparks = { requests: [], tokens: [] };
-
 function showFigure(id, value, unit, detail) {
   const figure = byId(id);
   const shown = figure.querySelector(".value");
   if (!shown.firstChild) shown.append(document.createTextNode(""), make("small"));
   if (shown.firstChild.data !== value) shown.firstChild.data = value;
   setText(shown.lastChild, unit);
-  setText(figure.querySelector(".detail"), detail);
+  setParts(figure.querySelector(".detail"), detail);
 }
 
-function showSpark(id, value) {
-  const values = sparks[id];
-  values.push(value ?? 0);
-  if (values.length > MAX_SPARKS) values.shift();
+const SPARKS = 60; // the steps that the proxy remembers
+
+function showSpark(id, before, value) {
+  const values = [...before.slice(-SPARKS), value ?? 0];
   const most = Math.max(...values, 1e-9);
   const points = values.map((one, at) => {
-    const x = 76 - (values.length - 1 - at) * (76 / (MAX_SPARKS - 1));
+    const x = 76 - (values.length - 1 - at) * (76 / SPARKS);
     return `${x.toFixed(1)},${(22 - (one / most) * 20).toFixed(1)}`;
   });
   const svg = byId(id).querySelector(".spark");
@@ -123,18 +129,17 @@ function showSpark(id, value) {
 
 function showPercentiles(id, found) {
   const [value, unit = ""] = duration(found.p50).split(" ");
-  const others = [`p95 ${duration(found.p95)}`, `p99 ${duration(found.p99)}`].map((one) => one.replaceAll(" ", "\u00a0"));
-  showFigure(id, value, unit ? ` ${unit}` : "", others.join(" · "));
+  showFigure(id, value, ` ${unit} median`.replace("  ", " "), [`p95 ${duration(found.p95)}`, `p99 ${duration(found.p99)}`]);
 }
 
 function showFigures(report) {
   const underWay = Object.values(report.stages).reduce((sum, number) => sum + number, 0);
-  const { rates, latencies } = report;
-  const failing = rates.failures_per_s > 0 ? ` · ${amount(rates.failures_per_s)} fail/s` : "";
-  showFigure("requests", amount(rates.requests_per_s), " /s", `${whole.format(underWay)} under way${failing}`);
-  showSpark("requests", rates.requests_per_s);
-  showFigure("tokens", amount(rates.generated_tokens_per_s), " /s", `prompts ${amount(rates.prompt_tokens_per_s)} /s`);
-  showSpark("tokens", rates.generated_tokens_per_s);
+  const { rates, latencies, history } = report;
+  const failing = rates.failures_per_s > 0 ? `${amount(rates.failures_per_s)} fail/s` : "";
+  showFigure("requests", amount(rates.requests_per_s), " /s", [`${whole.format(underWay)} under way`, failing]);
+  showSpark("requests", history.requests_per_s, rates.requests_per_s);
+  showFigure("tokens", amount(rates.generated_tokens_per_s), " /s", [`prompts ${amount(rates.prompt_tokens_per_s)} /s`]);
+  showSpark("tokens", history.generated_tokens_per_s, rates.generated_tokens_per_s);
   showPercentiles("ttft", latencies.ttft);
   showPercentiles("itl", latencies.itl);
   showPercentiles("e2e", latencies.e2e);
@@ -178,7 +183,7 @@ function updateNode(row, node, mayCommand) {
   setText(name.firstChild, node.name);
   name.title = `${node.url} · ${node.model}`;
   const late = node.heartbeat_age_s > 2 * latest.heartbeat_s + 0.5 ? `last heard of ${duration(node.heartbeat_age_s)} ago` : "";
-  setText(name.lastChild, [node.state === "serving" ? "" : node.state, late].filter(Boolean).join(" · "));
+  setParts(name.lastChild, [node.state === "serving" ? "" : node.state, late]);
   setText(role.firstChild, node.role);
   role.firstChild.className = `role ${node.role}`;
   const share = node.max_running ? node.running / node.max_running : 0;
@@ -202,9 +207,9 @@ function updateNode(row, node, mayCommand) {
 
 function showNodes(report, mayCommand) {
   const models = [...new Set(report.nodes.map((node) => node.model))];
-  const more = report.nodes_left_out ? ` · ${count(report.nodes_left_out, "more node")} not shown` : "";
+  const more = report.nodes_left_out ? `${count(report.nodes_left_out, "more node")} not shown` : "";
   const none = report.nodes.length ? "" : "No node is registered.";
-  setText(byId("nodes-detail"), none || models.slice(0, 4).join(", ") + more);
+  setParts(byId("nodes-detail"), [none || models.slice(0, 4).join(", "), more]);
   const update = (row, node) => updateNode(row, node, mayCommand);
   align(byId("nodes").tBodies[0], report.nodes, (node) => node.boot_id, nodeRow, update);
 }
@@ -491,7 +496,7 @@ function updateIncident(line, incident, report) {
   setText(node, incident.node ? `${incident.node} ` : "");
   setText(text, incident.text);
   setText(times, incident.count > 1 ? ` × ${whole.format(incident.count)}` : "");
-  setText(request, incident.request ? ` · ${incident.count > 1 ? "last " : ""}${incident.request}` : "");
+  setText(request, incident.request ? ` (${incident.count > 1 ? "last " : ""}${incident.request})` : "");
   request.className = "quiet";
 }
 
@@ -515,8 +520,8 @@ let turn = 0;
 
 function show({ report, may_command: mayCommand }) {
   latest = report;
-  const workers = report.workers > 1 ? ` · ${count(report.workers, "worker")}` : "";
-  setText(byId("about"), `${report.version} · up ${duration(report.uptime_s)}${workers}`);
+  const workers = report.workers > 1 ? count(report.workers, "worker") : "";
+  setParts(byId("about"), [report.version, `up ${duration(report.uptime_s)}`, workers]);
   setText(byId("key"), mayCommand ? "Admin key" : "Key");
   showFigures(report);
   showNodes(report, mayCommand);
@@ -539,15 +544,29 @@ async function poll() {
     if (mine !== turn) return;
     show(answer);
     setConnection("live", "Live");
+    showLock(null);
   } catch (error) {
     if (mine !== turn) return;
-    setConnection("lost", error.status ? error.message : `No answer since ${lastTime()}`);
+    const refused = error.status === 401 || error.status === 403;
+    if (refused && latest === null) {
+      setConnection("", "Locked");
+      showLock(error);
+    } else setConnection("lost", error.status ? error.message : `No answer since ${lastTime()}`);
     if (error.status === 401) {
       askForKey(stored() ? "The proxy does not accept this key." : "This proxy shows its status to those with a key: an admin key, if it has any.");
       return;
     }
   }
   timer = setTimeout(poll, POLL_MS);
+}
+
+// What a person sees in place of the cluster where the proxy does not show it.
+function showLock(error) {
+  byId("locked").hidden = error === null;
+  byId("report").hidden = error !== null;
+  if (error === null) return;
+  byId("locked-key").hidden = byId("locked-unlock").hidden = error.status !== 401;
+  setText(byId("locked-why"), `The proxy says: ${error.message}.`);
 }
 
 function lastTime() {
@@ -560,7 +579,9 @@ function askForKey(why) {
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
-byId("key").addEventListener("click", () => askForKey("An admin key shows the cluster and commands its nodes. Where there is none, an API key shows it."));
+for (const button of [byId("key"), byId("locked-unlock")]) {
+  button.addEventListener("click", () => askForKey("An admin key shows the cluster and commands its nodes. Where there is none, an API key shows it."));
+}
 byId("key-dialog").addEventListener("close", () => {
   const typed = byId("key-input").value.trim();
   byId("key-input").value = "";
