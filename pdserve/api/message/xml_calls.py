@@ -72,6 +72,8 @@ class XmlCallParser(CallParser):
         self._followed = 0
         """How many of the characters that wait have been looked at, whether they are JSON."""
         self._is_json = False
+        self._searched = 0
+        """Up to here the characters that wait have no tag behind a value."""
 
     def _begins_call(self, char: str) -> bool:
         return char == "<"
@@ -149,7 +151,7 @@ class XmlCallParser(CallParser):
             self._begin_argument(tag[1])
             self._state = self._read_nullable if plain.nullable else self._read_quote
             return True
-        self._value_start = self._followed = tag.end()
+        self._value_start = self._followed = self._searched = tag.end()
         self._object, self._is_json = JsonText(), True
         self._name, self._state = tag[1], self._read_value
         return True
@@ -178,7 +180,11 @@ class XmlCallParser(CallParser):
             self._is_json = begins(self._waiting[self._followed :].lstrip(), PARAMETER_END) is None
         if self._is_json and not self._over:
             return -1
-        return self._waiting.find(PARAMETER_END, self._value_start)
+        end = self._waiting.find(PARAMETER_END, self._searched)
+        if end < 0:
+            # The rest may have the beginning of the tag.
+            self._searched = max(self._searched, len(self._waiting) - len(PARAMETER_END) + 1)
+        return end
 
     def _read_nullable(self) -> bool:
         """Looks whether the value is null or a text."""

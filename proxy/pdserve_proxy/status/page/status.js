@@ -116,7 +116,7 @@ function showSpark(id, before, value) {
   const values = [...before.slice(-SPARKS), value ?? 0];
   const most = Math.max(...values, 1e-9);
   const points = values.map((one, at) => {
-    const x = 76 - (values.length - 1 - at) * (76 / SPARKS);
+    const x = at * (76 / Math.max(values.length - 1, 1));
     return `${x.toFixed(1)},${(22 - (one / most) * 20).toFixed(1)}`;
   });
   const svg = byId(id).querySelector(".spark");
