@@ -30,7 +30,8 @@ from pdserve.api.requests.tools import ToolUse
 from pdserve.api.structural_tags.tag_formats import JsonSchemaPart, StructuralTag, Tag, TriggeredTags
 from pdserve.api.structural_tags.tag_grammar import tag_grammar
 from pdserve.config import ReasoningFormat, ToolFormat
-from pdserve.wire.engine import RequestOutput, TokenLogprobs
+from pdserve.wire.engine import RequestOutput
+from pdserve.wire.sampling_params import TokenLogprobs
 
 MOST = 2.5
 """Twice as much takes at most so many times as long."""
@@ -65,7 +66,7 @@ def words(chars: int) -> str:
     return "word " * (chars // 5)
 
 
-LONG = {
+LONG: dict[str, Callable[[int], str]] = {
     "content": words,
     "half markers": lambda chars: "<tool_cal " * (chars // 10),
     "openings": lambda chars: "<tool_call>[TOOL_CALLS]" * (chars // 23),

@@ -180,11 +180,11 @@ class XmlCallParser(CallParser):
             self._is_json = begins(self._waiting[self._followed :].lstrip(), PARAMETER_END) is None
         if self._is_json and not self._over:
             return -1
-        end = self._waiting.find(PARAMETER_END, self._searched)
-        if end < 0:
+        found = self._waiting.find(PARAMETER_END, self._searched)
+        if found < 0:
             # The rest may have the beginning of the tag.
             self._searched = max(self._searched, len(self._waiting) - len(PARAMETER_END) + 1)
-        return end
+        return found
 
     def _read_nullable(self) -> bool:
         """Looks whether the value is null or a text."""
