@@ -54,6 +54,10 @@ def setting(
     return field(default=default, metadata=metadata, repr=not secret)
 
 
+_AUTO = {"auto": "0"}
+"""The word for a size that pdserve chooses (``pdserve.models.sizes``)."""
+
+
 class Dtype(enum.Enum):
     """The data type of weights, activations and KV cache."""
 
@@ -326,19 +330,30 @@ class CacheConfig:
     kv_cache_mib: int = setting(
         "kv-cache-mib",
         "The KV caches of all ranks together take this much memory, in MiB. No prompt and output are longer together "
-        "than what fits.",
-        1024,
-        minimum=1,
+        "than what fits. 'auto': on a CPU, half of what the weights leave of --node-memory-mib, but no more than 4096 "
+        "or one context of the model; on a GPU, by --gpu-memory-utilization.",
+        0,
+        minimum=0,
+        spellings=_AUTO,
         first=True,
     )
     gpu_memory_utilization: float = setting(
         "gpu-memory-utilization",
-        "On GPUs, each rank takes this share of its GPU's memory, for weights, KV cache and all else. 0 goes by "
-        "--kv-cache-mib.",
+        "On GPUs, each rank takes this share of its GPU's memory, for weights, KV cache and all else. 'auto': 0.9, "
+        "which pdserve up divides between its nodes, or what --kv-cache-mib says if that is given.",
         0.0,
         minimum=0,
         maximum=0.99,
+        spellings=_AUTO,
         first=True,
+    )
+    node_memory_mib: int = setting(
+        "node-memory-mib",
+        "On a CPU, automatic sizes count on this much memory for the whole node, in MiB. 'auto': what the machine and "
+        "the control group have left when the node starts, which pdserve up divides between its nodes.",
+        0,
+        minimum=0,
+        spellings=_AUTO,
     )
     prefix_cache: Switch = setting(
         "prefix-cache", "The node keeps KV blocks for later prompts that begin alike.", Switch.ON, first=True
@@ -377,14 +392,23 @@ class SchedulerConfig:
     """The requests and tokens of an engine's steps."""
 
     max_num_seqs: int = setting(
-        "max-num-seqs", "One step has at most this many requests.", 64, minimum=1, former="max-running", first=True
+        "max-num-seqs",
+        "One step has at most this many requests. 'auto': as many as the KV cache has room for, at most 256 on a GPU, "
+        "and on a CPU a quarter of --max-num-batched-tokens.",
+        0,
+        minimum=0,
+        former="max-running",
+        spellings=_AUTO,
+        first=True,
     )
     max_num_batched_tokens: int = setting(
         "max-num-batched-tokens",
-        "One step computes at most this many tokens. Longer prompts are computed in chunks.",
-        256,
-        minimum=1,
+        "One step computes at most this many tokens. Longer prompts are computed in chunks. 'auto': 8192 on a GPU, "
+        "fewer where its memory is small; on a CPU 32 for each core, from 256 to 2048.",
+        0,
+        minimum=0,
         former="max-step-tokens",
+        spellings=_AUTO,
         first=True,
     )
     max_waiting: int = setting(

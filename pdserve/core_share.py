@@ -65,17 +65,23 @@ def cpu_quota(root: Path = Path("/")) -> float:
 
     It reads both versions of control groups. ``root`` is where ``proc`` and ``sys`` are.
     """
-    quotas = []
+    quotas = [_group_quota(folder) for folder in control_groups(root, "cpu")]
+    return min((quota for quota in quotas if quota > 0), default=0.0)
+
+
+def control_groups(root: Path, controller: str) -> list[Path]:
+    """Returns the folders of this process's control group and of those above it that limit ``controller``."""
+    folders: list[Path] = []
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = root / "sys/fs/cgroup" / (controllers and "cpu")
+        mount = root / "sys/fs/cgroup" / (controllers and controller)
         # A container may see its path on the host, but have only its own folder, at the root.
         here = Path(path.lstrip("/"))
-        quotas += [_group_quota(mount / folder) for folder in (here, *here.parents)]
-    return min((quota for quota in quotas if quota > 0), default=0.0)
+        folders += [mount / folder for folder in (here, *here.parents)]
+    return folders
 
 
 def _group_quota(folder: Path) -> float:

@@ -41,6 +41,7 @@ from pdserve.http.request import JSON, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH, DirectRoutes, quart_app
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.command import COMMAND_PATH
+from pdserve.wire.node_sizes import NodeSizes
 
 
 class NodeServerInfo(msgspec.Struct, frozen=True):
@@ -56,6 +57,8 @@ class NodeServerInfo(msgspec.Struct, frozen=True):
     block_size: int
     num_blocks: int
     max_body_bytes: int
+    sizes: NodeSizes
+    """What it serves and what fits."""
     process: str = "node"
 
 
@@ -141,6 +144,7 @@ def _add_probes(app: Quart, node: ServingNode) -> None:
                 ready.block_size,
                 ready.num_blocks,
                 node.max_body_bytes,
+                node.sizes,
             )
         )
 

@@ -105,7 +105,8 @@ class EngineClient:
         self._config = config
         self._command = command
         self._silence_s = silence_s
-        self._max_open = config.scheduler.max_num_seqs + config.scheduler.max_waiting
+        self._max_open = config.scheduler.max_waiting
+        """How many requests may be open. A ready engine's places come on top."""
         self._loop = asyncio.get_running_loop()
         self._state = EngineState.STARTING
         self._ids = itertools.count(1)
@@ -376,6 +377,7 @@ class EngineClient:
             self._folder.cleanup()
             if self._renewed is not None:
                 self._channel.send(self._renewed)
+            self._max_open += ready.max_running
             self._ready.set_result(ready)
 
     def _lose(self, error: EngineError) -> None:

@@ -38,6 +38,8 @@ from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
+from pdserve.models.checkpoint.gguf_file import forget_gguf
+from pdserve.models.checkpoint.model_size import weights_words
 from pdserve.process import set_up_logging, share_interpreter
 from pdserve.signals import Reread, StopSignals, on_hangup, stop_signals
 from pdserve.tracing.span_counts import SpanCounts
@@ -46,6 +48,7 @@ from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
+from pdserve.wire.node_sizes import NodeSizes
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +152,7 @@ class NodeServer:
     ) -> None:
         url = self.config.http.advertise.rstrip("/") or url_of(listener, wildcard=socket.gethostname())
         info = self._info(ready, tokenizer, boot_id, url)
-        keeping, places = self.config.kept, self.config.scheduler.max_num_seqs // UNREAD_SHARE
+        keeping, places = self.config.kept, ready.max_running // UNREAD_SHARE
         kept = KeptAnswers(KeptLimits(keeping.answers, keeping.memory_mib * 2**20, keeping.keep_s, places))
         name_node(info.name)
         spans = SpanCounts("pdserve")
@@ -164,6 +167,7 @@ class NodeServer:
             confined = is_confined(self.role, self.config.transfer, self.config.discovery)
             commands = NodeCommands(state, gate, registering.announce, commanded.set, confined=confined)
         http = HttpServer(create_app(state, commands), listener, self.config.http)
+        forget_gguf()
         # The present objects live as long as the process. To search them for garbage would delay tokens.
         gc.collect()
         gc.freeze()
@@ -173,6 +177,8 @@ class NodeServer:
             serving = await http.start()
             registration = asyncio.create_task(_registered(registering), name="registration")
             try:
+                for line in state.sizes.lines:
+                    log.info("%s", line)
                 log.info("pdserve %s listening url=%s", self.role.value, url)
                 drains = _first(signals.drain.wait(), commanded.wait())
                 await _first(drains, engine.wait_lost(), _ended(serving), _ended(registration))
@@ -299,6 +305,7 @@ class NodeServer:
             model=info.model,
             engine=engine,
             ready=ready,
+            sizes=self._sizes(info.model, ready),
             tokenizer=tokenizer,
             tickets=TicketGate(secrets, info.boot_id) if self.config.discovery.proxies else None,
             metrics=metrics,
@@ -311,6 +318,20 @@ class NodeServer:
             tracing=Tracing(self.config.trace),
             kept=kept,
             unaccepted=lambda: None if registration is None else registration.unaccepted,
+        )
+
+    def _sizes(self, model: str, ready: Ready) -> NodeSizes:
+        return NodeSizes(
+            model=model,
+            format=weights_words(self.model_dir, self.config.model),
+            device=ready.device,
+            kernels=ready.kernels.partition(",")[0],
+            ranks=self.config.parallel.tensor_parallel_size,
+            kv_mib=ready.kv_bytes // 2**20,
+            kv_tokens=ready.num_blocks * ready.block_size,
+            context=ready.max_model_len,
+            places=ready.max_running,
+            step_tokens=ready.step_tokens,
         )
 
     def _metrics(

@@ -27,6 +27,7 @@ from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Opener, Purpose, Secrets, from_header
+from pdserve.wire.node_sizes import NodeSizes
 from pdserve.wire.ticket import Ticket
 from pdserve.wire.timeline import RequestLane
 
@@ -82,6 +83,7 @@ class ServingNode:
     model: str
     engine: EngineClient
     ready: Ready
+    sizes: NodeSizes
     tokenizer: Tokenizer
     tickets: TicketGate | None
     """The check of tickets. It is None if clients talk to this node directly."""

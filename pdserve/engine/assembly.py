@@ -18,6 +18,7 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import cache_blocks, context_length
+from pdserve.engine.kv_cache.chosen_sizes import with_sizes
 from pdserve.engine.kv_cache.workspace import workspace_bytes
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
@@ -89,6 +90,7 @@ def assemble(
     decoder = read_decoder_config(model_dir)
     block_size = config.cache.block_size
     layout = kv_layout(decoder, config.model.dtype, block_size, tp)
+    config = with_sizes(config, decoder, layout, tp.size, device)
     workspace = workspace_bytes(decoder, config.scheduler, layout.dtype, tp.size, layout.block_bytes)
     num_blocks = cache_blocks(config.cache, layout.block_bytes, tp.size, device, model_dir, layout.dtype, workspace)
     max_model_len = context_length(
@@ -179,8 +181,18 @@ def assemble(
         kernels=backend.kernels.name if tp.size == 1 else f"{backend.kernels.name}, {tp.size} ranks",
         process_ids=_process_ids(ranks),
         ucx=ucx_label(config),
+        device=_device_words(device, tp.size),
+        step_tokens=config.scheduler.max_num_batched_tokens,
+        kv_bytes=num_blocks * layout.block_bytes * tp.size,
     )
     return Engine(loop, connector, cores, ready)
+
+
+def _device_words(device: torch.device, ranks: int) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads() * ranks
+    return f"CPU, {threads} core{'s' if threads > 1 else ''}"
 
 
 def _process_ids(ranks: Ranks | None) -> dict[str, int]:

@@ -75,7 +75,8 @@ def _check_ports(flag: str, ports: str) -> None:
 
 
 def _scheduler(scheduler: SchedulerConfig) -> None:
-    if scheduler.max_num_batched_tokens < 2 * scheduler.max_num_seqs:
+    tokens = scheduler.max_num_batched_tokens
+    if tokens and tokens < 2 * max(1, scheduler.max_num_seqs):
         raise ConfigError(
             f"--max-num-batched-tokens ({scheduler.max_num_batched_tokens}) has to be at least twice --max-num-seqs "
             f"({scheduler.max_num_seqs}): each running request takes one of them, and prompts need the rest"

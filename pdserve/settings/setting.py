@@ -113,7 +113,7 @@ def from_texts(setting: Setting, texts: Sequence[str], where: str) -> Any:
         return text
     if isinstance(setting.type, type) and issubclass(setting.type, enum.Enum):
         return _choice(setting, text, where)
-    return _in_range(setting, _number(setting, text, where), where)
+    return _in_range(setting, _number(setting, setting.spellings.get(text, text), where), where)
 
 
 def from_toml(setting: Setting, value: Any, where: str) -> Any:
@@ -128,7 +128,7 @@ def from_toml(setting: Setting, value: Any, where: str) -> Any:
         return _in_range(setting, setting.type(value), where)
     elif type(value) is float and setting.type is float:
         return _in_range(setting, value, where)
-    if isinstance(value, str) and setting.type not in (int, float):
+    if isinstance(value, str) and (setting.type not in (int, float) or value in setting.spellings):
         return from_texts(setting, [value], where)
     raise _wrong(setting, value, where)
 
@@ -152,7 +152,7 @@ def expected(setting: Setting) -> str:
         return "one of " + ", ".join([*(str(member.value) for member in setting.type), *setting.spellings])
     if setting.type is str:
         return "text"
-    noun = "a whole number" if setting.type is int else "a number"
+    noun = " or ".join([*setting.spellings, "a whole number" if setting.type is int else "a number"])
     if setting.minimum is not None and setting.maximum is not None:
         return f"{noun} from {setting.minimum:g} to {setting.maximum:g}"
     if setting.minimum is not None:

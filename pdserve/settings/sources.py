@@ -182,8 +182,15 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _help(setting: Setting) -> str:
-    default = "none" if setting.secret or setting.default in ("", ()) else to_text(setting.default)
+    default = "none" if setting.secret or setting.default in ("", ()) else shown_default(setting)
     return f"{setting.help} [{default}] ({setting.env})".replace("%", "%%")
+
+
+def shown_default(setting: Setting) -> str:
+    """Returns the default as help shows it: a number that has a word by its word."""
+    text = to_text(setting.default)
+    words = () if isinstance(setting.default, enum.Enum) else setting.spellings.items()
+    return next((word for word, value in words if float(value) == setting.default), text)
 
 
 def _metavar(setting: Setting) -> str:

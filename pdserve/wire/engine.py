@@ -368,6 +368,12 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The UCX that is loaded, such as ``1.21.0 package`` or ``1.21.0 system verbs``; empty if none is."""
     compute: ComputeCores | None = None
     """Where it computes; None on a GPU."""
+    device: str = ""
+    """What computes, in words: ``CPU, 4 cores``, or a GPU's name."""
+    step_tokens: int = 0
+    """The most tokens of a step."""
+    kv_bytes: int = 0
+    """The size of the KV cache, all ranks together."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):

@@ -34,6 +34,9 @@ class LoadModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 class Capture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="capture"):
     """Orders a rank to record the decode steps of all batch sizes, together with the other ranks."""
 
+    max_rows: int
+    """The most tokens that a recorded step has."""
+
 
 class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A ``StepRow`` of ``pdserve.models.runner``."""

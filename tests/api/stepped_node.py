@@ -38,6 +38,7 @@ from pdserve.wire.engine import EngineStats, FinishReason, PrefillSource, Ready,
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
+from pdserve.wire.node_sizes import NodeSizes
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
 from tests.api.node import MODEL, WAIT_S
 from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, prompt_logprobs_of, reported
@@ -349,6 +350,7 @@ async def stepped_node(
             max_running=8,
             vocab_size=VOCAB_SIZE,
         ),
+        sizes=NodeSizes("tiny", "float32", "CPU, 1 core", "torch", 1, 1, 64, 64, 8, 64),
         tokenizer=tokenizer,
         tickets=TicketGate(SECRET, boot_id),
         metrics=NodeMetrics(EngineStats),

@@ -41,6 +41,7 @@ from pdserve.http.routes import DirectRoutes
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
+from pdserve.wire.node_sizes import NodeSizes
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest
 from tests.api.plain_http import get
@@ -150,6 +151,7 @@ async def app_in_process(
             model=MODEL,
             engine=engine,
             ready=ready,
+            sizes=NodeSizes("tiny", "float32", "CPU, 1 core", "torch", 1, 1, 64, 64, 8, 64),
             tokenizer=tokenizer,
             tickets=None,
             metrics=NodeMetrics(lambda: engine.stats),

@@ -34,7 +34,8 @@ from pdserve.config import (
     TopConfig,
     UpConfig,
 )
-from pdserve.settings.setting import Setting, settings_of, to_text
+from pdserve.settings.setting import Setting, settings_of
+from pdserve.settings.sources import shown_default
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -123,7 +124,7 @@ def _anchor(title: str) -> str:
 
 
 def _row(setting: Setting) -> str:
-    default = "" if setting.secret or setting.default in ("", ()) else f"`{to_text(setting.default)}`"
+    default = "" if setting.secret or setting.default in ("", ()) else f"`{shown_default(setting)}`"
     return f"| `--{setting.flag}` | `{setting.env}` | {default} | {setting.help} |"
 
 

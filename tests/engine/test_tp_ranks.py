@@ -125,7 +125,7 @@ def test_choices_and_penalties_are_those_of_one_rank_and_a_cpu_records_no_steps(
     with running(config, blocks=64, max_model_len=128) as (ranks, runner):
         with engine(folder, overlap=False, several_ranks=runner) as client:
             got = client.together(asked)
-        ranks.tell(Capture())
+        ranks.tell(Capture(4))
         with pytest.raises(RankLost, match=r"rank 1 .* failed: rank 0 sent Capture to a rank whose steps cannot be"):
             ranks.wait_for(Captured)
     assert len(got) == 6

@@ -275,7 +275,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             rank.LoadModel(num_blocks=10, max_model_len=64),
             rank.Step([rank.RankRow([5, 6], 0, [3], False), rank.RankRow([7], 20, [1, 2], True, 0, 1)]),
             rank.Clear([1, 2]),
-            rank.Capture(),
+            rank.Capture(max_rows=64),
             rank.CopyBlocks([1], [2]),
             rank.DownloadBlocks([1], [2]),
             rank.UploadBlocks([2], [1]),

@@ -195,7 +195,7 @@ def main(argv: list[str]) -> int:
                     num_blocks=2**20,
                     block_size=launch.config.cache.block_size,
                     max_model_len=MAX_MODEL_LEN,
-                    max_running=launch.config.scheduler.max_num_seqs,
+                    max_running=launch.config.scheduler.max_num_seqs or 64,
                     vocab_size=VOCAB_SIZE,
                 )
             )

@@ -11,6 +11,7 @@ import torch
 from pdserve.config import CacheConfig
 from pdserve.errors import ConfigError
 from pdserve.models.checkpoint.weights import parameters
+from pdserve.models.sizes import gpu_budget
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,9 @@ def gpu_cache_bytes(share: float, total: int, free: int, weights: int, workspace
     """Returns the bytes that the KV cache may take on a GPU of which the engine takes ``share``.
 
     ``total`` and ``free`` are the GPU's memory before the engine has loaded its ``weights``; ``workspace`` stays free
-    for computing. Raises ConfigError if
-    nothing is left.
+    for computing. Raises ConfigError if nothing is left.
     """
-    left = math.floor(share * total) - (total - free) - weights - workspace
+    left = gpu_budget(share, total, free) - weights - workspace
     if left <= 0:
         raise ConfigError(
             f"--gpu-memory-utilization {share:g}: nothing is left for the KV cache. The GPU has {total // MIB} MiB, of "

@@ -119,7 +119,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         kv_bytes = load.num_blocks * layout.block_bytes
         shared = None
         if config.has_peers:
-            shared = shared_memory(config.transfer, config.cache.kv_cache_mib, device, kv_bytes)
+            shared = shared_memory(config.transfer, kv_bytes * group.size // 2**20, device, kv_bytes)
         kv_memory = None if shared is None else shared.bytes
         blocks = kept_block_kernels(config, backend)
         runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend, kv_memory, blocks)
@@ -132,7 +132,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
             # Rank 0 notices a rank that takes longer, and says which one it was.
             sign.show(config.parallel.timeout_ms / 1000)
             if isinstance(order, Capture):
-                capture(runner, backend, config.scheduler.max_num_seqs)
+                capture(runner, backend, order.max_rows)
                 channel.send(Captured())
             else:
                 carry_out(order, runner, copies)

@@ -56,7 +56,7 @@ class TpRunner:
 
     def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
         """Records decode steps on every rank (``ModelRunner.capture_decode``). Returns when all ranks have."""
-        self._ranks.tell(Capture())
+        self._ranks.tell(Capture(max_rows))
         self._own.capture_decode(kernels, max_rows, make_graph)
         self._ranks.wait_for(Captured)
 

@@ -1,0 +1,158 @@
+"""Chooses the sizes that no setting gives: a node's KV cache, the tokens of a step and the places of a batch.
+
+Everything here is a function of numbers: what the model takes, what the settings ask for, and what the device has. A
+size that is asked for is never changed. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pdserve.config import CacheConfig, SchedulerConfig
+from pdserve.errors import ConfigError
+
+MIB = 2**20
+
+PROCESS_BYTES = 768 * MIB
+"""What a node's processes take on a CPU beside weights and KV cache; each further rank takes it once more."""
+LEAST_CACHE_MIB = 128
+"""A CPU's KV cache has at least this, whatever the memory is."""
+USUAL_CACHE_BYTES = 4 * 2**30
+"""A CPU's KV cache has at most this, unless one context of the model takes more."""
+
+CPU_STEP_TOKENS = 256
+"""Steps on a few cores. One core takes about 0.4 s for so many tokens of a model of 135M parameters."""
+TOKENS_A_CORE = 32
+CPU_MOST_TOKENS = 2048
+CPU_PLACE_TOKENS = 512
+"""A CPU's KV cache has so many tokens for each place of the batch."""
+CPU_TOKENS_A_PLACE = 4
+"""A CPU's step has so many tokens for each place, so that prompts go on while the batch is full."""
+LEAST_PLACES = 4
+
+GPU_SHARE = 0.9
+GPU_STEP_TOKENS = 8192
+GPU_LEAST_TOKENS = 512
+GPU_PLACES = 256
+GPU_LEAST_PLACES = 16
+GPU_PLACE_TOKENS = 1024
+"""A GPU's KV cache has so many tokens for each place of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a model takes on a node, all ranks together."""
+
+    weights: int
+    """The bytes of its weights."""
+    token: int
+    """The bytes of one token in the KV cache."""
+    positions: int
+    """The longest prompt and output that it knows, in tokens."""
+
+
+def asked_context(model: ModelSize, max_model_len: int) -> int:
+    """Returns the context that a node should have, in tokens. Raises ConfigError if the model knows fewer."""
+    if max_model_len > model.positions:
+        raise ConfigError(f"--max-model-len is {max_model_len}, but the model knows only {model.positions} positions")
+    return max_model_len or model.positions
+
+
+def cpu_cache(model: ModelSize, cache: CacheConfig, max_model_len: int, memory: int, ranks: int) -> CacheConfig:
+    """Returns ``cache`` with a size for a CPU whose node may take ``memory`` bytes; 0 if nobody knows how many.
+
+    It is half of what weights and processes leave, so that the machine has to write no memory to its disk. A context
+    that is asked for gets what it takes, up to all of it. Raises ConfigError if that is not enough.
+    """
+    if cache.kv_cache_mib:
+        return cache
+    context = asked_context(model, max_model_len) * model.token
+    left = max(LEAST_CACHE_MIB * MIB, memory - model.weights - ranks * PROCESS_BYTES) if memory else USUAL_CACHE_BYTES
+    if max_model_len and context > left:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} takes {whole_mib(context)} MiB of KV cache, and {left // MIB} MiB are "
+            f"left for it: {memory // MIB} are available, and the weights take {whole_mib(model.weights)}. "
+            f"--max-model-len {left // model.token} fits, and --kv-cache-mib goes before what is counted here"
+        )
+    size = min(left // 2, max(USUAL_CACHE_BYTES, context))
+    # A block more than the context: the last one may be partly used.
+    needed = context + cache.block_size * model.token if max_model_len else 0
+    return replace(cache, kv_cache_mib=max(LEAST_CACHE_MIB, size // MIB, whole_mib(needed)))
+
+
+def cpu_scheduler(model: ModelSize, scheduler: SchedulerConfig, cache_bytes: int, cores: int) -> SchedulerConfig:
+    """Returns ``scheduler`` with the sizes that it lacks, for a CPU whose engine computes on ``cores`` cores."""
+    tokens = scheduler.max_num_batched_tokens
+    if not tokens:
+        by_cores = min(CPU_MOST_TOKENS, max(CPU_STEP_TOKENS, TOKENS_A_CORE * cores))
+        tokens = max(by_cores, 2 * scheduler.max_num_seqs)
+    fitting = cache_bytes // model.token // CPU_PLACE_TOKENS
+    most = max(1, tokens // CPU_TOKENS_A_PLACE)
+    places = scheduler.max_num_seqs or min(most, max(LEAST_PLACES, fitting))
+    return replace(scheduler, max_num_seqs=places, max_num_batched_tokens=tokens)
+
+
+def gpu_share(cache: CacheConfig) -> float:
+    """Returns the share of a GPU's memory that a rank takes; 0 if the size of its KV cache is given instead."""
+    return cache.gpu_memory_utilization or (0.0 if cache.kv_cache_mib else GPU_SHARE)
+
+
+def gpu_budget(share: float, total: int, free: int) -> int:
+    """Returns the bytes that a rank may take, of a GPU with ``total`` bytes of which ``free`` are left.
+
+    It is ``share`` of all, or less where others have taken so much that not a tenth of the memory would stay free (with
+    a ``share`` above 0.9, what that leaves).
+    """
+    spare = min(1 - GPU_SHARE, 1 - share)
+    return math.floor(min(share * total, free - spare * total))
+
+
+def gpu_scheduler(
+    scheduler: SchedulerConfig, token_bytes: int, left_after: Callable[[SchedulerConfig], int]
+) -> SchedulerConfig:
+    """Returns ``scheduler`` with the sizes that it lacks, for a GPU.
+
+    ``left_after`` says how many bytes steps of a size leave for the KV cache, which takes ``token_bytes`` for each
+    token on one rank. The largest step that takes no more than a third of what the smallest one leaves is
+    chosen first, and then the most places of which each has room for ``GPU_PLACE_TOKENS``.
+    """
+    asked_tokens, asked_places = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    most_tokens = max(GPU_STEP_TOKENS, 2 * asked_places)
+    steps = [asked_tokens] if asked_tokens else _halved(most_tokens, max(GPU_LEAST_TOKENS, 2 * asked_places))
+    most_places = max(1, min(GPU_PLACES, steps[0] // 2))
+    places = [asked_places] if asked_places else _halved(most_places, min(GPU_LEAST_PLACES, most_places))
+    sized = [
+        [replace(scheduler, max_num_seqs=count, max_num_batched_tokens=tokens) for count in places] for tokens in steps
+    ]
+    smallest = left_after(sized[-1][-1])
+    of_one_step = next((row for row in sized if 3 * left_after(row[-1]) >= 2 * smallest), sized[-1])
+    return next(
+        (one for one in of_one_step if left_after(one) >= one.max_num_seqs * GPU_PLACE_TOKENS * token_bytes),
+        of_one_step[-1],
+    )
+
+
+def _halved(most: int, least: int) -> list[int]:
+    """Returns ``most``, half of it and so on, down to ``least``."""
+    sizes = [most]
+    while sizes[-1] // 2 >= least:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def check_weights(model: ModelSize, memory: int, ranks: int) -> None:
+    """Raises ConfigError if the weights alone need more than the ``memory`` bytes that this machine has left."""
+    needed = model.weights + ranks * PROCESS_BYTES
+    if memory and needed > memory:
+        raise ConfigError(
+            f"the memory is too small for this model: its weights take {whole_mib(model.weights)} MiB and the node's "
+            f"processes about {ranks * PROCESS_BYTES // MIB}, and {memory // MIB} MiB are available; a GGUF file "
+            "with 4-bit weights takes a quarter of bfloat16"
+        )
+
+
+def whole_mib(nbytes: int) -> int:
+    """Returns how many MiB hold ``nbytes``."""
+    return -(-nbytes // MIB)
