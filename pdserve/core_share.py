@@ -13,6 +13,9 @@ from pathlib import Path
 
 from pdserve.process import partition_cores
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+"""It is there if this machine may have a GPU that torch can use."""
+
 _MACHINE = "proc/sys/kernel/random/boot_id"
 
 

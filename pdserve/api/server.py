@@ -39,8 +39,9 @@ from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.models.checkpoint.gguf_file import forget_gguf
-from pdserve.models.checkpoint.model_size import weights_words
+from pdserve.models.checkpoint.weight_form import weights_words
 from pdserve.process import set_up_logging, share_interpreter
+from pdserve.settings import is_loopback
 from pdserve.signals import Reread, StopSignals, on_hangup, stop_signals
 from pdserve.tracing.span_counts import SpanCounts
 from pdserve.tracing.tracing import Tracing
@@ -227,6 +228,12 @@ class NodeServer:
         """Returns the registration at the proxies, or None for a node that clients talk to directly."""
         discovery = self.config.discovery
         if not discovery.proxies:
+            if not is_loopback(self.config.http.host):
+                log.warning(
+                    "whoever reaches this node may use it, because --host is %s and a node takes no API keys: put a "
+                    "proxy with --api-key-file before it, or say --host 127.0.0.1",
+                    self.config.http.host,
+                )
             return None
         for warning in out_of_reach(info, discovery.proxies):
             log.warning("%s", warning)
@@ -327,7 +334,7 @@ class NodeServer:
             device=ready.device,
             kernels=ready.kernels.partition(",")[0],
             ranks=self.config.parallel.tensor_parallel_size,
-            kv_mib=ready.kv_bytes // 2**20,
+            kv_mib=round(ready.kv_bytes / 2**20),
             kv_tokens=ready.num_blocks * ready.block_size,
             context=ready.max_model_len,
             places=ready.max_running,

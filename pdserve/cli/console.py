@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from pdserve.config import LogLevel
 from pdserve.log_format import as_text
 
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92)
-_CLEAR = "\r\x1b[2K"
+_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_green")
 _BAR_CELLS = 20
+
+
+class _Screen(RichConsole):
+    def on_broken_pipe(self) -> None:
+        # The terminal is gone; the cluster still has to be stopped in order.
+        self.quiet = True
 
 
 class Console:
@@ -38,16 +49,23 @@ class Console:
         Only a ``terminal`` shows how far things are while they move.
         """
         self.logs = logs
-        self._out = out
+        self.screen: RichConsole = _Screen(
+            file=out,
+            force_terminal=terminal or colour,
+            color_system="standard" if colour else None,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        """Where the lines go. What else moves on this terminal, such as a bar of a download, uses it, too."""
         self._hidden = _below(level)
         self._keep = keep
-        self._colour = colour
         self._terminal = terminal
-        self._status = ""
+        self._live: Live | None = None
         self._names: dict[str, int] = {}
         self._width = 9
         self._start = time.monotonic()
-        self._held: list[str] | None = None
+        self._held: list[Text] | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -60,7 +78,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Prints a line about the cluster itself, with the time since the start."""
-        self._write(self._stamped(text))
+        self._write(Text(f"[{self.elapsed_s:6.1f} s] {text}"))
 
     def relay(self, name: str, line: str) -> None:
         """Prints a line that the process ``name`` wrote, unless it is a log line below this console's level."""
@@ -70,26 +88,48 @@ class Console:
         found = _LEVEL.search(line)
         if found and found[0] in self._hidden:
             return
-        label = f"{name:{self._width}} |"
-        self._write(f"{self._paint(name, label)} {line}")
+        index = self._names.setdefault(name, len(self._names))
+        self._width = max(self._width, len(name))
+        label = (f"{name:{self._width}} |", _COLOURS[index % len(_COLOURS)])
+        self._write(Text.assemble(label, f" {line}"))
 
-    def progress(self, share: float, text: str) -> None:
-        """Shows a bar on the terminal's last line, in place of the one before. The next line takes it away."""
+    def progress(self, share: float, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Shows a bar, which is full at a ``share`` of 1, and a row for each name, below all lines of the terminal.
+
+        They stay there, and change with the next call, until ``end_progress``.
+        """
         if not self._terminal or self._held is not None:
             return
-        filled = round(share * _BAR_CELLS)
-        line = self._stamped("█" * filled + "░" * (_BAR_CELLS - filled) + f" {text}")
-        # A line that wraps could not be taken away.
-        line = line[: shutil.get_terminal_size().columns - 1]
-        if line != self._status:
-            self._status = line
-            self._print(_CLEAR + line, end="")
+        heading = Table.grid(padding=(0, 1))
+        heading.add_row(ProgressBar(total=1.0, completed=share, width=_BAR_CELLS), Text(title))
+        table = Table.grid(padding=(0, 2))
+        for name, text in rows:
+            table.add_row(Text(f"  {name}"), Text(text))
+        with suppress(OSError):
+            if self._live is None:
+                self._live = Live(
+                    console=self.screen,
+                    auto_refresh=False,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                    vertical_overflow="crop",
+                )
+                self._live.start()
+            self._live.update(Group(heading, table), refresh=True)
+
+    def end_progress(self) -> None:
+        """Takes away what ``progress`` shows."""
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError):
+                live.stop()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keeps lines back until the end of the block, in which something else writes to the same terminal."""
-        self._take_away_progress()
-        held: list[str] = []
+        self.end_progress()
+        held: list[Text] = []
         self._held = held
         try:
             yield
@@ -98,32 +138,13 @@ class Console:
             for line in held:
                 self._write(line)
 
-    def _stamped(self, text: str) -> str:
-        return f"[{self.elapsed_s:6.1f} s] {text}"
-
-    def _paint(self, name: str, text: str) -> str:
-        index = self._names.setdefault(name, len(self._names))
-        self._width = max(self._width, len(name))
-        return f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m" if self._colour else text
-
-    def _write(self, line: str) -> None:
+    def _write(self, line: Text) -> None:
         if self._held is not None:
             self._held.append(line)
             return
-        self._take_away_progress()
-        self._print(line, end="\n")
-
-    def _take_away_progress(self) -> None:
-        if self._status:
-            self._status = ""
-            self._print(_CLEAR, end="")
-
-    def _print(self, text: str, end: str) -> None:
-        try:
-            print(text, file=self._out, end=end, flush=True)
-        except OSError:
-            # The terminal is gone; the cluster still has to be stopped in order.
-            return
+        # The terminal may be gone; the cluster still has to be stopped in order.
+        with suppress(OSError):
+            self.screen.print(line, soft_wrap=True)
 
 
 def _below(level: LogLevel) -> frozenset[str]:

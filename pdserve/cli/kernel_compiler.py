@@ -17,10 +17,9 @@ from pathlib import Path
 
 from pdserve.compiled_library import BuildError, CompilerWatch, Compiling, built_library, needs_compiling
 from pdserve.config import CpuKernels, Device, NodeConfig
+from pdserve.core_share import NVIDIA_DRIVER
 from pdserve.process import ChildProcess, die_with_parent, python_program
 from pdserve_kernels.cpu.library import CPU_KERNELS
-
-NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 @contextmanager
@@ -63,11 +62,14 @@ def nothing_compiled() -> Compiling | None:
     return None
 
 
+def may_have_gpu(node: NodeConfig) -> bool:
+    """Returns whether nodes may compute on a GPU, as far as this shows without loading torch."""
+    return node.model.device is Device.CUDA or (node.model.device is Device.AUTO and NVIDIA_DRIVER.exists())
+
+
 def computes_on_cpu(node: NodeConfig) -> bool:
     """Returns whether nodes need the compiled kernels, as far as this shows without loading torch."""
-    if node.cpu.kernels is CpuKernels.TORCH or node.model.device is Device.CUDA:
-        return False
-    return node.model.device is Device.CPU or not NVIDIA_DRIVER.exists()
+    return node.cpu.kernels is not CpuKernels.TORCH and not may_have_gpu(node)
 
 
 def main(cache_dir: str) -> int:

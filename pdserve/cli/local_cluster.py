@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from pdserve.cli.console import Console
 from pdserve.cli.kept_server import KeptServer
@@ -28,6 +29,7 @@ from pdserve.config import ClusterConfig, HttpConfig, LogLevel, NodeConfig, Swit
 from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
 from pdserve.settings import load, to_environ
 from pdserve.wire.discovery import Role
+from pdserve.wire.node_sizes import NodeSizes
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_DEVICE = "lo"
@@ -121,11 +123,16 @@ class LocalCluster:
         http: HttpConfig,
         tls: ssl.SSLContext | None = None,
         compiling: Callable[[], Compiling | None] = nothing_compiled,
+        expected_s: float | None = None,
     ) -> None:
         """``http`` says where the proxy listens. ``tls`` is for requests to the proxy, if it serves HTTPS.
 
-        ``compiling`` returns how far the compiler of the CPU kernels is; None if nothing is compiled.
+        ``compiling`` returns how far the compiler of the CPU kernels is; None if nothing is compiled. The last start
+        took ``expected_s``, if anybody knows.
         """
+        self._expected_s = expected_s
+        self.compiled = False
+        """Whether kernels were compiled during the start."""
         self._console = console
         self._compiling = compiling
         self._http = http
@@ -158,8 +165,13 @@ class LocalCluster:
                 server = KeptServer(node.name, environ, self._console, self._node_command(node))
                 self._nodes[node.name] = (node, server)
             self._found = await self._proxy.process.listening()
-        await self._until_ready()
+        try:
+            await self._until_ready()
+        finally:
+            self._console.end_progress()
         self._console.say(f"all {len(nodes)} nodes are ready")
+        for line in await self._sizes(nodes[0]):
+            self._console.say(f"  {line}")
         for node in nodes[:_SHOWN_NODES]:
             cores = f"cores {', '.join(map(str, node.cores))}" if len(node.cores) > 1 else f"core {node.cores[0]}"
             self._console.say(f"  {node.name:10} {self._nodes[node.name][1].url}, {cores}")
@@ -238,31 +250,52 @@ class LocalCluster:
                 missing = self._nodes.keys() - await registered_nodes(session, self.url)
                 if not missing and await _is_ready(session, self.url):
                     return
-                self._console.progress(self._share(missing), self._waiting_for(sorted(missing)))
+                compiling = self._look_at_compiler()
+                self._console.progress(self._share(missing, compiling), self._timing(), self._rows(missing, compiling))
                 if not self._console.shows_progress and self._console.elapsed_s - reported >= _REPORT_S:
                     reported = self._console.elapsed_s
-                    self._console.say(self._waiting_for(sorted(missing)))
+                    waiting = "; ".join(f"{name} ({stage})" for name, stage in self._rows(missing, compiling))
+                    self._console.say(f"waiting for {waiting}; {self._timing()}")
                 await self._pause()
 
-    def _waiting_for(self, missing: Sequence[str]) -> str:
-        if not missing:
-            return "waiting for the proxy to be ready"
-        nodes = [f"{name} ({_stage(self._nodes[name][1].process.last_line)})" for name in missing]
+    def _look_at_compiler(self) -> Compiling | None:
+        """Returns how far the compiler is, and says so when it is first seen at work."""
         compiling = self._compiling()
-        if compiling is not None:
-            nodes.append(f"the CPU kernels are compiled, {compiling.done} of {compiling.sources} sources")
-        return "waiting for " + "; ".join(nodes)
+        if compiling is not None and not self.compiled:
+            self.compiled = True
+            self._console.say("the CPU kernels are compiled for this machine, which happens at its first start only")
+        return compiling
 
-    def _share(self, missing: Set[str]) -> float:
+    def _timing(self) -> str:
+        elapsed = f"{self._console.elapsed_s:.0f} s"
+        if self._expected_s is None or self.compiled:
+            return elapsed
+        return f"{elapsed}; the last start took {self._expected_s:.0f} s"
+
+    def _rows(self, missing: Set[str], compiling: Compiling | None) -> list[tuple[str, str]]:
+        """Returns what each part that is not ready does now."""
+        rows = [(name, _stage(self._nodes[name][1].process.last_line)) for name in self._nodes if name in missing]
+        if compiling is not None:
+            rows.append(("CPU kernels", f"{compiling.done} of {compiling.sources} sources compiled"))
+        return rows or [("proxy", "not ready yet")]
+
+    def _share(self, missing: Set[str], compiling: Compiling | None) -> float:
         """Returns how much of the start is over, from 0 to 1: of all nodes' stages, and of what is compiled."""
         parts = [
             _stages_done(server.process.last_line) if name in missing else 1.0
             for name, (_, server) in self._nodes.items()
         ]
-        compiling = self._compiling()
         if compiling is not None:
             parts.append(compiling.done / compiling.sources)
         return sum(parts) / len(parts)
+
+    async def _sizes(self, node: NodePlan) -> list[str]:
+        """Returns the block about what a node serves and what fits, which is the same for all; none if it is silent."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
+            url = f"{self._nodes[node.name][1].url}/server_info"
+            async with _session(None, _LOOK_S) as session, session.get(url) as response:
+                return msgspec.json.decode(await response.read(), type=_ServerInfo).sizes.lines
+        return []
 
     async def _pause(self) -> None:
         """Waits until it is worth looking again: for a moment, or until a process ends."""
@@ -288,9 +321,15 @@ def _stopping(answers: int, drain_s: float) -> str:
     return f"stopping: {some} {drain_s:g} s to finish; a second Ctrl-C ends {them} at once"
 
 
+class _ServerInfo(msgspec.Struct):
+    """The part of a node's ``/server_info`` that is shown."""
+
+    sizes: NodeSizes
+
+
 def _stage(line: str) -> str:
     """Returns the text of a log line without its time, level and logger."""
-    return _LOG_PREFIX.sub("", line)[:80]
+    return _LOG_PREFIX.sub("", line).removeprefix("engine: ")
 
 
 def _stages_done(line: str) -> float:

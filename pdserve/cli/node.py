@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from pdserve.cli.port_checks import check_http, check_port
+from pdserve.cli.start_checks import check_node
 from pdserve.config import NodeConfig
 from pdserve.errors import ConfigError
 from pdserve.process import set_up_logging
@@ -34,6 +36,8 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError."""
     config = load(NodeConfig, argv, environ, prog=f"pdserve {role.value}", description=_DESCRIPTIONS[role])
     _check(role, config)
+    check_http(config.http)
+    check_port(config.transfer.host, config.transfer.port, "--transfer-port", "--transfer-host")
     read_secret = partial(resolve_secret, config.security, _binds(config), state_folder(environ))
     secret = read_secret()
 
@@ -51,6 +55,7 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
         found = fetched
     if found.commit:
         log.info("model %s, revision %s", found.name, found.commit)
+    check_node(config, found.path)
     name = config.model.served_model_name or found.name
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_model_name=name))
 

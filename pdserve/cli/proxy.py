@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from pdserve.cli.port_checks import check_http, check_port
 from pdserve.config import ProxyConfig
 from pdserve.settings import load, resolve_secret, state_folder
 
@@ -18,6 +19,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         prog="pdserve proxy",
         description="Takes clients' requests and registrations of nodes, and spreads the ones over the others.",
     )
+    check_http(config.http)
+    check_port(config.registry.control_host, config.registry.control_port, "--control-port", "--control-host")
     binds = [config.http.host, config.registry.control_host]
     read_secret = partial(resolve_secret, config.security, binds, state_folder(environ))
     secret = read_secret()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import signal
@@ -12,14 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from pdserve.cli.ask import AskFailed, ask
 from pdserve.cli.console import Console
-from pdserve.cli.kernel_compiler import compiling_kernels
+from pdserve.cli.kernel_compiler import compiling_kernels, may_have_gpu
 from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
+from pdserve.cli.port_checks import check_http
 from pdserve.cli.server_logs import server_logs
+from pdserve.cli.start_checks import check_model, check_positions
+from pdserve.cli.start_times import StartTimes
 from pdserve.cluster_report import ClusterReport
 from pdserve.compiled_library import Compiling
 from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
@@ -27,12 +32,16 @@ from pdserve.core_ledger import private_ledger
 from pdserve.core_share import cores_within, cpu_quota
 from pdserve.http.tls import trusting_only
 from pdserve.hub.finding import find_model
+from pdserve.machine_memory import available_memory
+from pdserve.models.sizes import GPU_SHARE, MIB
 from pdserve.process import ChildDied
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder, with_current_names
 from pdserve.signals import stop_signals
 from pdserve_proxy.credentials import ApiKeys, read_admin_keys, read_api_keys
 from pdserve_proxy.status.access import StatusAccess
 
+PROXY_BYTES = 256 * MIB
+"""What the proxy and this process take."""
 _APART_S = 0.5
 """Some senders signal both a process and its group, so a second signal that comes this soon counts as the first one."""
 _DESCRIPTION = (
@@ -45,6 +54,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP, or until the answer to ``--ask``; returns the exit status."""
     environ = with_current_names(environ)
     config, file = load_with_file(UpConfig, argv, environ, prog="pdserve up", description=_DESCRIPTION)
+    check_http(config.http)
     secret = _secret(config, environ)
     cache_dir = cache_folder(environ)
     node = load(NodeConfig, [], child_environ(config, environ, secret, file), prog="pdserve decode")
@@ -52,10 +62,12 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         found = find_model(config.model, environ)
         name = config.model.served_model_name or found.name
         config = replace(config, model=replace(config.model, path=str(found.path), served_model_name=name))
+        config = _fitted(config, node, found.path)
         inherited = child_environ(config, environ, secret, file, ledger)
         access = _Access(api_key(inherited), proxy_tls(inherited), status_is_shown(inherited, config.http))
         with _console(config, environ) as console:
-            return asyncio.run(_serve(config, inherited, access, console, compiling))
+            times = StartTimes(cache_dir)
+            return asyncio.run(_serve(config, inherited, access, console, compiling, times))
 
 
 @contextmanager
@@ -64,7 +76,7 @@ def _console(config: UpConfig, environ: Mapping[str, str]) -> Iterator[Console]:
 
     With ``--verbose``, or where no file can be written, it prints everything.
     """
-    terminal = sys.stderr.isatty()
+    terminal = sys.stderr.isatty() and environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
     colour = terminal and "NO_COLOR" not in environ
     level = config.log.level
     with ExitStack() as stack:
@@ -84,6 +96,26 @@ def _console(config: UpConfig, environ: Mapping[str, str]) -> Iterator[Console]:
         )
         console.say(f"logs: {logs.folder}")
         yield console
+
+
+def _fitted(config: UpConfig, node: NodeConfig, model: Path) -> UpConfig:
+    """Returns ``config`` with each node's part of this machine's memory, from which nodes choose their sizes.
+
+    Raises ConfigError or ModelError if the model or the context that is asked for cannot be had.
+    """
+    cache, nodes = config.cache, config.cluster.prefill + config.cluster.decode + config.cluster.mixed
+    left = max(0, available_memory() - PROXY_BYTES)
+    if not cache.gpu_memory_utilization and not cache.kv_cache_mib:
+        # All nodes of one machine compute on the same GPUs.
+        share = math.floor(1000 * GPU_SHARE / nodes) / 1000
+        part = cache.node_memory_mib or left // nodes // MIB
+        cache = replace(cache, gpu_memory_utilization=share, node_memory_mib=part)
+    if may_have_gpu(node):
+        check_positions(model, config.model)
+    else:
+        ranks = config.parallel.tensor_parallel_size
+        check_model(model, config.model, cache, node.cpu.kernels, ranks, left, cache.node_memory_mib * MIB or left)
+    return replace(config, cache=cache)
 
 
 def _quieter(level: LogLevel) -> LogLevel:
@@ -138,10 +170,13 @@ async def _serve(
     access: _Access,
     console: Console,
     compiling: Callable[[], Compiling | None],
+    times: StartTimes,
 ) -> int:
-    cluster = LocalCluster(console, config.http, access.tls, compiling)
+    what = _what_starts(config)
+    cluster = LocalCluster(console, config.http, access.tls, compiling, times.expected(what))
     with stop_signals(signal.SIGHUP, apart_s=_APART_S) as signals:
-        work = asyncio.create_task(_work(cluster, config, environ, access, console))
+        started = partial(times.note, what)
+        work = asyncio.create_task(_work(cluster, config, environ, access, console, started))
         stop = asyncio.create_task(signals.drain.wait())
         try:
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -169,13 +204,27 @@ async def _stop(cluster: LocalCluster, drain_s: float, hurry: asyncio.Event, con
     await stopping
 
 
+def _what_starts(config: UpConfig) -> str:
+    """Returns what decides how long a start takes: the model, its form and the nodes."""
+    cluster, model = config.cluster, config.model
+    nodes = f"{cluster.prefill}+{cluster.decode}+{cluster.mixed}x{config.parallel.tensor_parallel_size}"
+    return f"{model.path} {model.dtype.value} {model.weights.value} {model.device.value} {nodes}"
+
+
 async def _work(
-    cluster: LocalCluster, config: UpConfig, environ: Mapping[str, str], access: _Access, console: Console
+    cluster: LocalCluster,
+    config: UpConfig,
+    environ: Mapping[str, str],
+    access: _Access,
+    console: Console,
+    started: Callable[[float], None],
 ) -> int:
     nodes = plan_nodes(config.cluster, _cores(console))
     try:
         async with asyncio.timeout(config.cluster.startup_timeout_s):
             await cluster.start(nodes, environ)
+        if not cluster.compiled:
+            started(console.elapsed_s)
         if config.cluster.ask:
             return await _ask(cluster.url, config, access, console)
     except TimeoutError:

@@ -12,19 +12,11 @@ from pathlib import Path
 from pdserve.core_ledger import CoreLedger, CoreState
 from pdserve.core_share import cpu_quota, read_text
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
+from pdserve.engines_here import RunningEngine, running_engines
 from pdserve.errors import ConfigError
 
-_ENGINE_MODULES = (b"pdserve.engine", b"pdserve.engine.tp.rank_program")
 _SLOW_GOVERNORS = frozenset({"powersave", "conservative"})
 _MIN_FREE_BYTES = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class RunningEngine:
-    """A running engine, or a TP rank of one, and the cores that it may use."""
-
-    pid: int
-    cores: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,7 @@ def read_cores(asked: Sequence[int], root: Path = Path("/")) -> CoreFacts:
         governors=_governors(asked or allowed, root),
         memory_total=memory.get("MemTotal", 0),
         memory_available=memory.get("MemAvailable", 0),
-        engines=_engines(root),
+        engines=running_engines(root),
     )
 
 
@@ -63,29 +55,6 @@ def _memory(root: Path) -> dict[str, int]:
 def _governors(cores: Sequence[int], root: Path) -> frozenset[str]:
     found = (read_text(root / f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor") for core in cores)
     return frozenset(governor for governor in found if governor)
-
-
-def _engines(root: Path) -> tuple[RunningEngine, ...]:
-    found = []
-    for folder in (root / "proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            status = (folder / "status").read_text(errors="replace")
-        except OSError:
-            # The process has ended meanwhile, or belongs to another user.
-            continue
-        if b"-m" in words and words[words.index(b"-m") + 1] in _ENGINE_MODULES:
-            found.append(RunningEngine(int(folder.name), _cores_of(status)))
-    return tuple(sorted(found, key=lambda engine: engine.pid))
-
-
-def _cores_of(status: str) -> frozenset[int]:
-    for line in status.splitlines():
-        name, _, value = line.partition(":")
-        if name == "Cpus_allowed_list":
-            ranges = (part.partition("-") for part in value.strip().split(","))
-            return frozenset(core for low, _, high in ranges for core in range(int(low), int(high or low) + 1))
-    return frozenset()
 
 
 def check_cores(facts: CoreFacts) -> list[Finding]:

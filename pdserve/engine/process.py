@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from pdserve.config import EngineLaunch, Switch
-from pdserve.core_share import CoreShare, cpu_quota, machine_id, quota_note, share_cores
+from pdserve.config import Device, EngineConfig, EngineLaunch, Switch
+from pdserve.core_share import NVIDIA_DRIVER, CoreShare, cpu_quota, machine_id, quota_note, share_cores
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
+from pdserve.engines_here import core_words, cores_left, other_engines, sharing_note
 from pdserve.errors import EngineError, PdserveError
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.models.lean_torch import import_torch
@@ -95,7 +96,8 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         stack.callback(wake_up.close)
         ranks: Ranks | None = None
         allowed, quota = sorted(os.sched_getaffinity(0)), cpu_quota()
-        shares = share_cores(config.cpu.cores, allowed, quota, config.parallel.tensor_parallel_size)
+        asked = config.cpu.cores or _cores_left(config, allowed, quota)
+        shares = share_cores(asked, allowed, quota, config.parallel.tensor_parallel_size)
         own = shares[0]
         if config.parallel.tensor_parallel_size > 1:
             ranks = stack.enter_context(running_ranks(config, launch.folder, shares, wake_up.fd, life))
@@ -129,6 +131,10 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         stack.enter_context(_stop_signals(engine.loop.stop))
         if ranks is not None:
             ranks.notify(engine.loop.stop)
+        # Engines that were started together have their cores by now.
+        others = [] if compute is None or 0 < quota < len(allowed) else other_engines(os.getpid())
+        if compute is not None and (note := sharing_note(compute.cores, others)):
+            log.warning("%s", note)
         ready = msgspec.structs.replace(engine.ready, compute=compute)
         try:
             with life.sign(step_loop(0)).shown_by_this_thread(computes=device.type == "cpu"):
@@ -138,6 +144,22 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
                 ranks.check()
         except Exception as exc:
             raise _ServingFailed(exc, stack.pop_all()) from exc
+
+
+def _cores_left(config: EngineConfig, allowed: Sequence[int], quota: float) -> tuple[int, ...]:
+    """Returns the cores that other engines of this machine leave, and says so; none if they have none of their own.
+
+    A quota of CPU time says how much this engine may compute, whatever others do, and a GPU needs few cores.
+    """
+    if config.model.device is Device.CUDA or 0 < quota < len(allowed):
+        return ()
+    if config.model.device is Device.AUTO and NVIDIA_DRIVER.exists():
+        return ()
+    left = cores_left(allowed, other_engines(os.getpid()))
+    if len(left) == len(allowed):
+        return ()
+    log.info("this engine takes cores %s, which other engines of this machine leave; --cores chooses", core_words(left))
+    return tuple(left)
 
 
 def _compute_cores(shares: Sequence[CoreShare], allowed: Sequence[int], own_threads: int) -> ComputeCores:

@@ -17,6 +17,8 @@ MIB = 2**20
 
 PROCESS_BYTES = 768 * MIB
 """What a node's processes take on a CPU beside weights and KV cache; each further rank takes it once more."""
+LEAST_PROCESS_BYTES = 256 * MIB
+"""They never take less, so a machine with less is refused."""
 LEAST_CACHE_MIB = 128
 """A CPU's KV cache has at least this, whatever the memory is."""
 USUAL_CACHE_BYTES = 4 * 2**30
@@ -26,18 +28,22 @@ CPU_STEP_TOKENS = 256
 """Steps on a few cores. One core takes about 0.4 s for so many tokens of a model of 135M parameters."""
 TOKENS_A_CORE = 32
 CPU_MOST_TOKENS = 2048
-CPU_PLACE_TOKENS = 512
+CPU_PLACE_TOKENS = 128
 """A CPU's KV cache has so many tokens for each place of the batch."""
 CPU_TOKENS_A_PLACE = 4
 """A CPU's step has so many tokens for each place, so that prompts go on while the batch is full."""
-LEAST_PLACES = 4
+LEAST_PLACES = 16
+MOST_PLACES = 256
 
+GPU_ONLY = (
+    "--gpu-memory-utilization is for GPUs, and this engine computes on the CPU: --kv-cache-mib says how much memory "
+    "its KV cache takes"
+)
 GPU_SHARE = 0.9
 GPU_STEP_TOKENS = 8192
 GPU_LEAST_TOKENS = 512
-GPU_PLACES = 256
 GPU_LEAST_PLACES = 16
-GPU_PLACE_TOKENS = 1024
+GPU_PLACE_TOKENS = 256
 """A GPU's KV cache has so many tokens for each place of the batch."""
 
 
@@ -53,11 +59,33 @@ class ModelSize:
     """The longest prompt and output that it knows, in tokens."""
 
 
-def asked_context(model: ModelSize, max_model_len: int) -> int:
-    """Returns the context that a node should have, in tokens. Raises ConfigError if the model knows fewer."""
-    if max_model_len > model.positions:
-        raise ConfigError(f"--max-model-len is {max_model_len}, but the model knows only {model.positions} positions")
-    return max_model_len or model.positions
+def fitting_context(
+    cache: CacheConfig, asked: int, max_positions: int, num_blocks: int, block_bytes: int
+) -> tuple[int, str]:
+    """Returns how many tokens a prompt and its output may have, and why that is less than the model's, if it is.
+
+    ``asked`` is ``--max-model-len``, and ``block_bytes`` are those of one block on all ranks. Raises ConfigError if the
+    model knows fewer tokens than are asked for, or the cache holds fewer.
+    """
+    if asked > max_positions:
+        raise ConfigError(f"--max-model-len is {asked}, but the model knows only {max_positions} positions")
+    fitting = num_blocks * cache.block_size
+    wanted = asked or max_positions
+    share = cache.gpu_memory_utilization
+    given = f"--gpu-memory-utilization {share:g}" if share else f"--kv-cache-mib {cache.kv_cache_mib}"
+    needed = f"{wanted} take {whole_mib(math.ceil(wanted / cache.block_size) * block_bytes)} MiB"
+    if fitting < 2 or asked > fitting:
+        raise ConfigError(
+            f"the KV cache ({given}) holds {fitting} tokens, which is less than one request needs"
+            + (f" (--max-model-len {asked})" if asked else "")
+            + f": {needed}"
+        )
+    if wanted <= fitting:
+        return wanted, ""
+    return fitting, (
+        f"the KV cache ({given}) holds {fitting} tokens, so a prompt and its output have at most that many; the model "
+        f"knows {max_positions}: {needed}, so raise {given.split()[0]}, or say --max-model-len {fitting}"
+    )
 
 
 def cpu_cache(model: ModelSize, cache: CacheConfig, max_model_len: int, memory: int, ranks: int) -> CacheConfig:
@@ -68,7 +96,9 @@ def cpu_cache(model: ModelSize, cache: CacheConfig, max_model_len: int, memory: 
     """
     if cache.kv_cache_mib:
         return cache
-    context = asked_context(model, max_model_len) * model.token
+    if max_model_len > model.positions:
+        raise ConfigError(f"--max-model-len is {max_model_len}, but the model knows only {model.positions} positions")
+    context = (max_model_len or model.positions) * model.token
     left = max(LEAST_CACHE_MIB * MIB, memory - model.weights - ranks * PROCESS_BYTES) if memory else USUAL_CACHE_BYTES
     if max_model_len and context > left:
         raise ConfigError(
@@ -89,7 +119,7 @@ def cpu_scheduler(model: ModelSize, scheduler: SchedulerConfig, cache_bytes: int
         by_cores = min(CPU_MOST_TOKENS, max(CPU_STEP_TOKENS, TOKENS_A_CORE * cores))
         tokens = max(by_cores, 2 * scheduler.max_num_seqs)
     fitting = cache_bytes // model.token // CPU_PLACE_TOKENS
-    most = max(1, tokens // CPU_TOKENS_A_PLACE)
+    most = min(MOST_PLACES, max(1, tokens // CPU_TOKENS_A_PLACE))
     places = scheduler.max_num_seqs or min(most, max(LEAST_PLACES, fitting))
     return replace(scheduler, max_num_seqs=places, max_num_batched_tokens=tokens)
 
@@ -121,7 +151,7 @@ def gpu_scheduler(
     asked_tokens, asked_places = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     most_tokens = max(GPU_STEP_TOKENS, 2 * asked_places)
     steps = [asked_tokens] if asked_tokens else _halved(most_tokens, max(GPU_LEAST_TOKENS, 2 * asked_places))
-    most_places = max(1, min(GPU_PLACES, steps[0] // 2))
+    most_places = max(1, min(MOST_PLACES, steps[0] // 2))
     places = [asked_places] if asked_places else _halved(most_places, min(GPU_LEAST_PLACES, most_places))
     sized = [
         [replace(scheduler, max_num_seqs=count, max_num_batched_tokens=tokens) for count in places] for tokens in steps
@@ -144,12 +174,12 @@ def _halved(most: int, least: int) -> list[int]:
 
 def check_weights(model: ModelSize, memory: int, ranks: int) -> None:
     """Raises ConfigError if the weights alone need more than the ``memory`` bytes that this machine has left."""
-    needed = model.weights + ranks * PROCESS_BYTES
+    needed = model.weights + ranks * LEAST_PROCESS_BYTES
     if memory and needed > memory:
         raise ConfigError(
             f"the memory is too small for this model: its weights take {whole_mib(model.weights)} MiB and the node's "
-            f"processes about {ranks * PROCESS_BYTES // MIB}, and {memory // MIB} MiB are available; a GGUF file "
-            "with 4-bit weights takes a quarter of bfloat16"
+            f"processes at least {ranks * LEAST_PROCESS_BYTES // MIB}, and {memory // MIB} MiB are available; a GGUF "
+            "file with 4-bit weights takes a quarter of bfloat16"
         )
 
 

@@ -84,6 +84,13 @@ async def run(
         raise ConfigError("the proxy needs a cluster secret: without one, any process could register a node")
     credentials = read_credentials(config, lambda: secret)
 
+    if not credentials.keys and not is_loopback(config.http.host):
+        log.warning(
+            "whoever reaches this proxy may use it, because --host is %s and there are no API keys: --api-key-file "
+            "names a file of keys",
+            config.http.host,
+        )
+
     def on_renewal(renew: RenewCredentials) -> AbstractContextManager[None]:
         if read_secret is None:
             return nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -70,34 +71,70 @@ def test_every_line_is_kept_whether_it_is_printed_or_not() -> None:
     assert [line.partition("| ")[2] for line in out.getvalue().splitlines()] == lines[1:]
 
 
+def console_on(out: io.StringIO, columns: int, monkeypatch: pytest.MonkeyPatch) -> Console:
+    """Returns a console on a terminal that is so wide."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    return Console(out, colour=False, terminal=True)
+
+
 def screen(written: str) -> list[str]:
-    """Returns the lines that a terminal shows."""
-    return [line.rpartition("\r\x1b[2K")[2] for line in written.split("\n")]
+    """Returns the lines that a terminal shows, of those that go up, clear a line, and write."""
+    lines, row = [""], 0
+    for part in re.split(r"(\x1b\[[0-9;?]*[a-zA-Z]|\r|\n)", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part and not part.startswith(("\x1b", "\r")):
+            lines[row] += part
+    return [line.rstrip() for line in lines]
 
 
-def test_progress_moves_on_a_terminals_last_line_and_makes_way_for_lines() -> None:
+def test_progress_stays_below_the_lines_and_goes_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    console = Console(out, colour=False, terminal=True)
-    console.progress(0.25, "loading weights")
-    console.progress(0.5, "warming up")
-    assert [line.partition("] ")[2] for line in screen(out.getvalue())] == ["█" * 10 + "░" * 10 + " warming up"]
+    console = console_on(out, 80, monkeypatch)
+    console.progress(0.25, "2 s", [("decode-0", "loading weights"), ("prefill-0", "loading weights")])
+    console.progress(0.5, "3 s", [("decode-0", "warming up")])
+    console.relay("decode-0", "a warning")
+    shown = [line for line in screen(out.getvalue()) if line]
+    assert shown[0] == "decode-0  | a warning"
+    assert shown[1].endswith(" 3 s")
+    assert shown[2:] == ["  decode-0  warming up"]
+    console.end_progress()
     console.say("ready")
-    assert [line.partition("] ")[2] for line in screen(out.getvalue())] == ["ready", ""]
-    console.progress(1.0, "late")
+    assert [line.partition("] ")[2] or line for line in screen(out.getvalue()) if line] == [shown[0], "ready"]
+
+
+def test_progress_makes_way_for_what_else_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    console = console_on(out, 80, monkeypatch)
+    console.progress(0.5, "late", [])
     with console.held():
-        console.progress(1.0, "hidden")
+        console.progress(1.0, "hidden", [])
         out.write("the answer\n")
-    assert screen(out.getvalue())[1:] == ["the answer", ""]
+    assert [line for line in screen(out.getvalue()) if line] == ["the answer"]
 
 
 def test_progress_is_for_terminals_only() -> None:
     out = io.StringIO()
-    Console(out, colour=False).progress(0.5, "loading weights")
+    Console(out, colour=False).progress(0.5, "2 s", [("decode-0", "loading weights")])
     assert not out.getvalue()
 
 
-def test_progress_fits_the_terminals_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
+def test_on_a_narrow_terminal_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    Console(out, colour=False, terminal=True).progress(0.5, "loading weights " * 10)
-    assert len(screen(out.getvalue())[0]) == 39
+    stage = "loading weights from a folder with a rather long name"
+    console_on(out, 40, monkeypatch).progress(0.5, "2 s", [("decode-0", stage)])
+    shown = screen(out.getvalue())
+    assert max(map(len, shown)) <= 40
+    assert " ".join(" ".join(shown).split()).endswith(stage)
+
+
+def test_long_lines_are_not_broken() -> None:
+    out = io.StringIO()
+    Console(out, colour=False).say("word " * 60)
+    assert len(out.getvalue().splitlines()) == 1

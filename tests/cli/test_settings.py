@@ -130,7 +130,8 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
         (["--port", "65536"], "--port: 65536 was given; it takes a whole number from 0 to 65535"),
         (["--port", "-1"], "--port: -1 was given"),
         (["--drain-s", "nan"], "--drain-s: nan was given"),
-        (["--kv-cache-mib", "0"], "--kv-cache-mib: 0 was given; it takes a whole number, at least 1"),
+        (["--kv-cache-mib", "-1"], "--kv-cache-mib: -1 was given; it takes auto or a whole number, at least 0"),
+        (["--max-num-batched-tokens", "1"], "--max-num-batched-tokens (1) has to be at least twice --max-num-seqs"),
         (["--block-size", "12"], "--block-size: 12 was given; it takes a power of two"),
         (["--dtype", "int8"], "--dtype: 'int8' was given; it takes one of bfloat16, float32, auto, bf16, fp32, float"),
         (
@@ -256,4 +257,4 @@ def test_no_representation_shows_a_secret(tmp_path: Path) -> None:
 
 def test_a_step_must_hold_more_than_the_running_requests() -> None:
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens \(64\).*--max-num-seqs \(64\)"):
-        load(NodeConfig, ["--max-num-batched-tokens", "64"], {}, prog="x")
+        load(NodeConfig, ["--max-num-batched-tokens", "64", "--max-num-seqs", "64"], {}, prog="x")

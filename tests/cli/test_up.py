@@ -65,8 +65,10 @@ def test_one_question_is_answered_over_prefill_and_decode_also_where_a_key_is_wa
     (log,) = tmp_path.glob("pdserve/logs/*/decode-0.log")
     assert "source=remote" in log.read_text()
     assert "source=remote" not in up.output
-    # A slow machine's start has more lines that say what is waited for.
-    assert len([line for line in up.output.splitlines() if "] waiting for " not in line]) <= 9, up.output
+    # A slow machine's start has more lines that say what is waited for, and one with other engines has warnings.
+    usual = [line for line in up.output.splitlines() if "] waiting for " not in line and " shares core" not in line]
+    assert len(usual) <= 14, up.output
+    assert re.search(r"KV cache  64 MiB: [\d,]+ tokens, \d+ full contexts of 512$", up.output, re.MULTILINE)
     assert key not in up.output + log.read_text()
     assert "all 2 nodes are ready" in up.output
     wait_until_gone(str(tmp_path))
@@ -142,6 +144,6 @@ def test_a_taken_port_is_told(tmp_path: Path) -> None:
     with pdserve("proxy", "--port", "0", "--control-port", "0") as proxy:
         port = proxy.listening().url.rpartition(":")[2]
         with pdserve("up", "--port", port, "--model", str(tmp_path)) as up:
-            assert up.wait(60) == 1
-            assert "proxy ended with status 2; its last lines:" in up.output
-            assert port in up.output
+            assert up.wait(60) == 2
+            assert f"--port {port} is taken: another program listens on 127.0.0.1:{port}" in up.output
+            assert "starting" not in up.output

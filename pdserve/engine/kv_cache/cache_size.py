@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from pdserve.config import CacheConfig
 from pdserve.errors import ConfigError
 from pdserve.models.checkpoint.weights import parameters
-from pdserve.models.sizes import gpu_budget
+from pdserve.models.sizes import GPU_ONLY, fitting_context, gpu_budget
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +37,7 @@ def cache_blocks(
     if not share:
         return cache.kv_cache_mib * MIB // (block_bytes * ranks)
     if device.type != "cuda":
-        raise ConfigError(
-            "--gpu-memory-utilization is for GPUs, and this engine computes on the CPU: --kv-cache-mib says how much "
-            "memory its KV cache takes"
-        )
+        raise ConfigError(GPU_ONLY)
     free, total = torch.cuda.mem_get_info(device)
     weights = parameters(model) * dtype.itemsize // ranks
     return gpu_cache_bytes(share, total, free, weights, workspace) // block_bytes
@@ -69,29 +65,7 @@ def context_length(cache: CacheConfig, asked: int, max_positions: int, num_block
     ``asked`` is ``--max-model-len``, and ``block_bytes`` are those of one block on all ranks. Raises ConfigError if the
     model knows fewer tokens than are asked for, or the cache holds fewer.
     """
-    if asked > max_positions:
-        raise ConfigError(f"--max-model-len is {asked}, but the model knows only {max_positions} positions")
-    fitting = num_blocks * cache.block_size
-    wanted = asked or max_positions
-    share = cache.gpu_memory_utilization
-    given = f"--gpu-memory-utilization {share:g}" if share else f"--kv-cache-mib {cache.kv_cache_mib}"
-    needed = f"{wanted} take {math.ceil(math.ceil(wanted / cache.block_size) * block_bytes / MIB)} MiB"
-    if fitting < 2 or asked > fitting:
-        raise ConfigError(
-            f"the KV cache ({given}) holds {fitting} tokens, which is less than one request needs"
-            + (f" (--max-model-len {asked})" if asked else "")
-            + f": {needed}"
-        )
-    if wanted <= fitting:
-        return wanted
-    log.warning(
-        "the KV cache (%s) holds %d tokens, so a prompt and its output have at most that many; the model knows %d: %s, "
-        "so raise %s, or say --max-model-len %d",
-        given,
-        fitting,
-        max_positions,
-        needed,
-        given.split()[0],
-        fitting,
-    )
-    return fitting
+    context, cut = fitting_context(cache, asked, max_positions, num_blocks, block_bytes)
+    if cut:
+        log.warning("%s", cut)
+    return context

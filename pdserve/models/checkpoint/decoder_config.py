@@ -137,6 +137,11 @@ def _gemma3_text_settings(text: bytes) -> LlamaSettings:
     return settings
 
 
+def has_own_decoder(path: Path) -> bool:
+    """Returns whether the configuration can be read without loading transformers, which takes seconds."""
+    return is_gguf(path) or _family_and_text(path) is not None
+
+
 def _family_and_text(folder: Path) -> tuple[str, bytes] | None:
     """Returns the family and the JSON text of its settings; None if transformers has to read the file."""
     try:

@@ -45,20 +45,3 @@ def _numbers(file: Path) -> int:
             return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118  # not a dict
     except (OSError, SafetensorError) as exc:
         raise ModelError(f"weights in {file.parent} cannot be read: {exc}") from exc
-
-
-def weights_words(path: Path, model: ModelConfig) -> str:
-    """Returns in which form a model's weights are, in words: ``bfloat16``, or ``Q4_K and Q6_K, 4.8 bits a weight``."""
-    if not is_gguf(path):
-        return model.dtype.value
-    # The package takes a tenth of a second to load, which a folder's model does without.
-    from gguf.constants import GGMLQuantizationType
-
-    tensors = [tensor for tensor in read_gguf(path).tensors.values() if len(tensor.shape) == 2]
-    kinds: dict[int, int] = {}
-    for tensor in tensors:
-        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + math.prod(tensor.shape)
-    known = {kind.value: kind.name for kind in GGMLQuantizationType}
-    named = [known.get(kind, f"type {kind}") for kind in sorted(kinds, key=lambda kind: -kinds[kind])[:3]]
-    words = "GGUF, " + ", ".join(named)
-    return words if model.weights is Weights.AUTO else f"{words}, widened to {model.dtype.value}"

@@ -29,7 +29,9 @@ def test_a_share_of_a_gpu_is_not_for_a_cpu() -> None:
 
 def test_the_cache_takes_what_weights_and_others_leave() -> None:
     assert gpu_cache_bytes(0.5, 80 * GIB, 80 * GIB, 16 * GIB, GIB) == 23 * GIB
-    assert gpu_cache_bytes(0.5, 80 * GIB, 70 * GIB, 16 * GIB, GIB) == 13 * GIB
+    assert gpu_cache_bytes(0.5, 80 * GIB, 70 * GIB, 16 * GIB, GIB) == 23 * GIB
+    # A tenth of the memory stays free, whoever has the rest.
+    assert gpu_cache_bytes(0.5, 80 * GIB, 40 * GIB, 16 * GIB, GIB) == 15 * GIB
 
 
 def test_a_gpu_without_room_is_told_with_numbers() -> None:

@@ -1,0 +1,62 @@
+"""Finds out before anything is started whether the model, and the context that is asked for, fit this machine.
+
+It reads the headers of the model's files alone, and does not load torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from pdserve.cli.kernel_compiler import may_have_gpu
+from pdserve.config import CacheConfig, CpuKernels, ModelConfig, NodeConfig
+from pdserve.errors import ConfigError
+from pdserve.machine_memory import available_memory
+from pdserve.models.checkpoint.decoder_config import has_own_decoder, read_decoder_config
+from pdserve.models.checkpoint.gguf_file import forget_gguf
+from pdserve.models.checkpoint.model_size import model_size
+from pdserve.models.sizes import GPU_ONLY, MIB, check_weights, cpu_cache, fitting_context
+
+
+def check_model(
+    path: Path, model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, ranks: int, memory: int, part: int
+) -> None:
+    """Raises ConfigError or ModelError if a node on a CPU cannot have the model, or the context that is asked for.
+
+    ``memory`` is what this machine has left, and ``part`` what each node takes of it, in bytes; 0 if nobody knows.
+    Models that only transformers can read are left to the engine.
+    """
+    if cache.gpu_memory_utilization and not cache.node_memory_mib:
+        raise ConfigError(GPU_ONLY)
+    cache = replace(cache, gpu_memory_utilization=0.0)
+    if not has_own_decoder(path):
+        return
+    decoder = read_decoder_config(path)
+    size = model_size(path, decoder, model, kernels)
+    check_weights(size, memory, ranks)
+    sized = cpu_cache(size, cache, model.max_model_len, part, ranks)
+    block_bytes = size.token * cache.block_size
+    blocks = sized.kv_cache_mib * MIB // block_bytes
+    fitting_context(sized, model.max_model_len, decoder.max_positions, blocks, block_bytes)
+
+
+def check_node(config: NodeConfig, model: Path) -> None:
+    """Raises ConfigError or ModelError if a node with these settings cannot have the model, as ``check_model``."""
+    if may_have_gpu(config):
+        check_positions(model, config.model)
+        return
+    memory = available_memory()
+    part = config.cache.node_memory_mib * MIB or memory
+    ranks = config.parallel.tensor_parallel_size
+    check_model(model, config.model, config.cache, config.cpu.kernels, ranks, memory, part)
+    # It has all tokens of a tokenizer, for which this process has no use.
+    forget_gguf()
+
+
+def check_positions(path: Path, model: ModelConfig) -> None:
+    """Raises ConfigError if more tokens are asked for than the model knows, on whatever device."""
+    if model.max_model_len and has_own_decoder(path) and model.max_model_len > read_decoder_config(path).max_positions:
+        raise ConfigError(
+            f"--max-model-len is {model.max_model_len}, but the model knows only "
+            f"{read_decoder_config(path).max_positions} positions"
+        )

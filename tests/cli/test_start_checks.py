@@ -1,0 +1,101 @@
+"""Tests that mistakes are found before anything is started, by the programs that people run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.port_checks import check_port
+from pdserve.cli.start_checks import check_model
+from pdserve.cli.start_times import StartTimes
+from pdserve.config import CacheConfig, CpuKernels, ModelConfig
+from pdserve.errors import ConfigError
+from tests.processes import SECRET, pdserve
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (("up", "--prefill", "0", "--decode", "0", "--mixed", "1"), "--port"),
+        (("proxy", "--control-port", "0"), "--port"),
+        (("proxy", "--port", "0"), "--control-port"),
+        (("mixed",), "--port"),
+        (("decode", "--proxy", "tcp://127.0.0.1:9"), "--transfer-port"),
+    ],
+)
+def test_a_port_that_is_taken_is_told_with_its_flag(command: Sequence[str], flag: str, tiny_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        model = () if command[0] == "proxy" else ("--model", str(tiny_model))
+        with pdserve(*command, *model, flag, port, PDSERVE_SECRET=SECRET) as program:
+            assert program.wait(60) == 2, program.output
+        said = f"{flag} {port} is taken: another program listens on 127.0.0.1:{port}. Stop that, or give another {flag}"
+        assert said in program.output
+        # Nothing has started: the mistake is all that is printed.
+        assert len(program.output.splitlines()) == 1
+
+
+def test_an_address_of_another_machine_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: this machine cannot listen on that address"):
+        check_port("192.0.2.1", 0, "--port", "--host")
+
+
+@pytest.mark.parametrize("command", [("up",), ("mixed", "--port", "0")])
+def test_a_context_that_the_model_does_not_know_is_told(command: Sequence[str], tiny_model: Path) -> None:
+    flags = ("--port", "0", "--model", str(tiny_model), "--max-model-len", "1000000")
+    with pdserve(*command, *flags, PDSERVE_SECRET=SECRET) as program:
+        assert program.wait(60) == 2
+    assert "--max-model-len is 1000000, but the model knows only" in program.output
+    assert len(program.output.splitlines()) == 1
+
+
+def checked(model: Path, memory: int, **cache: int) -> None:
+    check_model(model, ModelConfig(max_model_len=64), CacheConfig(**cache), CpuKernels.AUTO, 1, memory, memory)
+
+
+def test_memory_that_is_too_small_is_told_and_an_unknown_one_is_not(tiny_model: Path) -> None:
+    checked(tiny_model, 4 * GIB)
+    checked(tiny_model, 0)
+    with pytest.raises(ConfigError, match=r"the memory is too small for this model: its weights take \d+ MiB"):
+        checked(tiny_model, 2**20)
+
+
+def test_a_share_of_a_gpu_is_refused_on_a_cpu_at_once(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization is for GPUs"):
+        check_model(
+            tiny_model,
+            ModelConfig(),
+            CacheConfig(gpu_memory_utilization=0.5),
+            CpuKernels.AUTO,
+            ranks=1,
+            memory=4 * GIB,
+            part=4 * GIB,
+        )
+
+
+def test_the_last_start_is_remembered(tmp_path: Path) -> None:
+    times = StartTimes(tmp_path / "cache")
+    assert times.expected("demo") is None
+    times.note("demo", 12.34)
+    times.note("other", 1.0)
+    times.note("demo", 9.0)
+    assert StartTimes(tmp_path / "cache").expected("demo") == 9.0
+    for number in range(40):
+        times.note(f"model {number}", 1.0)
+    assert times.expected("demo") is None
+    assert times.expected("model 39") == 1.0
+
+
+def test_a_file_of_times_that_cannot_be_read_is_as_if_there_were_none(tmp_path: Path) -> None:
+    (tmp_path / "start-times.json").write_text("not JSON")
+    times = StartTimes(tmp_path)
+    assert times.expected("demo") is None
+    times.note("demo", 2.0)
+    assert times.expected("demo") == 2.0
