@@ -99,8 +99,8 @@ def child_environ(
 _CORE_LEDGER = "PDSERVE_CORE_LEDGER"
 _OWN_ADDRESSES = ("PDSERVE_TRANSFER_HOST", "PDSERVE_TRANSFER_PORT", "PDSERVE_TRANSFER_ADVERTISE")
 
-_LOG_PREFIX = re.compile(r"^[\d:,. TZ-]+(DEBUG|INFO|WARNING|ERROR) \S+ ")
-_STAGES = ("loading libraries", "preparing kernels", "loading weights", "warming up", "recording", "listening")
+_STAGE = re.compile(r" INFO \S+ (?:engine: (?P<stage>.*)|pdserve \w+ listening )")
+_STAGES = ("loading libraries", "preparing kernels", "loading weights", "warming up", "recording", "joining")
 """What a node says while it starts, in this order."""
 _SHOWN_NODES = 6
 _POLL_S = 0.2
@@ -139,6 +139,7 @@ class LocalCluster:
         self._tls = tls
         self._proxy: KeptServer | None = None
         self._nodes: dict[str, tuple[NodePlan, KeptServer]] = {}
+        self._stages: dict[str, str] = {}
         self._found = Listening("", "")
         self._control_port = 0
 
@@ -274,17 +275,21 @@ class LocalCluster:
 
     def _rows(self, missing: Set[str], compiling: Compiling | None) -> list[tuple[str, str]]:
         """Returns what each part that is not ready does now."""
-        rows = [(name, _stage(self._nodes[name][1].process.last_line)) for name in self._nodes if name in missing]
+        rows = [(name, self._stage(name)) for name in self._nodes if name in missing]
         if compiling is not None:
             rows.append(("CPU kernels", f"{compiling.done} of {compiling.sources} sources compiled"))
         return rows or [("proxy", "not ready yet")]
 
+    def _stage(self, name: str) -> str:
+        """Returns what a node does now: what it said last, other lines left out."""
+        found = _STAGE.search(self._nodes[name][1].process.last_line)
+        if found is not None:
+            self._stages[name] = found["stage"] or "joining the cluster"
+        return self._stages.get(name, "starting")
+
     def _share(self, missing: Set[str], compiling: Compiling | None) -> float:
         """Returns how much of the start is over, from 0 to 1: of all nodes' stages, and of what is compiled."""
-        parts = [
-            _stages_done(server.process.last_line) if name in missing else 1.0
-            for name, (_, server) in self._nodes.items()
-        ]
+        parts = [_stages_done(self._stage(name)) if name in missing else 1.0 for name in self._nodes]
         if compiling is not None:
             parts.append(compiling.done / compiling.sources)
         return sum(parts) / len(parts)
@@ -327,14 +332,9 @@ class _ServerInfo(msgspec.Struct):
     sizes: NodeSizes
 
 
-def _stage(line: str) -> str:
-    """Returns the text of a log line without its time, level and logger."""
-    return _LOG_PREFIX.sub("", line).removeprefix("engine: ")
-
-
-def _stages_done(line: str) -> float:
-    """Returns how many of a node's stages were over when it wrote ``line``, as a share of all."""
-    reached = [number for number, stage in enumerate(_STAGES, 1) if stage in line]
+def _stages_done(now: str) -> float:
+    """Returns how many of a node's stages are over in the stage ``now``, as a share of all."""
+    reached = [number for number, stage in enumerate(_STAGES, 1) if stage in now]
     return max(reached, default=0) / (len(_STAGES) + 1)
 
 

@@ -15,7 +15,7 @@ from pdserve.errors import ConfigError
 
 MIB = 2**20
 
-PROCESS_BYTES = 768 * MIB
+PROCESS_BYTES = 512 * MIB
 """What a node's processes take on a CPU beside weights and KV cache; each further rank takes it once more."""
 LEAST_PROCESS_BYTES = 256 * MIB
 """They never take less, so a machine with less is refused."""

@@ -29,11 +29,13 @@ class NodeSizes(msgspec.Struct, frozen=True):
     def lines(self) -> list[str]:
         """The block that people read: a line for each thing that is worth knowing."""
         whole = self.kv_tokens // self.context if self.context else 0
+        plural = "" if whole == 1 else "s"
+        contexts = f"{whole} full context{plural} of {self.context:,}"
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         return [
             f"model     {self.model}",
             f"format    {self.format}",
             f"device    {self.device}, {self.kernels} kernels, {ranks}",
-            f"KV cache  {self.kv_mib:,} MiB: {self.kv_tokens:,} tokens, {whole} full contexts of {self.context:,}",
+            f"KV cache  {self.kv_mib:,} MiB: {self.kv_tokens:,} tokens, {contexts}",
             f"steps     {self.places} places, {self.step_tokens:,} tokens",
         ]

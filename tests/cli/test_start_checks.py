@@ -56,8 +56,8 @@ def test_a_context_that_the_model_does_not_know_is_told(command: Sequence[str], 
     assert len(program.output.splitlines()) == 1
 
 
-def checked(model: Path, memory: int, **cache: int) -> None:
-    check_model(model, ModelConfig(max_model_len=64), CacheConfig(**cache), CpuKernels.AUTO, 1, memory, memory)
+def checked(model: Path, memory: int) -> None:
+    check_model(model, ModelConfig(max_model_len=64), CacheConfig(), CpuKernels.AUTO, 1, memory, memory)
 
 
 def test_memory_that_is_too_small_is_told_and_an_unknown_one_is_not(tiny_model: Path) -> None:

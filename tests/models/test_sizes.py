@@ -32,8 +32,8 @@ LONG = ModelSize(weights=GIB, token=2**17, positions=131_072)
 """Its context takes 16 GiB."""
 
 
-def cpu_mib(model: ModelSize, memory: int, max_model_len: int = 0, ranks: int = 1, **cache: int) -> int:
-    return cpu_cache(model, CacheConfig(**cache), max_model_len, memory, ranks).kv_cache_mib
+def cpu_mib(model: ModelSize, memory: int, max_model_len: int = 0, ranks: int = 1, kv_cache_mib: int = 0) -> int:
+    return cpu_cache(model, CacheConfig(kv_cache_mib=kv_cache_mib), max_model_len, memory, ranks).kv_cache_mib
 
 
 def test_a_cpus_cache_takes_half_of_what_weights_and_processes_leave() -> None:
@@ -62,7 +62,7 @@ def test_a_size_that_is_given_is_not_changed() -> None:
 def test_a_context_that_is_asked_for_gets_what_it_takes_up_to_all_that_is_left() -> None:
     # 65,536 tokens take 8 GiB.
     assert cpu_mib(LONG, 12 * GIB, max_model_len=65_536) >= 8 * 1024
-    with pytest.raises(ConfigError, match=r"--max-model-len 65536 takes 8192 MiB of KV cache, and 6400 MiB are left"):
+    with pytest.raises(ConfigError, match=r"--max-model-len 65536 takes 8192 MiB of KV cache, and 6656 MiB are left"):
         cpu_mib(LONG, 8 * GIB, max_model_len=65_536)
     assert cpu_mib(LONG, 8 * GIB, max_model_len=65_536, kv_cache_mib=9000) == 9000
 
@@ -108,8 +108,9 @@ def left_of(memory: int, token: int = 10**5, place: int = 2 * 10**6) -> Callable
     return lambda sized: memory - sized.max_num_batched_tokens * token - sized.max_num_seqs * place
 
 
-def gpu_sizes(memory: int, token_bytes: int = 2**17, **asked: int) -> tuple[int, int]:
-    sized = gpu_scheduler(SchedulerConfig(**asked), token_bytes, left_of(memory))
+def gpu_sizes(memory: int, token_bytes: int = 2**17, *, tokens: int = 0, places: int = 0) -> tuple[int, int]:
+    asked = SchedulerConfig(max_num_seqs=places, max_num_batched_tokens=tokens)
+    sized = gpu_scheduler(asked, token_bytes, left_of(memory))
     return sized.max_num_batched_tokens, sized.max_num_seqs
 
 
@@ -125,9 +126,9 @@ def test_a_small_gpu_has_fewer_places_and_then_smaller_steps() -> None:
 
 
 def test_on_a_gpu_too_sizes_that_are_given_are_not_changed() -> None:
-    assert gpu_sizes(0, max_num_batched_tokens=4096, max_num_seqs=1000) == (4096, 1000)
-    assert gpu_sizes(60 * GIB, max_num_batched_tokens=64) == (64, 32)
-    assert gpu_sizes(600 * GIB, max_num_seqs=6000) == (12_000, 6000)
+    assert gpu_sizes(0, tokens=4096, places=1000) == (4096, 1000)
+    assert gpu_sizes(60 * GIB, tokens=64) == (64, 32)
+    assert gpu_sizes(600 * GIB, places=6000) == (12_000, 6000)
 
 
 @given(

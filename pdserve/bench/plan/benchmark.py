@@ -10,6 +10,7 @@ each round, and predictions go by the mean of all that there are by then.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import os
 import sys
@@ -24,7 +25,7 @@ from pdserve.bench.load import Arrival, Job, Target, first_model, run_arrivals, 
 from pdserve.bench.machine import this_machine
 from pdserve.bench.plan.battery import Battery, quiet_seed
 from pdserve.bench.plan.figures import WITHIN, Outcome, Run, by_the_profile_alone, row_of, verdict
-from pdserve.bench.plan.profiling import asking, longest_request, measure
+from pdserve.bench.plan.profiling import asking, longest_request, measure, sized
 from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.bench_config import BenchPlanConfig, PlanProfileConfig, ProfilingConfig
@@ -67,7 +68,8 @@ def report_of(config: BenchPlanConfig, outcomes: Sequence[Outcome]) -> Report:
 
 
 async def _outcomes(config: BenchPlanConfig, folder: Path, environ: Mapping[str, str]) -> list[Outcome]:
-    plan, profiling = config.plan, _profiling(config)
+    plan, profiling = config.plan, sized(_profiling(config), folder)
+    config = dataclasses.replace(config, cache=profiling.cache, scheduler=profiling.scheduler)
     runs: dict[_Point, list[Run]] = {(percent, name): [] for percent in plan.rate_percents for name in SYSTEMS}
     profile = await _first_profile(config, folder, environ)
     cache, known = profile.cache, [profile]

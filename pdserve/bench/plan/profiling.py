@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -25,9 +25,12 @@ from pdserve.bench_config import PlanProfileConfig, ProfilingConfig
 from pdserve.config import Disaggregation, Switch
 from pdserve.core_ledger import private_ledger
 from pdserve.errors import BenchError, PlanError
+from pdserve.machine_memory import available_memory
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
+from pdserve.models.checkpoint.model_size import model_size
 from pdserve.models.runner import TORCH_DTYPES
+from pdserve.models.sizes import cpu_cache, cpu_scheduler
 from pdserve.plan.fit import fit, fixed_part, lone_prompt_s, spread_of
 from pdserve.plan.profile import (
     MOST_NODES,
@@ -44,6 +47,8 @@ from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
 _MIB = 2**20
+_AT_ONCE = 4
+"""So many nodes share this machine's memory."""
 _MOVED = (64, 256, 512, 1024)
 """Prompts of so many tokens show what a transfer takes."""
 _MOVED_ANSWER, _MOVES = 3, 5
@@ -88,6 +93,7 @@ class _MovedPrompt:
 
 
 async def _measure(config: PlanProfileConfig, folder: Path, environ: Mapping[str, str]) -> Profile:
+    config = sized(config, folder)
     machine, own = this_machine(), {**environ, **to_environ(config)}
     cache = cache_geometry(config, folder)
     check_cache(cache)
@@ -154,6 +160,20 @@ def _transfer_cost(
         late.append(max(0.0, span_s - sum(speed.steps.step_s(1, tokens + step, 0) for step in (1, 2))))
     byte_s = sum(size * seconds for size, seconds in zip(sizes, late, strict=True)) / sum(size * size for size in sizes)
     return TransferCost(fixed_s=fixed_part(explained, took), byte_s=byte_s)
+
+
+def sized(config: PlanProfileConfig, folder: Path) -> PlanProfileConfig:
+    """Returns ``config`` with a KV cache, step tokens and places that all nodes have which measure or are measured.
+
+    Nodes that chose them by themselves would choose others than the profile says.
+    """
+    decoder = read_decoder_config(folder)
+    model = model_size(folder, decoder, config.model, config.cpu.kernels)
+    memory = config.cache.node_memory_mib * _MIB or available_memory() // _AT_ONCE
+    cache = cpu_cache(model, config.cache, config.model.max_model_len, memory, ranks=1)
+    cores = len(_cores(config)) // config.profile.nodes
+    scheduler = cpu_scheduler(model, config.scheduler, cache.kv_cache_mib * _MIB, cores)
+    return replace(config, cache=cache, scheduler=scheduler)
 
 
 def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
