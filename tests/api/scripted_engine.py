@@ -90,6 +90,7 @@ class Running:
 class ScriptedEngine:
     def __init__(self, launch: EngineLaunch, journal: Path) -> None:
         self._tokenizer: Tokenizer = Tokenizer.from_file(f"{launch.config.model_dir}/tokenizer.json")
+        self._places = launch.config.scheduler.max_num_seqs or 8
         self._journal = journal
         self._requests: dict[int, Running] = {}
         self._stats = EngineStats(total_blocks=100, free_blocks=100, prefill=PREFILL, step=STEP)
@@ -108,7 +109,7 @@ class ScriptedEngine:
                 num_blocks=100,
                 block_size=16,
                 max_model_len=MAX_MODEL_LEN,
-                max_running=8,
+                max_running=self._places,
                 vocab_size=49_152,
             )
         )

@@ -6,13 +6,22 @@ import json
 import os
 import re
 import signal
+import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.eventually import eventually
-from tests.processes import Process, cluster_processes, command_has, pdserve, wait_until_gone
+from tests.processes import (
+    Process,
+    clean_environ,
+    cluster_processes,
+    command_has,
+    pdserve,
+    running,
+    wait_until_gone,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -90,6 +99,24 @@ def test_it_starts_again_what_dies_and_serves_until_sigterm(tiny_model: Path, tm
         eventually(lambda: nodes(url) == everyone, "both nodes are registered at the new proxy")
         up.terminate()
         assert up.wait(60) == 0, up.output
+    wait_until_gone(str(tmp_path))
+
+
+def test_on_a_terminal_a_start_shows_what_each_node_does_and_remembers_how_long_it_took(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    on_terminal = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+    flags = (*SMALL, "--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "1", "--ask", "How?")
+    command = [sys.executable, "-c", on_terminal, sys.executable, "-P", "-m", "pdserve", "up", *flags]
+    own = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1"}
+    for last in ("", "; the last start took "):
+        with running(command, clean_environ(**own)) as up:
+            assert up.wait(180) == 0, up.output
+        moves = [line for line in up.output.splitlines() if "mixed-0  loading libraries" in line]
+        assert moves, up.output
+        assert re.search(rf" \d+ s{last}", up.output), up.output
+        # The region that moved is gone when the cluster is ready, and the block stands there once.
+        assert up.output.count("  model     ") == 1
     wait_until_gone(str(tmp_path))
 
 

@@ -1,0 +1,43 @@
+"""Runs nodes by hand on one machine: each says which cores it shares, and takes those that are left."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from pdserve.engines_here import running_engines
+from tests.processes import SECRET, pdserve
+
+pytestmark = pytest.mark.integration
+
+
+def test_nodes_by_hand_take_what_is_left_or_say_what_they_share(tiny_model: Path) -> None:
+    """Engines of other tests may run here, too: then a node may find all cores taken."""
+    core = min(os.sched_getaffinity(0))
+    mixed = ("mixed", "--port", "0", "--model", str(tiny_model), "--kv-cache-mib", "8")
+    with pdserve(*mixed, "--cores", str(core), PDSERVE_SECRET=SECRET) as first:
+        first.listening()
+        (engine,) = engines_below(first.pid)
+        with pdserve(*mixed, "--cores", str(core), PDSERVE_SECRET=SECRET) as second:
+            second.listening()
+        shares = rf"WARNING pdserve\.engine: this engine shares core {core} with the engine of process(es)? ([\d, ]+),"
+        found = re.search(shares, second.output)
+        assert found is not None, second.output
+        assert str(engine) in found[2].split(", ")
+        with pdserve(*mixed, PDSERVE_SECRET=SECRET) as third:
+            third.listening()
+            (third_engine,) = engines_below(third.pid)
+            kept_to = os.sched_getaffinity(third_engine)
+        left = re.search(r"this engine takes cores (\S+), which other engines of this machine leave", third.output)
+        if left is None:
+            assert " shares core" in third.output
+        else:
+            assert core not in kept_to
+
+
+def engines_below(pid: int) -> list[int]:
+    """Returns the engines that the node ``pid`` has started."""
+    return [engine.pid for engine in running_engines() if engine.parent == pid]
