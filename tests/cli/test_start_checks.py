@@ -99,3 +99,24 @@ def test_a_file_of_times_that_cannot_be_read_is_as_if_there_were_none(tmp_path: 
     assert times.expected("demo") is None
     times.note("demo", 2.0)
     assert times.expected("demo") == 2.0
+
+
+def test_a_proxy_that_others_reach_without_keys_warns_and_one_with_keys_does_not() -> None:
+    warning = "whoever reaches this proxy may use it, because --host is 0.0.0.0 and there are no API keys"
+    command = ("proxy", "--port", "0", "--control-port", "0", "--host")
+    for host, environ, warns in (
+        ("0.0.0.0", {}, True),
+        ("0.0.0.0", {"PDSERVE_API_KEY": "a-key-for-tests-only-0123456789"}, False),
+        ("127.0.0.1", {}, False),
+    ):
+        with pdserve(*command, host, **environ) as proxy:
+            proxy.listening()
+            assert (warning in proxy.output) == warns, proxy.output
+
+
+@pytest.mark.integration
+def test_a_node_that_others_reach_and_that_serves_clients_warns(tiny_model: Path) -> None:
+    flags = ("--port", "0", "--host", "0.0.0.0", "--model", str(tiny_model), "--kv-cache-mib", "8")
+    with pdserve("mixed", *flags) as node:
+        node.listening()
+        assert "whoever reaches this node may use it, because --host is 0.0.0.0" in node.output
