@@ -21,8 +21,12 @@ LEAST_PROCESS_BYTES = 256 * MIB
 """They never take less, so a machine with less is refused."""
 LEAST_CACHE_MIB = 128
 """A CPU's KV cache has at least this, whatever the memory is."""
-USUAL_CACHE_BYTES = 4 * 2**30
-"""A CPU's KV cache has at most this, unless one context of the model takes more."""
+USUAL_CACHE_BYTES = 2 * 2**30
+"""A CPU's KV cache has at most this, unless one context of the model, or a ``LARGE_MACHINE``th of the memory, is more.
+
+To take it costs a start 0.4 s for each GiB.
+"""
+LARGE_MACHINE = 16
 
 CPU_STEP_TOKENS = 256
 """Steps on a few cores. One core takes about 0.4 s for so many tokens of a model of 135M parameters."""
@@ -106,7 +110,7 @@ def cpu_cache(model: ModelSize, cache: CacheConfig, max_model_len: int, memory: 
             f"left for it: {memory // MIB} are available, and the weights take {whole_mib(model.weights)}. "
             f"--max-model-len {left // model.token} fits, and --kv-cache-mib goes before what is counted here"
         )
-    size = min(left // 2, max(USUAL_CACHE_BYTES, context))
+    size = min(left // 2, max(USUAL_CACHE_BYTES, left // LARGE_MACHINE, context))
     # A block more than the context: the last one may be partly used.
     needed = context + cache.block_size * model.token if max_model_len else 0
     return replace(cache, kv_cache_mib=max(LEAST_CACHE_MIB, size // MIB, whole_mib(needed)))

@@ -42,7 +42,8 @@ def test_a_cpus_cache_takes_half_of_what_weights_and_processes_leave() -> None:
 
 
 def test_it_is_no_larger_than_usual_unless_one_context_is() -> None:
-    assert cpu_mib(SMALL, 64 * GIB) == USUAL_CACHE_BYTES // MIB
+    assert cpu_mib(SMALL, 16 * GIB) == USUAL_CACHE_BYTES // MIB
+    assert cpu_mib(SMALL, 65 * GIB + PROCESS_BYTES) == 4 * 1024
     assert cpu_mib(LONG, 64 * GIB) == 16 * 1024
     assert cpu_mib(LONG, 16 * GIB) == (15 * GIB - PROCESS_BYTES) // 2 // MIB
 
