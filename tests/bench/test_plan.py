@@ -26,10 +26,11 @@ from pdserve.bench.plan.figures import (
     by_the_profile_alone,
     verdict,
 )
-from pdserve.bench.plan.profiling import check_cache
+from pdserve.bench.plan.profiling import cache_geometry, check_cache, sized
 from pdserve.bench.report import Figure, Row, Unit, read_report
 from pdserve.bench.streamed_answer import Stream
-from pdserve.bench_config import BenchPlanConfig
+from pdserve.bench_config import BenchPlanConfig, PlanProfileConfig
+from pdserve.config import CacheConfig
 from pdserve.errors import PlanError
 from pdserve.plan.profile import CacheGeometry, read_profile
 from tests.docs import planning_page
@@ -244,3 +245,13 @@ def test_a_profile_is_measured_and_predictions_are_shown_beside_what_happened(ti
     assert all(speed.probe is not None for speed in profile.speeds)
     assert profile.cache.max_num_batched_tokens == 64
     assert "</svg>" in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_profile_without_sizes_has_those_that_its_nodes_are_given(tiny_model: Path) -> None:
+    config = sized(PlanProfileConfig(cache=CacheConfig(node_memory_mib=4096)), tiny_model)
+    assert config.cache.kv_cache_mib == pytest.approx((4096 - 512) / 2, abs=16)
+    cache = cache_geometry(config, tiny_model)
+    check_cache(cache)
+    assert cache.max_num_batched_tokens == config.scheduler.max_num_batched_tokens >= 256
+    assert cache.max_num_seqs == config.scheduler.max_num_seqs >= 64
+    assert sized(config, tiny_model) == config
