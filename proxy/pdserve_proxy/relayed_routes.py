@@ -24,7 +24,6 @@ from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 from pdserve_proxy.relay.whole_answer import WholeResponse
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies, client_of
-from pdserve_proxy.requests.ignored_fields import IGNORED_HEADER, IgnoredFields
 from pdserve_proxy.requests.kept_request import EVENT_HEADER, KEY_HEADER, wanted_keep
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
 from pdserve_proxy.responses.storage import ResponseStorage
@@ -72,7 +71,6 @@ class RelayedRoutes:
         self._admission = admission
         self._relay = relay
         self._large_body = asyncio.Lock()
-        self._ignored = IgnoredFields()
 
     async def handle(self, request: HttpRequest) -> None:
         """Answers ``request``, with an error if it cannot be relayed. The relayed request ends with the answer."""
@@ -145,10 +143,7 @@ class RelayedRoutes:
                 storing=storing,
                 keep=keep,
             )
-            result = await self._relay.forward(relayed, relayable)
-            if ignored := result.headers.get(IGNORED_HEADER):
-                self._ignored.tell(client_of(caller, request.address), request.label, ignored)
-            return result
+            return await self._relay.forward(relayed, relayable)
 
     def _cache_owner(self, credentials: tuple[str | None, str | None]) -> bytes:
         if self._share_prefixes is SharedPrefixes.ALL:

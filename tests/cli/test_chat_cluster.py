@@ -12,8 +12,8 @@ from pdserve.cli.chat_cluster import cluster_environ
 from pdserve.config import ChatConfig, UpConfig
 from pdserve.settings import load, load_with_file
 from tests.cli.terminal import pdserve_in_terminal
-from tests.cli.test_up import cluster_processes, command_has, wait_until_gone
 from tests.eventually import eventually
+from tests.processes import cluster_processes, command_has, wait_until_gone
 
 PROMPT = ">>> "
 SMALL = ("--prefill", "0", "--decode", "0", "--mixed", "1", "--kv-cache-mib", "64", "--max-model-len", "512")

@@ -97,13 +97,7 @@ WITH_FLAGS: dict[str, Callable[[Sequence[str]], list[str]]] = {
     "chat": chat_flags,
 }
 """How a subcommand reads the words before its flags."""
-COMING = {"serve", "chat", "pull", "models"} - set(SUBCOMMANDS)
-"""Subcommands of this release that pages name and another change brings. The set is empty as soon as they are there."""
-PDSERVE_COMMANDS = [
-    (page, words)
-    for page, words in commands()
-    if words[0] == "pdserve" and words[1] != "SUBCOMMAND" and words[1] not in COMING
-]
+PDSERVE_COMMANDS = [(page, words) for page, words in commands() if words[0] == "pdserve" and words[1] != "SUBCOMMAND"]
 WITH_MODEL = {"up", "serve", "chat", "pull", "models"}
 """Subcommands whose first word may be a model, before the flags."""
 

@@ -19,7 +19,6 @@ from pdserve_proxy.relay.dispatch import REFUSALS
 from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.relay.resume import Resumption
-from pdserve_proxy.requests.ignored_fields import IGNORED_HEADER
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ KEPT_HEADERS = (
     "cache-control",
     "x-accel-buffering",
     "x-should-retry",
-    IGNORED_HEADER,
+    "x-pdserve-ignored",
 )
 """The headers of a node's response that the client gets. The proxy sets ``x-request-id`` itself."""
 
