@@ -253,7 +253,7 @@ def test_the_pages_own_overlay_is_one() -> None:
     objects = overlay_of_the_page("mine")
     decode = objects["StatefulSet", "pdserve-decode"]["spec"]
     assert decode["replicas"] == 4
-    assert decode["template"]["spec"]["containers"][0]["image"] == "registry.example/pdserve:0.1.0"
+    assert decode["template"]["spec"]["containers"][0]["image"] == "registry.example/pdserve:0.2.0"
     assert objects["ConfigMap", "pdserve-settings"]["data"]["PDSERVE_SERVED_MODEL_NAME"] == "chat"
 
 

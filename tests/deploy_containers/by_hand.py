@@ -21,7 +21,7 @@ from tests.deploy_containers.report import Findings
 from tests.deploy_containers.stand_in.podman import Podman
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "containers.md"
-IMAGE = "pdserve:0.1.0"
+IMAGE = "pdserve:0.2.0"
 """What the page calls the image."""
 NODES = ("decode-0", "decode-1", "prefill-0", "prefill-1")
 PROXIES = ("proxy-0", "proxy-1")

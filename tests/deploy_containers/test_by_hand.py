@@ -65,7 +65,7 @@ def test_commands_that_nobody_expected_and_missing_ones_are_problems() -> None:
 
 def test_the_script_runs_every_block_with_this_machines_podman() -> None:
     runtime = Podman(("echo", "podman"), ("--ulimit=nofile=9:9",))
-    commands = ['docker run --name a pdserve:0.1.0 "b c"\n', "docker ps | tr a-z A-Z\nfalse\n", "printf unfinished"]
+    commands = ['docker run --name a pdserve:0.2.0 "b c"\n', "docker ps | tr a-z A-Z\nfalse\n", "printf unfinished"]
     text = script(commands, runtime, "localhost/it:1")
     said = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, timeout=20).stdout
     found = parted(commands, said)
