@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import MutableMapping, Sequence
 from importlib.metadata import version
@@ -57,6 +59,9 @@ _INSTEAD = {
 
 _NODES = {role.value for role in Role}
 """The subcommands that ``pdserve.cli.node`` runs. Each other subcommand has a module of its own."""
+
+_READER_LEFT = 128 + signal.SIGPIPE
+"""The exit status that a shell reports for a command that SIGPIPE has ended."""
 
 USAGE = "\n".join(
     [
@@ -113,6 +118,7 @@ def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> i
         if name in _NODES:
             return run_node(Role(name), argv, environ)
         status: int = importlib.import_module(f"pdserve.cli.{name}").run(argv, environ)
+        sys.stdout.flush()
         return status
     except (ConfigError, ModelError) as error:
         print(f"pdserve {name}: {error}", file=sys.stderr)
@@ -122,3 +128,17 @@ def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> i
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        return _READER_LEFT
+
+
+def _reader_has_left() -> bool:
+    """Returns whether nobody reads the standard output any more, as after ``| head``, and lets the rest of it go."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -34,6 +35,17 @@ def test_alone_it_prints_help_and_fails() -> None:
 def test_help_and_version_succeed() -> None:
     assert call("--help").stdout.startswith("usage: pdserve SUBCOMMAND")
     assert call("--version").stdout == f"pdserve {version('pdserve')}\n"
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback() -> None:
+    """As after ``| head``."""
+    environ = clean_environ()
+    command = [sys.executable, "-P", "-m", "pdserve", "completion", "bash"]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
 
 
 def test_a_misspelt_subcommand_is_told_the_nearest() -> None:
