@@ -330,7 +330,9 @@ class DiscoveryServer:
             case Register(node=info) if before is None and answer is not None and answer.known:
                 add(IncidentKind.NODE_JOINED, f"a {info.role.value} node of {info.model}", node=info.name)
             case Deregister() if before is not None:
-                add(IncidentKind.NODE_LEFT, "said goodbye", node=before.name)
+                # Where --drain is finish it does so in good order, too, and otherwise its engine is lost.
+                text = "said goodbye" if drained else "said goodbye and had not drained: its log says why"
+                add(IncidentKind.NODE_LEFT, text, node=before.name)
 
     def _log_change(self, message: ToProxy, answer: Ack | None, before: NodeInfo | None) -> None:
         match message:
@@ -347,8 +349,8 @@ class DiscoveryServer:
             case Register(node=info):
                 if count := self._refusals.add(self._clock()):
                     log.warning("the registry is full: %d nodes turned away, the last one is %s", count, info.name)
-            case Deregister(boot_id=boot_id):
-                log.info("node %s deregistered", boot_id.hex()[:12])
+            case Deregister() if before is not None:
+                log.info("node %s (%s) deregistered", before.name, before.url)
 
 
 def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> str:

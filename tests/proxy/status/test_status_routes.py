@@ -253,8 +253,9 @@ async def test_a_lost_node_and_one_that_left_are_told() -> None:
         await running.add(node_info("leaves", Role.MIXED), node_info("stays", Role.MIXED))
         await running.nodes.aclose()
         await running.dropped("leaves")
-        kinds = [(one.kind, one.node) for one in (await report_of(running)).incidents]
-        assert (IncidentKind.NODE_LEFT, "leaves") in kinds
+        incidents = (await report_of(running)).incidents
+        left = [one.text for one in incidents if (one.kind, one.node) == (IncidentKind.NODE_LEFT, "leaves")]
+        assert left == ["said goodbye and had not drained: its log says why"]
 
 
 async def test_the_page_and_its_files_load_nothing_else() -> None:
