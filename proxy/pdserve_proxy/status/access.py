@@ -71,11 +71,13 @@ def check_watcher(keys: ApiKeys, admins: ApiKeys, authorization: str | None, api
     """
     if admins.holds(authorization):
         return True
-    keys.caller(authorization, api_key)
     if keys and admins:
         raise Unauthorized(
-            "an admin's key (--admin-key-file) is needed to see the requests of all clients", code="missing_admin_key"
+            "an admin's key (--admin-key-file) is needed to see the requests of all clients, in the header "
+            "'Authorization: Bearer KEY'",
+            code="missing_admin_key",
         )
+    keys.caller(authorization, api_key)
     return False
 
 

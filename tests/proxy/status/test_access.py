@@ -96,8 +96,8 @@ def test_where_there_are_keys_one_is_needed_also_on_loopback() -> None:
 def test_where_there_are_admins_no_client_sees_the_others_requests(page: StatusPage) -> None:
     for host, headers in ((LOOPBACK, HERE), (EVERYWHERE, AWAY)):
         rules = access(host, page, keys=True, admins=True)
-        for sent in (bearer(KEY), {"x-api-key": KEY}, {}, {"x-api-key": ADMIN_KEY}):
-            with pytest.raises(Unauthorized):
+        for sent in (bearer(KEY), {"x-api-key": KEY}, {}, {"x-api-key": ADMIN_KEY}, bearer("a-wrong-key-of-nobody")):
+            with pytest.raises(Unauthorized, match=r"an admin's key .* is needed .* 'Authorization: Bearer KEY'"):
                 rules.check_viewer({**headers, **sent})
         assert rules.check_viewer({**headers, **bearer(ADMIN_KEY)}) is True
 
