@@ -130,7 +130,8 @@ def heartbeats() -> Iterator[bytes]:
         yield sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad()))
 
 
-async def test_a_node_registers_sends_heartbeats_and_says_goodbye() -> None:
+async def test_a_node_registers_sends_heartbeats_and_says_goodbye(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pdserve_proxy.registry.discovery_server")
     async with listening() as ear:
         async with registered(NODE, ear.control):
             assert ear.names() == ["d0"]
@@ -138,6 +139,7 @@ async def test_a_node_registers_sends_heartbeats_and_says_goodbye() -> None:
             first = ear.registry.snapshot().nodes[0].seen_s
             await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first, "another heartbeat")
         await eventually(lambda: ear.names() == [], "the node is deregistered")
+    assert f"node d0 ({NODE.url}) deregistered" in caplog.messages
 
 
 async def test_goodbye_does_not_wait_for_the_lease() -> None:
