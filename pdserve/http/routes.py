@@ -173,7 +173,7 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
                 error = NotFound(f"{what} are not served: pdserve generates text, and nothing else", code="not_served")
                 response = respond(error, 404)
             case 404:
-                advice = f"this {process} serves {', '.join(served)}; the base URL of OpenAI's clients ends in /v1"
+                advice = f"this {process} serves {', '.join(served)}; {_BASE_URLS}"
                 response = respond(NotFound(f"unknown request URL: {asked}: {advice}", code="unknown_url"), 404)
             case 405:
                 response = respond(MethodNotAllowed(f"the route does not take this method: {asked}"), 405)
@@ -228,6 +228,8 @@ _NOT_SERVED = {
     "/v1/conversations": "conversations",
 }
 """Routes of OpenAI, Anthropic, vLLM and others for what pdserve does not do."""
+
+_BASE_URLS = "the base URL of OpenAI's clients ends in /v1, and that of Anthropic's clients does not"
 
 _ERRORS: dict[int, type[RequestError]] = {
     408: RequestTimeout,

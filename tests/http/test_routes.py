@@ -141,6 +141,13 @@ async def test_what_others_serve_and_this_server_does_not_is_refused_by_name(pat
     assert (await asked("/v1/embeddingsx", Application()))[1].count(b"unknown request URL") == 1
 
 
+async def test_an_unknown_path_is_told_with_the_base_urls_of_both_kinds_of_clients() -> None:
+    """Anthropic's client adds /v1 to its base URL, and OpenAI's does not."""
+    _, body = await asked("/v1/v1/messages", Application())
+    message = json.loads(body)["error"]["message"]
+    assert message.endswith("the base URL of OpenAI's clients ends in /v1, and that of Anthropic's clients does not")
+
+
 @pytest.mark.parametrize("path", ["/echo", "/stream", "/length", "/nothing"])
 async def test_every_response_has_the_clients_label_or_a_new_one(path: str) -> None:
     given = await answers("POST", path, content=b"x", headers={"x-request-id": "mine"})

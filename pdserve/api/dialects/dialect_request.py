@@ -92,8 +92,8 @@ def read_part(value: Any, kinds: Mapping[str, type[T]], where: str, default: str
     if struct is None and kind in MEDIA:
         raise not_text(where, next(iter(kinds)))
     if struct is None:
-        known = ", ".join(kinds)
-        raise InvalidRequest(f"'{where}.type' must be one of {known}", param=f"{where}.type")
+        known = f"one of {', '.join(kinds)}" if len(kinds) > 1 else repr(next(iter(kinds)))
+        raise InvalidRequest(f"'{where}.type' must be {known}", param=f"{where}.type")
     try:
         return msgspec.convert(value, struct)
     except msgspec.ValidationError as exc:

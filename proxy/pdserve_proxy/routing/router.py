@@ -147,7 +147,7 @@ class Router:
         decode = None if group is None else self._decode_node(group.candidates, query, exclude)
         if group is None or decode is None:
             raise Unavailable(
-                f"no decode node with a matching prefill node serves {query.model!r} now",
+                f"no decode node, or none with a matching prefill node, serves {query.model!r} now",
                 code="no_route",
                 retry_after_s=RETRY_AFTER_S,
             )
