@@ -165,7 +165,8 @@ class Dataset:
             else:
                 self.turns.append(len(turns))
         if not self.turns:
-            raise BenchError(f"--dataset: {self.name} has no request")
+            why = ": no person says anything in its conversations" if self.left_out else ""
+            raise BenchError(f"--dataset: {self.name} has no request{why}")
         self.turns = array("I", self._counts()) if self._ids else self.turns
         self.last_at_s = self._at_s(latest)
 

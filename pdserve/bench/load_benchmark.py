@@ -27,7 +27,7 @@ from pdserve.bench.sessions import Session, at_rate, random_sessions
 from pdserve.bench.streamed_answer import Distribution, distribution, result_of
 from pdserve.bench_config import BenchLoadConfig, GoodAnswerConfig
 from pdserve.config import AdmissionConfig
-from pdserve.errors import BenchError
+from pdserve.errors import BenchError, ConfigError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.process import allow_open_files
 from pdserve.settings import to_environ
@@ -61,9 +61,13 @@ class _Measured:
 
 
 def run(config: BenchLoadConfig) -> Report:
-    """Runs ``pdserve bench load``. Raises BenchError if a server could answer no request."""
+    """Runs ``pdserve bench load``.
+
+    Raises ConfigError for flags that exclude each other, and BenchError if a server could answer no request.
+    """
     allow_open_files()
     load = config.load
+    _check_arrivals(config)
     dataset = None
     if config.dataset.file:
         dataset = open_dataset(config.dataset, load.output_tokens, load.vocab_size, load.seed)
@@ -72,6 +76,19 @@ def run(config: BenchLoadConfig) -> Report:
     except TimeoutError as exc:
         raise BenchError(f"not done after {load.timeout_s:g} s, which --run-timeout-s allows") from exc
     return Report("load", this_machine(), to_environ(config), tuple(notes), tuple(rows))
+
+
+def _check_arrivals(config: BenchLoadConfig) -> None:
+    """Raises ConfigError for flags that would have no effect."""
+    rate, usual = config.arrivals.rate, BenchLoadConfig()
+    if rate and config.load.concurrency != usual.load.concurrency:
+        raise ConfigError("--request-rate and --concurrency exclude each other: a rate is kept, however many wait")
+    if not rate and config.arrivals.burstiness != usual.arrivals.burstiness:
+        raise ConfigError("--burstiness needs --request-rate, whose times it spreads")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +178,7 @@ class _LoadBench:
         """Sends the requests that do not count. Raises BenchError if one of them fails."""
         for stream in await run_jobs(target, self._warm_up_jobs(seed), 1):
             if stream.error:
-                raise BenchError(f"{target.url} does not answer: {stream.error}")
+                raise BenchError(f"a request of the warm-up failed at {target.url}: {stream.error}")
 
     def _warm_up_jobs(self, seed: str) -> list[Job]:
         load = self.config.load
@@ -209,7 +226,8 @@ class _LoadBench:
             return []
         left_out = self.dataset.left_out
         more = f"; {left_out} conversations in which no person says anything are left out" if left_out else ""
-        return [f"{self.dataset.name}: {sum(self.dataset.turns)} requests in {len(self.dataset.turns)} sessions{more}"]
+        requests = _counted(sum(self.dataset.turns), "request")
+        return [f"{self.dataset.name}: {requests} in {_counted(len(self.dataset.turns), 'session')}{more}"]
 
     def _rows(self, point: _Point, targets: Sequence[Target], found: Sequence[_Measured]) -> list[Row]:
         rows: list[Row] = []

@@ -209,6 +209,7 @@ ELSEWHERE = {
     "api-key": _KEYS,
     "api-key-file": f"{_KEYS}_FILE",
     **dict.fromkeys(("temperature", "max-tokens", "system"), _CHAT),
+    "model": "nodes take it, and 'pdserve bench load' asks for the model of --served-model-name",
 }
 """Where settings belong that people give to another subcommand, by their flags."""
 

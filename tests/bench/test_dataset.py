@@ -172,6 +172,10 @@ GOOD = '{"prompt": "a"}\n'
         ('[{"prompt": "a", "session_id": 1}]', "entry 1: it has a session_id, which only JSON lines may have"),
         ("\n", "requests.jsonl has no request"),
         ("[]", "requests.jsonl has no request"),
+        (
+            '{"conversations": [{"from": "gpt", "value": "a"}]}\n',
+            "requests.jsonl has no request: no person says anything in its conversations",
+        ),
     ],
 )
 def test_a_wrong_object_is_named_before_anything_is_sent(tmp_path: Path, text: str, message: str) -> None:

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pdserve.bench.report import Report, Row, read_report
 from tests.bench.openai_server import OpenAiServer
 from tests.processes import clean_environ, pdserve
@@ -166,6 +168,27 @@ async def test_a_plan_that_cannot_be_carried_out_is_refused(tmp_path: Path) -> N
         status, output = await bench(OpenAiServer(), *flags)
         assert status == 1
         assert message in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--burstiness", "0.5"), "--burstiness needs --request-rate"),
+        (("--request-rate", "1", "--concurrency", "4"), "--request-rate and --concurrency exclude each other"),
+        (("--model", "m"), "asks for the model of --served-model-name"),
+    ],
+)
+def test_a_flag_that_would_have_no_effect_is_refused(flags: tuple[str, ...], message: str) -> None:
+    with pdserve("bench", "load", "--url", f"http://127.0.0.1:{free_port()}", *flags) as process:
+        assert process.wait(LIMIT_S) == 2
+        (line,) = process.output.splitlines()
+        assert message in line
+
+
+async def test_a_warm_up_that_fails_shows_the_servers_words() -> None:
+    status, output = await bench(OpenAiServer(fails_after=0))
+    assert status == 1
+    assert "a request of the warm-up failed at http://127.0.0.1:" in output
 
 
 async def test_a_terminal_has_one_line_that_changes() -> None:
