@@ -14,6 +14,7 @@ import concurrent.futures
 import enum
 import logging
 import os
+import re
 import threading
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -143,9 +144,12 @@ def serve(
     given = {**(os.environ if environ is None else environ), **_variables(settings)}
     counts = ("--prefill", str(prefill), "--decode", str(decode), "--mixed", str(mixed))
     flags = ("--model", str(model), *counts, "--port", str(port), "--ask", "", "--ready-json", "on")
-    config = load(UpConfig, flags, given, prog="pdserve.serve")
-    for root in (NodeConfig, ProxyConfig):
-        load(root, (), given, prog="pdserve.serve")
+    try:
+        config = load(UpConfig, flags, given, prog="pdserve.serve")
+        for root in (NodeConfig, ProxyConfig):
+            load(root, (), given, prog="pdserve.serve")
+    except ConfigError as exc:
+        raise ConfigError(_with_names_of_arguments(str(exc), settings)) from exc
     command = pdserve_command("up", *flags, "--startup-timeout-s", str(_LONGEST_START_S))
     return Serving(_Child(command, given, timeout_s, config.http.drain_s + _STOP_MARGIN_S))
 
@@ -159,6 +163,13 @@ def _variables(settings: Mapping[str, SettingValue]) -> dict[str, str]:
             names = [flag.replace("-", "_") for flag in known]
             raise ConfigError(f"pdserve.serve has no setting {name!r}{suggestion(name, names)}")
     return {env_name(name): _text(value) for name, value in settings.items()}
+
+
+def _with_names_of_arguments(words: str, settings: Mapping[str, SettingValue]) -> str:
+    """Returns ``words`` with the names by which a program gave its settings, in place of variables and flags."""
+    for name in settings:
+        words = re.sub(rf"\b{env_name(name)}\b", name, words)
+    return re.sub(r"--(prefill|decode|mixed|port)\b(?!-)", r"\1", words)
 
 
 def _text(value: SettingValue) -> str:
