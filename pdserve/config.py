@@ -330,8 +330,8 @@ class CacheConfig:
     kv_cache_mib: int = setting(
         "kv-cache-mib",
         "The KV caches of all ranks together take this much memory, in MiB. No prompt and output are longer together "
-        "than what fits. 'auto': on a CPU, half of what the weights leave of --node-memory-mib, but no more than 2048, "
-        "a 16th of that, or one context of the model; on a GPU, by --gpu-memory-utilization.",
+        "than what fits. 'auto': on a CPU, half of what the weights leave of --node-memory-mib, but no more than the "
+        "largest of 2048, a 16th of that memory and one context of the model; on a GPU, by --gpu-memory-utilization.",
         0,
         minimum=0,
         spellings=_AUTO,
