@@ -46,13 +46,14 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config, file = load_with_file(ChatConfig, chat_flags(argv), environ, prog="pdserve chat", description=_DESCRIPTION)
     with _ended_in_order():
         try:
-            if config.talk.url:
+            url = base_url(config.talk.url) if config.talk.url else ""
+            question = config.cluster.ask or ("" if _in_terminal() else _standard_input())
+            if url:
                 trust = Trust(read_authorities(config.trust.authorities))
-                url = base_url(config.talk.url)
                 tls = trust.context if url.startswith("https:") else None
                 access = Access(_key(config.talk), tls, config.request.timeout_s)
-                return _talk(config, environ, url, access, lambda: ())
-            return _talk_to_own(config, environ, file)
+                return _talk(config, environ, question, url, access, lambda: ())
+            return _talk_to_own(config, environ, question, file)
         except BrokenPipeError:
             # Whoever reads has enough. What Python still holds back for them goes nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -90,12 +91,15 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _talk_to_own(config: ChatConfig, environ: Mapping[str, str], file: str) -> int:
+def _talk_to_own(config: ChatConfig, environ: Mapping[str, str], question: str, file: str) -> int:
     # These are needed without a URL alone, and load what a cluster needs.
     from pdserve.cli.chat_cluster import OwnCluster, cluster_environ
     from pdserve.cli.chat_input import keys_not_shown
     from pdserve.cli.up import api_key, proxy_tls
+    from pdserve.hub.finding import known_model
 
+    if config.model.path:
+        known_model(config.model, environ)  # a name that means nothing is told here, in one sentence
     inner = cluster_environ(config, environ, file)
     access = Access(api_key(inner), proxy_tls(inner), config.request.timeout_s)
     cluster = OwnCluster(inner)
@@ -108,16 +112,22 @@ def _talk_to_own(config: ChatConfig, environ: Mapping[str, str], file: str) -> i
             cluster.check()
             return cluster.notices()
 
-        return _talk(config, environ, cluster.url, access, look)
+        return _talk(config, environ, question, cluster.url, access, look)
+
+
+def _in_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _talk(
-    config: ChatConfig, environ: Mapping[str, str], url: str, access: Access, look: Callable[[], Sequence[str]]
+    config: ChatConfig,
+    environ: Mapping[str, str],
+    question: str,
+    url: str,
+    access: Access,
+    look: Callable[[], Sequence[str]],
 ) -> int:
-    talk, question = config.talk, config.cluster.ask
-    in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if not question and not in_terminal:
-        question = _standard_input()
+    talk = config.talk
     # A cluster of one's own has one model, whatever its path is called here.
     wanted = config.model.served_model_name or (config.model.path if talk.url else "")
     server = asyncio.run(find_server(url, wanted, access))

@@ -20,8 +20,8 @@ COMMANDS = {
     "/read FILE": "puts a text file into the next message",
     "/regen": "asks the last question again",
     "/reset": "forgets the conversation, and keeps the system prompt",
-    "/system TEXT": "sets the system prompt; without TEXT it shows it, and - takes it away",
-    "/markdown on|off": "renders the Markdown of answers, or shows them as they are written",
+    "/system TEXT": "sets the system prompt, or shows it; - takes it away",
+    "/markdown on|off": "renders the Markdown of answers, or not",
     "/quit": "ends the chat, as Ctrl-D does",
 }
 _QUIT = ("/quit", "/exit", "/bye")

@@ -20,7 +20,7 @@ SUBCOMMANDS = {
     "up": "a whole cluster on this machine: pdserve up MODEL",
     "serve": "the same as up: pdserve serve MODEL",
     "pull": "fetches a model into the cache of Hugging Face models: pdserve pull MODEL",
-    "models": "lists the models of that cache, and says whether a model can be served: pdserve models [MODEL]",
+    "models": "lists that cache, and says what can be served: pdserve models [MODEL]",
     "chat": "talks to a model in the terminal: pdserve chat MODEL|URL",
     "proxy": "the address that clients talk to; spreads requests over the nodes",
     "prefill": "a node that computes the KV cache of prompts for decode nodes",

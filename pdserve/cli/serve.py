@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from pdserve.cli.up import run
+from collections.abc import Mapping, Sequence
 
-__all__ = ["run"]
+from pdserve.cli import up
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status of ``pdserve up``, whose help and errors have this name."""
+    return up.run(argv, environ, prog="pdserve serve")

@@ -50,10 +50,10 @@ _DESCRIPTION = (
 )
 
 
-def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def run(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "pdserve up") -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP, or until the answer to ``--ask``; returns the exit status."""
     environ = with_current_names(environ)
-    config, file = load_with_file(UpConfig, argv, environ, prog="pdserve up", description=_DESCRIPTION)
+    config, file = load_with_file(UpConfig, argv, environ, prog=prog, description=_DESCRIPTION)
     check_http(config.http)
     secret = _secret(config, environ)
     cache_dir = cache_folder(environ)
@@ -281,5 +281,7 @@ def _welcome(url: str, model: str, access: _Access) -> None:
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     headers = "-H 'content-type: application/json'" + (" -H 'authorization: Bearer YOUR_KEY'" if access.key else "")
     status = f"Status page: {url}/  (in a terminal: pdserve top --proxy-url {url})\n" if access.shows_status else ""
-    print(f"\nOpenAI-compatible API: {url}/v1\n{status}", flush=True)
+    key = " --api-key YOUR_KEY" if access.key else ""
+    chat = f"To chat in another terminal: pdserve chat {url}{key}\n"
+    print(f"\nOpenAI-compatible API: {url}/v1\n{status}{chat}Ctrl-C ends the cluster.\n", flush=True)
     print(f"  curl -N {url}/v1/chat/completions {headers} \\\n    -d '{body}'\n", flush=True)

@@ -46,6 +46,11 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "pdserve up Qwen/Qwen3-0.6B",
         "pdserve up /models/qwen3-8b --prefill 1 --decode 2 --port 8000",
     ),
+    "pdserve serve": (
+        "pdserve serve demo --ask 'What is a KV cache?'",
+        "pdserve serve Qwen/Qwen3-0.6B",
+        "pdserve serve /models/qwen3-8b --prefill 1 --decode 2 --port 8000",
+    ),
     "pdserve proxy": (
         "pdserve proxy --host 0.0.0.0 --port 8000 --control-host 0.0.0.0 --secret-file cluster.secret",
         "pdserve proxy --policy prefix-affinity --api-key-file keys.txt --workers 2",
@@ -64,6 +69,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "pdserve chat": (
         "pdserve chat demo",
+        "pdserve chat Qwen/Qwen3-0.6B",
         "pdserve chat http://10.0.0.1:8000 --api-key-file keys.txt",
         "pdserve chat demo < question.txt",
     ),
@@ -177,8 +183,12 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled, examples, commands = text.partition("\n\nExamples:")
-        paragraphs = (textwrap.fill(paragraph, width) for paragraph in filled.split("\n\n"))
+        paragraphs = (textwrap.fill(paragraph, width, break_on_hyphens=False) for paragraph in filled.split("\n\n"))
         return "\n\n".join(paragraphs) + examples + commands
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # A flag stays whole on its line: --kv-cache-mib, not --kv- and cache-mib.
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def _help(setting: Setting) -> str:

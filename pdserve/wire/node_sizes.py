@@ -30,7 +30,7 @@ class NodeSizes(msgspec.Struct, frozen=True):
         """The block that people read: a line for each thing that is worth knowing."""
         whole = self.kv_tokens // self.context if self.context else 0
         plural = "" if whole == 1 else "s"
-        contexts = f"{whole} full context{plural} of {self.context:,}"
+        contexts = f"{whole:,} full context{plural} of {self.context:,}"
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         return [
             f"model     {self.model}",

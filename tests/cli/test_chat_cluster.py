@@ -75,7 +75,8 @@ def test_killed_it_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> No
 
 @pytest.mark.integration
 def test_a_cluster_that_does_not_start_says_why(tmp_path: Path) -> None:
-    with pdserve_in_terminal("chat", str(tmp_path / "nowhere"), XDG_STATE_HOME=str(tmp_path)) as one:
+    (tmp_path / "config.json").write_text("{}")
+    with pdserve_in_terminal("chat", str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as one:
         shown = one.until("the cluster did not start; the lines above say why")
-        assert "there is no model" in shown
+        assert "has no tokenizer.json" in shown
         assert one.wait() == 1

@@ -30,6 +30,10 @@ def help_of(subcommand: str, capsys: pytest.CaptureFixture[str], flag: str = "--
     return capsys.readouterr().out
 
 
+def test_no_flag_is_broken_at_the_end_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not re.search(r"[a-z]-$", help_of("serve", capsys), re.MULTILINE)
+
+
 def words(text: str) -> str:
     return " ".join(text.split())
 

@@ -72,6 +72,12 @@ def test_a_word_of_another_server_gets_one_sentence(word: str, said: str) -> Non
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_help_has_the_name_that_was_typed() -> None:
+    said = call("serve", "--help").stdout
+    assert said.startswith("usage: pdserve serve [MODEL] [--flag value ...]")
+    assert "pdserve serve --help-all" in said and "pdserve up" not in said.partition("Examples:")[2]
+
+
 def test_run_is_chat() -> None:
     assert call("run", "--help").stdout.startswith("usage: pdserve chat [MODEL|URL [QUESTION]] [--flag value ...]")
 
@@ -99,6 +105,10 @@ def test_usage_shows_what_stands_before_the_flags(subcommand: str, usage: str) -
         (["proxy", "--control-host", "0.0.0.0"], "a cluster secret is needed to listen on 0.0.0.0"),
         (["proxy", "--blok-size", "1"], "unknown flag --blok-size"),
         (["up", "--model", "/nowhere"], "there is no model '/nowhere'"),
+        (["serve", "--prot", "1"], "unknown flag --prot of 'pdserve serve'; did you mean --port?"),
+        (["serve", "--port"], "see 'pdserve serve --help'"),
+        (["chat", "llama3", "Hello!"], "there is no model 'llama3'"),
+        (["chat", "demo"], "standard input is empty"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_status_2(argv: list[str], message: str) -> None:
