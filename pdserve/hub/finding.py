@@ -80,7 +80,8 @@ def known_model(
         return FoundModel(found, name.served, commit)
     if offline:
         raise ModelError(
-            f"{name} is not whole in the cache {cache}, and no network is used (--offline); {_cached(cache)}"
+            f"{name} is not in the cache {cache}, or not all of it, and the hub may not be asked (--offline or "
+            f"HF_HUB_OFFLINE); {_cached(cache)}"
         )
     return WantedModel(name, cache)
 
@@ -141,5 +142,6 @@ def _cached(cache: Path) -> str:
     """Returns the models that are whole in the cache, in words."""
     names = [each.name for each in repositories(cache) if any(map(is_whole, each.snapshots()))]
     if not names:
-        return "it has no other model"
-    return f"it has {', '.join(names[:_LISTED])}" + (f" and {len(names) - _LISTED} more" if names[_LISTED:] else "")
+        return "the cache has no whole model"
+    more = f" and {len(names) - _LISTED} more" if names[_LISTED:] else ""
+    return f"the cache has {', '.join(names[:_LISTED])}{more}"

@@ -14,6 +14,8 @@ GGUF = ".gguf"
 FORMS = "org/name, org/name@revision, org/name:Q4_K_M, org/name/file.gguf"
 """The forms of a name, for messages."""
 
+_ADDRESS = re.compile(r"(?:https://)?(?:huggingface\.co|hf\.co)/(?=[^/]+/)")
+"""What stands before a name that was copied from a browser, or that Ollama takes."""
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,95}"
 _NAME = re.compile(
     rf"(?P<repository>{_PART}/{_PART})(?:/(?P<file>[^@:]+\.gguf)|:(?P<quantisation>[\w.-]+))?"
@@ -52,7 +54,8 @@ def hub_name(text: str) -> HubName | None:
 
     Raises ModelError if it names a model of the hub twice over.
     """
-    found = _NAME.fullmatch(text)
+    short = _ADDRESS.sub("", text, count=1) if _ADDRESS.match(text) else text
+    found = _NAME.fullmatch(short)
     if found is None or text.startswith((".", "/", "~")):
         return None
     revision, later = found["revision"] or MAIN, found["later"]

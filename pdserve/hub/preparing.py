@@ -52,7 +52,9 @@ class Preparation:
         return Found(str(path), listing.commit, self._fetched)
 
     def missing(self) -> int:
-        """Returns how many bytes of the model's weights are not here, if it can be served; its settings are here then.
+        """Returns how many bytes of the model's weights are not here, if it can be served and the disk has room.
+
+        Its settings are here then.
 
         Raises ModelError and HubError.
         """
@@ -60,7 +62,9 @@ class Preparation:
         with alone(repository, self._say):
             listing = list_files(self.name, self._say)
             fetcher = Fetcher(listing, repository, self._move, self._say)
-            return fetcher.missing(self._weights(listing, self._checked(listing, fetcher), fetcher))
+            weights = self._weights(listing, self._checked(listing, fetcher), fetcher)
+            fetcher.check_room(weights)
+            return fetcher.missing(weights)
 
     def _fetch(self, listing: Listing, repository: CachedRepository) -> Path:
         fetcher = Fetcher(listing, repository, self._move, self._say)

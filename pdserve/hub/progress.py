@@ -16,6 +16,16 @@ LINE_S = 5.0
 @contextmanager
 def shown_progress(name: str, out: TextIO) -> Iterator[Callable[[Message], None]]:
     """Yields what takes the messages of a download of ``name``, and shows them on ``out``."""
+    try:
+        with _shown(name, out) as take:
+            yield take
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=out, flush=True)
+        raise
+
+
+@contextmanager
+def _shown(name: str, out: TextIO) -> Iterator[Callable[[Message], None]]:
     if not out.isatty():
         yield ProgressLines(name, lambda text: print(text, file=out, flush=True)).take
         return
@@ -62,6 +72,8 @@ class ProgressLines:
                 now = self._clock()
                 if self._first is None:
                     self._first = (now, message.done)
+                if self._first[1] >= message.total:
+                    return  # nothing is to fetch
                 if message.done >= message.total or now - self._said_s >= LINE_S:
                     self._said_s = now
                     self._say(self._line(message, now))

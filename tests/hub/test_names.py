@@ -19,6 +19,8 @@ from pdserve.hub.names import HubName, hub_name
         ("org/name:Q4_K_M@v1", HubName("org/name", "v1", quantisation="Q4_K_M")),
         ("org/name@v1:Q4_K_M", HubName("org/name", "v1", quantisation="Q4_K_M")),
         ("org/name/file.gguf", HubName("org/name", file="file.gguf")),
+        ("hf.co/org/name:Q4_K_M", HubName("org/name", quantisation="Q4_K_M")),
+        ("https://huggingface.co/org/name", HubName("org/name")),
         ("org/name/folder/file.gguf@v1", HubName("org/name", "v1", file="folder/file.gguf")),
     ],
 )
@@ -31,7 +33,7 @@ def test_a_name_of_the_hub(text: str, name: HubName) -> None:
     "text",
     [
         *("demo", "name", "/org/name", "./org/name", "~/name", "../name", "a/b/c", "org/..", "org/name/../x.gguf", ""),
-        *("org/name@../x", "org//name", "org/name/", "file.gguf", "org/a b", "org/name:"),
+        *("org/name@../x", "org//name", "org/name/", "https://huggingface.co/org", "file.gguf", "org/a b", "org/name:"),
     ],
 )
 def test_what_can_only_be_a_path(text: str) -> None:

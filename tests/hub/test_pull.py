@@ -213,13 +213,13 @@ def test_without_a_network_a_name_fails_in_one_sentence(tmp_path: Path) -> None:
 
 def test_offline_a_model_comes_from_the_cache_alone(hub: FakeHub, tmp_path: Path) -> None:
     environ = hub.environ(tmp_path)
-    assert "it has no other model" in refused(environ, "pull", "tiny/llama", "--offline")
+    assert "the cache has no whole model" in refused(environ, "pull", "tiny/llama", "--offline")
     folder = pulled(environ, "tiny/llama")
     asked = len(hub.requests)
     done = call(environ, "pull", "--offline", "tiny/llama")
     assert (done.returncode, done.stdout.strip()) == (0, str(folder))
     said = refused(environ | {"HF_HUB_OFFLINE": "1"}, "serve", "other/model")
-    assert "other/model is not whole in the cache" in said and "it has tiny/llama" in said
+    assert "other/model is not in the cache" in said and "the cache has tiny/llama" in said
     assert len(hub.requests) == asked
 
 
@@ -230,6 +230,8 @@ def test_too_small_a_disk_is_said_before_anything_large_is_fetched(
     hub.repositories["tiny/llama"].sizes[WEIGHTS] = min(size + 1, 49 * 10**9) if size < 49 * 10**9 else size
     said = refused(hub.environ(tmp_path / "cache"), "pull", "tiny/llama")
     assert "are free; free some, or name another folder in HF_HOME" in said or "to its own program only" in said
+    before = refused(hub.environ(tmp_path / "cache"), "models", "tiny/llama")
+    assert before.removeprefix("pdserve models: ") == said.removeprefix("pdserve pull: ")
     assert not hub.fetched(WEIGHTS)
 
 

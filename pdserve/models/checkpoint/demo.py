@@ -37,8 +37,8 @@ def resolve_model(path: str) -> Path:
         return found if is_gguf(found) else folder.parent.resolve() / folder.name
     if not folder.is_dir():
         raise ModelError(
-            f"there is no model {path!r}; --model takes a folder, a .gguf file, a name of the hub such as org/name, or "
-            "'demo'"
+            f"there is no model {path!r}; --model takes a folder, a .gguf file, 'demo', or a name of the hub with its "
+            "organisation, such as Qwen/Qwen3-0.6B (https://huggingface.co/models finds them)"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
