@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 from pdserve.cli.ask import AskFailed
 from pdserve.cli.chat_conversation import Conversation
 from pdserve.cli.chat_latency import latency_line
-from pdserve.cli.chat_screen import printable
 from pdserve.cli.chat_server import Access, Answer, Piece, Sampling, Server, find_server, read_timeline, stream_answer
 from pdserve.cli.node_command import leading_flags
 from pdserve.config import AdmissionConfig, ChatConfig, Switch, TalkConfig
 from pdserve.errors import ConfigError
 from pdserve.http.tls import Trust, read_authorities
+from pdserve.printable import printable
 from pdserve.settings import load_with_file, state_folder
 from pdserve_proxy.credentials import read_api_keys
 
@@ -182,5 +182,5 @@ def _answer_one(server: Server, conversation: Conversation, sampling: Sampling, 
     timeline = None
     if server.tells_nodes and answer.request_id:
         timeline = asyncio.run(read_timeline(server, answer.request_id))
-    print(latency_line(answer, timeline), file=sys.stderr)
+    print(printable(latency_line(answer, timeline)), file=sys.stderr)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pdserve.errors import PdserveError
@@ -64,12 +65,14 @@ class Conversation:
 
     def read(self, name: str) -> int:
         """Puts the file ``name`` into the next message, and returns its size in bytes. Raises ChatRefused."""
-        path = Path(name).expanduser()
         try:
+            path = Path(name).expanduser()
             with path.open("rb") as file:
                 data = file.read(MAX_FILE_BYTES + 1)
         except OSError as exc:
             raise ChatRefused(f"cannot read {name}: {exc.strerror}") from exc
+        except (RuntimeError, ValueError) as exc:  # there is no such user, or no file has such a name
+            raise ChatRefused(f"cannot read {name}: {exc}") from exc
         if len(data) > MAX_FILE_BYTES:
             raise ChatRefused(
                 f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB, the most that a message takes along"
@@ -89,7 +92,5 @@ class Conversation:
 
 def _fence(text: str) -> str:
     """Returns a Markdown fence that the text does not have itself."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return fence
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    return "`" * max(3, longest + 1)

@@ -17,18 +17,13 @@ from rich.segment import Segment
 from rich.text import Text
 
 from pdserve.cli.chat_server import Piece
+from pdserve.printable import printable
 
 DRAW_S = 0.08
 """Rendered text is drawn again after this time at the earliest."""
 _DRAW_SHARE = 5
 """A text that takes long to render is drawn again after this many times as long."""
 _ROWS_LEFT = 3
-_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-
-
-def printable(text: str) -> str:
-    """Returns ``text`` without control characters, of which line feeds and tabs stay."""
-    return text.translate(_CONTROLS)
 
 
 class Screen:
@@ -158,5 +153,6 @@ class _Rows:
         written = [number for number, row in enumerate(rows) if any(segment.text for segment in row)]
         rows = rows[written[0] : written[-1] + 1] if written else []
         for row in rows[-self._most :]:
-            yield from row
+            # A link's address is shown decoded: control characters of its percent codes are only here.
+            yield from (Segment(printable(segment.text), segment.style) for segment in row)
             yield Segment.line()

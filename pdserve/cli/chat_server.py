@@ -157,7 +157,8 @@ async def find_server(url: str, wanted: str, access: Access) -> Server:
         raise AskFailed(f"{url} serves no model now")
     found = [card for card in cards if card.id == wanted] if wanted else cards
     if not found:
-        raise AskFailed(f"{url} has no model {wanted!r}; it has {', '.join(card.id for card in cards)}")
+        listed = ", ".join(card.id for card in cards)
+        raise AskFailed(f"{url} has no model {wanted!r}; it has {listed[:_SHOWN_CHARS]}")
     return Server(url, found[0].id, found[0].owned_by == "pdserve", access)
 
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 from pdserve.cli.node import run_node
 from pdserve.errors import ConfigError, ModelError, PdserveError
+from pdserve.printable import printable
 from pdserve.process import die_with_parent
 from pdserve.settings.sources import suggestion
 from pdserve.wire.discovery import Role
@@ -121,10 +122,10 @@ def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> i
         sys.stdout.flush()
         return status
     except (ConfigError, ModelError) as error:
-        print(f"pdserve {name}: {error}", file=sys.stderr)
+        print(f"pdserve {name}: {printable(str(error))}", file=sys.stderr)
         return 2
     except PdserveError as error:
-        print(f"pdserve {name}: {error}", file=sys.stderr)
+        print(f"pdserve {name}: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

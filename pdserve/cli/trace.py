@@ -19,6 +19,7 @@ from pdserve.config import AdmissionConfig, AskedRequestConfig, RequestTraceConf
 from pdserve.doctor.cluster import direct_opener
 from pdserve.errors import ConfigError
 from pdserve.http.tls import Trust, read_authorities
+from pdserve.printable import printable
 from pdserve.settings import load
 from pdserve.wire.timeline import Timeline
 from pdserve_proxy.credentials import read_api_keys
@@ -67,7 +68,7 @@ def _show_recent(asked: AskedRequestConfig, proxy: _Proxy) -> int:
         which = "has ended" if asked.slowest else "has failed"
         print(f"no request {which} that {asked.proxy_url} remembers", file=sys.stderr)
     elif is_picture:
-        print("\n".join(table(found)))
+        print(printable("\n".join(table(found))))
     missing = 0
     for one in found:
         if is_picture:
@@ -76,7 +77,7 @@ def _show_recent(asked: AskedRequestConfig, proxy: _Proxy) -> int:
             _show(asked, proxy.timeline(one.id))
         except CommandFailed as exc:
             missing += 1
-            print(f"{one.id}: {exc}", file=sys.stderr)
+            print(printable(f"{one.id}: {exc}"), file=sys.stderr)
     return int(missing > 0)
 
 
@@ -90,7 +91,7 @@ def _show(asked: AskedRequestConfig, body: bytes) -> None:
         raise CommandFailed(f"{asked.proxy_url} gave no timeline: {exc}") from exc
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     for line in picture(timeline, shutil.get_terminal_size((120, 40)).columns, UNICODE if unicode else ASCII):
-        print(line)
+        print(printable(line))
 
 
 class _Proxy:

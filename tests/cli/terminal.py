@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from tests.processes import clean_environ
 
 WAIT_S = 60.0
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x1b]*\x1b\\")
+"""Colours, movements of the cursor, and the addresses of links."""
 
 
 @dataclass

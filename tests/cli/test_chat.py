@@ -198,6 +198,16 @@ def test_a_model_cannot_change_the_terminal(tmp_path: Path, markdown: str) -> No
         assert "\x1b[2J" not in one.shown and "\x07" not in one.shown
 
 
+@pytest.mark.parametrize("markdown", ["on", "off"])
+def test_a_model_cannot_change_the_terminal_with_percent_codes_in_links(tmp_path: Path, markdown: str) -> None:
+    """Renderers of Markdown show the addresses of links decoded."""
+    link = "<http://a/%1b]52;c;cm0%07%1b[2J%c2%9b2J>"
+    with scripted(whole(link)) as server, chat(server, tmp_path, "--markdown", markdown) as one:
+        ask(one, "Why?")
+        assert "\x1b]52" not in one.shown
+        assert "\x1b[2J" not in one.shown and "\x9b" not in one.shown and "\x07" not in one.shown
+
+
 FAULTS = [
     (Answer([b'{"error": {"message": "no room"}}'], 503), "answers with status 503: no room"),
     (Answer([b"<html>busy</html>"], 502), "answers with status 502: <html>busy</html>"),
@@ -287,6 +297,16 @@ def test_a_server_without_the_model_is_told(listed: object, flags: tuple[str, ..
     assert done.returncode == 1
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_server_cannot_change_the_terminal_with_its_errors() -> None:
+    refusal = Answer([rb'{"error": {"message": "a\u001b]0;b\u0007c\u009b2J"}}'], 503)
+    with scripted(refusal, listed=models("a\x1b[2J" + "b" * 2**20)) as server:
+        for flags in (("--model", "c"), ()):
+            said = pipe("Why?", server.url, *flags).stderr
+            assert said.isascii()
+            assert not {"\x1b", "\x07"} & set(said)
+            assert len(said) < 2000
 
 
 def test_the_model_that_is_named_is_asked() -> None:

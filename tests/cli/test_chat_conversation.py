@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,21 @@ def test_nothing_is_left_after_a_reset_but_the_system_prompt(tmp_path: Path) -> 
     with pytest.raises(ChatRefused, match="no question yet"):
         talk.ask_again()
     assert texts(talk.ask("Two?")) == ["system: Be brief.", "user: Two?"]
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/a", "a\0b"])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ChatRefused, match="cannot read"):
+        Conversation().read(name)
+
+
+def test_a_file_of_nothing_but_backticks_is_read_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("`" * MAX_FILE_BYTES)
+    talk = Conversation()
+    began = time.monotonic()
+    assert talk.read(str(tmp_path / "a")) == MAX_FILE_BYTES
+    assert time.monotonic() - began < 5
+    assert talk.ask("What?")[0]["content"].startswith("a:\n\n" + "`" * (MAX_FILE_BYTES + 1) + "\n")
 
 
 def test_files_go_with_the_next_message_alone(tmp_path: Path) -> None:

@@ -1,0 +1,13 @@
+"""Makes texts that others have written safe to show in a terminal."""
+
+from __future__ import annotations
+
+_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Returns ``text`` without control characters, of which line feeds and tabs stay.
+
+    With the others, a text could move the cursor, change the terminal or write to its clipboard.
+    """
+    return text.translate(_CONTROLS)
