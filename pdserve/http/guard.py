@@ -187,6 +187,8 @@ class GuardedHttp(HttpToolsProtocol):
     _zeros = 0
     """How many zeros the client has got since its last chunk."""
     _zero_s = 0.0
+    _zero_write = 0
+    """The number of the last zero's write. Later ones are chunks."""
     _look_s = 0.0
     _looks_again = False
     """Whether a client was found to be gone, and is looked at once more before it is cut off."""
@@ -536,21 +538,24 @@ class GuardedHttp(HttpToolsProtocol):
             self._look_again_after(LAST_LOOK_S)
             return
         if can_be_asked and begun and unasked_s >= self.half_closed_s:
-            self._ask_between_chunks(now, sent_ms_ago / 1000)
+            self._ask_between_chunks(now)
         elif can_be_asked and not begun and now - self._asked_s >= ASK_EVERY_S:
             self._asked_s = now
             self.transport.write(_CONTINUE)
         self._look_s = min(4 * self._look_s, MAX_LOOK_S)
         self._look_again_after(self._look_s)
 
-    def _ask_between_chunks(self, now: float, silent_s: float) -> None:
-        """Asks a client whose chunks pause, once soon and then seldom. A chunk since the last time begins this anew."""
-        if not self._zeros or silent_s < now - self._zero_s - self.half_closed_s / 2:
+    def _ask_between_chunks(self, now: float) -> None:
+        """Asks a client whose chunks pause, once soon and then seldom. A chunk since the last time begins this anew.
+
+        When the kernel has sent something last does not tell of a chunk: it may have sent a lost zero again.
+        """
+        if self._outlet.writes != self._zero_write:
             self._zeros = 0
         elif now - self._zero_s < ASK_EVERY_S or self._zeros == MAX_ZEROS:
             return
-        self._zeros, self._zero_s = self._zeros + 1, now
         self._outlet.write(_ZERO)
+        self._zeros, self._zero_s, self._zero_write = self._zeros + 1, now, self._outlet.writes
         self._look_s = FIRST_LOOK_S
 
     def _look_again_after(self, seconds: float) -> None:

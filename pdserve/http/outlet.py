@@ -48,7 +48,7 @@ class Outlet:
     which ASGI sends apart, are then one system call and one packet.
     """
 
-    __slots__ = ("_close", "_flow", "_held", "_transport", "cycle", "is_closing", "on_disconnect")
+    __slots__ = ("_close", "_flow", "_held", "_transport", "cycle", "is_closing", "on_disconnect", "writes")
 
     def __init__(self, transport: asyncio.Transport, flow: Flow, close: Callable[[], None]) -> None:
         """``close`` is called after a response that is its connection's last."""
@@ -59,6 +59,8 @@ class Outlet:
         """The cycle of the request that is answered now, or was answered last; None once the connection is lost."""
         self._held: list[bytes] | None = None
         self.is_closing = transport.is_closing
+        self.writes = 0
+        """How often something was written for responses that are not sent as a whole."""
         self.on_disconnect: Callable[[], object] | None = None
         """Called once if the client leaves before its response is over, so that no task has to wait for this."""
 
@@ -120,6 +122,7 @@ class Outlet:
         """
         if self.cycle is not None and not self.cycle.disconnected and not self._transport.is_closing():
             # A client of HTTP/1.0 gets the data without a frame.
+            self.writes += 1
             framed = b"%x\r\n%b\r\n" % (len(data), data) if self.cycle.chunked_encoding else data
             self._transport.write(framed)
         return not self._flow.write_paused
@@ -127,6 +130,7 @@ class Outlet:
     # ------------------------------------------------------------------ the server's side
 
     def write(self, data: bytes) -> None:
+        self.writes += 1
         if self._held is not None:
             self._held.append(data)
         elif data:

@@ -222,6 +222,33 @@ def test_a_half_closed_client_of_a_stream_that_pauses_is_asked_and_gets_the_rest
     assert not talk(client, Looking).disconnected.is_set()
 
 
+class _SentAgain:
+    """What a kernel says that has just sent bytes once more, because the client has not acknowledged them."""
+
+    size = 8
+
+    def unpack(self, info: bytes) -> tuple[int, int]:
+        return info[0], int(1000 * Impatient.half_closed_s) + 1
+
+
+def test_zeros_that_the_kernel_sends_again_are_not_taken_for_chunks(
+    talk: Callable[..., Guarded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client behind a network that loses packets would get a size of more digits than it takes."""
+    for name, value in (("MAX_LOOK_S", 0.1), ("ASK_EVERY_S", 0.0), ("MAX_ZEROS", 2), ("_TCP_INFO", _SentAgain())):
+        monkeypatch.setattr(f"pdserve.http.guard.{name}", value)
+
+    async def client(app: Guarded, reader: Reader, writer: Writer) -> None:
+        writer.write(HELD.replace(b"/held", b"/stream"))
+        await app.started.wait()
+        writer.write_eof()
+        await app.looked_long.wait()
+        app.let_go.set()
+        assert (await reader.read()).endswith(b"5\r\nfirst\r\n004\r\nlast\r\n0\r\n\r\n")
+
+    talk(client, Looking)
+
+
 def test_a_client_that_leaves_a_stream_that_pauses_is_noticed(talk: Callable[..., Guarded]) -> None:
     async def client(app: Guarded, reader: Reader, writer: Writer) -> None:
         writer.write(HELD.replace(b"/held", b"/stream"))
