@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ class CachedRepository:
 
     def nbytes(self) -> int:
         """Returns the size of all that the cache has of it, parts of files included."""
-        return sum(file.lstat().st_size for file in self.folder.rglob("*") if not file.is_symlink() and file.is_file())
+        return sum(map(_size, self.folder.rglob("*")))
 
     def name_commit(self, revision: str, commit: str) -> None:
         """Notes the commit of a branch or tag. Raises OSError."""
@@ -147,6 +148,15 @@ def is_whole(snapshot: Path) -> bool:
         return all(file.is_file() for file in weight_files(snapshot))
     except ModelError:
         return False
+
+
+def _size(file: Path) -> int:
+    """Returns the size of a file; 0 for all else, and for one that another process has renamed meanwhile."""
+    try:
+        found = file.lstat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _text(file: Path) -> str:

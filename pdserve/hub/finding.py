@@ -18,6 +18,7 @@ from pdserve.hub.names import HubName, hub_name
 from pdserve.hub.progress import shown_progress
 from pdserve.models.checkpoint.demo import DEMO, DEMO_NAME, resolve_model, served_model_name
 from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.printable import printable
 from pdserve.process import ServerProcess, python_program
 
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
@@ -106,7 +107,7 @@ async def fetched_model(
         try:
             last = msgspec.json.decode(line, type=Message)
         except msgspec.MsgspecError:
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
         else:
             tell(last)
 

@@ -68,6 +68,6 @@ def hub_name(text: str) -> HubName | None:
 
 
 def is_inside(path: str) -> bool:
-    """Returns whether a path of a repository stays within the folder that it is put in."""
+    """Returns whether a path of a repository stays within the folder that it is put in, and can be shown."""
     parts = PurePosixPath(path).parts
-    return bool(parts) and not path.startswith("/") and "\\" not in path and ".." not in parts
+    return bool(parts) and path.isprintable() and not path.startswith("/") and "\\" not in path and ".." not in parts

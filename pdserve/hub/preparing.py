@@ -13,14 +13,18 @@ from pdserve.hub.cache import CachedRepository, cached_model
 from pdserve.hub.fetching import Fetcher, alone
 from pdserve.hub.messages import Found, Message, Note, Progress
 from pdserve.hub.names import HubName
+from pdserve.hub.progress import in_gb
 from pdserve.hub.remote import Listing, RemoteFile, list_files, look_up
 from pdserve.hub.selection import Selection, select
 from pdserve.hub.suitability import check_gguf_start, check_listing, check_settings
 from pdserve.models.checkpoint.weight_list import INDEX, weight_files
+from pdserve.printable import printable
 
 _REPORT_S = 0.2
 _HEADER = 2**24
 """Bytes of a GGUF file that have its header, with all tokens of its tokeniser, for most models."""
+_LARGEST_SETTING = 2**28
+"""Bytes of the largest file that is not of weights. It is in memory as a whole."""
 
 
 @dataclass
@@ -85,6 +89,11 @@ class Preparation:
         check_listing(listing.name, selection, listing.architecture)
         if selection.settings:
             settings = [look_up(listing, path, self._say) for path in selection.settings]
+            if large := [file for file in settings if file.nbytes > _LARGEST_SETTING]:
+                raise ModelError(
+                    f"{self.name} cannot be served: its {large[0].path} has {in_gb(large[0].nbytes)}, and "
+                    f"{in_gb(_LARGEST_SETTING)} of such a file are read at most"
+                )
             fetcher.check_room(settings)
             fetcher.fetch(settings)
             check_settings(fetcher.snapshot, str(self.name), listing.formats)
@@ -112,4 +121,4 @@ class Preparation:
             self.tell(Progress(self._done, self._total))
 
     def _say(self, text: str) -> None:
-        self.tell(Note(text))
+        self.tell(Note(printable(text)))

@@ -31,6 +31,10 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # its __init_
 from pdserve.errors import HubError, ModelError
 from pdserve.hub.names import HubName
 
+# Otherwise each process asks the hub for a list of environment variables, tells it which of them this machine has, and
+# fails for a day where the hub's answer is no such list.
+constants.HF_HUB_DISABLE_TELEMETRY = True
+
 TIMEOUT_S = 20.0
 """The hub has so long for a connection, and for each further piece of an answer."""
 RETRIES = 4
@@ -76,18 +80,36 @@ def list_files(name: HubName, said: Callable[[str], None]) -> Listing:
     """Returns what the hub has of a revision. Raises ModelError, and HubError if it cannot be asked."""
 
     def ask() -> Listing:
-        info = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True, timeout=TIMEOUT_S)
-        if not info.sha or not _SHA1.fullmatch(info.sha):
-            raise HubError(f"{constants.ENDPOINT} does not answer as a hub of models does: it names no commit")
-        files: dict[str, RemoteFile | None] = {}
-        for file in info.siblings or ():
-            digest = file.lfs.sha256 if file.lfs is not None else file.blob_id
-            known = digest and file.size is not None and (_SHA256.fullmatch(digest) or _SHA1.fullmatch(digest))
-            files[file.rfilename] = RemoteFile(file.rfilename, file.size or 0, digest or "") if known else None
-        formats = frozenset(info.safetensors.parameters) if info.safetensors is not None else frozenset[str]()
-        return Listing(name, info.sha, files, str((info.gguf or {}).get("architecture", "")), formats)
+        with _as_hubs_answer():
+            info = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True, timeout=TIMEOUT_S)
+            if not info.sha or not _SHA1.fullmatch(info.sha):
+                raise ValueError("it names no commit")
+            files: dict[str, RemoteFile | None] = {}
+            for file in info.siblings or ():
+                digest = file.lfs.sha256 if file.lfs is not None else file.blob_id
+                files[str(file.rfilename)] = _remote_file(str(file.rfilename), file.size, digest)
+            formats = frozenset(info.safetensors.parameters) if info.safetensors is not None else frozenset[str]()
+            return Listing(name, info.sha, files, str((info.gguf or {}).get("architecture", "")), formats)
 
     return persistently(ask, name, said)
+
+
+def _remote_file(path: str, nbytes: object, digest: object) -> RemoteFile | None:
+    """Returns a file of the hub; None if its size or digest is missing or cannot be one."""
+    if not isinstance(nbytes, int) or nbytes < 0 or not isinstance(digest, str):
+        return None
+    return RemoteFile(path, nbytes, digest) if _SHA256.fullmatch(digest) or _SHA1.fullmatch(digest) else None
+
+
+@contextmanager
+def _as_hubs_answer() -> Iterator[None]:
+    """Turns what goes wrong where an answer has not the shape of a hub's into a HubError."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise HubError(
+            f"{constants.ENDPOINT} does not answer as a hub of models does: {_reason(error)[:200]}"
+        ) from error
 
 
 def look_up(listing: Listing, path: str, said: Callable[[str], None]) -> RemoteFile:
@@ -100,11 +122,12 @@ def look_up(listing: Listing, path: str, said: Callable[[str], None]) -> RemoteF
         return found
 
     def ask() -> RemoteFile:
-        metadata = get_hf_file_metadata(url_of(listing, path), timeout=TIMEOUT_S)
-        etag = metadata.etag or ""
-        if metadata.size is None or not (_SHA256.fullmatch(etag) or _SHA1.fullmatch(etag)):
+        with _as_hubs_answer():
+            metadata = get_hf_file_metadata(url_of(listing, path), timeout=TIMEOUT_S)
+        file = _remote_file(path, metadata.size, metadata.etag)
+        if file is None:
             raise HubError(f"the hub does not say the size and digest of {listing.name.repository}/{path}")
-        return RemoteFile(path, metadata.size, etag)
+        return file
 
     return persistently(ask, listing.name, said)
 

@@ -347,3 +347,49 @@ def test_files_that_are_alike_are_fetched_once(hub: FakeHub, tiny_with: Path, tm
     folder = pulled(hub.environ(tmp_path / "cache"), "tiny/llama")
     assert (folder / "first.json").read_bytes() == (folder / "second.json").read_bytes()
     assert len(hub.fetched("first.json") + hub.fetched("second.json")) == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"siblings": [1]}, {"siblings": [{}]}, {"sha": 5}, {"sha": "main"}, {"safetensors": [1]}, {"gguf": [1]}],
+    ids=json.dumps,
+)
+def test_an_answer_that_is_no_hubs_is_told_in_one_sentence(
+    hub: FakeHub, tmp_path: Path, more: dict[str, object]
+) -> None:
+    hub.repositories["tiny/llama"].more = more
+    assert f"{hub.url} does not answer as a hub of models does" in refused(hub.environ(tmp_path), "pull", "tiny/llama")
+
+
+def test_the_hub_is_told_nothing_of_this_machines_variables(hub: FakeHub, tmp_path: Path) -> None:
+    """huggingface_hub would ask which to look for, and keep an answer that is none."""
+    pulled(hub.environ(tmp_path, HF_HOME=str(tmp_path / "home")), "tiny/llama")
+    assert not [each for each in hub.requests if "agent" in each.path]
+
+
+def test_names_that_would_change_the_terminal_are_no_files_of_a_model(hub: FakeHub, tmp_path: Path) -> None:
+    files = [
+        {"rfilename": name, "size": 5, "blobId": "a" * 40} for name in ("a\x1b]0;b\x07.gguf", "c\n.gguf", "d\0.gguf")
+    ]
+    hub.repositories["tiny/llama"].more = {"siblings": files}
+    assert "it has no weights" in refused(hub.environ(tmp_path), "pull", "tiny/llama")
+
+
+def test_formats_that_would_change_the_terminal_are_shown_without_that(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repositories["tiny/llama"].more = {"safetensors": {"parameters": {"F\x1b[2J": 1}, "total": 1}}
+    assert "its weights are in F[2J, and" in refused(hub.environ(tmp_path), "pull", "tiny/llama")
+
+
+def test_a_configuration_that_no_memory_holds_is_refused_before_it_comes(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repositories["tiny/llama"].sizes = {"config.json": 10**10}
+    said = refused(hub.environ(tmp_path), "pull", "tiny/llama")
+    assert "its config.json has 10.0 GB, and 268 MB of such a file are read at most" in said
+    assert not hub.fetched("config.json")
+
+
+@pytest.mark.parametrize("index", [b"[1]", b'{"weight_map": [1]}', b'{"weight_map": {"a": [1]}}', b"[" * 100_000])
+def test_an_index_that_is_none_is_told_in_one_sentence(
+    hub: FakeHub, tiny_with: Path, tmp_path: Path, index: bytes
+) -> None:
+    (tiny_with / "model.safetensors.index.json").write_bytes(index)
+    assert "model.safetensors.index.json cannot be read" in refused(hub.environ(tmp_path), "pull", "tiny/llama")

@@ -25,9 +25,10 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError) as exc:
+            outside = any(Path(name).name != name for name in names)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
             raise ModelError(f"{index} cannot be read: {exc}") from exc
-        if any(Path(name).name != name for name in names):
+        if outside:
             raise ModelError(f"{index} names files outside its folder")
         return [folder / name for name in names]
     if (whole := folder / WHOLE).exists():
