@@ -104,7 +104,9 @@ def _fitted(config: UpConfig, node: NodeConfig, model: Path) -> UpConfig:
     Raises ConfigError or ModelError if the model or the context that is asked for cannot be had.
     """
     cache, nodes = config.cache, config.cluster.prefill + config.cluster.decode + config.cluster.mixed
-    left = max(0, available_memory() - PROXY_BYTES)
+    available = available_memory()
+    # 0 means that nobody knows.
+    left = max(nodes * MIB, available - PROXY_BYTES) if available else 0
     if not cache.gpu_memory_utilization and not cache.kv_cache_mib:
         # All nodes of one machine compute on the same GPUs.
         share = math.floor(1000 * GPU_SHARE / nodes) / 1000

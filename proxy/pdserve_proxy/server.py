@@ -109,10 +109,6 @@ async def run(
 
     def announce(addresses: Addresses) -> None:
         log.info("pdserve proxy listening url=%s control=%s", addresses.url, addresses.control)
-        if not credentials.keys and not is_loopback(config.http.host):
-            log.warning(
-                "everybody who reaches %s may send requests: give clients keys with --api-key-file", config.http.host
-            )
         listening(addresses)
 
     if config.workers.count > 1:

@@ -11,7 +11,8 @@ import pytest
 from pdserve.cli.port_checks import check_port
 from pdserve.cli.start_checks import check_model
 from pdserve.cli.start_times import StartTimes
-from pdserve.config import CacheConfig, CpuKernels, ModelConfig
+from pdserve.cli.up import _fitted
+from pdserve.config import CacheConfig, CpuKernels, ModelConfig, NodeConfig, UpConfig
 from pdserve.errors import ConfigError
 from tests.processes import SECRET, pdserve
 
@@ -54,6 +55,15 @@ def test_a_context_that_the_model_does_not_know_is_told(command: Sequence[str], 
         assert program.wait(60) == 2
     assert "--max-model-len is 1000000, but the model knows only" in program.output
     assert len(program.output.splitlines()) == 1
+
+
+def test_a_machine_with_less_memory_than_the_proxy_takes_is_not_taken_for_an_unknown_one(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.cli.up.available_memory", lambda: 100 * 2**20)
+    monkeypatch.setattr("pdserve.cli.up.may_have_gpu", lambda node: False)
+    with pytest.raises(ConfigError, match="the memory is too small for this model"):
+        _fitted(UpConfig(), NodeConfig(), tiny_model)
 
 
 def checked(model: Path, memory: int) -> None:
@@ -112,6 +122,7 @@ def test_a_proxy_that_others_reach_without_keys_warns_and_one_with_keys_does_not
         with pdserve(*command, host, **environ) as proxy:
             proxy.listening()
             assert (warning in proxy.output) == warns, proxy.output
+            assert proxy.output.count(" WARNING ") == warns, proxy.output
 
 
 @pytest.mark.integration
