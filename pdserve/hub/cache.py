@@ -35,7 +35,7 @@ def cache_of(environ: Mapping[str, str]) -> Path:
     home = environ.get("XDG_CACHE_HOME") or "~/.cache"
     hugging_face = environ.get("HF_HOME") or f"{home}/huggingface"
     named = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{hugging_face}/hub"
-    return Path(os.path.expandvars(named)).expanduser()
+    return Path(os.path.expanduser(os.path.expandvars(named)))
 
 
 def repository_of(path: Path) -> str:

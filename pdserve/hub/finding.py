@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def known_model(
     ModelError if there is no such model here and it cannot be on the hub, or the hub may not be asked.
     """
     text = model.path
-    name = None if text == DEMO or Path(text).expanduser().exists() else hub_name(text)
+    name = None if text == DEMO or Path(os.path.expanduser(text)).exists() else hub_name(text)
     if name is None:
         return _local(text)
     cache = cache_of(environ)
@@ -132,7 +133,7 @@ def _local(text: str) -> FoundModel:
     path = resolve_model(text)
     if text == DEMO:
         return FoundModel(path, DEMO_NAME)
-    given = Path(text).expanduser().absolute()
+    given = Path(os.path.expanduser(text)).absolute()
     repository = "" if is_gguf(path) else repository_of(given)
     if repository:
         return FoundModel(path, repository, path.name)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.config import ModelConfig
+from pdserve.errors import ModelError
 from pdserve.hub.cache import cache_of
+from pdserve.hub.finding import known_model
 from pdserve.hub.messages import Note, Progress
 from pdserve.hub.progress import ProgressLines
 
@@ -64,3 +67,9 @@ def test_the_lines_of_a_download_tell_share_rate_and_time_left() -> None:
         "fetching org/name: 11 %, 110 MB of 1.0 GB, 10 MB/s, 1 min 29 s left",
         "fetching org/name: 100 %, 1.0 GB of 1.0 GB",
     ]
+
+
+def test_the_home_of_an_unknown_user_is_no_model_and_no_cache(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no model"):
+        known_model(ModelConfig(path="~nobody-of-this-name/model"), {})
+    assert cache_of({"HF_HOME": "~nobody-of-this-name/x"}) == Path("~nobody-of-this-name/x/hub")

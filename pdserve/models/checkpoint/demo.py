@@ -30,7 +30,7 @@ def resolve_model(path: str) -> Path:
     """
     if path == DEMO:
         return packaged_gguf()
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if is_gguf(folder):
         found = folder.resolve()
         # In a cache of Hugging Face, a file's name is that of a link.
@@ -49,7 +49,7 @@ def served_model_name(path: str, found: Path) -> str:
     """Returns the name that clients use for the model at ``found`` if no other name was chosen: that of ``path``."""
     if path == DEMO:
         return DEMO_NAME
-    given = Path(os.path.abspath(Path(path).expanduser()))
+    given = Path(os.path.abspath(Path(os.path.expanduser(path))))
     return given.stem if is_gguf(found) else given.name or found.name
 
 
