@@ -122,6 +122,8 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("mistral3", {}, r"the text model within it is a mistral model \(text_config"),
         ("blt", {}, "made of several models.*patcher"),
         ("bart", {}, "an encoder beside its decoder"),
+        ("bert", SMALL, r"it is an encoder, which reads a text and does not continue it \(is_decoder"),
+        ("xlm-roberta", SMALL, "it is an encoder"),
     ],
 )
 def test_a_refusal_names_what_cannot_be_served(tmp_path: Path, family: str, values: dict[str, Any], match: str) -> None:

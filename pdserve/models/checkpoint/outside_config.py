@@ -8,7 +8,10 @@ from typing import Any
 import torch._meta_registrations  # noqa: F401  # see lean_torch: it has to come before transformers' quantisers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from pdserve.errors import ModelError
@@ -68,6 +71,12 @@ def _check_kind(hf: PretrainedConfig, folder: Path) -> None:
         raise ModelError(
             f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}, and decoders "
             "that transformers computes through its attention interface"
+        )
+    # The classes of these models compute both an encoder and a decoder, and this setting says which one it is.
+    if hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(hf, "is_decoder", False):
+        raise ModelError(
+            f"a {hf.model_type} model cannot be served: it is an encoder, which reads a text and does not continue it "
+            f"(is_decoder in {folder}/config.json)"
         )
 
 
