@@ -78,12 +78,17 @@ def _key(talk: TalkConfig) -> str:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP end the block as an exception, so that the cluster and the terminal are put in order."""
+    """Has SIGTERM and SIGHUP end the block as an exception, so that the cluster and the terminal are put in order.
+
+    In a terminal, SIGINT is Ctrl-C, also where whoever started this program ignores it.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    if _in_terminal():
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:

@@ -117,7 +117,7 @@ def methods_of(path: dict[str, dict[str, dict[str, object]]]) -> list[tuple[str,
     ("method", "path", "status", "kind"),
     [
         ("GET", "/nowhere", 404, "not_found_error"),
-        ("POST", "/v1/embeddings", 404, "not_found_error"),
+        ("POST", "/v1/nothing", 404, "not_found_error"),
         ("GET", "/v1/responses/resp_1/nowhere", 404, "not_found_error"),
         ("POST", "/v1/responses/resp_1", 405, "invalid_request_error"),
         ("POST", "/chat/completions", 404, "not_found_error"),

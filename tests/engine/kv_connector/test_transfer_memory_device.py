@@ -80,7 +80,7 @@ def test_blocks_leave_when_the_kernels_that_write_them_are_over() -> None:
     )
     scheduler = Scheduler(
         blocks,
-        SchedulerConfig(max_num_batched_tokens=16),
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
         StopRule(frozenset(), 60),
         OutputCollector(),
         connector.release,
@@ -116,7 +116,7 @@ def test_blocks_land_behind_the_kernels_that_were_to_write_them_before() -> None
     connector = FetchingConnector(blocks, fetches, 30.0, new_id(), placement, finish_writes=device.wait)
     scheduler = Scheduler(
         blocks,
-        SchedulerConfig(max_num_batched_tokens=8),
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8),
         StopRule(frozenset(), 60),
         OutputCollector(),
         connector.release,
