@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from tests.processes import clean_environ
 
 WAIT_S = 60.0
+_AWAKE_S = 2.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x1b]*\x1b\\")
 """Colours, movements of the cursor, and the addresses of links."""
 
@@ -118,9 +119,14 @@ def pdserve_in_terminal(*argv: str, columns: int = 100, rows: int = 30, **enviro
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(WAIT_S)
+                process.wait(_AWAKE_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                # A signal that comes while readline makes its prompt is heard with the next key.
+                os.write(master, b"\r")
+                try:
+                    process.wait(WAIT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
         process.wait()
         os.close(master)
         os.close(slave)
