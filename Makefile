@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy pdserve proxy kvtransfer kernels tests examples
+	$(BIN)/mypy pdserve proxy kvtransfer kernels tests lab examples
 	$(BIN)/lint-imports
 
 # These tests wait for clocks and sockets for half of their time, so four processes keep two cores busy.
@@ -76,10 +76,10 @@ test-manifests: deploy-tools
 
 test-deploy: deploy-tools
 	$(BIN)/python -m pytest tests/deploy tests/deploy_containers -m deploy
-	$(BIN)/python -m tests.deploy_containers $(ARGS)
+	$(BIN)/python -m lab.deploy_containers $(ARGS)
 
 compat: $(STAMP)
-	$(BIN)/python -m tests.compat $(ARGS)
+	$(BIN)/python -m lab.compat $(ARGS)
 
 dist: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[dist]'
@@ -88,7 +88,7 @@ dist: $(STAMP)
 	$(BIN)/python -m twine check --strict dist/*
 
 soak: $(STAMP)
-	$(BIN)/python -m tests.soak $(ARGS)
+	$(BIN)/python -m lab.soak $(ARGS)
 
 gpu: $(STAMP)
 	PYTHON=$(BIN)/python tests/gpu/run_all.sh

@@ -14,11 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-COMPAT = ROOT / "tests" / "compat"
+COMPAT = ROOT / "lab" / "compat"
 PROGRAMS = COMPAT / "programs"
 SHARED = {"checks", "commands"}
 PLUGIN = "plugin"
-OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "tests"}
+OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "lab", "tests"}
 # A dependency exposes these packages in its own interface, and so installs them.
 BROUGHT = {
     "uvloop": "uvicorn",
@@ -78,7 +78,7 @@ def imports_of(path: Path) -> set[str]:
     ("folders", "extras"),
     [
         (["pdserve", "proxy", "kvtransfer", "kernels"], ["bench", "gpu", "otel"]),
-        (["tests", "examples"], ["bench", "otel", "test"]),
+        (["tests", "lab", "examples"], ["bench", "otel", "test"]),
     ],
     ids=["packages", "tests"],
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.compat.outcomes import ReportedOutcome, parse_outcomes
-from tests.compat.results import Check, Outcome, ToolResult, details, table
-from tests.compat.server_tests.judgement import Difference, Differences, judge, read_differences, stale
-from tests.compat.server_tests.run import DIFFERENCES
+from lab.compat.outcomes import ReportedOutcome, parse_outcomes
+from lab.compat.program_runs import CHECKOUT
+from lab.compat.results import Check, Outcome, ToolResult, details, table
+from lab.compat.server_tests.judgement import Difference, Differences, judge, read_differences, stale
+from lab.compat.server_tests.run import DIFFERENCES
 
 NO_ADAPTERS = Differences((), (Difference(("*::test_chat[adapter*",), "there are no adapters"),))
 
@@ -43,7 +42,7 @@ def test_a_difference_that_passes_is_stale() -> None:
 
 @pytest.mark.parametrize("project", ["vllm_tests", "sglang_tests"])
 def test_every_deliberate_difference_has_a_reason(project: str) -> None:
-    differences = read_differences(Path(__file__).parent / project / DIFFERENCES)
+    differences = read_differences(CHECKOUT / "lab" / "compat" / project / DIFFERENCES)
     assert all(entry.reason for entry in differences.not_run)
     assert all(entry.reason for entry in differences.difference)
 

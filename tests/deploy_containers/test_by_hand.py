@@ -8,9 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from tests.deploy.deploy_tools import DeployTool, run_tool
-from tests.deploy.manifests import DEPLOY
-from tests.deploy_containers.by_hand import (
+from lab.deploy_containers.by_hand import (
     BREAKS,
     EXPECTED,
     IMAGE,
@@ -24,8 +22,10 @@ from tests.deploy_containers.by_hand import (
     parted,
     script,
 )
-from tests.deploy_containers.report import Findings
-from tests.deploy_containers.stand_in.podman import LABEL, Podman
+from lab.deploy_containers.report import Findings
+from lab.deploy_containers.stand_in.podman import LABEL, Podman
+from tests.deploy.deploy_tools import DeployTool, run_tool
+from tests.deploy.manifests import DEPLOY
 
 COMMANDS = blocks(PAGE.read_text())
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.deploy_containers.clients import Client, load
+from lab.deploy_containers.clients import Client, load
 
 
 def event(text: str) -> str:

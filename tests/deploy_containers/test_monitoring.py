@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy_containers.__main__ import RENDERED
-from tests.deploy_containers.fitting import fitted
-from tests.deploy_containers.monitoring import FOR, configuration, dashboard_expressions, rules, target_file, targets
-from tests.deploy_containers.reachability import Party, PortUse, may_reach
-from tests.deploy_containers.stand_in.container_arguments import Identity, container_arguments, environment
-from tests.deploy_containers.stand_in.manifests import Manifests, read_manifests
-from tests.deploy_containers.stand_in.packet_rules import Endpoint, packet_rules
+from lab.deploy_containers.__main__ import RENDERED
+from lab.deploy_containers.fitting import fitted
+from lab.deploy_containers.monitoring import FOR, configuration, dashboard_expressions, rules, target_file, targets
+from lab.deploy_containers.reachability import Party, PortUse, may_reach
+from lab.deploy_containers.stand_in.container_arguments import Identity, container_arguments, environment
+from lab.deploy_containers.stand_in.manifests import Manifests, read_manifests
+from lab.deploy_containers.stand_in.packet_rules import Endpoint, packet_rules
 
 SECRETS = {"pdserve-secret": {"secret": "s" * 64}}
 

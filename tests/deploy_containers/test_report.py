@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.deploy_containers.page import PAGE, REPORT, written
-from tests.deploy_containers.report import Findings, Report, Verdict, markdown, read_report, summary
+from lab.deploy_containers.page import PAGE, REPORT, written
+from lab.deploy_containers.report import Findings, Report, Verdict, markdown, read_report, summary
 
 
 def report(*verdicts: Verdict) -> Report:
@@ -51,7 +51,7 @@ def test_a_summary_has_a_line_for_each_scenario() -> None:
 
 
 def test_the_page_has_the_committed_figures() -> None:
-    again = "python -m tests.deploy_containers.page writes them anew"
+    again = "python -m lab.deploy_containers.page writes them anew"
     found = read_report(REPORT)
     assert found.passed
     assert written(PAGE.read_text(), summary(found)) == PAGE.read_text(), again

@@ -15,6 +15,14 @@ from xml.sax.saxutils import escape
 import msgspec
 import pytest
 
+from lab import clusters_page
+from lab.fault_matrix import page as reliability_page
+from lab.fault_matrix.figures import read_figures
+from lab.fault_matrix.table import CELLS, TESTED, Fault, Phase, Victim
+from lab.scale import page as scale_page
+from lab.simulation.scale.figures import read as read_scale
+from lab.soak import page as soak_page
+from lab.soak.report import read as read_soak
 from pdserve.api.kept_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
@@ -41,22 +49,14 @@ from pdserve_proxy.registry.registry import Registry
 from tests.bench.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
 from tests.docs import (
-    clusters_page,
     goodput_page,
     openapi_document,
     planning_page,
-    reliability_page,
     results_plot,
-    scale_page,
     sizing_page,
-    soak_page,
     stream_tables,
 )
 from tests.docs.configuration_table import PAGE, render
-from tests.faults.matrix.figures import read_figures
-from tests.faults.matrix.table import CELLS, TESTED, Fault, Phase, Victim
-from tests.simulation.scale.figures import read as read_scale
-from tests.soak.report import read as read_soak
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = [page for folder in ("how-to", "reference", "runbooks") for page in ROOT.glob(f"docs/{folder}/*.md")]
@@ -196,7 +196,7 @@ def test_each_report_of_other_systems_has_a_test_that_exists() -> None:
 def test_the_page_of_faults_has_every_cell_and_the_committed_figures() -> None:
     text, figures = reliability_page.PAGE.read_text(), read_figures(reliability_page.FIGURES)
     assert figures.seconds.keys() <= {cell.name for cell in TESTED}
-    again = "python -m tests.docs.reliability_page writes it anew"
+    again = "python -m lab.fault_matrix.page writes it anew"
     assert reliability_page.page_with(text, figures) == text, again
     assert {(cell.fault, cell.victim, cell.phase) for cell in CELLS} == set(product(Fault, Victim, Phase))
     assert all((cell.promise is None) is bool(cell.why_not) for cell in CELLS)
@@ -226,7 +226,7 @@ def test_goodput_is_shown_as_in_the_committed_figures() -> None:
 
 def test_many_nodes_are_shown_as_in_the_committed_figures() -> None:
     of_policies, of_resumes = read_scale(scale_page.POLICIES), read_scale(scale_page.RESUMES)
-    again = "python -m tests.docs.scale_page writes it anew"
+    again = "python -m lab.scale.page writes it anew"
     text = scale_page.PAGE.read_text()
     assert scale_page.page_with(text, of_policies, of_resumes) == text, again
     assert f"{of_policies.machine.measured} UTC" in scale_page.PLOT.read_text(), again
@@ -241,7 +241,7 @@ def test_many_nodes_are_shown_as_in_the_committed_figures() -> None:
 
 def test_the_soak_is_shown_as_in_the_committed_figures() -> None:
     report, text = read_soak(soak_page.FIGURES), soak_page.PAGE.read_text()
-    again = "python -m tests.docs.soak_page writes it anew"
+    again = "python -m lab.soak.page writes it anew"
     assert soak_page.written(text, soak_page.figures(report)) == text, again
     assert f"{report.machine.measured} UTC" in soak_page.PLOT.read_text(), again
     assert report.minutes >= 60
@@ -277,7 +277,7 @@ def test_the_sizes_of_models_are_those_of_plans_own_code() -> None:
 
 
 def test_simulated_clusters_are_those_that_plan_predicts() -> None:
-    """The page has a line that is simulated anew here; ``python -m tests.docs.clusters_page`` writes all lines anew."""
+    """The page has a line that is simulated anew here; ``python -m lab.clusters_page`` writes all lines anew."""
     text = clusters_page.PAGE.read_text()
     assert f"| {' | '.join(clusters_page.cells(clusters_page.CASES[0]))} |" in text
     rows = clusters_page.part_of(text)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lab.scale.__main__ import PLAYERS, measure_policy, measure_rack, players, proxy
 from pdserve.config import RoutingPolicy
 from pdserve.process import free_port
-from tests.scale.__main__ import PLAYERS, measure_policy, measure_rack, players, proxy
 
 pytestmark = pytest.mark.integration
 

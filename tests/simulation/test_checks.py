@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from lab.simulation import counters, engine_program
+from lab.simulation.cluster import Node, simulate
+from lab.simulation.network import Network
+from lab.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
+from lab.simulation.run import LIMIT_S, Run, run_plan
+from lab.simulation.virtual_time import Events, SimLoop, SimProcess
 from pdserve.api.server import NodeServer
 from pdserve.errors import PdserveError
 from pdserve_proxy import server as proxy_server
-from tests.simulation import counters, engine_program
-from tests.simulation.cluster import Node, simulate
-from tests.simulation.network import Network
-from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
-from tests.simulation.run import LIMIT_S, Run, run_plan
-from tests.simulation.virtual_time import Events, SimLoop, SimProcess
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.simulation.clients import Outcome
-from tests.simulation.mutants import Mutant
-from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
-from tests.simulation.run import Result, run_plan
+from lab.simulation.clients import Outcome
+from lab.simulation.mutants import Mutant
+from lab.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
+from lab.simulation.run import Result, run_plan
 
 pytestmark = pytest.mark.integration
 

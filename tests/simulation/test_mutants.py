@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.mutants import ALL, MUTANTS, RARE, GoneLine, Mutant
-from tests.simulation.put_back import PUT_BACK
+from lab.simulation.mutants import ALL, MUTANTS, RARE, GoneLine, Mutant
+from lab.simulation.put_back import PUT_BACK
 from tests.simulation.test_ranks import CLEARS_LATE
 from tests.simulation.test_workers import NOTICED
 

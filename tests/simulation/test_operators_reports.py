@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from lab.simulation.clients import Outcome
+from lab.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
+from lab.simulation.run import Result, run_plan
 from pdserve.config import Disaggregation
 from pdserve.wire.discovery import Role
-from tests.simulation.clients import Outcome
-from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
-from tests.simulation.run import Result, run_plan
 
 pytestmark = pytest.mark.integration
 

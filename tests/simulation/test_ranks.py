@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from lab.simulation.clients import Outcome
+from lab.simulation.engine_program import SimRunner
+from lab.simulation.mutants import SESSION, Mutant
+from lab.simulation.plan import SETTLED_S, Fault, FaultKind, Plan, PlannedRequest, Shape
+from lab.simulation.run import run_plan
+from lab.simulation.virtual_time import START_S, present_process, present_thread
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, RankLost
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import Clear, Order
-from tests.simulation.clients import Outcome
-from tests.simulation.engine_program import SimRunner
-from tests.simulation.mutants import SESSION, Mutant
-from tests.simulation.plan import SETTLED_S, Fault, FaultKind, Plan, PlannedRequest, Shape
-from tests.simulation.run import run_plan
-from tests.simulation.virtual_time import START_S, present_process, present_thread
 
 pytestmark = pytest.mark.integration
 _LONG_PROMPTS = tuple(PlannedRequest(0.1 * i, tuple(range(3 + i, 23 + i)), 12) for i in range(4))

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulation.clients import Outcome
-from tests.simulation.plan import Plan, PlannedRequest, Shape, plan_of
-from tests.simulation.run import Result, run_plan, shrunk
+from lab.simulation.clients import Outcome
+from lab.simulation.plan import Plan, PlannedRequest, Shape, plan_of
+from lab.simulation.run import Result, run_plan, shrunk
 
 SEEDS = 100
 NEWER_SEEDS = range(10_000, 10_020)
@@ -62,7 +62,7 @@ def test_a_seed_decides_everything() -> None:
     assert run_plan(seed, plan_of(seed)).digest == first.digest
     assert run_plan(seed + 1_000, plan_of(seed)).digest != first.digest
     told = subprocess.run(
-        [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--whole"],
+        [sys.executable, "-m", "lab.simulation", "--seed", str(seed), "--whole"],
         env={**os.environ, "PYTHONHASHSEED": "12345"},
         capture_output=True,
         text=True,
@@ -80,7 +80,7 @@ def _check(seeds: range) -> None:
         plan = shrunk(seed, plan_of(seed), SHRINK_RUNS)
         result = run_plan(seed, plan)
         events = "\n".join((str(plan), *result.lines, *result.violations))
-        message = f"seeds {failed} fail; python -m tests.simulation --seed {seed} shows this:\n{events}"
+        message = f"seeds {failed} fail; python -m lab.simulation --seed {seed} shows this:\n{events}"
         pytest.fail(message, pytrace=False)
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulation import run
-from tests.simulation.plan import LEAST_S, Fault, FaultKind, Plan, PlannedRequest
-from tests.simulation.run import Result, shrunk
+from lab.simulation import run
+from lab.simulation.plan import LEAST_S, Fault, FaultKind, Plan, PlannedRequest
+from lab.simulation.run import Result, shrunk
 
 
 def _result(plan: Plan) -> Result:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from lab.simulation.clients import Outcome
+from lab.simulation.cluster import WORKER_LOST_S
+from lab.simulation.mutants import Mutant
+from lab.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
+from lab.simulation.run import run_plan
 from pdserve.errors import PdserveError
 from pdserve.wire.discovery import Role
 from pdserve_proxy import server as proxy_server
 from pdserve_proxy.workers import supervisor
-from tests.simulation.clients import Outcome
-from tests.simulation.cluster import WORKER_LOST_S
-from tests.simulation.mutants import Mutant
-from tests.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
-from tests.simulation.run import run_plan
 
 pytestmark = pytest.mark.integration
 

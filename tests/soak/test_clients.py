@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.soak.answers import Answer, BrokenAnswer, ErrorEvent, Events, add_event, difference, prefix_difference
-from tests.soak.catalogue import Ask, catalogue
-from tests.soak.clients import Cause, Client, Door, Manner, Outcome, Tally, connections
+from lab.soak.answers import Answer, BrokenAnswer, ErrorEvent, Events, add_event, difference, prefix_difference
+from lab.soak.catalogue import Ask, catalogue
+from lab.soak.clients import Cause, Client, Door, Manner, Outcome, Tally, connections
 
 ASK = Ask("stream-0", "/v1/completions", {"model": "soak", "prompt": [5], "stream": True})
 

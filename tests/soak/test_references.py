@@ -6,9 +6,9 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.soak.catalogue import Ask
-from tests.soak.clients import connections
-from tests.soak.run import References, compare_in_crowd
+from lab.soak.catalogue import Ask
+from lab.soak.clients import connections
+from lab.soak.run import References, compare_in_crowd
 from tests.soak.test_clients import RIGHT, Script, chunk, served, streams
 
 STEADY = Ask("stream-0", "/v1/completions", {"model": "soak", "prompt": [5], "stream": True})

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.report import lives, verdict
-from tests.soak.run import Soak, SoakPlan, run_soak
+from lab.soak.report import lives, verdict
+from lab.soak.run import Soak, SoakPlan, run_soak
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 

@@ -15,12 +15,12 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.soak.clients import Cause, Finding, Manner, Outcome, Tally
-from tests.soak.cluster import Part, Server, SoakCluster
-from tests.soak.faults import Fault, FaultSchedule, Strike
-from tests.soak.observing import Held, Inside, Look, read_inside
-from tests.soak.plot import write_plot
-from tests.soak.report import (
+from lab.soak.clients import Cause, Finding, Manner, Outcome, Tally
+from lab.soak.cluster import Part, Server, SoakCluster
+from lab.soak.faults import Fault, FaultSchedule, Strike
+from lab.soak.observing import Held, Inside, Look, read_inside
+from lab.soak.plot import write_plot
+from lab.soak.report import (
     MAX_FILES,
     MAX_GROWTH_MIB,
     MAX_NEW_FILES,
@@ -31,7 +31,7 @@ from tests.soak.report import (
     verdict,
     write,
 )
-from tests.soak.run import Rest, Soak, SoakPlan
+from lab.soak.run import Rest, Soak, SoakPlan
 
 RESTS = 8
 HELD = Held(pid=7, files=40, sockets=9, threads=5, rss_mib=200.0, pss_mib=150.0, own_mib=100.0)
@@ -234,7 +234,7 @@ async def test_a_schedule_that_is_cancelled_lets_a_slowed_server_go_on(monkeypat
     faults = FaultSchedule(cast(SoakCluster, None), seed=1, pause_s=0.001, began=0.0)
     chosen = iter([(server, Fault.STUTTER)])
     monkeypatch.setattr(faults, "_choose", lambda: next(chosen, None))
-    monkeypatch.setattr("tests.soak.faults._signal", send)
+    monkeypatch.setattr("lab.soak.faults._signal", send)
     running = asyncio.create_task(faults.run(cast(aiohttp.ClientSession, None), time.monotonic() + 60.0))
     async with asyncio.timeout(30.0):
         await stopped.wait()

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.deploy_containers.stand_in.container_arguments import (
+from lab.deploy_containers.stand_in.container_arguments import (
     Identity,
     container_arguments,
     environment,
     exclusive_cores,
 )
-from tests.deploy_containers.stand_in.made_manifests import container, deployment
-from tests.deploy_containers.stand_in.manifests import Container, ManifestError, Manifests, Template
+from lab.deploy_containers.stand_in.made_manifests import container, deployment
+from lab.deploy_containers.stand_in.manifests import Container, ManifestError, Manifests, Template
 
 POD = Identity("web-0", "shop", "10.244.0.7", "/run/netns/web-0", Path("/pods/web-0"), [1], "10.244.0.2")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from tests.deploy_containers.stand_in.health import Health, ProbeKind, restart_pause_s
-from tests.deploy_containers.stand_in.made_manifests import container
-from tests.deploy_containers.stand_in.manifests import Container
+from lab.deploy_containers.stand_in.health import Health, ProbeKind, restart_pause_s
+from lab.deploy_containers.stand_in.made_manifests import container
+from lab.deploy_containers.stand_in.manifests import Container
 
 
 def health(**changes: Any) -> Health:

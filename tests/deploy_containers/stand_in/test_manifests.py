@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from tests.deploy_containers.stand_in.made_manifests import deployment, service, stateful_set
-from tests.deploy_containers.stand_in.manifests import ManifestError, quantity, read_manifests
+from lab.deploy_containers.stand_in.made_manifests import deployment, service, stateful_set
+from lab.deploy_containers.stand_in.manifests import ManifestError, quantity, read_manifests
 
 
 def test_workloads_and_services_are_read_with_kubernetes_defaults() -> None:

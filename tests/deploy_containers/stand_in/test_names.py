@@ -7,10 +7,10 @@ import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.deploy_containers.stand_in.made_manifests import a_service
-from tests.deploy_containers.stand_in.names import answer
-from tests.deploy_containers.stand_in.packet_rules import Balancer, Endpoint
-from tests.deploy_containers.stand_in.services import Backend, balancers, records
+from lab.deploy_containers.stand_in.made_manifests import a_service
+from lab.deploy_containers.stand_in.names import answer
+from lab.deploy_containers.stand_in.packet_rules import Balancer, Endpoint
+from lab.deploy_containers.stand_in.services import Backend, balancers, records
 from tests.examples import examples
 
 NAME = "web.shop.svc.cluster.local"

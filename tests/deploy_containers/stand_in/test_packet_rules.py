@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.deploy_containers.stand_in.made_manifests import a_policy
-from tests.deploy_containers.stand_in.manifests import ManifestError, NetworkPolicy
-from tests.deploy_containers.stand_in.packet_rules import Balancer, Endpoint, packet_rules
+from lab.deploy_containers.stand_in.made_manifests import a_policy
+from lab.deploy_containers.stand_in.manifests import ManifestError, NetworkPolicy
+from lab.deploy_containers.stand_in.packet_rules import Balancer, Endpoint, packet_rules
 
 WEB = Endpoint("web-0", "10.0.0.1", "shop", {"app": "web"}, {"http": 8000})
 DB = Endpoint("db-0", "10.0.0.2", "shop", {"app": "db"}, {"sql": 5432})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.deploy_containers.stand_in.podman import watched
+from lab.deploy_containers.stand_in.podman import watched
 
 
 async def test_a_process_that_is_killed_has_ended() -> None:

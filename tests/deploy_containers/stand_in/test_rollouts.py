@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.deploy_containers.stand_in.made_manifests import a_workload, deployment, stateful_set
-from tests.deploy_containers.stand_in.manifests import ManifestError
-from tests.deploy_containers.stand_in.rollouts import Changes, PodState, next_changes
+from lab.deploy_containers.stand_in.made_manifests import a_workload, deployment, stateful_set
+from lab.deploy_containers.stand_in.manifests import ManifestError
+from lab.deploy_containers.stand_in.rollouts import Changes, PodState, next_changes
 from tests.examples import examples
 
 

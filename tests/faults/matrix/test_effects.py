@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from lab.fault_matrix import effects
+from lab.fault_matrix.effects import hears_nothing, is_slow, is_still_stopped, kills, stops
+from lab.fault_matrix.figures import Figures, put_cell, read_figures
+from lab.fault_matrix.stage import Logged, Server, Stage
 from tests.eventually import eventually
-from tests.faults.matrix import effects
-from tests.faults.matrix.effects import hears_nothing, is_slow, is_still_stopped, kills, stops
-from tests.faults.matrix.figures import Figures, put_cell, read_figures
-from tests.faults.matrix.stage import Logged, Server, Stage
 from tests.hosts.conftest import possible
 from tests.hosts.namespaces import Host, network
 

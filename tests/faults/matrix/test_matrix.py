@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix.stages import Stages
-from tests.faults.matrix.table import TESTED, Cell
+from lab.fault_matrix.stages import Stages
+from lab.fault_matrix.table import TESTED, Cell
 from tests.hosts.cluster import tiny_model
 from tests.hosts.conftest import possible
 

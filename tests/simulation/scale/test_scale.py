@@ -8,16 +8,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lab.scale.page import policies
+from lab.simulation.scale.cluster import Plan, Report, Scale
+from lab.simulation.scale.events import Events
+from lab.simulation.scale.figures import Run, add, read
+from lab.simulation.scale.measured import REPORTS, measured_profile
+from lab.simulation.scale.nodes import DecodeModel, PrefillModel
+from lab.simulation.scale.proxy import CoarseProxy, RealCosts
 from pdserve.bench.report import read_report
 from pdserve.config import RelayConfig, RoutingPolicy
-from tests.docs.scale_page import policies
 from tests.plan.profiles import CACHE, PARTS, profile_of
-from tests.simulation.scale.cluster import Plan, Report, Scale
-from tests.simulation.scale.events import Events
-from tests.simulation.scale.figures import Run, add, read
-from tests.simulation.scale.measured import REPORTS, measured_profile
-from tests.simulation.scale.nodes import DecodeModel, PrefillModel
-from tests.simulation.scale.proxy import CoarseProxy, RealCosts
 
 SMALL = Plan(nodes=12, proxies=2, streams=60, prompt_tokens=64, answer_tokens=100, warm_up_s=6.0, seconds=14.0)
 
