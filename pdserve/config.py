@@ -228,6 +228,10 @@ class PrefillAnswers(enum.Enum):
 
 FEW_PROMPTS = 0.3
 """A prefill node that has prompts for a larger share of the time answers nothing. ``pdserve.plan`` goes by it, too."""
+NEWEST_SHARE = 0.1
+"""The weight of the newest heartbeat in that share: about the last ten count."""
+OVERLAP_FROM_TOKENS = 2048
+"""Without a setting, the blocks of prompts that are no shorter move while the rest is computed."""
 
 
 class RoutingPolicy(enum.Enum):

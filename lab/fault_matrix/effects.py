@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lab.fault_matrix.stage import ANSWER_S, Server, Stage
+from lab.fault_matrix.stage import ANSWER_S, ENGINE_SILENCE_MS, Server, Stage
 from tests.cluster.nodes import MODEL, http
 from tests.eventually import eventually
 
 KILLED = "was killed by SIGKILL"
-NO_LIFE = "hangs: no sign of life for 2.0 s"
+NO_LIFE = f"hangs: no sign of life for {ENGINE_SILENCE_MS / 1000} s"
 GONE = ("", "Z", "X")
 """The states of a process that has ended."""
 TOKENS = 16

@@ -27,6 +27,8 @@ from lab.fault_matrix.effects import (
 from lab.fault_matrix.engine_program import HOLD, POISON, POISONED_POSITION
 from lab.fault_matrix.stage import KV_CACHE_MIB, MAX_IN_FLIGHT, Server, Stage, children_of
 from lab.fault_matrix.table import Cell, Fault, Phase, Promise, Victim
+from pdserve.config import CacheConfig
+from pdserve_proxy.relay.suspects import MAX_LOSSES
 from tests.eventually import eventually
 from tests.tiny_models import VOCAB_SIZE, Reference
 
@@ -35,14 +37,14 @@ SOME_TOKENS = 5
 SILENCE_S = 1.5
 """A client that may ask another proxy gives the first one up after so many seconds of silence."""
 SLOW_S = 0.04
-BLOCK_BYTES = 16 * 4 * 2 * 2 * 32 * 4
+BLOCK_SIZE = CacheConfig().block_size
+BLOCK_BYTES = BLOCK_SIZE * 4 * 2 * 2 * 32 * 4
 """The bytes of a block of the model: tokens, layers, KV heads, keys and values, head size, fp32."""
-SOME_BYTES = PROMPT_TOKENS // 16 * BLOCK_BYTES // 3
-BLOCKS = -(-PROMPT_TOKENS // 16)
+SOME_BYTES = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_BYTES // 3
+BLOCKS = -(-PROMPT_TOKENS // BLOCK_SIZE)
 """The blocks of a prompt."""
 NODE_BLOCKS = KV_CACHE_MIB * 2**20 // BLOCK_BYTES
 HOGS = MAX_IN_FLIGHT
-MAX_LOST = 2
 
 
 def _prompt(length: int = PROMPT_TOKENS, **at: int) -> tuple[int, ...]:
@@ -409,11 +411,11 @@ class Scenario:
         def lost() -> list[str]:
             return [name for name in stage.lost_since(engines) if name not in drained]
 
-        eventually(lambda: len(lost()) >= MAX_LOST - len(drained), "engines are lost")
+        eventually(lambda: len(lost()) >= MAX_LOSSES - len(drained), "engines are lost")
         for name in lost():
             eventually(partial(_has_ended, stage.servers[name]), f"{name} has ended")
         stage.mend()
-        assert len(lost()) <= MAX_LOST, f"lost: {lost()}"
+        assert len(lost()) <= MAX_LOSSES, f"lost: {lost()}"
         ordinary = Client([stage.proxies[0].url], PLAIN)
         ordinary.wait()
         self._check_whole(ordinary)

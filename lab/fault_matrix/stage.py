@@ -23,11 +23,12 @@ PROXIES = ("proxy-0", "proxy-1")
 CLIENT = "client"
 MAX_IN_FLIGHT = 8
 KV_CACHE_MIB = 6
+ENGINE_SILENCE_MS = 2000
 NODE_FLAGS = (
     *("--dtype", "fp32", "--kv-cache-mib", str(KV_CACHE_MIB), "--max-num-batched-tokens", "128", "--max-num-seqs", "8"),
     *("--prefix-cache", "off", "--disaggregation", "always", "--kv-overlap", "on", "--ucx-tls", "tcp"),
     *("--transfer-lease-ms", "1500", "--transfer-heartbeat-ms", "200", "--tp-timeout-ms", "2000"),
-    *("--engine-silence-ms", "2000"),
+    *("--engine-silence-ms", str(ENGINE_SILENCE_MS)),
 )
 PROXY_FLAGS = (
     *("--heartbeat-ms", "300", "--max-in-flight", str(MAX_IN_FLIGHT), "--port", "8000", "--control-port", "8100"),

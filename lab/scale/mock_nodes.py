@@ -21,13 +21,15 @@ import zmq
 
 from pdserve.api.proxy_link import ProxyLink
 from pdserve.bench.proxy.mock_backend import BackendConnection
+from pdserve.config import CacheConfig, RegistryConfig
+from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.process import allow_open_files, die_with_parent
 from pdserve.wire.discovery import Capacity, ComputeCores, FromProxy, GapCounts, NodeInfo, NodeLoad, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 
 MODEL = "scale"
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = RegistryConfig().heartbeat_ms / 1000
 MAX_RUNNING = 64
 NODES_A_MACHINE = 8
 _GAPS = GapCounts(tuple(0.001 * 1.5**step for step in range(20)), tuple(range(1000, 1021)))
@@ -50,8 +52,10 @@ def describe(number: int, every: int, url: str) -> NodeInfo:
         control="tcp://127.0.0.1:1" if role is Role.PREFILL else "",
         model=MODEL,
         fingerprint="the same for all",
-        capacity=Capacity(max_running=MAX_RUNNING, num_blocks=2**16, block_size=16, max_model_len=2**15),
-        version="0.1",
+        capacity=Capacity(
+            max_running=MAX_RUNNING, num_blocks=2**16, block_size=CacheConfig().block_size, max_model_len=2**15
+        ),
+        version=INSTALLED_VERSION,
         compute=ComputeCores(f"machine-{number // NODES_A_MACHINE}", (number % NODES_A_MACHINE,), 1),
     )
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from lab.scale.figures import ChoiceRuns, ChoiceTimes, write
-from lab.scale.mock_nodes import MODEL, describe
+from lab.scale.mock_nodes import HEARTBEAT_S, MODEL, describe
 from pdserve.bench.machine import this_machine
-from pdserve.config import RoutingPolicy
+from pdserve.config import RegistryConfig, RoutingPolicy
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad, Register
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.routing.attempts import Attempts
@@ -30,7 +30,8 @@ ROUNDS = 5
 def choice_us(nodes: int, policy: RoutingPolicy) -> float:
     """Returns the microseconds of CPU time for a request and the heartbeats before it: the least of some rounds."""
     attempts, chance = Attempts(), random.Random(nodes)
-    registry, router = Registry(1.0, 3, watcher=attempts), Router(policy, attempts)
+    registry = Registry(HEARTBEAT_S, RegistryConfig().missed_heartbeats, watcher=attempts)
+    router = Router(policy, attempts)
     infos = [describe(number, nodes, "http://127.0.0.1:1") for number in range(nodes)]
     for info in infos:
         registry.handle(Register(info), 0.0)

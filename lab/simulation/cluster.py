@@ -107,7 +107,6 @@ COLLECT_EVERY = 20
 """What runs have left is collected after so many of them: it takes as long as a small run."""
 SILENT_MS = 3_000
 """Where roles move, a node that sends no heartbeat for so long is gone."""
-MISSED_HEARTBEATS = 3
 ROLES_INTERVAL_MS = 200
 """A proxy that moves roles looks at its nodes so often, and hears their loads half as often."""
 ROLES_REST_S = 1.0
@@ -196,13 +195,14 @@ class Proxy:
     async def _main(self) -> int:
         shape = self.cluster.shape
         heartbeat_ms = 2 * ROLES_INTERVAL_MS if shape.moves_roles else shape.heartbeat_ms
+        usual = RegistryConfig().missed_heartbeats
         config = ProxyConfig(
             http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
             registry=RegistryConfig(
                 control_host=self.host,
                 control_port=CONTROL_PORT,
                 heartbeat_ms=heartbeat_ms,
-                missed_heartbeats=SILENT_MS // heartbeat_ms if shape.moves_roles else MISSED_HEARTBEATS,
+                missed_heartbeats=SILENT_MS // heartbeat_ms if shape.moves_roles else usual,
             ),
             relay=RelayConfig(suspect_s=SUSPECT_S, max_connections=shape.max_connections),
             admission=AdmissionConfig(max_in_flight=shape.max_in_flight, max_queued=shape.max_queued),

@@ -12,10 +12,10 @@ from lab.simulation.links import Fabric
 from lab.simulation.plan import Plan
 from lab.simulation.virtual_time import SimProcess
 from lab.simulation.witness import EndedRequest, Witness
+from pdserve_proxy.relay.access_log import CLIENT_GONE
 
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-CLIENT_GONE = 499
 AT_REST = {
     "pdserve_proxy_requests_in_flight",
     "pdserve_proxy_requests_queued",

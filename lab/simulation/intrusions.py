@@ -11,8 +11,8 @@ from lab.simulation.cluster import HTTP_PORT, Cluster, Node
 from lab.simulation.plan import OF_REQUESTS, PROBE, Intrusion, IntrusionKind
 from pdserve.wire.frame import from_header, to_header
 from pdserve.wire.ticket import TICKET_HEADER
+from pdserve_proxy.relay.relay import UNAUTHORIZED
 
-UNAUTHORIZED = 401
 TAKES_NONE = 503
 """The status of a node that takes no requests at all."""
 

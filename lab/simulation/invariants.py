@@ -10,9 +10,7 @@ from typing import Any
 from lab.simulation.engine_program import BLOCK_SIZE, RunningEngine
 from pdserve.engine.kv_cache.block_manager import BlockManager, _BlockState
 from pdserve.engine.request import Request
-
-PRIORITY_S = 5.0
-"""Each number of a priority counts like so much time of waiting."""
+from pdserve.wire.priority import PRIORITY_S
 
 
 def wrong_blocks(engine: RunningEngine) -> str | None:

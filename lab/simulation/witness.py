@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lab.simulation.invariants import PRIORITY_S
 from lab.simulation.plan import PlannedRequest
 from lab.simulation.virtual_time import SimProcess, present_process
 from pdserve.api.serving_node import TicketGate
 from pdserve.wire.frame import MAX_AGE_S
+from pdserve.wire.priority import PRIORITY_S
 from pdserve.wire.ticket import Ticket
 from pdserve_kvtransfer.push.side import PushSide
 from pdserve_proxy.relay.dispatch import Dispatch, TicketSigner

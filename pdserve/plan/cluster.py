@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.config import FEW_PROMPTS, Disaggregation, TargetsConfig, TransferConfig
+from pdserve.config import FEW_PROMPTS, NEWEST_SHARE, OVERLAP_FROM_TOKENS, Disaggregation, TargetsConfig, TransferConfig
 from pdserve.engine.placement.step_parts import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.answer import Answer
@@ -25,10 +25,6 @@ from pdserve.wire.discovery import Role
 
 _ORDER_TIMEOUT_S = TransferConfig().prefill_timeout_ms / 1e3
 """An order that is not begun so long after its estimated time is withdrawn."""
-_EARLY_TOKENS = 2048
-"""The blocks of prompts that are no shorter move while the rest is computed (``kv_connector.pushing_connector``)."""
-_NEWEST = 0.1
-"""The weight of the newest request in a share of requests."""
 _LAST = 2**62
 """More than all events."""
 
@@ -170,7 +166,7 @@ class _Engine:
         """
         has_prompts = bool(self.node.queued_tokens or self.inbox)
         few = self.prompt_share < FEW_PROMPTS
-        self.prompt_share += _NEWEST * (has_prompts - self.prompt_share)
+        self.prompt_share += NEWEST_SHARE * (has_prompts - self.prompt_share)
         return (
             self.node.role is Role.PREFILL
             and self.machine is not decode.machine
@@ -426,7 +422,7 @@ class _Simulation:
         assert transfer is not None
         node.pushing += 1
         tokens = prompt.tokens
-        if tokens >= _EARLY_TOKENS:
+        if tokens >= OVERLAP_FROM_TOKENS:
             tokens = min(tokens, node.cache.max_num_batched_tokens)
         size = node.cache.blocks(tokens) * node.cache.block_bytes
         first_at = now + transfer.fixed_s

@@ -21,7 +21,7 @@ from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.placement.step_parts import StepParts
-from pdserve.engine.scheduling.batch_admission import LEAST_KEPT
+from pdserve.engine.scheduling.batch_admission import LEAST_KEPT, MAX_TRIED
 from pdserve.engine.scheduling.batch_plan import chunk_tokens
 from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.plan.answer import Answer
@@ -33,8 +33,6 @@ from pdserve.wire.request_targets import NO_OWN_TARGETS
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 
-_MAX_TRIED = 32
-"""As many waiting prompts as an engine looks at before a step."""
 _MOST_LEARNT = 32
 """More steps that are alike tell an engine nothing new."""
 
@@ -296,7 +294,7 @@ class SimulatedNode:
         if kept < LEAST_KEPT:
             return
         ahead = _Ahead(0)
-        for prompt in list(itertools.islice(self.waiting, _MAX_TRIED)):
+        for prompt in list(itertools.islice(self.waiting, MAX_TRIED)):
             if not self._has_place or budget.for_prompt() <= kept:
                 return
             if not prompt.has_blocks and not self._has_room(prompt):
@@ -315,7 +313,7 @@ class SimulatedNode:
     def _admit(self, now: float, budget: StepBudget, chunks: list[tuple[PendingPrompt, int]]) -> None:
         ahead = _Ahead(sum(prompt.left for prompt in self.computing))
         passed: list[PendingPrompt] = []
-        while self.waiting and self._has_place and len(passed) < _MAX_TRIED:
+        while self.waiting and self._has_place and len(passed) < MAX_TRIED:
             prompt = self.waiting.popleft()
             no_budget = budget.for_prompt() <= 0
             if no_budget and prompt.target is None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from pdserve.bench.report import Report, Row, read_report
+from pdserve.config import CacheConfig
 from pdserve.engine.placement.step_parts import StepParts
 from pdserve.plan.profile import VERSION, CacheGeometry, FrontCost, NodeSpeed, Profile, TransferCost
 
 REPORTS = Path(__file__).parents[3] / "docs" / "benchmarks"
-BLOCK_SIZE = 16
+BLOCK_SIZE = CacheConfig().block_size
 BLOCK_KIB = 360
 """A block of the model of ``bench engine``, and the row of ``bench transfer`` with blocks as large."""
 CHUNK = 512

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.config import KvOverlap
+from pdserve.config import OVERLAP_FROM_TOKENS, KvOverlap
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.engine.placement.placement import Placement
@@ -32,8 +32,6 @@ from pdserve_kvtransfer.events import (
 
 log = logging.getLogger(__name__)
 
-PAYS_FROM_TOKENS = 2048
-
 
 @dataclass(frozen=True, slots=True)
 class PushSchedule:
@@ -53,7 +51,7 @@ class PushSchedule:
             case KvOverlap.OFF:
                 return False
             case KvOverlap.AUTO:
-                return tokens >= PAYS_FROM_TOKENS
+                return tokens >= OVERLAP_FROM_TOKENS
 
 
 class PushingConnector:

@@ -21,7 +21,7 @@ from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import BootId
 from pdserve.wire.prompt_logprobs import can_be_sent
 
-_MAX_TRIED = 32
+MAX_TRIED = 32
 """The search ends after so many requests for which no fetch can be ordered now, because each step searches."""
 
 LEAST_KEPT = 3
@@ -95,7 +95,7 @@ class BatchAdmission:
         Requests that wait for a fetch, a grammar or a node that is free for their prompt are passed over, and so are
         those that are only fetched: they need no place.
         """
-        tries, fetches, ahead = _MAX_TRIED, self._free_fetches(), self._ahead()
+        tries, fetches, ahead = MAX_TRIED, self._free_fetches(), self._ahead()
         for request in self._queues.in_turn():
             if request.fetch_only or request.awaits_grammar:
                 continue
@@ -120,7 +120,7 @@ class BatchAdmission:
             return
         self._admit_landed(plan, budget, now)
         prompt_budget = budget.for_prompt()
-        tries, fetches, ahead = _MAX_TRIED, self._free_fetches(), self._ahead()
+        tries, fetches, ahead = MAX_TRIED, self._free_fetches(), self._ahead()
         for request in self._queues.in_turn():
             if not self.has_place or not tries:
                 return
@@ -177,7 +177,7 @@ class BatchAdmission:
         kept = (budget.for_prompt() + 1) // 2
         if not self._queues.waiting or kept < LEAST_KEPT:
             return
-        tries, ahead = _MAX_TRIED, replace(self._ahead(), queued=0)
+        tries, ahead = MAX_TRIED, replace(self._ahead(), queued=0)
         for request in self._queues.in_turn():
             if not self.has_place or not tries or budget.for_prompt() <= kept or self._queues.places_of(request):
                 return

@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdserve.config import NEWEST_SHARE
 from pdserve.wire.discovery import NodeInfo, NodeLoad
-
-_NEWEST = 0.1
-"""The weight of the newest heartbeat in a share of heartbeats: about the last ten count."""
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class Attempts:
         self._reported[boot_id] = self._under_way.get(boot_id, 0)
         self._beats[boot_id] += 1
         before = self._prompt_shares.get(boot_id, 0.0)
-        self._prompt_shares[boot_id] = before + _NEWEST * ((load.queue_s > 0) - before)
+        self._prompt_shares[boot_id] = before + NEWEST_SHARE * ((load.queue_s > 0) - before)
         self._tell(boot_id)
 
     def forget(self, boot_id: bytes) -> None:

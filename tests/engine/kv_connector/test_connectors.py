@@ -470,7 +470,7 @@ def test_without_overlap_all_blocks_are_pushed_when_the_prompt_is_computed(overl
 
 def test_what_decides_is_how_much_has_to_be_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The length of the prompt does not decide, since the decode node may have most of its blocks already."""
-    monkeypatch.setattr("pdserve.engine.kv_connector.pushing_connector.PAYS_FROM_TOKENS", 12)
+    monkeypatch.setattr("pdserve.engine.kv_connector.pushing_connector.OVERLAP_FROM_TOKENS", 12)
     bench = Bench(KvOverlap.AUTO)
     bench.report(wanted(prompt=14, first_block=1))
     bench.step()

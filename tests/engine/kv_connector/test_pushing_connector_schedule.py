@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.config import KvOverlap
-from pdserve.engine.kv_connector.pushing_connector import PAYS_FROM_TOKENS, PushSchedule
+from pdserve.config import OVERLAP_FROM_TOKENS, KvOverlap
+from pdserve.engine.kv_connector.pushing_connector import PushSchedule
 
 
 @pytest.mark.parametrize(
@@ -13,8 +13,8 @@ from pdserve.engine.kv_connector.pushing_connector import PAYS_FROM_TOKENS, Push
     [
         (KvOverlap.ON, 1, True),
         (KvOverlap.OFF, 100_000, False),
-        (KvOverlap.AUTO, PAYS_FROM_TOKENS - 1, False),
-        (KvOverlap.AUTO, PAYS_FROM_TOKENS, True),
+        (KvOverlap.AUTO, OVERLAP_FROM_TOKENS - 1, False),
+        (KvOverlap.AUTO, OVERLAP_FROM_TOKENS, True),
     ],
 )
 def test_the_switch_and_the_length_decide(overlap: KvOverlap, tokens: int, early: bool) -> None:
