@@ -17,7 +17,7 @@ PAGE = DOCS / "reliability.md"
 FIGURES = DOCS / "reliability.json"
 BEGIN = "<!-- written by lab/fault_matrix/page.py from lab/fault_matrix/table.py and reliability.json -->"
 
-_MARKS = {Promise.WHOLE: "complete", Promise.ASKS_AGAIN: "asks again", Promise.REFUSED: "refused"}
+_MARKS = {Promise.COMPLETE: "complete", Promise.ASKS_AGAIN: "asks again", Promise.REFUSED: "refused"}
 
 
 def page_with(text: str, figures: Figures) -> str:

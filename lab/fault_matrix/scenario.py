@@ -123,16 +123,16 @@ class Scenario:
                     client.lose_patience()
             self._stage.open_gate()
             scene.client.wait()
-            self._check_whole(scene.client)
+            self._check_complete(scene.client)
             if self._cell.promise is Promise.ASKS_AGAIN:
                 assert scene.client.tries > 1, "the fault did not concern the request"
         for hog in self._hogs:
             hog.wait()
-            self._check_whole(hog)
+            self._check_complete(hog)
         self._stage.mend()
         return scene.client.longest_pause_s(since_s)
 
-    def _check_whole(self, client: Client) -> None:
+    def _check_complete(self, client: Client) -> None:
         assert all(refusal.invites for refusal in client.refusals), client.refusals
         assert client.over, f"the answer has no end; {len(client.tokens)} tokens, {client.refusals}"
         assert client.tokens == self._answers.to(client.prompt)
@@ -418,7 +418,7 @@ class Scenario:
         assert len(lost()) <= MAX_LOSSES, f"lost: {lost()}"
         ordinary = Client([stage.proxies[0].url], PLAIN)
         ordinary.wait()
-        self._check_whole(ordinary)
+        self._check_complete(ordinary)
         return took_s
 
 

@@ -42,7 +42,7 @@ class Phase(enum.Enum):
 
 
 class Promise(enum.Enum):
-    WHOLE = "whole"
+    COMPLETE = "complete"
     """The client gets the whole right answer from the same request. It sees a pause at most."""
     ASKS_AGAIN = "asks again"
     """The client hears nothing more. It asks the other proxy, and then has the whole right answer."""
@@ -124,7 +124,7 @@ def _promise(fault: Fault, victim: Victim) -> Promise:
     if fault is Fault.POISON:
         return Promise.REFUSED
     ends_its_connection = fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)
-    return Promise.ASKS_AGAIN if victim is Victim.PROXY and ends_its_connection else Promise.WHOLE
+    return Promise.ASKS_AGAIN if victim is Victim.PROXY and ends_its_connection else Promise.COMPLETE
 
 
 def _cell(fault: Fault, victim: Victim, phase: Phase) -> Cell:

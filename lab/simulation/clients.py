@@ -30,7 +30,7 @@ COME_BACK = (429, 503)
 class Outcome(enum.Enum):
     """How a request ended for its client."""
 
-    WHOLE = "whole"
+    COMPLETE = "complete"
     """The answer came to its end."""
     ERROR = "error"
     """A status or an event said that it failed."""
@@ -143,7 +143,7 @@ class ClientRequest:
             return f"request {self.name}: {wrong_head}"
         if len(self.outcomes) > 1:
             return f"request {self.name} ended {len(self.outcomes)} times: {self.outcomes}"
-        whole = self.outcomes == [Outcome.WHOLE]
+        whole = self.outcomes == [Outcome.COMPLETE]
         if not set(self.choices) <= set(range(len(self.reference))):
             return f"request {self.name} got the answers {list(self.choices)}, and asked for {len(self.reference)}"
         for index, reference in enumerate(self.reference):
@@ -227,7 +227,7 @@ class _Reader(asyncio.Protocol):
             data = line.removeprefix(b"data: ")
             if data == b"[DONE]":
                 if not request.error:
-                    self.outcomes.append(Outcome.WHOLE)
+                    self.outcomes.append(Outcome.COMPLETE)
                 continue
             self._take_object(json.loads(data))
 
@@ -253,7 +253,7 @@ class _Reader(asyncio.Protocol):
         elif not self.request.planned.stream:
             self._take_object(json.loads(self._body))
             if not self.request.error:
-                self.outcomes.append(Outcome.WHOLE)
+                self.outcomes.append(Outcome.COMPLETE)
         self._done()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -29,7 +29,7 @@ from lab.simulation.network import Network
 from lab.simulation.plan import PlannedRequest, Shape
 from lab.simulation.proxy_processes import ProxyProcesses
 from lab.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
-from lab.simulation.returning_client import ask_until_whole
+from lab.simulation.returning_client import ask_until_complete
 from lab.simulation.role_moves import watched_decider
 from lab.simulation.stand_ins import simulated
 from lab.simulation.transfer_states import TransferState, watched_transfers
@@ -478,7 +478,7 @@ class Cluster:
     async def _ask(self, request: ClientRequest) -> None:
         hosts = [proxy.host for proxy in self.proxies]
         if request.planned.returns:
-            await ask_until_whole(request, hosts, HTTP_PORT, RETURNS_S)
+            await ask_until_complete(request, hosts, HTTP_PORT, RETURNS_S)
         else:
             await ask(request, hosts[request.planned.proxy], HTTP_PORT)
 

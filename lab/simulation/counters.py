@@ -41,7 +41,7 @@ UNTROUBLED = {
 
 LEFT = ("moved", "ended")
 """What becomes of an answer that is to leave its node, if another node may have taken it."""
-TOLD_S = 3.0
+REPORTED_S = 3.0
 """A worker has told its supervisor by then of a request that has ended."""
 
 
@@ -127,7 +127,7 @@ def _ends_of(proxy: Proxy, witness: Witness) -> Ends:
     ends = Ends([], [])
     for process in [proxy.process, *proxy.process.children]:
         stopped = process.was_stopped or proxy.process.was_stopped
-        told_until_s = process.ended_s - TOLD_S if not (process.ended and stopped) else 0.0
+        told_until_s = process.ended_s - REPORTED_S if not (process.ended and stopped) else 0.0
         for one in witness.ended[process]:
             (ends.counted if one.at_s < told_until_s else ends.perhaps).append(one)
     return ends
@@ -172,12 +172,12 @@ def _wrong_ends(cluster: Cluster) -> Iterator[str]:
         logged = ended.get(request.label, [])
         if len(logged) > 1:
             yield f"request {request.name} has {len(logged)} ends: {logged}"
-        if not logged and not killed and request.outcomes == [Outcome.WHOLE]:
+        if not logged and not killed and request.outcomes == [Outcome.COMPLETE]:
             yield f"request {request.name} has an answer, and no end at a proxy"
         for status, outcome in logged:
             if request.status and status != request.status and status != CLIENT_GONE:
                 yield f"request {request.name} got the status {request.status}, and its proxy says {status}"
-            if (request.outcomes == [Outcome.WHOLE]) and outcome != "ok":
+            if (request.outcomes == [Outcome.COMPLETE]) and outcome != "ok":
                 yield f"request {request.name} got its whole answer, and its proxy says {outcome}"
             if request.outcomes == [Outcome.ERROR] and outcome == "ok":
                 yield f"request {request.name} got an error, and its proxy says {outcome}"

@@ -18,7 +18,7 @@ from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.upstream.node_pool import NodePool
 
-TOLD_S = 1.0
+REPORTED_S = 1.0
 """Within this time a process that has just started knows what the others do."""
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class WatchedSuspects(Suspects):
         for fingerprint in self.taken.keys() - supervisor.taken.keys():
             yield f"{worker} has not told its supervisor of {self.taken[fingerprint]}"
         for fingerprint, suspect in supervisor.taken.items():
-            if fingerprint not in self.taken and self.made_s < suspect.until_s - TOLD_S:
+            if fingerprint not in self.taken and self.made_s < suspect.until_s - REPORTED_S:
                 yield f"{worker} was not told of {suspect}"
 
 

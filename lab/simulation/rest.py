@@ -13,7 +13,7 @@ from pdserve_kvtransfer.fetch.port import FetchPort
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.rank_thread import RankThread
 
-KEPT_TIMERS = frozenset({"ExpiryQueue._expire", "GuardedHttp.timeout_keep_alive_handler"})
+IDLE_TIMERS = frozenset({"ExpiryQueue._expire", "GuardedHttp.timeout_keep_alive_handler"})
 """Those of connections between a proxy and a node, which stay open for the next request."""
 
 
@@ -41,7 +41,7 @@ def left_in(process: SimProcess, settled: Counter[str]) -> Iterator[str]:
     for name, count in (tasks_of(process) - settled).items():
         yield f"{count} more of the task {name}"
     for name, count in product_timers_of(process).items():
-        if name not in KEPT_TIMERS:
+        if name not in IDLE_TIMERS:
             yield f"{count} of the timer {name}"
 
 

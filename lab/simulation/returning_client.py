@@ -16,7 +16,7 @@ PAUSE_S = 0.3
 GONE = 410
 
 
-async def ask_until_whole(request: ClientRequest, hosts: Sequence[str], port: int, within_s: float) -> None:
+async def ask_until_complete(request: ClientRequest, hosts: Sequence[str], port: int, within_s: float) -> None:
     """Asks until the answer is whole, or ``within_s`` are over: then the outcome is that of the last attempt."""
     loop = asyncio.get_running_loop()
     request.began_s = loop.time()
@@ -25,7 +25,7 @@ async def ask_until_whole(request: ClientRequest, hosts: Sequence[str], port: in
     while True:
         _prepare(request)
         outcomes = await try_once(request, hosts[(request.planned.proxy + request.tries - 1) % len(hosts)], port)
-        if outcomes == [Outcome.WHOLE] or loop.time() - request.began_s > within_s:
+        if outcomes == [Outcome.COMPLETE] or loop.time() - request.began_s > within_s:
             break
         await asyncio.sleep(PAUSE_S)
     request.outcomes += outcomes or [Outcome.CUT]

@@ -97,7 +97,7 @@ class Run:
     async def _asked(self, request: ClientRequest, after_s: float = 0.0) -> None:
         await asyncio.sleep(after_s)
         await self.cluster.ask(request)
-        shape, planned, whole = self.plan.shape, request.planned, request.outcomes == [Outcome.WHOLE]
+        shape, planned, whole = self.plan.shape, request.planned, request.outcomes == [Outcome.COMPLETE]
         if "deadline" in request.error and planned.manner.sends_all and not shape.in_a_hurry:
             # Every fault is over long before.
             self.cluster.violated(f"request {request.name} waited until its deadline")
@@ -143,7 +143,7 @@ class Run:
             request = ClientRequest(len(cluster.requests), replace(PROBE, proxy=silent[0]))
             await cluster.ask(request)
             in_time = not (self.plan.shape.in_a_hurry and "deadline" in request.error)
-            if request.outcomes == [Outcome.WHOLE] or not in_time:
+            if request.outcomes == [Outcome.COMPLETE] or not in_time:
                 del silent[0]
             if not silent:
                 return

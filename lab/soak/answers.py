@@ -153,7 +153,7 @@ def _add_said(answer: Answer, event: Event, said: Any) -> None:
         _add_chunk(answer, said)
 
 
-def read_whole(path: str, body: bytes) -> Answer:
+def read_body(path: str, body: bytes) -> Answer:
     """Returns an answer that came in one piece. Raises BrokenAnswer if it is none."""
     try:
         said = json.loads(body)

@@ -32,7 +32,7 @@ from lab.soak.answers import (
     add_event,
     difference,
     prefix_difference,
-    read_whole,
+    read_body,
 )
 from lab.soak.catalogue import Ask, Nonsense
 
@@ -273,7 +273,7 @@ class Client:
         while True:
             door = self._door()
             try:
-                await self._until_whole(session, asked, door, manner, breaks_at)
+                await self._until_complete(session, asked, door, manner, breaks_at)
             except _Left:
                 if what := prefix_difference(asked.answer, wanted):
                     raise BrokenAnswer(f"it left with {what}") from None
@@ -312,7 +312,7 @@ class Client:
             headers["idempotency-key"] = label
         return Asked(ask, body, headers, label, began or time.monotonic())
 
-    async def _until_whole(
+    async def _until_complete(
         self, session: aiohttp.ClientSession, asked: Asked, door: Door, manner: Manner, breaks_at: int
     ) -> None:
         """Reads the answer, or the rest of it, from one proxy. Raises _AskAgain, _Left, Unpromised or BrokenAnswer."""
@@ -374,10 +374,10 @@ class Client:
             if breaks_at > 0:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.02 * breaks_at):
-                        asked.answer = read_whole(asked.ask.path, await response.read())
+                        asked.answer = read_body(asked.ask.path, await response.read())
                         return
                 raise _Left
-            asked.answer = read_whole(asked.ask.path, await response.read())
+            asked.answer = read_body(asked.ask.path, await response.read())
             return
         events, reads = Events(), 0
         async for data in response.content.iter_any():

@@ -231,7 +231,7 @@ class SoakCluster:
         self._keeping = [asyncio.create_task(server.keep()) for server in self.servers.values()]
         async with asyncio.timeout(START_S):
             while True:
-                if await self.whole(session):
+                if await self.is_complete(session):
                     return
                 await asyncio.sleep(_ASKING_S)
 
@@ -248,7 +248,7 @@ class SoakCluster:
             return {}
         return {entry.name: entry for entry in listed}
 
-    async def whole(self, session: aiohttp.ClientSession) -> bool:
+    async def is_complete(self, session: aiohttp.ClientSession) -> bool:
         """Returns whether both proxies have every node, as it is now and in its own role."""
         for proxy in self.proxies:
             known = await self.known(session, proxy)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from lab.soak.answers import Answer, Events, add_event, difference, read_whole
+from lab.soak.answers import Answer, Events, add_event, difference, read_body
 from lab.soak.catalogue import MODEL, Ask, catalogue, nonsense
 from lab.soak.clients import Client, Door, Outcome, Tally
 from lab.soak.cluster import KEEP_ANSWERS_S, MAX_BODY, START_S, STOP_S, TENANTS, SoakCluster
@@ -38,7 +38,7 @@ CROWDS = 3
 MOST_UNSTEADY = 20
 """At most one request in so many may get another answer beside others than alone."""
 LOOK_S = 5.0
-GIVEN_BACK_S = REST_S + 1.0
+RETURNED_S = REST_S + 1.0
 """By then each engine that rests has given its free memory back."""
 IDLE_S = 60.0
 """At a rest everything has to be idle within this time, and ``KEEP_ANSWERS_S`` more."""
@@ -113,13 +113,13 @@ async def run_soak(soak: Soak, folder: Path) -> None:
     start: SoakError or TimeoutError.
     """
     try:
-        await _run_whole(soak, folder)
+        await _run_all(soak, folder)
     except BaseException as exc:
         soak.broke_off = repr(exc)
         raise
 
 
-async def _run_whole(soak: Soak, folder: Path) -> None:
+async def _run_all(soak: Soak, folder: Path) -> None:
     plan = soak.plan
     model = await asyncio.to_thread(save_model, folder)
     asks = catalogue(plan.seed, VOCABULARY, plan.each)
@@ -209,7 +209,7 @@ async def _ask_reference(session: aiohttp.ClientSession, url: str, ask: Ask, **m
 
 def _read(ask: Ask, body: bytes) -> Answer:
     if not ask.streamed:
-        return read_whole(ask.path, body)
+        return read_body(ask.path, body)
     answer = Answer()
     for event in Events().feed(body):
         add_event(answer, event)
@@ -286,9 +286,9 @@ async def _rest(soak: Soak, cluster: SoakCluster, session: aiohttp.ClientSession
             idle_from = 0.0
         else:
             idle_from = idle_from or now
-            if now - idle_from >= GIVEN_BACK_S:
+            if now - idle_from >= RETURNED_S:
                 return Rest(found, idle_from - began)
-        if now - began > IDLE_S + KEEP_ANSWERS_S + GIVEN_BACK_S:
+        if now - began > IDLE_S + KEEP_ANSWERS_S + RETURNED_S:
             return Rest(found, now - began, "; ".join(busy) or "it never stayed idle")
         await asyncio.sleep(0.5)
 

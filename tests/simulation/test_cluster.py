@@ -29,7 +29,7 @@ def test_a_client_goes_on_at_another_proxy_when_its_own_is_killed(stream: bool) 
     shape = Shape(proxies=2, step_s=0.02)
     fault = Fault(0.5, FaultKind.KILL_PROXY, 0, 5.0)
     result = _clean(Plan(shape, _requests(4, returns=True, stream=stream), (fault,)))
-    assert result.outcomes[:4] == (Outcome.WHOLE,) * 4
+    assert result.outcomes[:4] == (Outcome.COMPLETE,) * 4
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,12 @@ class Ends:
         return [float(self._found[number][5]) for number in numbers]
 
 
-def _whole(plan: Plan) -> Result:
+def _complete(plan: Plan) -> Result:
     """Runs a plan whose clients that stay get their whole answers. Nothing else may be wrong either."""
     result = run_plan(1, plan)
     assert result.violations == ()
     outcomes = result.outcomes[: len(plan.requests)]
-    assert all(outcome is Outcome.WHOLE for outcome, one in zip(outcomes, plan.requests, strict=True) if one.stays)
+    assert all(outcome is Outcome.COMPLETE for outcome, one in zip(outcomes, plan.requests, strict=True) if one.stays)
     return result
 
 
@@ -75,13 +75,13 @@ def _failures(result: Result) -> Iterator[str]:
 def test_an_answer_whose_engine_stalls_behind_its_status_200_comes_whole(stream: bool) -> None:
     """The engine process alone stands still. Its API process answers, and heartbeats go on."""
     asked = tuple(PlannedRequest(0.1 * i, (7, 8, 9, 10 + i), 40, stream=stream) for i in range(6))
-    _whole(Plan(Shape(TWO_DECODE, step_s=0.02), asked, (Fault(0.4, FaultKind.STOP_ENGINE, 1, 8.0),)))
+    _complete(Plan(Shape(TWO_DECODE, step_s=0.02), asked, (Fault(0.4, FaultKind.STOP_ENGINE, 1, 8.0),)))
 
 
 @pytest.mark.parametrize("node", [0, 1], ids=["prefill", "decode"])
 def test_a_pair_serves_as_a_pair_again_when_one_of_its_roles_was_replaced(node: int) -> None:
     asked = (*_prompts(3, 3), *_prompts(6, 3, at_s=12.0))
-    result = _whole(Plan(Shape(), asked, (Fault(0.6, FaultKind.KILL, node, 3.0),)))
+    result = _complete(Plan(Shape(), asked, (Fault(0.6, FaultKind.KILL, node, 3.0),)))
     assert Ends(result).sources(range(6)) == ["remote"] * 6
 
 
@@ -90,14 +90,14 @@ def test_a_pair_serves_as_a_pair_again_when_one_of_its_roles_was_replaced(node: 
 )
 def test_a_transfer_fails_at_both_sides_when_one_of_them_can_tell_nothing(kind: FaultKind) -> None:
     """At rest no side has a session or a block of it, and nobody waits until a deadline: ``run.py`` checks both."""
-    result = _whole(Plan(Shape(step_s=0.02), _prompts(3, 4), (Fault(0.02, kind, 0, 6.0),)))
+    result = _complete(Plan(Shape(step_s=0.02), _prompts(3, 4), (Fault(0.02, kind, 0, 6.0),)))
     assert set(_failures(result)) & {"peer_lost", "lease_expired"}
 
 
 def test_prompts_whose_kv_never_moves_are_counted_and_named() -> None:
     """All processes are healthy and ready, and no link for KV blocks leads to the prefill node."""
     asked = (*_prompts(3, 4), *_prompts(7, 3, at_s=20.0))
-    result = _whole(Plan(Shape(), asked, (Fault(0.0, FaultKind.NO_LINK, 0, 5.0),)))
+    result = _complete(Plan(Shape(), asked, (Fault(0.0, FaultKind.NO_LINK, 0, 5.0),)))
     ends = Ends(result)
     assert ends.sources(range(4)) == ["local"] * 4
     assert ends.reasons(range(4)) == ["unassigned"] * 4, "each of them has lost the only prefill node"
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_too_long_for_the_prefill_node_is_answered_right() -> N
     """The first refusal tells how long a prompt may be. No part of what was refused counts as computed."""
     asked = (*_prompts(3, 3), *_prompts(6, 2, at_s=1.0, length=12), *_prompts(8, 2, at_s=2.0, length=24, output=20))
     # A fault long after them lets the run have the one fallback, by which the length becomes known.
-    result = _whole(Plan(Shape(max_prefill_len=16), asked, (Fault(8.0, FaultKind.SLOW, 0, 0.1),)))
+    result = _complete(Plan(Shape(max_prefill_len=16), asked, (Fault(8.0, FaultKind.SLOW, 0, 0.1),)))
     ends = Ends(result)
     assert ends.sources(range(7)) == ["fallback", "local", "local", "remote", "remote", "local", "local"]
     assert ends.reasons([1, 2, 5, 6]) == ["unfit"] * 4
@@ -123,7 +123,7 @@ def test_late_blocks_of_transfers_that_were_given_up_hit_nobody() -> None:
         for i in range(16)
     )
     shape = Shape(tp_sizes=(2, 2), kv_heads=2, num_blocks=24)
-    _whole(Plan(shape, asked, (Fault(0.0, FaultKind.RANK_LATE, 1, 4.0, other=1),)))
+    _complete(Plan(shape, asked, (Fault(0.0, FaultKind.RANK_LATE, 1, 4.0, other=1),)))
 
 
 def test_a_preempted_or_fetched_request_that_aborts_leaves_no_block() -> None:
@@ -138,7 +138,7 @@ def test_a_preempted_or_fetched_request_that_aborts_leaves_no_block() -> None:
         )
         for i in range(16)
     )
-    _whole(Plan(Shape(num_blocks=24, step_s=0.01), asked))
+    _complete(Plan(Shape(num_blocks=24, step_s=0.01), asked))
 
 
 def test_short_prompts_do_not_wait_behind_long_ones_at_one_prefill_node() -> None:
@@ -146,7 +146,7 @@ def test_short_prompts_do_not_wait_behind_long_ones_at_one_prefill_node() -> Non
     shape = Shape(TWO_PREFILL, disaggregation=Disaggregation.AUTO, max_num_batched_tokens=8)
     long = tuple(PlannedRequest(0.0, tuple(range(3 + i, 43 + i)), 5) for i in range(6))
     short = tuple(PlannedRequest(0.05 + 0.02 * i, tuple(range(20 + i, 32 + i)), 5) for i in range(8))
-    ends = Ends(_whole(Plan(shape, (*long, *short), (Fault(0.0, FaultKind.SLOW, 0, 8.0),))))
+    ends = Ends(_complete(Plan(shape, (*long, *short), (Fault(0.0, FaultKind.SLOW, 0, 8.0),))))
     busy = [number for number in range(14) if ends.prefill(number).startswith("prefill0")]
     assert busy and set(busy) <= set(range(6))
     assert max(ends.ttfts_ms(range(6, 14))) < 0.25 * max(ends.ttfts_ms(busy))

@@ -40,7 +40,7 @@ def test_a_request_is_answered_by_a_prefill_and_a_decode_node() -> None:
     prompt = tuple(range(3, 20))
     result = run_plan(7, Plan(requests=(PlannedRequest(0.0, prompt, 12),)))
     assert result.violations == ()
-    assert result.outcomes[0] is Outcome.WHOLE
+    assert result.outcomes[0] is Outcome.COMPLETE
     assert any("source=remote" in line and "request_id=r0" in line for line in result.lines)
 
 
@@ -50,7 +50,7 @@ def test_a_request_is_answered_by_a_prefill_node_that_has_nothing_to_prefill() -
     shape = replace(Shape(), prefill_answers=True)
     result = run_plan(7, Plan(shape, (PlannedRequest(0.0, tuple(range(3, 8)), 50), *late)))
     assert result.violations == ()
-    assert set(result.outcomes) == {Outcome.WHOLE}
+    assert set(result.outcomes) == {Outcome.COMPLETE}
     assert any("decode=prefill0.1 prefill=-" in line and "outcome=ok" in line for line in result.lines)
 
 

@@ -32,7 +32,7 @@ def _requests(count: int) -> tuple[PlannedRequest, ...]:
 def test_a_worker_that_dies_or_hangs_is_replaced(kind: FaultKind) -> None:
     result = run_plan(1, Plan(SHAPE, _requests(6), (Fault(0.4, kind, 0, 10.0, other=0),)))
     assert result.violations == ()
-    assert result.outcomes[:6] == (Outcome.WHOLE,) * 6
+    assert result.outcomes[:6] == (Outcome.COMPLETE,) * 6
     assert sum("proxy's worker 0 ended with -9" in line for line in result.lines) == 1
     assert any("another one is started" in line for line in result.lines)
 
