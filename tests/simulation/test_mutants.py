@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,42 @@ from tests.simulation.test_ranks import CLEARS_LATE
 from tests.simulation.test_workers import NOTICED
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
+IN_EVERY_TEST_RUN = {
+    "digests are not compared",
+    "the prefix cache forgets the salt",
+    "a block that is not full is found in the prefix cache",
+    "the holders of a shared block are not counted",
+    "a request's first block is never freed",
+    "a cancelled push keeps its blocks",
+    "a push's blocks are freed while they are sent",
+    "a cancelled fetch's blocks are freed at once",
+    "a lease is compared the wrong way",
+    "a ticket is taken twice",
+    "a ticket for another node is taken",
+    "a request that has ended counts as under way",
+    "an offered upgrade turns a body into the next request",
+    "a request has a place while its body is on its way",
+    "a client that has closed its half gets no answer",
+    "a node tokenises without a ticket",
+    "requests wait for a host that is gone although the registry has dropped it",
+    "two busy nodes turn a request away while a third is free",
+    "prompts that are fetched take the places of the batch",
+    "a connection that has ended takes the next one with its number along",
+}
+"""Some for each part of the product. The others are looked for at night."""
 NEARBY = 20
 """A change of the product moves what happens in a seed, so the ones that follow a mutant's own are tried too."""
+
+
+def _cases(mutants: Sequence[Mutant]) -> list[object]:
+    return [
+        pytest.param(mutant, id=mutant.what, marks=() if mutant.what in IN_EVERY_TEST_RUN else pytest.mark.nightly)
+        for mutant in mutants
+    ]
+
+
+def test_every_mutant_of_each_test_run_is_there() -> None:
+    assert {mutant.what for mutant in (*MUTANTS, *PUT_BACK)} >= IN_EVERY_TEST_RUN
 
 
 def test_every_mutant_still_applies() -> None:
@@ -51,13 +86,13 @@ def test_a_mutant_whose_place_is_gone_says_so(gone: dict[str, str]) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+@pytest.mark.parametrize("mutant", _cases(MUTANTS))
 def test_a_mutant_is_found(mutant: Mutant) -> None:
     _check(mutant, NEARBY)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("mutant", PUT_BACK, ids=lambda mutant: mutant.what)
+@pytest.mark.parametrize("mutant", _cases(PUT_BACK))
 def test_a_defect_that_was_put_back_is_found(mutant: Mutant) -> None:
     _check(mutant, NEARBY)
 
