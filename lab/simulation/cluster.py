@@ -21,19 +21,16 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from lab.simulation.checks.invariants import could_run, wrong_blocks, wrong_place, wrong_turns
+from lab.simulation.checks.proxy_processes import ProxyProcesses
+from lab.simulation.checks.role_moves import watched_decider
+from lab.simulation.checks.witness import Witness
 from lab.simulation.clients import MODEL, ClientRequest, ask
 from lab.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RankProgram, RunningEngine, rank_model
-from lab.simulation.invariants import could_run, wrong_blocks, wrong_place, wrong_turns
-from lab.simulation.links import Fabric, LinkTransport
-from lab.simulation.network import Network
-from lab.simulation.plan import PlannedRequest, Shape
-from lab.simulation.proxy_processes import ProxyProcesses
-from lab.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
-from lab.simulation.returning_client import ask_until_complete
-from lab.simulation.role_moves import watched_decider
-from lab.simulation.stand_ins import simulated
-from lab.simulation.transfer_states import TransferState, watched_transfers
-from lab.simulation.virtual_time import (
+from lab.simulation.machine.links import Fabric, LinkTransport
+from lab.simulation.machine.network import Network
+from lab.simulation.machine.stand_ins import simulated
+from lab.simulation.machine.virtual_time import (
     Events,
     SimLoop,
     SimProcess,
@@ -42,7 +39,10 @@ from lab.simulation.virtual_time import (
     WallClocks,
     present_process,
 )
-from lab.simulation.witness import Witness
+from lab.simulation.plan import PlannedRequest, Shape
+from lab.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
+from lab.simulation.returning_client import ask_until_complete
+from lab.simulation.transfer_states import TransferState, watched_transfers
 from pdserve.api.engine_client import ENGINE_COMMAND
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.server import NodeServer

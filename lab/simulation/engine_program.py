@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from llguidance import LLTokenizer
 
-from lab.simulation.messaging import SimContext, SimZmqSocket
-from lab.simulation.rank_group import SimGroup, SimLifeBoard
+from lab.simulation.machine.messaging import SimContext, SimZmqSocket
+from lab.simulation.machine.rank_group import SimGroup, SimLifeBoard
+from lab.simulation.machine.virtual_time import SimProcess, present_process, present_thread
 from lab.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
-from lab.simulation.virtual_time import SimProcess, present_process, present_thread
 from pdserve.config import EngineConfig, EngineLaunch, RankLaunch, Switch
 from pdserve.core_share import CoreShare
 from pdserve.engine.api_channel import ApiChannel

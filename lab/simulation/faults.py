@@ -9,12 +9,12 @@ from typing import TypeAlias
 from lab.simulation.clients import fetch
 from lab.simulation.cluster import HTTP_PORT, Cluster, Node, Proxy
 from lab.simulation.engine_program import RunningEngine
-from lab.simulation.links import BlockFault, RankFault
-from lab.simulation.network import Spoilt
+from lab.simulation.machine.links import BlockFault, RankFault
+from lab.simulation.machine.network import Spoilt
+from lab.simulation.machine.stand_ins import SimFolder
+from lab.simulation.machine.virtual_time import SimProcess
 from lab.simulation.plan import AT_PROXY, OF_RANKS, Fault, FaultKind
-from lab.simulation.stand_ins import SimFolder
 from lab.simulation.transfer_states import TransferState
-from lab.simulation.virtual_time import SimProcess
 from pdserve.errors import PdserveError
 from pdserve.wire.command import Drain, NodeChange, SetRole
 from pdserve.wire.discovery import Role

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from lab.simulation.checks.counters import wrong_counters
+from lab.simulation.checks.rest import left_at_rank, left_in, left_transfers, tasks_of
+from lab.simulation.checks.witness import Witness
 from lab.simulation.clients import COME_BACK, ClientRequest, Outcome
 from lab.simulation.cluster import Cluster, Proxy, simulate
-from lab.simulation.counters import wrong_counters
 from lab.simulation.faults import Faults
 from lab.simulation.intrusions import intrude
+from lab.simulation.machine.virtual_time import PROCESS, START_S, Events, SimProcess
 from lab.simulation.plan import PROBE, SETTLED_S, Manner, Plan, PlannedRequest
-from lab.simulation.rest import left_at_rank, left_in, left_transfers, tasks_of
-from lab.simulation.virtual_time import PROCESS, START_S, Events, SimProcess
-from lab.simulation.witness import Witness
 from pdserve.wire.discovery import Role
 
 ANSWERED_S = 45.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from lab.simulation.virtual_time import SimProcess, present_process
+from lab.simulation.machine.virtual_time import SimProcess, present_process
 from pdserve_kvtransfer.fetch.session import FetchSession, FetchState
 from pdserve_kvtransfer.push.session import PushSession, PushState
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from lab.simulation import counters, engine_program
+from lab.simulation import engine_program
+from lab.simulation.checks import counters
 from lab.simulation.cluster import Node, simulate
-from lab.simulation.network import Network
+from lab.simulation.machine.network import Network
+from lab.simulation.machine.virtual_time import Events, SimLoop, SimProcess
 from lab.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
 from lab.simulation.run import LIMIT_S, Run, run_plan
-from lab.simulation.virtual_time import Events, SimLoop, SimProcess
 from pdserve.api.server import NodeServer
 from pdserve.errors import PdserveError
 from pdserve_proxy import server as proxy_server

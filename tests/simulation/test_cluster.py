@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from lab.simulation.clients import Outcome
-from lab.simulation.mutants import Mutant
+from lab.simulation.defects.mutants import Mutant
 from lab.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
 from lab.simulation.run import Result, run_plan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.simulation.mutants import ALL, MUTANTS, RARE, GoneLine, Mutant
-from lab.simulation.put_back import PUT_BACK
+from lab.simulation.defects.mutants import ALL, MUTANTS, RARE, GoneLine, Mutant
+from lab.simulation.defects.put_back import PUT_BACK
 from tests.simulation.test_ranks import CLEARS_LATE
 from tests.simulation.test_workers import NOTICED
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from lab.simulation.clients import Outcome
+from lab.simulation.defects.mutants import SESSION, Mutant
 from lab.simulation.engine_program import SimRunner
-from lab.simulation.mutants import SESSION, Mutant
+from lab.simulation.machine.virtual_time import START_S, present_process, present_thread
 from lab.simulation.plan import SETTLED_S, Fault, FaultKind, Plan, PlannedRequest, Shape
 from lab.simulation.run import run_plan
-from lab.simulation.virtual_time import START_S, present_process, present_thread
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, RankLost
 from pdserve.wire.discovery import Role

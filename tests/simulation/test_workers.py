@@ -11,7 +11,7 @@ import pytest
 
 from lab.simulation.clients import Outcome
 from lab.simulation.cluster import WORKER_LOST_S
-from lab.simulation.mutants import Mutant
+from lab.simulation.defects.mutants import Mutant
 from lab.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
 from lab.simulation.run import run_plan
 from pdserve.errors import PdserveError

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lab.simulation.machine.virtual_time import SimProcess, present_process
 from lab.simulation.plan import PlannedRequest
-from lab.simulation.virtual_time import SimProcess, present_process
 from pdserve.api.serving_node import TicketGate
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.priority import PRIORITY_S

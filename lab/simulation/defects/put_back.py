@@ -5,7 +5,7 @@ The page about the simulation says which points of that attack they are, and why
 
 from __future__ import annotations
 
-from lab.simulation.mutants import Change, Mutant
+from lab.simulation.defects.mutants import Change, Mutant
 
 GUARD = "pdserve.http.guard"
 RELAY = "pdserve_proxy.relay"

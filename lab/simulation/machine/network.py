@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Self, TypeAlias
 
-from lab.simulation.virtual_time import PROCESS, SimLoop, SimProcess, present_process
+from lab.simulation.machine.virtual_time import PROCESS, SimLoop, SimProcess, present_process
 
 Address: TypeAlias = tuple[str, int | str]
 """The host and the port, or the path of a socket of this host."""

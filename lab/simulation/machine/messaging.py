@@ -15,8 +15,8 @@ from typing import Any
 
 import zmq
 
-from lab.simulation.network import Address, End, Network
-from lab.simulation.virtual_time import SimProcess, SimThread, present_process, present_thread
+from lab.simulation.machine.network import Address, End, Network
+from lab.simulation.machine.virtual_time import SimProcess, SimThread, present_process, present_thread
 
 RECONNECT_S = 0.1
 FLUSH_STEP_S = 0.001

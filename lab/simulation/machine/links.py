@@ -11,9 +11,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lab.simulation.messaging import Descriptors
-from lab.simulation.network import Flow, Network
-from lab.simulation.virtual_time import present_process
+from lab.simulation.machine.messaging import Descriptors
+from lab.simulation.machine.network import Flow, Network
+from lab.simulation.machine.virtual_time import present_process
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.region import Memory, host_bytes

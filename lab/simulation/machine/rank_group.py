@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lab.simulation.messaging import Pollable, SimContext
-from lab.simulation.virtual_time import present_thread
+from lab.simulation.machine.messaging import Pollable, SimContext
+from lab.simulation.machine.virtual_time import present_thread
 from pdserve.config import ParallelConfig
 from pdserve.errors import RankLost
 from pdserve.liveness import LifeBoard

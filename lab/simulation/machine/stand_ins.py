@@ -37,7 +37,7 @@ import zmq
 import zmq.asyncio
 from werkzeug.routing import Rule
 
-from lab.simulation.messaging import (
+from lab.simulation.machine.messaging import (
     Descriptors,
     PidFd,
     SimAsyncContext,
@@ -46,9 +46,9 @@ from lab.simulation.messaging import (
     SimShadow,
     select_sockets,
 )
-from lab.simulation.network import Network, SimListener
-from lab.simulation.rank_group import SimBoard, SimLifeBoard
-from lab.simulation.virtual_time import WALL_S, SimLoop, SimProcess, SimThread, present_process, present_thread
+from lab.simulation.machine.network import Network, SimListener
+from lab.simulation.machine.rank_group import SimBoard, SimLifeBoard
+from lab.simulation.machine.virtual_time import WALL_S, SimLoop, SimProcess, SimThread, present_process, present_thread
 from pdserve.engine.tp.tp_ranks import RankProcess
 from pdserve.liveness import LifeBoard, motion_of
 from pdserve.models.tp.rank_board import RankBoard

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lab.simulation.checks.witness import EndedRequest, Witness
 from lab.simulation.clients import ROUTE, ClientRequest, Outcome, fetch
 from lab.simulation.cluster import HTTP_PORT, Cluster, Proxy
-from lab.simulation.links import Fabric
+from lab.simulation.machine.links import Fabric
+from lab.simulation.machine.virtual_time import SimProcess
 from lab.simulation.plan import Plan
-from lab.simulation.virtual_time import SimProcess
-from lab.simulation.witness import EndedRequest, Witness
 from pdserve_proxy.relay.access_log import CLIENT_GONE
 
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from lab.simulation.virtual_time import SimProcess, present_process
+from lab.simulation.machine.virtual_time import SimProcess, present_process
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.proxy_workers import SuspectedRequest
 from pdserve_proxy.registry.registry import Registry, RegistryMirror

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from lab.simulation.virtual_time import PROCESS, SimProcess
+from lab.simulation.machine.virtual_time import PROCESS, SimProcess
 from pdserve.patience import PatientTimer
 from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.fetch.port import FetchPort

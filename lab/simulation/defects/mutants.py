@@ -1,7 +1,7 @@
 """Defects to put into the product, each of the kind that reviews have found, with a seed that finds it.
 
-A mutant replaces a line or two of one method. ``python -m lab.simulation.mutants`` looks for the first seed that
-kills each of them.
+A mutant replaces a line or two of one method. ``python -m lab.simulation.defects.mutants`` looks for the first seed
+that kills each of them.
 """
 
 from __future__ import annotations
