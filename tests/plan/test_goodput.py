@@ -15,7 +15,7 @@ MACHINE, SLOW_MACHINE = read_profile(PROFILE), read_profile(AVX2_PROFILE)
 TTFT_S = 0.7
 
 
-@pytest.mark.parametrize("itl_s", [0.017, 0.025, 0.043])
+@pytest.mark.parametrize("itl_s", [0.017, pytest.param(0.025, marks=pytest.mark.nightly), 0.043])
 @pytest.mark.parametrize("rate", [1.8, 2.8])
 def test_at_a_rate_auto_serves_as_many_within_targets_as_the_better_of_the_others(rate: float, itl_s: float) -> None:
     targets = PlanTargets(TTFT_S, itl_s)

@@ -161,7 +161,7 @@ def test_fewer_nodes_than_the_least_do_not_keep_up(rate: float, itl_s: float, pe
         fewer += [ClusterShape(1, least - 2, nodes_per_machine=per_machine)]
         fewer += [ClusterShape(least - 2, 1, nodes_per_machine=per_machine)]
     for shape in fewer:
-        assert not predict(profile, shape, load, wanted, targets).meets
+        assert predict_if_good(profile, shape, load, wanted, targets) is None
 
 
 @pytest.mark.parametrize("spread", [(1.0,), (0.8, 1.0, 1.1, 1.5)])
