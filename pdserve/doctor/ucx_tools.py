@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.doctor.finding import Finding, ok, warning
+from pdserve.doctor.ucx_perftest import Perftest, PerftestKind, PerftestResult
 from pdserve.errors import BenchError
-from pdserve.ucx_perftest import Perftest, PerftestKind, PerftestResult
 from pdserve_kvtransfer.ucx.ucx_library import LoadedUcx
 
 _TIMEOUT_S = 30.0

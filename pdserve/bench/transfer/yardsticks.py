@@ -14,8 +14,8 @@ import torch
 
 from pdserve.bench_config import CacheMemory
 from pdserve.config import TransferConfig
+from pdserve.doctor.ucx_perftest import PerftestKind, find_perftest
 from pdserve.errors import BenchError, TransferError
-from pdserve.ucx_perftest import PerftestKind, find_perftest
 from pdserve_kvtransfer.configuration import devices_of
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 from pdserve_kvtransfer.ucx.ucx_transport import allowed_transports
