@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy pdserve proxy kvtransfer kernels tests lab examples
+	$(BIN)/mypy pdserve proxy kvtransfer kernels benchmarks lab tests examples
 	$(BIN)/lint-imports
 
 # These tests wait for clocks and sockets for half of their time, so four processes keep two cores busy.

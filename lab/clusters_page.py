@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.pages.page_part import END, markdown_table, with_part
 from pdserve.bench.report import Report
-from tests.docs.page_part import END, markdown_table, with_part
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "when-it-pays-off.md"

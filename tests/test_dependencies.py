@@ -18,7 +18,7 @@ COMPAT = ROOT / "lab" / "compat"
 PROGRAMS = COMPAT / "programs"
 SHARED = {"checks", "commands"}
 PLUGIN = "plugin"
-OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "lab", "tests"}
+OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "benchmarks", "lab", "tests"}
 # A dependency exposes these packages in its own interface, and so installs them.
 BROUGHT = {
     "uvloop": "uvicorn",
@@ -78,7 +78,7 @@ def imports_of(path: Path) -> set[str]:
     ("folders", "extras"),
     [
         (["pdserve", "proxy", "kvtransfer", "kernels"], ["bench", "gpu", "otel"]),
-        (["tests", "lab", "examples"], ["bench", "otel", "test"]),
+        (["benchmarks", "tests", "lab", "examples"], ["bench", "otel", "test"]),
     ],
     ids=["packages", "tests"],
 )

@@ -64,6 +64,8 @@ def test_both_hold_every_file_of_the_product(built: tuple[Path, Path]) -> None:
     assert any(name.endswith(".cpp") for name in wanted)
     with zipfile.ZipFile(wheel) as archive:
         assert wanted <= set(archive.namelist())
+        folders = {name.partition("/")[0] for name in archive.namelist()}
+        assert folders - set(PACKAGES) == {next(name for name in folders if name.endswith(".dist-info"))}
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert wanted <= {name.removeprefix(f"{root}/") for root in ("proxy", "kvtransfer", "kernels") for name in held}

@@ -6,8 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from benchmarks.pages.page_part import with_part
 from lab.deploy_containers.report import read_report, summary
-from tests.docs.page_part import with_part
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"

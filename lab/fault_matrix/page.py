@@ -8,9 +8,9 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from benchmarks.pages.page_part import markdown_table, with_part
 from lab.fault_matrix.figures import Figures, read_figures
 from lab.fault_matrix.table import CELLS, TESTED, Cell, Fault, Phase, Promise, Victim
-from tests.docs.page_part import markdown_table, with_part
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "reliability.md"

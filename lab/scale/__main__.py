@@ -21,10 +21,10 @@ from dataclasses import asdict
 from http.client import HTTPConnection
 from pathlib import Path
 
+from benchmarks.process_usage import cpu_s
+from benchmarks.proxy.proxy_clients import ClientLoad, send_load
 from lab.scale.figures import PolicyFigures, ProxyFigures, RackFigures, add_runs
 from lab.scale.mock_nodes import MODEL
-from pdserve.bench.process_usage import cpu_s
-from pdserve.bench.proxy.proxy_clients import ClientLoad, send_load
 from pdserve.config import RoutingPolicy
 from pdserve.process import PARENT_PID_ENV, free_port
 from tests.eventually import eventually

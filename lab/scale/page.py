@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.pages.page_part import markdown_table, with_part
 from lab.scale.figures import ChoiceRuns, ProxyFigures, ProxyRuns
 from lab.scale.figures import read as read_real
 from lab.simulation.scale.cluster import LossReport, Plan
 from lab.simulation.scale.figures import Figures, Run, read
 from lab.simulation.scale.plot import write_plot
 from pdserve.config import RoutingPolicy
-from tests.docs.page_part import markdown_table, with_part
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.pages.page_part import markdown_table, with_part
 from lab.soak.plot import write_plot
 from lab.soak.report import SoakReport, read, show
-from tests.docs.page_part import markdown_table, with_part
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "benchmarks.md"

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from pdserve.bench.observation import until_known
-from pdserve.bench.process_usage import child_of
-from pdserve.bench.programs import OWN_SETTINGS, Program, Running, running
+from pdserve.bench.programs import OWN_SETTINGS, Program, Running, child_of, running
 from pdserve.process import partition_cores, pdserve_command
 from pdserve.wire.discovery import Role
 

@@ -9,7 +9,6 @@ whatever the server does.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import ssl
@@ -23,7 +22,6 @@ import msgspec
 
 from pdserve.bench.report import Better, Figure, Unit, measured
 from pdserve.bench.streamed_answer import DONE, SHOWN_ERROR, EventReader, LoadResult, Stream, read_chunk
-from pdserve.bench_config import WorkloadConfig
 from pdserve.errors import BenchError
 
 FIRST_ID = 3
@@ -51,31 +49,11 @@ class Job:
 def uniform_jobs(count: int, prompt_tokens: int, output_tokens: int, vocab_size: int, seed: str) -> list[Job]:
     """Returns jobs of equal lengths."""
     source = random.Random(seed)  # noqa: S311  # the prompts must be repeatable, not secret
-    return [Job(_prompt(source, prompt_tokens, vocab_size), output_tokens) for _ in range(count)]
+    return [Job(random_prompt(source, prompt_tokens, vocab_size), output_tokens) for _ in range(count)]
 
 
-def mixed_jobs(workload: WorkloadConfig, count: int, seed: str) -> list[Job]:
-    """Returns jobs of log-uniform lengths: many short ones and few long ones, as people's are."""
-    source = random.Random(seed)  # noqa: S311  # the prompts must be repeatable, not secret
-    return [
-        Job(
-            _prompt(
-                source,
-                _log_uniform(source, workload.min_prompt_tokens, workload.max_prompt_tokens),
-                workload.vocab_size,
-            ),
-            _log_uniform(source, workload.min_output_tokens, workload.max_output_tokens),
-        )
-        for _ in range(count)
-    ]
-
-
-def _prompt(source: random.Random, tokens: int, vocab_size: int) -> list[int]:
+def random_prompt(source: random.Random, tokens: int, vocab_size: int) -> list[int]:
     return [source.randrange(FIRST_ID, vocab_size) for _ in range(tokens)]
-
-
-def _log_uniform(source: random.Random, least: int, most: int) -> int:
-    return min(most, round(math.exp(source.uniform(math.log(least), math.log(most)))))
 
 
 _REQUEST_TIMEOUT_S = 600.0

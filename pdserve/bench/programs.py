@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from pdserve.errors import BenchError
 from pdserve.process import Listening, ServerProcess, pdserve_command
@@ -81,3 +82,14 @@ async def _listening(child: ServerProcess, timeout_s: float) -> Listening:
             return await child.listening()
     except TimeoutError as exc:
         raise BenchError(f"{child.name} was not ready after {timeout_s:g} s; its last line: {child.last_line}") from exc
+
+
+def child_of(pid: int) -> int:
+    """Returns the oldest process that the main thread of ``pid`` started. Raises BenchError if there is none."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError as exc:
+        raise BenchError(f"process {pid} is gone: {exc.strerror}") from exc
+    if not children:
+        raise BenchError(f"process {pid} has no children")
+    return int(children[0])

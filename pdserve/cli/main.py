@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from importlib.metadata import version
 
 from pdserve.cli.node import run_node
@@ -115,17 +115,27 @@ def _unknown(name: str) -> str:
 
 def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     die_with_parent(environ)
-    try:
+
+    def subcommand() -> int:
         if name in _NODES:
             return run_node(Role(name), argv, environ)
         status: int = importlib.import_module(f"pdserve.cli.{name}").run(argv, environ)
+        return status
+
+    return status_of(f"pdserve {name}", subcommand)
+
+
+def status_of(prog: str, work: Callable[[], int]) -> int:
+    """Returns the exit status of ``work``. An error of pdserve's becomes a line on standard error, after ``prog``."""
+    try:
+        status = work()
         sys.stdout.flush()
         return status
     except (ConfigError, ModelError) as error:
-        print(f"pdserve {name}: {printable(str(error))}", file=sys.stderr)
+        print(f"{prog}: {printable(str(error))}", file=sys.stderr)
         return 2
     except PdserveError as error:
-        print(f"pdserve {name}: {printable(str(error))}", file=sys.stderr)
+        print(f"{prog}: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

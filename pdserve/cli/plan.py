@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.bench_config import PlanProfileConfig
-from pdserve.cli.bench import plotter
-from pdserve.cli.report_output import check_folder, publish
+from pdserve.cli.report_output import check_folder, plotter, publish
 from pdserve.config import PlanConfig, PredictionConfig
 from pdserve.errors import BenchError, ConfigError, PlanError
 from pdserve.http.tls import Trust, read_authorities

@@ -9,16 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.bench_config import (
-    BatchingBenchConfig,
-    EngineBenchConfig,
-    GoodputBenchConfig,
-    GoodputSystem,
-    LoadConfig,
-    StreamBenchConfig,
-    TransferBenchConfig,
-    WorkloadConfig,
-)
+from pdserve.bench_config import EngineBenchConfig, LoadConfig, TransferBenchConfig
 from pdserve.config import (
     CacheConfig,
     ClusterConfig,
@@ -35,7 +26,6 @@ from pdserve.errors import ConfigError
 _OTEL_PACKAGES = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _DEVICES = re.compile(r"\^?[^\s,^/]+(,[^\s,^/]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
-_SHAPE = re.compile(r"mix|[1-9][0-9]{0,6}/[1-9][0-9]{0,6}")
 _PORTS = re.compile(r"(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5})")
 
 
@@ -123,67 +113,26 @@ def _cluster(cluster: ClusterConfig) -> None:
         )
 
 
-def _workload(workload: WorkloadConfig) -> None:
-    for what, least, most in (
-        ("prompt", workload.min_prompt_tokens, workload.max_prompt_tokens),
-        ("output", workload.min_output_tokens, workload.max_output_tokens),
-    ):
-        if least > most:
-            raise ConfigError(f"--min-{what}-tokens ({least}) is above --max-{what}-tokens ({most})")
-
-
-def _batching_bench(batching: BatchingBenchConfig) -> None:
-    _check_counts("--concurrency", batching.concurrency)
-
-
 def _engine_bench(engine: EngineBenchConfig) -> None:
-    _check_counts("--batches", engine.batches)
-    _check_counts("--contexts", engine.contexts)
-    _check_counts("--chunks", engine.chunks)
-
-
-def _goodput_bench(goodput: GoodputBenchConfig) -> None:
-    known = [system.value for system in GoodputSystem]
-    if len(set(goodput.systems)) < len(goodput.systems) or set(goodput.systems) - set(known):
-        raise ConfigError(
-            f"--systems: {','.join(goodput.systems)!r} was given; it takes names out of {', '.join(known)}, each once"
-        )
-    if not (goodput.systems or goodput.add):
-        raise ConfigError("--systems and --add are both empty: there is nothing to measure")
-    for shape in goodput.shapes:
-        if not _SHAPE.fullmatch(shape):
-            raise ConfigError(f"--shapes: {shape!r} was given; it takes shapes like 256/64, and mix")
-    if not goodput.shapes:
-        raise ConfigError("--shapes: it takes one or more shapes like 256/64, and mix")
-    names = [*goodput.systems]
-    for added in goodput.add:
-        name, _, url = added.partition("=")
-        if not name or name in names or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ConfigError(
-                f"--add: {added!r} was given; it takes a new name and an address, like vllm=http://127.0.0.1:8001"
-            )
-        names.append(name)
-    _check_counts("--concurrency", goodput.concurrency)
-    _check_counts("--rate-percents", goodput.rate_percents)
-
-
-def _stream_bench(streaming: StreamBenchConfig) -> None:
-    _check_counts("--streams", streaming.streams)
+    check_counts("--batches", engine.batches)
+    check_counts("--contexts", engine.contexts)
+    check_counts("--chunks", engine.chunks)
 
 
 def _transfer_bench(bench: TransferBenchConfig) -> None:
-    _check_counts("--block-kib", bench.block_kib)
+    check_counts("--block-kib", bench.block_kib)
 
 
 def _load(load: LoadConfig) -> None:
-    _check_counts("--concurrency", load.concurrency)
+    check_counts("--concurrency", load.concurrency)
     for flag, url in (("--url", load.url), ("--beside", load.beside or load.url)):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{flag}: {url!r} was given; it takes an address like http://127.0.0.1:8000")
 
 
-def _check_counts(flag: str, counts: tuple[int, ...]) -> None:
+def check_counts(flag: str, counts: tuple[int, ...]) -> None:
+    """Raises ConfigError unless there are counts, all of at least 1."""
     if not counts or min(counts) < 1:
         raise ConfigError(f"{flag}: it takes one or more numbers of at least 1, like 1,4,16")
 
@@ -218,12 +167,8 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     DiscoveryConfig: _discovery,
     DiagnosisConfig: _diagnosis,
     ClusterConfig: _cluster,
-    WorkloadConfig: _workload,
-    BatchingBenchConfig: _batching_bench,
     EngineBenchConfig: _engine_bench,
-    GoodputBenchConfig: _goodput_bench,
     LoadConfig: _load,
-    StreamBenchConfig: _stream_bench,
     TransferBenchConfig: _transfer_bench,
     TraceConfig: _trace,
 }

@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from pdserve.bench_config import (
-    BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
-    BenchFailoverConfig,
-    BenchGoodputConfig,
     BenchLoadConfig,
-    BenchPlanConfig,
-    BenchProxyConfig,
-    BenchRolesConfig,
-    BenchStreamConfig,
     BenchTransferConfig,
-    BenchTurnsConfig,
     PlanProfileConfig,
 )
 from pdserve.config import (
@@ -53,17 +45,9 @@ ROOTS: tuple[type, ...] = (
     LiveConfig,
     RequestTraceConfig,
     ChatConfig,
-    BenchBatchingConfig,
     BenchEngineConfig,
     BenchLoadConfig,
-    BenchStreamConfig,
     BenchTransferConfig,
-    BenchProxyConfig,
-    BenchFailoverConfig,
-    BenchRolesConfig,
-    BenchTurnsConfig,
-    BenchGoodputConfig,
-    BenchPlanConfig,
     BenchCompareConfig,
     PlanConfig,
     PlanProfileConfig,
@@ -86,11 +70,20 @@ def load(root: type[T], argv: Sequence[str], environ: Mapping[str, str], *, prog
 
 
 def load_with_file(
-    root: type[T], argv: Sequence[str], environ: Mapping[str, str], *, prog: str, description: str = ""
+    root: type[T],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str,
+    description: str = "",
+    roots: Sequence[type] = ROOTS,
 ) -> tuple[T, str]:
-    """Returns what ``load`` returns, and the path of the TOML file that was read; empty if there was none."""
+    """Returns what ``load`` returns, and the path of the TOML file that was read; empty if there was none.
+
+    Environment and file may have settings of all ``roots``.
+    """
     settings = settings_of(root)
-    every = [setting for known in {root: None, **dict.fromkeys(ROOTS)} for setting in settings_of(known)]
+    every = [setting for known in {root: None, **dict.fromkeys(roots)} for setting in settings_of(known)]
     by_flag: dict[str, Setting] = {setting.flag: setting for setting in every}
     flags, flags_file = from_flags(CommandLine(prog, description, settings, POSITIONAL.get(root, "")), argv, by_flag)
     variables, environ_file = from_environ(settings, environ, by_flag)

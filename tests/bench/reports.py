@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.bench.batching import Pair, compared
+from benchmarks.batching import Pair, compared
 from pdserve.bench.load import load_figures
 from pdserve.bench.machine import Machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.bench.batching_plot import write_plot
 from pdserve.bench.compare import changes
 from pdserve.bench.load import load_figures
 from pdserve.bench.report import Better, Figure, Row, Unit, number, read_report, render, table, to_json
@@ -43,13 +42,6 @@ def test_what_is_no_report(tmp_path: Path) -> None:
         read_report(tmp_path / "other.json")
 
 
-def test_ratios_of_the_two_modes_and_answers_that_differ() -> None:
-    row = batching_report().rows_of("continuous against static")[0]
-    assert row.figure("TTFT mean").value == pytest.approx(9.0)
-    assert row.figure("output").value == pytest.approx(11 / 3)
-    assert row.figure("differing answers").value == 1
-
-
 def test_a_table_has_every_row_and_column() -> None:
     text = render(batching_report())
     assert "a CPU, 2 cores, torch 2.13" in text
@@ -77,14 +69,6 @@ def test_columns_line_up_and_a_missing_figure_is_empty() -> None:
 )
 def test_numbers_are_as_exact_as_they_deserve(value: float, shown: str) -> None:
     assert number(Figure("x", value, Unit.MS)) == shown
-
-
-def test_the_plot_is_a_png(tmp_path: Path) -> None:
-    file = tmp_path / "plot.png"
-    write_plot(batching_report(), file)
-    assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    with pytest.raises(BenchError, match="cannot write"):
-        write_plot(batching_report(), tmp_path / "nowhere" / "plot.png")
 
 
 @pytest.mark.parametrize(

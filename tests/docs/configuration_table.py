@@ -7,18 +7,10 @@ from itertools import groupby
 from pathlib import Path
 
 from pdserve.bench_config import (
-    BenchBatchingConfig,
     BenchCompareConfig,
     BenchEngineConfig,
-    BenchFailoverConfig,
-    BenchGoodputConfig,
     BenchLoadConfig,
-    BenchPlanConfig,
-    BenchProxyConfig,
-    BenchRolesConfig,
-    BenchStreamConfig,
     BenchTransferConfig,
-    BenchTurnsConfig,
     PlanProfileConfig,
 )
 from pdserve.config import (
@@ -77,17 +69,9 @@ _ROOTS = {
     "`pdserve trace`": RequestTraceConfig,
     "`pdserve plan`": PlanConfig,
     "`pdserve plan profile`": PlanProfileConfig,
-    "`pdserve bench batching`": BenchBatchingConfig,
     "`pdserve bench engine`": BenchEngineConfig,
     "`pdserve bench load`": BenchLoadConfig,
-    "`pdserve bench stream`": BenchStreamConfig,
     "`pdserve bench transfer`": BenchTransferConfig,
-    "`pdserve bench proxy`": BenchProxyConfig,
-    "`pdserve bench failover`": BenchFailoverConfig,
-    "`pdserve bench roles`": BenchRolesConfig,
-    "`pdserve bench turns`": BenchTurnsConfig,
-    "`pdserve bench plan`": BenchPlanConfig,
-    "`pdserve bench goodput`": BenchGoodputConfig,
     "`pdserve bench compare`": BenchCompareConfig,
 }
 _ABOUT = {"Nodes": ["`pdserve prefill`, `pdserve decode` and `pdserve mixed` take these.", ""]}

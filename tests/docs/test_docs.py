@@ -15,6 +15,9 @@ from xml.sax.saxutils import escape
 import msgspec
 import pytest
 
+from benchmarks.__main__ import STUDIES
+from benchmarks.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT
+from benchmarks.pages import goodput_page, planning_page, results_plot, sizing_page, stream_tables
 from lab import clusters_page
 from lab.fault_matrix import page as reliability_page
 from lab.fault_matrix.figures import read_figures
@@ -27,7 +30,6 @@ from pdserve.api.kept_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.compare import changes
-from pdserve.bench.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT
 from pdserve.bench.report import Better, Report, Unit, read_report
 from pdserve.cli.bench import compare_flags
 from pdserve.cli.chat import chat_flags
@@ -46,15 +48,10 @@ from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, 
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.registry import Registry
-from tests.bench.goodput.outcomes import SHAPE, goodput_report
+from tests.benchmarks.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
 from tests.docs import (
-    goodput_page,
     openapi_document,
-    planning_page,
-    results_plot,
-    sizing_page,
-    stream_tables,
 )
 from tests.docs.configuration_table import PAGE, render
 
@@ -136,6 +133,13 @@ def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) ->
     load(ROOT_OF[name], WITH_FLAGS.get(name, list)(flags), {}, prog=f"pdserve {name}")
 
 
+def test_every_study_is_one_that_the_checkout_has() -> None:
+    studies = [words[3:] for _, words in commands() if words[:3] == ["python", "-m", "benchmarks"]]
+    assert studies
+    for name, *flags in studies:
+        load(STUDIES[name].config, flags, {}, prog=f"python -m benchmarks {name}")
+
+
 def test_there_are_commands_to_check() -> None:
     assert {words[1] for _, words in PDSERVE_COMMANDS} >= {"up", "proxy", "prefill", "decode"}
 
@@ -160,7 +164,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_flags_and_variables_in_the_text_exist(page: Path) -> None:
     text = page.read_text()
-    settings = [setting for root in ROOTS for setting in settings_of(root)]
+    roots = [*ROOTS, *(study.config for study in STUDIES.values())]
+    settings = [setting for root in roots for setting in settings_of(root)]
     flags = {f"--{setting.flag}" for setting in settings} | {"--help", "--help-all", "--config", "--version"}
     foreign = {"--from-literal", "--replicas", "--extra-index-url"}
     other_names = {f"--{setting.former}" for setting in settings} | {f"--{flag}" for flag in MEANINGS}
@@ -171,7 +176,7 @@ def test_flags_and_variables_in_the_text_exist(page: Path) -> None:
 def test_the_tables_of_streaming_are_those_of_the_committed_figures() -> None:
     text = stream_tables.PAGE.read_text()
     report = read_report(stream_tables.FIGURES)
-    assert stream_tables.page_with(text, report) == text, "python -m tests.docs.stream_tables writes them anew"
+    assert stream_tables.page_with(text, report) == text, "python -m benchmarks.pages.stream_tables writes them anew"
 
 
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
@@ -211,7 +216,7 @@ def test_committed_figures_name_no_path_of_the_machine_that_made_them() -> None:
 def test_goodput_is_shown_as_in_the_committed_figures() -> None:
     reports = goodput_page.read_runs()
     report = read_report(goodput_page.FIGURES)
-    again = "python -m tests.docs.goodput_page writes them anew"
+    again = "python -m benchmarks.pages.goodput_page writes them anew"
     page, readme, decision = (
         file.read_text() for file in (goodput_page.PAGE, goodput_page.README, goodput_page.DECISION_PAGE)
     )
@@ -260,7 +265,7 @@ def test_goodput_is_shown_with_verdicts_and_pictures() -> None:
     assert f"/{LATENCY_PLOT})" in goodput_page.plots()
     settings = {"PDSERVE_JSON": "goodput.json", "PDSERVE_SHAPES": "256/64", "PDSERVE_REPEATS": "5"}
     assert goodput_page.command(msgspec.structs.replace(report, settings=settings)) == (
-        "pdserve bench goodput --shapes 256/64"
+        "python -m benchmarks goodput --shapes 256/64"
     )
     readme = goodput_page.readme_with(goodput_page.README.read_text(), report)
     assert goodput_page.readme_with(readme, report) == readme
@@ -268,7 +273,7 @@ def test_goodput_is_shown_with_verdicts_and_pictures() -> None:
 
 def test_the_sizes_of_models_are_those_of_plans_own_code() -> None:
     text = sizing_page.PAGE.read_text()
-    assert sizing_page.page_with(text) == text, "python -m tests.docs.sizing_page writes it anew"
+    assert sizing_page.page_with(text) == text, "python -m benchmarks.pages.sizing_page writes it anew"
     assert len(sizing_page.MODELS) == 10
     for model in sizing_page.MODELS:
         found = sizing_page.size(model)
@@ -287,7 +292,7 @@ def test_simulated_clusters_are_those_that_plan_predicts() -> None:
 def test_predictions_are_shown_as_in_the_committed_figures() -> None:
     shown = planning_page.figures(read_report(planning_page.FIGURES))
     page = planning_page.PAGE.read_text()
-    assert planning_page.written(page, shown) == page, "python -m tests.docs.planning_page writes it anew"
+    assert planning_page.written(page, shown) == page, "python -m benchmarks.pages.planning_page writes it anew"
 
 
 def test_the_plot_shows_every_row_of_the_results() -> None:
@@ -296,7 +301,7 @@ def test_the_plot_shows_every_row_of_the_results() -> None:
     drawn = results_plot.PLOT.read_text()
     for row in rows:
         assert all(escape(text) in drawn for text in (row.what, row.shown)), (
-            "python -m tests.docs.results_plot draws it anew"
+            "python -m benchmarks.pages.results_plot draws it anew"
         )
 
 

@@ -102,7 +102,7 @@ if [ -z "$nodes" ]; then
 
     # A step takes all of several prompts, as is usual on a GPU.
     "$PYTHON" -m tests.gpu.serving_model "$model/8B-shaped" && PDSERVE_MAX_NUM_BATCHED_TOKENS=8192 \
-        timeout 240 "$PYTHON" -m pdserve bench goodput --model "$model/8B-shaped" --device cuda --systems mixed,always \
+        timeout 240 "$PYTHON" -m benchmarks goodput --model "$model/8B-shaped" --device cuda --systems mixed,always \
         --shapes 1024/128 --concurrency 1,16,64 --rate-percents 80 --seconds 3 --repeats 2 --max-model-len 4096 \
         --kv-cache-mib 20480 --json "$OUT/serving.json" || failed=1
 fi

@@ -1,4 +1,4 @@
-"""Systems of ``pdserve bench goodput`` in virtual time: ``python -m tests.plan.serving``.
+"""Systems of ``benchmarks goodput`` in virtual time: ``python -m tests.plan.serving``.
 
 Clients ask again as soon as they have their answer, or requests come at a rate. Nodes have the targets that answers are
 judged by, or with ``--tell off`` know nothing of them.
@@ -16,8 +16,8 @@ from dataclasses import astuple, dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from pdserve.bench.goodput.workload import MIX
-from pdserve.bench_config import BenchGoodputConfig
+from benchmarks.goodput.workload import MIX
+from benchmarks.settings import BenchGoodputConfig
 from pdserve.config import Disaggregation, TargetsConfig
 from pdserve.engine.placement import latency_targets
 from pdserve.plan.answer import Answer
@@ -56,7 +56,7 @@ _SERVED_PER_S = 0.1
 
 
 def read_shape(text: str) -> RequestShape:
-    """Returns what ``text`` says: 256/64, 32-1024/16-256, or mix as in ``pdserve bench goodput``."""
+    """Returns what ``text`` says: 256/64, 32-1024/16-256, or mix as in ``benchmarks goodput``."""
     if text == MIX:
         prompts = (_MIXED.min_prompt_tokens, _MIXED.max_prompt_tokens, 1.0)
         outputs = (_MIXED.min_output_tokens, _MIXED.max_output_tokens, 1.0)

@@ -1,6 +1,6 @@
 """Tests in virtual time that two nodes that divide a machine are never worse by their targets than one mixed node.
 
-What takes turns on the real machine, with its noise, ``pdserve bench goodput`` measures.
+What takes turns on the real machine, with its noise, ``benchmarks goodput`` measures.
 """
 
 from __future__ import annotations

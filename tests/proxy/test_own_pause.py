@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from urllib.parse import urlsplit
 
-from pdserve.bench.client_process import ask_clients
-from pdserve.bench.proxy.mock_backend import SECRET_ENV, backend_command
-from pdserve.bench.proxy.proxy_clients import ClientLoad, ProxyLoadOrder, ProxyLoadReport
-from pdserve.bench.proxy.systems import MODEL, System, request, stream_body
+from benchmarks.client_process import ask_clients
+from benchmarks.proxy.mock_backend import SECRET_ENV, backend_command
+from benchmarks.proxy.proxy_clients import ClientLoad, ProxyLoadOrder, ProxyLoadReport
+from benchmarks.proxy.systems import MODEL, System, request, stream_body
 from pdserve.wire.discovery import Role
 from tests.eventually import eventually
 from tests.processes import SECRET, Process, clean_environ, pdserve, running
@@ -94,7 +94,7 @@ async def test_many_streams_at_once_lose_nothing_to_the_time_that_the_proxy_itse
     with proxy_and_backends("--connect-timeout-s", "0.2", "--max-connections", str(STREAMS + 16)) as (proxy, system):
         load = ClientLoad(request(system, stream_body(CHUNKS, 20)), CHUNKS, 1.0, 0.0, True, WITHIN_S)
         order = ProxyLoadOrder(system.host, system.port, STREAMS, load, {})
-        report = await ask_clients("pdserve.bench.proxy.proxy_clients", order, ProxyLoadReport, timeout_s=2 * WITHIN_S)
+        report = await ask_clients("benchmarks.proxy.proxy_clients", order, ProxyLoadReport, timeout_s=2 * WITHIN_S)
         assert (report.answered, report.failed, report.errors) == (STREAMS, 0, ())
         assert report.chunks == STREAMS * CHUNKS
         assert "cannot be reached" not in proxy.output

@@ -1,0 +1,1 @@
+"""Writes the results of studies into the pages of the docs."""

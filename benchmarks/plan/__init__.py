@@ -1,0 +1,1 @@
+"""``benchmarks plan``: what ``pdserve plan`` predicts, beside what then happens."""

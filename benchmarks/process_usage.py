@@ -1,0 +1,55 @@
+"""Reads from the kernel how much CPU time and memory processes have used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.errors import BenchError
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_RESET_PEAK = "5"
+
+
+def cpu_s(pids: Mapping[str, int]) -> dict[str, float]:
+    """Returns the seconds of CPU that each process has used since its start, in all threads and the kernel, to 10 ms.
+
+    Raises BenchError if one of the processes is gone.
+    """
+    return {name: _cpu_s(name, pid) for name, pid in pids.items()}
+
+
+def peak_mib(pids: Mapping[str, int]) -> dict[str, float]:
+    """Returns each one's peak of resident memory since ``reset_peaks``, in MiB. Raises BenchError if one is gone."""
+    return {name: _peak_mib(name, pid) for name, pid in pids.items()}
+
+
+def reset_peaks(pids: Mapping[str, int]) -> None:
+    """Begins to watch each process's peak memory anew. Raises BenchError if the kernel does not allow it."""
+    for name, pid in pids.items():
+        try:
+            Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK)
+        except OSError as exc:
+            raise BenchError(f"cannot begin to watch the memory of {name}: {exc.strerror}") from exc
+
+
+def _cpu_s(name: str, pid: int) -> float:
+    # The second field, the program's name in parentheses, may hold any characters.
+    fields = _read(name, pid, "stat").rpartition(")")[2].split()
+    user, system = fields[11:13]
+    return (int(user) + int(system)) * _TICK_S
+
+
+def _peak_mib(name: str, pid: int) -> float:
+    for line in _read(name, pid, "status").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    raise BenchError(f"{name} has ended")
+
+
+def _read(name: str, pid: int, file: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text()
+    except OSError as exc:
+        raise BenchError(f"{name} is gone: {exc.strerror}") from exc

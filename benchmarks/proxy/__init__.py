@@ -1,0 +1,1 @@
+"""``benchmarks proxy``: cheap clients, the proxies that it compares, and mock backends behind them."""

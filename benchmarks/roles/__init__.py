@@ -1,0 +1,1 @@
+"""``benchmarks roles``: nodes whose roles follow the load, against every static split."""

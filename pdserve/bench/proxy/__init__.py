@@ -1,1 +1,0 @@
-"""``pdserve bench proxy``: cheap clients, the proxies that it compares, and mock backends behind them."""

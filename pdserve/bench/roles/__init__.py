@@ -1,1 +1,0 @@
-"""``pdserve bench roles``: nodes whose roles follow the load, against every static split."""

@@ -1,0 +1,36 @@
+"""``benchmarks failover`` as a person runs it: decode nodes die, hang or drain, and no answer changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.report import read_report
+from tests.benchmarks.studies import run_study
+
+pytestmark = pytest.mark.integration
+
+# In bf16, the default: its compiled kernels give the same bits in every batch.
+SMALL = ("--clients", "3", "--prompt-tokens", "40", "--output-tokens", "160", "--kv-cache-mib", "64")
+
+
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(7200)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "faults"), [(2, "kill,drain"), pytest.param(200, "kill,hang", marks=NIGHTLY)], ids=["few", "many"]
+)
+def test_streams_go_on_whatever_happens_to_their_nodes(
+    slow_tiny_model: Path, tmp_path: Path, rounds: int, faults: str
+) -> None:
+    model = ("--model", str(slow_tiny_model))
+    flags = ("--rounds", str(rounds), "--faults", faults, *model, *SMALL, "--json", "figures.json")
+    # Nodes start slowly where other tests run.
+    done = run_study("failover", *flags, folder=tmp_path, timeout_s=160 + 35 * rounds)
+    rows = {str(row.at["fault"]): row for row in read_report(tmp_path / "figures.json").rows_of("failover")}
+    assert set(rows) == set(faults.split(","))
+    for row in rows.values():
+        assert row.figure("faults").value == rounds / len(rows)
+        assert row.figure("resumed").value > 0, done.stderr
+        assert (row.figure("wrong").value, row.figure("lost").value) == (0, 0), done.stderr
