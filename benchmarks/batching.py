@@ -16,9 +16,9 @@ from itertools import chain
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchBatchingConfig
 from benchmarks.workload import mixed_jobs
+from pdserve.bench.cluster import running_node
 from pdserve.bench.load import Target, first_model, load_figures, run_jobs
 from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.programs import running_node
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.config import Batching

@@ -20,10 +20,9 @@ import aiohttp
 from benchmarks.process_usage import cpu_s
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchTurnsConfig, TurnsBenchConfig
-from pdserve.bench.cluster import running_cluster
+from pdserve.bench.cluster import read_metrics, running_cluster, total
 from pdserve.bench.load import Job, Target, first_model, run_job
 from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.observation import read_metrics, total
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.config import KvReturn

@@ -18,12 +18,11 @@ from benchmarks.goodput.workload import LoadPoint, Loop, Tightness, jobs_until, 
 from benchmarks.process_usage import cpu_s
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchGoodputConfig, GoodputBenchConfig, GoodputSystem
-from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Job, Target, first_model, run_arrivals, run_jobs
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Report
-from pdserve.bench.streamed_answer import LoadResult, Stream, summarise
+from pdserve.bench.streamed_answer import AnswerTargets, LoadResult, Stream, summarise
 from pdserve.config import Disaggregation, Switch
 from pdserve.core_ledger import private_ledger
 from pdserve.errors import BenchError

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from benchmarks.bootstrap import HIGH, LOW, interval
 from benchmarks.goodput.workload import LoadPoint, Loop, Tightness
 from benchmarks.settings import GoodputSystem
-from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.report import Better, Figure, Row, Unit, measured
-from pdserve.bench.streamed_answer import LoadResult, Stream, summarise
+from pdserve.bench.streamed_answer import AnswerTargets, LoadResult, Stream, summarise
 
 AUTO, MIXED, ALWAYS = (system.value for system in (GoodputSystem.AUTO, GoodputSystem.MIXED, GoodputSystem.ALWAYS))
 SYSTEM = "system"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from benchmarks.proxy.mock_backend import SECRET_ENV, backend_command
-from pdserve.bench.programs import Program, Running, running
+from pdserve.bench.cluster import Program, Running, running
 from pdserve.errors import BenchError, ConfigError
 from pdserve.process import ServerProcess, free_port, pdserve_command
 from pdserve.wire.discovery import Role

@@ -8,6 +8,7 @@ they do not fight for the cores of this machine. *Goodput* counts the requests t
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import secrets
 import sys
@@ -22,16 +23,13 @@ import aiohttp
 from benchmarks.programs import for_servers
 from benchmarks.roles.pace import Pace
 from benchmarks.roles.paced_node import paced_node_command
-from benchmarks.roles.workload import arrivals
 from benchmarks.settings import BenchRolesConfig, RolesBenchConfig
-from pdserve.bench.answer_targets import AnswerTargets
+from pdserve.bench.cluster import OWN_SETTINGS, Program, read_metrics, running, total, until_known
 from pdserve.bench.engine.random_model import Shape, write_random_model
-from pdserve.bench.load import Arrival, Target, first_model, run_arrivals
+from pdserve.bench.load import Arrival, Target, first_model, run_arrivals, uniform_jobs
 from pdserve.bench.machine import this_machine
-from pdserve.bench.observation import read_metrics, total, until_known
-from pdserve.bench.programs import OWN_SETTINGS, Program, running
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
-from pdserve.bench.streamed_answer import Stream, distribution
+from pdserve.bench.streamed_answer import AnswerTargets, Stream, distribution
 from pdserve.config import RoleChoice
 from pdserve.errors import BenchError, ConfigError
 from pdserve.models.checkpoint.demo import packaged_gguf
@@ -207,3 +205,22 @@ async def _cluster(
         async with running(nodes, timeout_s), aiohttp.ClientSession() as session:
             await until_known(session, served.listening.url, len(nodes), timeout_s)
             yield served.listening.url
+
+
+def arrivals(config: RolesBenchConfig) -> list[Arrival]:
+    """Returns the requests of all phases, which come independently of each other (a Poisson process)."""
+    source = random.Random(f"roles:{config.seed}")  # noqa: S311  # the times must be repeatable, not secret
+    shapes = [
+        (config.prompt_rate, config.long_prompt, config.short_answer),
+        (config.answer_rate, config.short_prompt, config.long_answer),
+    ]
+    found: list[Arrival] = []
+    for phase in range(2 * config.cycles):
+        rate, prompt_tokens, output_tokens = shapes[phase % 2]
+        at_s, end_s = phase * config.phase_s, (phase + 1) * config.phase_s
+        times = []
+        while (at_s := at_s + source.expovariate(rate)) < end_s:
+            times.append(at_s)
+        jobs = uniform_jobs(len(times), prompt_tokens, output_tokens, config.vocab_size, f"roles:{config.seed}:{phase}")
+        found += [Arrival(at_s, job) for at_s, job in zip(times, jobs, strict=True)]
+    return found

@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.stream.mock_node import mock_node_command
 from benchmarks.stream.variants import Variant
-from pdserve.bench.programs import Program, child_of, running
+from pdserve.bench.cluster import Program, child_of, running
 from pdserve.errors import BenchError
 from pdserve.process import pdserve_command
 

@@ -1,7 +1,7 @@
-"""``pdserve bench`` measures the machine, the engine, and whole servers, as tables, JSON and plots.
+"""``pdserve bench`` measures the machine, the engine, and whole servers, as tables and JSON.
 
-``programs`` starts servers, ``load`` and ``client_process`` put load on them, and ``streamed_answer`` and
-``process_usage`` measure. The benchmarks are ``engine``, ``transfer``, ``stream``, ``proxy`` and ``batching``. Each
-takes its settings and returns a ``report``, with the ``machine`` in it, which the command line prints and keeps, and
-``compare`` compares two reports.
+The benchmarks are ``engine``, ``transfer`` and ``load``. Each takes its settings and returns a ``report``, with the
+``machine`` in it, which the command line prints and writes; two reports can be compared. ``load`` is the client that
+puts load on servers, and ``streamed_answer`` measures what it gets. ``plan`` measures the profile of a machine for
+``pdserve plan``, with the nodes that ``cluster`` starts.
 """

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Meta
 
 from pdserve.bench.load import FIRST_ID, Job
-from pdserve.bench.sessions import Session, Turn
+from pdserve.bench.load_sessions import Session, Turn
 from pdserve.bench_config import DatasetConfig
 from pdserve.errors import BenchError
 

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import TextIO
 
 import msgspec
 
-from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.dataset import Dataset, open_dataset
 from pdserve.bench.load import Job, Target, find_model, run_jobs, uniform_jobs
-from pdserve.bench.load_progress import Progress, shown
-from pdserve.bench.load_run import LoadRun
+from pdserve.bench.load_sessions import LoadRun, Session, at_rate, random_sessions
 from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
-from pdserve.bench.sessions import Session, at_rate, random_sessions
-from pdserve.bench.streamed_answer import Distribution, distribution, result_of
+from pdserve.bench.streamed_answer import AnswerTargets, Distribution, distribution, result_of
 from pdserve.bench_config import BenchLoadConfig, GoodAnswerConfig
 from pdserve.config import AdmissionConfig
 from pdserve.errors import BenchError, ConfigError
@@ -335,3 +336,72 @@ def _ratios(first: Sequence[Figure], second: Sequence[Figure]) -> tuple[Figure, 
         for figure in first
         if figure.better is not Better.NEITHER and figure.unit is not Unit.COUNT and others.get(figure.name)
     )
+
+
+_TERMINAL_S = 0.5
+_LINES_S = 10.0
+_CLEAR = "\r\x1b[2K"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is known of a load before it runs."""
+
+    name: str
+    total: int
+    """The number of its requests."""
+    sends_for_s: float | None = None
+    """How long requests are sent for; None if that follows from the answers."""
+
+    def line(self, run: LoadRun, elapsed_s: float) -> str:
+        tally = run.tally
+        rate = tally.succeeded / elapsed_s if elapsed_s > 0 else 0.0
+        left_s = self._left_s(run, elapsed_s)
+        left = "" if left_s is None else f", {_duration(left_s)} left"
+        return (
+            f"{self.name}: {tally.succeeded} of {self.total} answered, {tally.failed} failed, {run.running} running, "
+            f"{rate:.3g} answers/s{left}"
+        )
+
+    def _left_s(self, run: LoadRun, elapsed_s: float) -> float | None:
+        if run.ended >= self.total:
+            return None
+        by_answers = elapsed_s * (self.total - run.ended) / run.ended if run.ended else None
+        if self.sends_for_s is None or elapsed_s > self.sends_for_s:
+            return by_answers
+        return self.sends_for_s - elapsed_s
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+@asynccontextmanager
+async def shown(progress: Progress, run: LoadRun, out: TextIO) -> AsyncIterator[None]:
+    """Shows the progress of ``run`` inside the block, and how it ended."""
+    terminal = out.isatty()
+    began = time.perf_counter()
+
+    async def show() -> None:
+        while True:
+            await asyncio.sleep(_TERMINAL_S if terminal else _LINES_S)
+            _print(out, progress.line(run, time.perf_counter() - began), "" if terminal else "\n")
+
+    showing = asyncio.create_task(show())
+    try:
+        yield
+    finally:
+        showing.cancel()
+        with suppress(asyncio.CancelledError):
+            await showing
+        _print(out, progress.line(run, time.perf_counter() - began), "\n")
+
+
+def _print(out: TextIO, line: str, end: str) -> None:
+    if out.isatty():
+        # A line that wraps could not be taken away.
+        line = _CLEAR + line[: shutil.get_terminal_size().columns - 1]
+    # A reader that is gone does not end the measurement.
+    with suppress(OSError):
+        print(line, file=out, end=end, flush=True)

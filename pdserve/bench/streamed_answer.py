@@ -3,7 +3,8 @@
 ``EventReader`` finds server-sent events in a byte stream, and ``read_chunk`` reads what is in one; ``distribution``
 computes means and percentiles for every benchmark. The definitions are those of vLLM's ``bench serve``, so that figures
 can be laid side by side: TTFT ends with the first chunk that has a token, each gap between two such chunks is an ITL,
-and TPOT is the mean time of a token after the first.
+and TPOT is the mean time of a token after the first. ``AnswerTargets`` decides which answers are good: *goodput* counts
+only those.
 """
 
 from __future__ import annotations
@@ -261,3 +262,23 @@ def result_of(*tallies: Tally) -> LoadResult:
 
 def _together(parts: Sequence[array[float]]) -> Distribution:
     return distribution(parts[0] if len(parts) == 1 else [value for part in parts for value in part])
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTargets:
+    """The longest time to the first token, and the longest time between two later ones."""
+
+    ttft_s: float
+    itl_s: float
+
+    def met_in_mean(self, stream: Stream) -> bool:
+        """Returns whether a whole answer met both: the first token's, and the others' in the mean (its TPOT)."""
+        return self._met_at_first(stream) and (stream.tpot_s is None or stream.tpot_s <= self.itl_s)
+
+    def met_at_p99(self, stream: Stream) -> bool:
+        """Returns whether a whole answer met both, and the 99th percentile of its gaps too: it never stalled."""
+        gaps_s = stream.itls_s
+        return self._met_at_first(stream) and (not gaps_s or distribution(gaps_s).p99 <= self.itl_s)
+
+    def _met_at_first(self, stream: Stream) -> bool:
+        return not stream.error and bool(stream.arrivals) and stream.ttft_s <= self.ttft_s

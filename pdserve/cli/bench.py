@@ -147,8 +147,7 @@ def _compare(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     config = load(BenchCompareConfig, compare_flags(argv), environ, prog=prog, description=description)
     if not (config.compare.old and config.compare.new):
         raise ConfigError("two reports are needed: pdserve bench compare OLD.json NEW.json")
-    from pdserve.bench.compare import changes
-    from pdserve.bench.report import read_report
+    from pdserve.bench.report import changes, read_report
 
     old, new = (read_report(Path(path)) for path in (config.compare.old, config.compare.new))
     found = changes(old, new, config.compare.tolerance)

@@ -114,7 +114,7 @@ async def _look(plan: PredictionConfig, authorities: str) -> ObservedLoad:
     import aiohttp
     import msgspec
 
-    from pdserve.bench.observation import known_nodes, read_metrics
+    from pdserve.bench.cluster import known_nodes, read_metrics
     from pdserve.plan.observed import observed_load
 
     async def look(session: aiohttp.ClientSession, url: str) -> str:

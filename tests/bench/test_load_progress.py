@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.bench.load import Target
-from pdserve.bench.load_progress import Progress
-from pdserve.bench.load_run import LoadRun
+from pdserve.bench.load_benchmark import Progress
+from pdserve.bench.load_sessions import LoadRun
 from tests.bench.reports import stream
 
 

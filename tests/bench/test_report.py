@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.bench.compare import changes
 from pdserve.bench.load import load_figures
-from pdserve.bench.report import Better, Figure, Row, Unit, number, read_report, render, table, to_json
+from pdserve.bench.report import Better, Figure, Row, Unit, changes, number, read_report, render, table, to_json
 from pdserve.bench.streamed_answer import summarise
 from pdserve.errors import BenchError
 from tests.bench.reports import batching_report, ratio, report, stream

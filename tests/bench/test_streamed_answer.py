@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.bench.load import take_chunk
-from pdserve.bench.streamed_answer import Stream, distribution, summarise
+from pdserve.bench.streamed_answer import AnswerTargets, Stream, distribution, summarise
 from tests.bench.reports import stream
 
 
@@ -90,3 +90,34 @@ def test_an_error_event_is_the_streams_error() -> None:
     take_chunk(answer, b'{"error": {"message": "no node"}}', 1.0)
     assert "no node" in answer.error
     assert not answer.arrivals
+
+
+TARGETS = AnswerTargets(1.0, 0.025)
+
+
+def answer(first_s: float, *gaps_s: float, error: str = "") -> Stream:
+    arrivals_s = [1.0 + first_s]
+    for gap_s in gaps_s:
+        arrivals_s.append(arrivals_s[-1] + gap_s)
+    return Stream(1.0, arrivals_s, arrivals_s[-1], len(arrivals_s), error=error)
+
+
+def test_an_answer_is_good_within_both_targets() -> None:
+    for met in (TARGETS.met_in_mean, TARGETS.met_at_p99):
+        assert met(answer(0.5, 0.02, 0.02))
+        assert not met(answer(1.5, 0.02, 0.02))
+        assert not met(answer(0.5, 0.03, 0.03))
+        assert not met(answer(0.5, 0.02, error="broken off"))
+        assert not met(Stream(1.0))
+
+
+def test_a_stall_is_lost_in_the_mean_and_not_in_the_percentile() -> None:
+    stalled = answer(0.5, *[0.01] * 20, 0.2)
+    assert TARGETS.met_in_mean(stalled)
+    assert not TARGETS.met_at_p99(stalled)
+
+
+def test_an_answer_of_one_token_has_only_a_first_one() -> None:
+    assert TARGETS.met_in_mean(answer(0.5))
+    assert TARGETS.met_at_p99(answer(0.5))
+    assert not TARGETS.met_at_p99(answer(1.5))

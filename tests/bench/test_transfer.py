@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.compare import changes
-from pdserve.bench.report import read_report
-from pdserve.bench.transfer.decode_steps import StepTimes
+from pdserve.bench.report import changes, read_report
+from pdserve.bench.transfer.benchmark import checksum_row, decode_row, return_row
 from pdserve.bench.transfer.moves import Moves
-from pdserve.bench.transfer.returning_steps import MeanStep, ReturnTimes
-from pdserve.bench.transfer.rows import checksum_row, decode_row, return_row
+from pdserve.bench.transfer.steps import MeanStep, ReturnTimes, StepTimes
 from pdserve.bench.transfer.yardsticks import nixl_rates
 from pdserve.cli.bench import two_cores
 from pdserve.cli.main import main

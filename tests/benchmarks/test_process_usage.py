@@ -10,7 +10,7 @@ import time
 import pytest
 
 from benchmarks.process_usage import cpu_s, peak_mib, reset_peaks
-from pdserve.bench.programs import child_of
+from pdserve.bench.cluster import child_of
 from pdserve.errors import BenchError
 
 

@@ -15,7 +15,7 @@ from benchmarks.proxy.benchmark import IDLE, LATENCY, MANY, PLAIN, STREAMS, run
 from benchmarks.proxy.mock_backend import CHUNK
 from benchmarks.proxy.proxy_clients import CountedAnswer, RawClient
 from benchmarks.settings import BenchProxyConfig, ProxyBenchConfig
-from pdserve.bench.compare import changes
+from pdserve.bench.report import changes
 from pdserve.errors import ConfigError
 
 pytestmark = pytest.mark.integration

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.roles.benchmark import arrivals
 from benchmarks.roles.pace import Pace
-from benchmarks.roles.workload import arrivals
 from benchmarks.settings import RolesBenchConfig
 from pdserve.bench.report import read_report
 from tests.benchmarks.studies import run_study

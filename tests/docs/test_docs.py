@@ -29,8 +29,7 @@ from lab.soak.report import read as read_soak
 from pdserve.api.kept_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
-from pdserve.bench.compare import changes
-from pdserve.bench.report import Better, Report, Unit, read_report
+from pdserve.bench.report import Better, Report, Unit, changes, read_report
 from pdserve.cli.bench import compare_flags
 from pdserve.cli.chat import chat_flags
 from pdserve.cli.drain import drain_flags

@@ -1,1 +1,1 @@
-"""Measures the profile of this machine, and how far predictions made from it are from what happens."""
+"""Measures the profile of this machine for ``pdserve plan``, and shows what is predicted from it."""

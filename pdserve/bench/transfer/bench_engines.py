@@ -4,6 +4,7 @@
 prompts, one or several at a time, and says when they have landed. ``OfferingEngine`` is a decode engine whose answers
 grow, so that it offers their blocks. ``PushingEngine`` is a prefill engine that has computed every prompt already, and
 fetches what it is offered.
+``PrefillProcess`` is the handle of a process with a ``PushingEngine``; they exchange one JSON line each way.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
-from pdserve.bench.transfer.messages import Assignment, Serving, TransferSetup
-from pdserve.config import Switch
+from pdserve.config import Switch, TransferConfig
 from pdserve.engine.kv_connector.return_offers import RETURNS_PER_S
 from pdserve.engine.kv_connector.transfer_memory import region_of, transport_for
 from pdserve.errors import BenchError
+from pdserve.process import AnsweringProcess, python_program
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
@@ -43,6 +46,38 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
+
+
+class TransferSetup(msgspec.Struct, frozen=True):
+    """The settings that both engines are started with."""
+
+    config: TransferConfig
+    secret: bytes
+    cache_dir: str
+    """The folder for compiled code."""
+    device: str = "cpu"
+    """The device whose memory holds the caches, by torch's name."""
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """The cache that the prefill engine serves, and how it pushes blocks."""
+
+    block_bytes: int
+    blocks: int
+    setup: TransferSetup
+    chunk_blocks: int = 0
+    """The number of blocks that are pushed together, like those of a prefill chunk; 0 pushes all at once."""
+    chunk_s: float = 0.0
+    """The seconds from one such push to the next."""
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """The addresses of the engine, and the thread whose CPU time is its own."""
+
+    control: str
+    boot_id: bytes
+    thread: int
+
 
 BLOCK_TOKENS = 16
 _TILES = 2 * BLOCK_TOKENS * torch.bfloat16.itemsize
@@ -304,3 +339,36 @@ class PushingEngine:
 
     def close(self) -> None:
         self._engine.close()
+
+
+_ANSWER_S = 120.0
+_END_S = 10.0
+
+
+class PrefillProcess:
+    """The process of ``prefill_program``, which serves one assignment at a time."""
+
+    def __init__(self, process: AnsweringProcess) -> None:
+        self._process = process
+        self._serving: Serving | None = None
+
+    def assign(self, assignment: Assignment) -> PrefillTarget:
+        """Returns the engine to fetch from. Raises ChildDied if the process does not answer."""
+        self._serving = msgspec.json.decode(self._process.ask(assignment, _ANSWER_S), type=Serving)
+        return PrefillTarget("prefill", self._serving.control, self._serving.boot_id)
+
+    def cpu_s(self) -> float:
+        """Returns the CPU time of its transfer thread so far. ``assign`` comes first."""
+        assert self._serving is not None
+        return thread_cpu_s(self._process.pid, self._serving.thread)
+
+
+@contextmanager
+def prefill_process(core: int, environ: Mapping[str, str]) -> Iterator[PrefillProcess]:
+    """Yields a prefill process on ``core``, which runs until the block ends."""
+    command = python_program("pdserve.bench.transfer.prefill_program", str(core))
+    process = AnsweringProcess("the prefill process of the benchmark", command, environ)
+    try:
+        yield PrefillProcess(process)
+    finally:
+        process.reap(_END_S)

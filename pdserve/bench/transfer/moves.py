@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.bench.transfer.bench_engines import CacheShape, FetchingEngine
-from pdserve.bench.transfer.messages import Assignment, TransferSetup
-from pdserve.bench.transfer.prefill_process import PrefillProcess
+from pdserve.bench.transfer.bench_engines import Assignment, CacheShape, FetchingEngine, PrefillProcess, TransferSetup
 from pdserve.config import Switch
 
 _WARM_UP = 2

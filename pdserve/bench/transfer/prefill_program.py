@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.bench.transfer.messages import Assignment
-
 if TYPE_CHECKING:
     from pdserve.bench.transfer.bench_engines import PushingEngine
 
@@ -51,7 +49,7 @@ def main(core: int) -> None:
 
 def _engine(line: bytes, bell: int) -> PushingEngine:
     # This import loads torch, which sizes its thread pool by the cores that it sees, so it has to come after pinning.
-    from pdserve.bench.transfer.bench_engines import PushingEngine
+    from pdserve.bench.transfer.bench_engines import Assignment, PushingEngine
 
     engine = PushingEngine(msgspec.json.decode(line, type=Assignment), lambda: os.eventfd_write(bell, 1))
     sys.stdout.buffer.write(msgspec.json.encode(engine.serving) + b"\n")

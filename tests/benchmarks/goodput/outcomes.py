@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.goodput.figures import GoodputRun, ShapeOutcome, Unloaded, rows
 from benchmarks.goodput.workload import LoadPoint, Loop, Tightness
-from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.report import Report
-from pdserve.bench.streamed_answer import Stream
+from pdserve.bench.streamed_answer import AnswerTargets, Stream
 from tests.bench.reports import report
 
 SHAPE = "8/5"

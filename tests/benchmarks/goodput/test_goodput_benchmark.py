@@ -10,9 +10,9 @@ import pytest
 from benchmarks.goodput.benchmark import GoodputBench, MeasuredSystem, in_order, telling
 from benchmarks.goodput.workload import LoadPoint, Loop
 from benchmarks.settings import BenchGoodputConfig
-from pdserve.bench.answer_targets import AnswerTargets
 from pdserve.bench.load import Job, Target
 from pdserve.bench.report import read_report
+from pdserve.bench.streamed_answer import AnswerTargets
 from pdserve.errors import BenchError
 from pdserve.settings import load
 from tests.bench.openai_server import OpenAiServer
@@ -74,7 +74,7 @@ async def test_a_server_that_refuses_at_once_ends_the_benchmark() -> None:
 
 
 # The other tests show in `make test` what follows from given times and how loads are made. Clusters are started as for
-# `bench turns`.
+# `benchmarks turns`.
 @pytest.mark.integration
 @pytest.mark.nightly
 def test_every_system_answers_every_load(tiny_model: Path, tmp_path: Path) -> None:

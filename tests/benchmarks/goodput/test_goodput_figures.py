@@ -19,8 +19,7 @@ from benchmarks.goodput.figures import (
 )
 from benchmarks.goodput.workload import Loop
 from benchmarks.goodput.workload import Tightness as T
-from pdserve.bench.compare import changes
-from pdserve.bench.report import Row
+from pdserve.bench.report import Row, changes
 from pdserve.bench.streamed_answer import Stream
 from tests.bench.reports import report
 from tests.benchmarks.goodput.outcomes import CLOSED, OPEN, SHAPE, goodput_report, goodput_run, outcome, three_systems

@@ -26,8 +26,7 @@ from benchmarks.stream.floors import ChunkFloor, Crossing, chunk_floor, crossing
 from benchmarks.stream.stream_clients import Span, StreamLoadReport
 from benchmarks.stream.stream_plot import write_plot
 from benchmarks.stream.variants import variants
-from pdserve.bench.compare import changes
-from pdserve.bench.report import Figure, Report
+from pdserve.bench.report import Figure, Report, changes
 from pdserve.bench.streamed_answer import distribution
 from tests.bench.reports import report
 

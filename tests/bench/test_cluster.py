@@ -1,17 +1,52 @@
-"""Tests what a benchmark reads of servers, with a proxy that is only a list of nodes."""
+"""Tests that a benchmark's node is ready, or refused, in bounded time, and what a benchmark reads of servers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from pdserve.bench.observation import NodeAddress, known_nodes, read_metrics, total, until_known
+from pdserve.bench.cluster import NodeAddress, known_nodes, read_metrics, running_node, total, until_known
 from pdserve.errors import BenchError
+from pdserve.process import ChildDied
+from tests.processes import clean_environ
+
+
+async def enter(flags: list[str], timeout_s: float, **environ: str) -> str:
+    async with running_node("node", flags, clean_environ(**environ), timeout_s) as url:
+        return url
+
+
+@pytest.mark.integration
+async def test_it_listens_on_loopback_whatever_the_environment_says(tiny_model: Path, tmp_path: Path) -> None:
+    environ = {
+        "PDSERVE_HOST": "0.0.0.0",
+        "PDSERVE_PROXY": "tcp://127.0.0.1:9",
+        "PDSERVE_LOG_LEVEL": "error",
+        "PDSERVE_KV_CACHE_MIB": "64",
+        "PDSERVE_CORES": str(min(os.sched_getaffinity(0))),
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+    assert (await enter(["--model", str(tiny_model)], 120.0, **environ)).startswith("http://127.0.0.1:")
+
+
+@pytest.mark.integration
+async def test_a_node_that_ends_tells_why() -> None:
+    with pytest.raises(ChildDied, match="there is no model '/nowhere'"):
+        await enter(["--model", "/nowhere"], 120.0)
+
+
+@pytest.mark.integration
+async def test_a_node_that_is_late_is_given_up() -> None:
+    with pytest.raises(BenchError, match=r"was not ready after 0\.1 s"):
+        await enter([], 0.1)
+
 
 LOOPBACK = "127.0.0.1"
 
