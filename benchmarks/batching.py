@@ -17,10 +17,10 @@ from benchmarks.programs import for_servers
 from benchmarks.settings import BenchBatchingConfig
 from benchmarks.workload import mixed_jobs
 from pdserve.bench.cluster import running_node
-from pdserve.bench.load import Target, first_model, load_figures, run_jobs
+from pdserve.bench.load import Target, first_model, run_jobs
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
-from pdserve.bench.streamed_answer import Stream, summarise
+from pdserve.bench.streamed_answer import LoadResult, Stream, summarise
 from pdserve.config import Batching
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
@@ -120,6 +120,21 @@ def _rows(pair: Pair) -> list[Row]:
         Row("batching", {"concurrency": pair.concurrency, MODE: mode.value}, load_figures(summarise(*runs)))
         for mode, runs in pair.runs.items()
     ]
+
+
+def load_figures(result: LoadResult) -> tuple[Figure, ...]:
+    """Returns the figures of one mode at one concurrency."""
+    return measured(
+        Figure("TTFT mean", result.ttft_s.mean * 1e3, Unit.MS, Better.LOWER),
+        Figure("TTFT p50", result.ttft_s.p50 * 1e3, Unit.MS, Better.LOWER),
+        Figure("TTFT p99", result.ttft_s.p99 * 1e3, Unit.MS, Better.LOWER),
+        Figure("TPOT mean", result.tpot_s.mean * 1e3, Unit.MS, Better.LOWER),
+        Figure("ITL p50", result.itl_s.p50 * 1e3, Unit.MS, Better.LOWER),
+        Figure("ITL p99", result.itl_s.p99 * 1e3, Unit.MS, Better.LOWER),
+        Figure("output", result.output_tokens_per_s, Unit.TOKENS_PER_S, Better.HIGHER),
+        Figure("requests", result.requests_per_s, Unit.REQUESTS_PER_S, Better.HIGHER),
+        Figure("failed", result.failed, Unit.COUNT, Better.LOWER),
+    )
 
 
 def compared(pair: Pair) -> Row:

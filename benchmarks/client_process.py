@@ -29,7 +29,7 @@ async def ask_clients(module: str, order: object, report: type[Report], timeout_
     clients = ChildProcess("the clients", study_program(module), launch=order, stdout=subprocess.PIPE)
     try:
         async with asyncio.timeout(timeout_s):
-            told = await clients.output()
+            encoded = await clients.output()
             status = await clients.wait()
     except TimeoutError as exc:
         raise BenchError(f"the clients were not done after {timeout_s:g} s") from exc
@@ -37,7 +37,7 @@ async def ask_clients(module: str, order: object, report: type[Report], timeout_
         await clients.end(0.0)
     if status:
         raise BenchError(clients.describe_end())
-    return msgspec.msgpack.decode(told, type=report)
+    return msgspec.msgpack.decode(encoded, type=report)
 
 
 def serve_order(order: type[Order], run: Callable[[Order], object]) -> int:

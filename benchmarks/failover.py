@@ -158,10 +158,10 @@ async def _measure(
         for number in range(settings.rounds):
             fault = faults[number % len(faults)]
             await rounds.run(number, fault, outcomes[fault])
-            told = outcomes[fault]
+            outcome = outcomes[fault]
             print(
                 f"round {number + 1} of {settings.rounds}, seed {settings.seed}, {fault.value}: "
-                f"{told.resumed} resumed, {told.wrong} wrong, {told.lost} lost so far",
+                f"{outcome.resumed} resumed, {outcome.wrong} wrong, {outcome.lost} lost so far",
                 file=sys.stderr,
                 flush=True,
             )

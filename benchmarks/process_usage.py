@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdserve.errors import BenchError
+
+if TYPE_CHECKING:
+    from pdserve.bench.cluster import BenchCluster, Running
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _RESET_PEAK = "5"
@@ -53,3 +57,26 @@ def _read(name: str, pid: int, file: str) -> str:
         return Path(f"/proc/{pid}/{file}").read_text()
     except OSError as exc:
         raise BenchError(f"{name} is gone: {exc.strerror}") from exc
+
+
+def child_of(pid: int) -> int:
+    """Returns the oldest process that the main thread of ``pid`` started. Raises BenchError if there is none."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError as exc:
+        raise BenchError(f"process {pid} is gone: {exc.strerror}") from exc
+    if not children:
+        raise BenchError(f"process {pid} has no children")
+    return int(children[0])
+
+
+def engine_of(node: Running) -> int:
+    """Returns the process id of a node's engine. Raises BenchError if it has none."""
+    return child_of(node.pid)
+
+
+def pids_of(cluster: BenchCluster) -> dict[str, int]:
+    """Returns the ids of all processes of a cluster, by name."""
+    api = {node: running.pid for node, running in cluster.nodes.items()}
+    engines = {f"{node} engine": engine_of(running) for node, running in cluster.nodes.items()}
+    return {"proxy": cluster.proxy, **api, **engines}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from benchmarks.process_usage import cpu_s
+from benchmarks.process_usage import cpu_s, engine_of
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchTurnsConfig, TurnsBenchConfig
 from pdserve.bench.cluster import read_metrics, running_cluster, total
@@ -171,5 +171,5 @@ async def _running_cluster(
     async with running_cluster(f"KV return {mode.value}", roles, cores, own, settings.startup_timeout_s) as cluster:
         prefill, *decode = cluster.nodes
         target = Target(cluster.url, await first_model(cluster.url), token_ids=True)
-        engines = {node: cluster.engine(node) for node in decode}
+        engines = {node: engine_of(cluster.nodes[node]) for node in decode}
         yield Cluster(target, cluster.nodes[prefill].listening.url, engines)

@@ -1,7 +1,7 @@
 """``benchmarks goodput`` measures one mixed node, and a prefill and a decode node, on the same cores in turns.
 
 All systems are up from the beginning, and only one has requests at a time: the processes of the others sleep, and the
-report says how much CPU time they took. In a round every system gets the same requests, which none has seen before.
+report says how much CPU time they took. In a round every system gets the same requests, which none has had before.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.goodput.figures import GoodputRun, ShapeOutcome, Unloaded, rows, verdicts
 from benchmarks.goodput.workload import LoadPoint, Loop, Tightness, jobs_until, poisson_arrivals, shape_jobs
-from benchmarks.process_usage import cpu_s
+from benchmarks.process_usage import cpu_s, pids_of
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchGoodputConfig, GoodputBenchConfig, GoodputSystem
+from benchmarks.workload import run_arrivals
 from pdserve.bench.cluster import running_cluster
-from pdserve.bench.load import Job, Target, first_model, run_arrivals, run_jobs
+from pdserve.bench.load import Job, Target, first_model, run_jobs
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import AnswerTargets, LoadResult, Stream, summarise
@@ -117,7 +118,7 @@ class GoodputBench:
                 running_cluster(system.value, _ROLES[system], cores, mode, self.settings.startup_timeout_s)
             )
             target = Target(cluster.url, await first_model(cluster.url))
-            systems.append(MeasuredSystem(system.value, target, cluster.pids()))
+            systems.append(MeasuredSystem(system.value, target, pids_of(cluster)))
         for added in self.settings.add:
             name, _, url = added.partition("=")
             url = url.rstrip("/")
@@ -129,7 +130,7 @@ class GoodputBench:
         for shape in self.settings.shapes:
             clients = max(self.settings.concurrency)
             jobs = shape_jobs(shape, self.config.workload, clients, "warm-up")
-            self._all_whole(system, await self._limited(system, run_jobs(system.target, jobs, clients)))
+            self._all_answered(system, await self._limited(system, run_jobs(system.target, jobs, clients)))
 
     async def _measure_shape(self, systems: Sequence[MeasuredSystem], shape: str) -> ShapeOutcome:
         settings = self.settings
@@ -165,17 +166,17 @@ class GoodputBench:
     async def _unloaded(self, system: MeasuredSystem, shape: str) -> Unloaded:
         workload, clients = self.config.workload, max(self.settings.concurrency)
         jobs = shape_jobs(shape, workload, _ALONE, "alone")
-        alone = self._all_whole(system, await self._limited(system, run_jobs(system.target, jobs, 1)))
+        alone = self._all_answered(system, await self._limited(system, run_jobs(system.target, jobs, 1)))
         rates = []
         for number in range(_TRIES):
             several = jobs_until(shape, workload, self.settings.seconds, f"several:{number}")
             streams = await self._limited(system, run_jobs(system.target, several, clients))
-            rates.append(self._all_whole(system, streams).requests_per_s)
+            rates.append(self._all_answered(system, streams).requests_per_s)
         found = Unloaded(alone.ttft_s.mean, alone.itl_s.p50, max(rates))
-        told = ", ".join(f"{rate:.2f}" for rate in rates)
+        shown = ", ".join(f"{rate:.2f}" for rate in rates)
         print(
             f"shape {shape}, {system.name}: without other load TTFT {found.ttft_s * 1e3:.0f} ms, "
-            f"ITL {found.itl_s * 1e3:.1f} ms; with {clients} clients {told} req/s",
+            f"ITL {found.itl_s * 1e3:.1f} ms; with {clients} clients {shown} req/s",
             file=sys.stderr,
             flush=True,
         )
@@ -223,7 +224,7 @@ class GoodputBench:
         except TimeoutError as exc:
             raise BenchError(f"a run of {system.name} took more than {limit_s:g} s") from exc
 
-    def _all_whole(self, system: MeasuredSystem, streams: Sequence[Stream]) -> LoadResult:
+    def _all_answered(self, system: MeasuredSystem, streams: Sequence[Stream]) -> LoadResult:
         """Returns the figures of a run that others are measured by, and so may not have failed."""
         result = summarise(streams)
         if result.failed:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.settings import WorkloadConfig
-from benchmarks.workload import mixed_jobs
-from pdserve.bench.load import Arrival, Job, uniform_jobs
+from benchmarks.workload import Arrival, mixed_jobs
+from pdserve.bench.load import Job, uniform_jobs
 
 MIX = "mix"
 

@@ -80,7 +80,7 @@ def plots() -> str:
 
 
 def command(report: Report) -> str:
-    """Returns the command that made a report, out of the settings that it has kept."""
+    """Returns the command that made a report, out of the settings that it holds."""
     settings = (setting for setting in settings_of(BenchGoodputConfig) if setting.section != "report")
     return command_of(report, "python -m benchmarks goodput", settings)
 

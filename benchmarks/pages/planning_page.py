@@ -46,7 +46,7 @@ def figures(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Returns the command that made a report, out of the settings that it has kept."""
+    """Returns the command that made a report, out of the settings that it holds."""
     settings = (
         setting for setting in settings_of(BenchPlanConfig) if setting.section == "plan" and setting.metavar != "FILE"
     )

@@ -130,7 +130,7 @@ def table() -> str:
     for model in MODELS:
         found = size(model)
         config, request = found.config, found.kv_bytes * CONTEXT
-        room = GPU_BYTES - found.weights * BF16_BYTES
+        free_bytes = GPU_BYTES - found.weights * BF16_BYTES
         rows.append(
             [
                 model.name,
@@ -138,7 +138,7 @@ def table() -> str:
                 f"{found.kv_bytes / 1024:g} KiB",
                 f"{found.weights * BF16_BYTES / 1e9:.1f} GB",
                 f"{request / 1e9:.2f} GB",
-                f"{room / request:.0f}" if room > 0 else "none: several ranks",
+                f"{free_bytes / request:.0f}" if free_bytes > 0 else "none: several ranks",
                 " / ".join(f"{1e3 * request / (rate * 1e9 / 8):,.0f} ms" for rate in GBIT_PER_S),
             ]
         )

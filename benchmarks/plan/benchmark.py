@@ -23,8 +23,9 @@ import msgspec
 from benchmarks.plan.figures import WITHIN, Outcome, Run, by_the_profile_alone, row_of, verdict
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchPlanConfig
+from benchmarks.workload import Arrival, run_arrivals
 from pdserve.bench.cluster import running_cluster
-from pdserve.bench.load import Arrival, Job, Target, first_model, run_arrivals, run_jobs, uniform_jobs
+from pdserve.bench.load import Job, Target, first_model, run_jobs, uniform_jobs
 from pdserve.bench.machine import this_machine
 from pdserve.bench.plan.battery import Battery, quiet_seed
 from pdserve.bench.plan.profiling import asking, longest_request, measure, sized
@@ -123,7 +124,7 @@ async def _started(name: str, config: BenchPlanConfig, environ: Mapping[str, str
     target = Target(cluster.url, await first_model(cluster.url))
     _say(f"warming up {name}")
     warm_up = uniform_jobs(_WARM_UP, 256, 32, config.plan.vocab_size, quiet_seed())
-    _whole(name, await run_jobs(target, warm_up, _WARM_UP))
+    _answered(name, await run_jobs(target, warm_up, _WARM_UP))
     return target
 
 
@@ -196,12 +197,12 @@ async def _measured(config: BenchPlanConfig, target: Target, load: Sequence[Plan
         arrivals.append(Arrival(request.at_s - load[0].at_s, job))
     try:
         async with asyncio.timeout(config.plan.run_timeout_s):
-            return _whole(target.url, await run_arrivals(target, arrivals))
+            return _answered(target.url, await run_arrivals(target, arrivals))
     except TimeoutError as exc:
         raise BenchError(f"a run took more than {config.plan.run_timeout_s:g} s") from exc
 
 
-def _whole(name: str, streams: list[Stream]) -> list[Stream]:
+def _answered(name: str, streams: list[Stream]) -> list[Stream]:
     result = summarise(streams)
     if result.failed:
         raise BenchError(f"{name} did not answer {result.failed} requests: {'; '.join(result.errors)}")

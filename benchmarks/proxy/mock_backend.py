@@ -52,7 +52,7 @@ def _framed(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _whole(body: bytes) -> bytes:
+def _plain(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
@@ -61,8 +61,8 @@ _STREAM_HEAD = (
 )
 _STREAM_CHUNK = _framed(CHUNK)
 _STREAM_END = _framed(DONE_ENTRY + b"data: [DONE]\n\n") + b"0\r\n\r\n"
-_WHOLE_ANSWER = _whole(ANSWER)
-_HEALTHY = _whole(b"{}")
+_PLAIN_ANSWER = _plain(ANSWER)
+_HEALTHY = _plain(b"{}")
 
 
 class BackendConnection(asyncio.Protocol):
@@ -89,7 +89,7 @@ class BackendConnection(asyncio.Protocol):
             self._answer(request)
 
     def _take_request(self) -> bytes:
-        """Returns the next whole request out of the bytes that have come; empty if there is none."""
+        """Returns the next complete request out of the bytes that have come; empty if there is none."""
         data = self._rest
         end = data.find(_HEAD_END)
         if end < 0:
@@ -105,7 +105,7 @@ class BackendConnection(asyncio.Protocol):
         if not request.startswith(b"POST"):
             self._transport.write(_HEALTHY)
         elif not _STREAM.search(request):
-            self._transport.write(_WHOLE_ANSWER)
+            self._transport.write(_PLAIN_ANSWER)
         else:
             chunks, gap_ms = _CHUNKS.search(request), _GAP_MS.search(request)
             self._left = int(chunks[1]) if chunks else 1

@@ -3,9 +3,9 @@
 They poll their sockets and do not parse what they read; they only count a stream's chunks.
 
 The loop is closed (each client sends again as soon as it is answered) or open (requests are sent at set times by any
-free client; a request that has to wait for a client is late, and its wait counts). Backends write whole events, each in
-an HTTP chunk of its own, and neither pdserve's proxy nor vllm-router splits one: an event's first bytes are found where
-it begins.
+free client; a request that has to wait for a client is late, and its wait counts). Backends write complete events, each
+in an HTTP chunk of its own, and neither pdserve's proxy nor vllm-router splits one: an event's first bytes are found
+where it begins.
 
 The clients run in a process of their own: ``python -m benchmarks.proxy.proxy_clients``, with an order on stdin.
 """
@@ -50,7 +50,7 @@ class CountedAnswer:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """The time of each read that brought chunks, and the number of chunks."""
     error: str = ""
-    """Why the answer is not whole; empty if it is."""
+    """Why the answer is not complete; empty if it is."""
 
     @property
     def chunks(self) -> int:
@@ -58,9 +58,9 @@ class CountedAnswer:
 
 
 class RawClient:
-    """One kept connection with one request on it at a time. It does no I/O, but knows its socket's number."""
+    """A connection that stays open, with one request on it at a time. It does no I/O, but knows its socket's number."""
 
-    __slots__ = ("_expected", "_size", "_tail", "_whole_bytes", "answer", "connection")
+    __slots__ = ("_expected", "_size", "_tail", "_wanted_bytes", "answer", "connection")
 
     def __init__(self, connection: socket.socket, expected_chunks: int) -> None:
         """``expected_chunks`` is the number of chunks of a stream; 0 for an answer in one piece."""
@@ -72,7 +72,7 @@ class RawClient:
         self.answer = answer
         self._tail = b""
         self._size = 0
-        self._whole_bytes = 0
+        self._wanted_bytes = 0
 
     def feed(self, now: float, data: bytes) -> bool:
         """Takes what a read at ``now`` brought, nothing at the connection's end. Returns whether the answer is over."""
@@ -92,24 +92,24 @@ class RawClient:
     def _take(self, answer: CountedAnswer, now: float, data: bytes) -> bool:
         self._size += len(data)
         if not self._expected:
-            return self._take_whole(data)
-        seen = self._tail + data
+            return self._take_plain(data)
+        found = self._tail + data
         # The tail is shorter than a mark, so that a mark that lies across two reads is counted once.
-        count = seen.count(CHUNK_MARK)
+        count = found.count(CHUNK_MARK)
         if count:
             answer.arrivals.append((now, count))
-        self._tail = seen[1 - len(CHUNK_MARK) :]
-        return seen.endswith(_STREAM_END)
+        self._tail = found[1 - len(CHUNK_MARK) :]
+        return found.endswith(_STREAM_END)
 
-    def _take_whole(self, data: bytes) -> bool:
-        if not self._whole_bytes:
+    def _take_plain(self, data: bytes) -> bool:
+        if not self._wanted_bytes:
             self._tail += data
             end = self._tail.find(b"\r\n\r\n")
             if end < 0:
                 return False
             length = _LENGTH.search(self._tail, 0, end)
-            self._whole_bytes = end + 4 + (int(length[1]) if length else 0)
-        return self._size >= self._whole_bytes
+            self._wanted_bytes = end + 4 + (int(length[1]) if length else 0)
+        return self._size >= self._wanted_bytes
 
 
 class ClientLoad(msgspec.Struct, frozen=True):

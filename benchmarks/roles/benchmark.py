@@ -24,9 +24,10 @@ from benchmarks.programs import for_servers
 from benchmarks.roles.pace import Pace
 from benchmarks.roles.paced_node import paced_node_command
 from benchmarks.settings import BenchRolesConfig, RolesBenchConfig
+from benchmarks.workload import Arrival, run_arrivals
 from pdserve.bench.cluster import OWN_SETTINGS, Program, read_metrics, running, total, until_known
 from pdserve.bench.engine.random_model import Shape, write_random_model
-from pdserve.bench.load import Arrival, Target, first_model, run_arrivals, uniform_jobs
+from pdserve.bench.load import Target, first_model, uniform_jobs
 from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import AnswerTargets, Stream, distribution
@@ -112,9 +113,9 @@ def _write_model(folder: Path) -> Path:
 
 
 def _row(name: str, outcome: SplitOutcome, outcomes: Mapping[str, SplitOutcome], settings: RolesBenchConfig) -> Row:
-    whole = [stream for stream in outcome.streams if not stream.error]
-    ttft = distribution([stream.ttft_s for stream in whole])
-    tpot = distribution([tpot_s for stream in whole if (tpot_s := stream.tpot_s) is not None])
+    complete = [stream for stream in outcome.streams if not stream.error]
+    ttft = distribution([stream.ttft_s for stream in complete])
+    tpot = distribution([tpot_s for stream in complete if (tpot_s := stream.tpot_s) is not None])
     good = _good(outcome, settings)
     static = [_good(other, settings) for split, other in outcomes.items() if split != _AUTO]
     ratio = good / max(static) if name == _AUTO and static and max(static) else float("nan")
@@ -151,7 +152,9 @@ async def _measure(
             async with asyncio.timeout(2 * settings.cycles * settings.phase_s + settings.limit_s):
                 streams = await run_arrivals(target, planned)
         except TimeoutError as exc:
-            raise BenchError(f"{split.name}: not all answers were whole {settings.limit_s:g} s after the end") from exc
+            raise BenchError(
+                f"{split.name}: not all answers were complete {settings.limit_s:g} s after the end"
+            ) from exc
         switches = total(await read_metrics(session, url), "pdserve_proxy_role_switches_total", outcome="done")
     outcome = SplitOutcome(streams, int(switches))
     print(

@@ -36,14 +36,14 @@ class CreditWriter:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._told = 0
+        self._sent = 0
 
     def tell(self, tokens: int) -> None:
-        """Writes the growing number of all clients' tokens. A number that finds no room is dropped: tell it again."""
-        if tokens > self._told:
+        """Writes the growing number of all clients' tokens. A full FIFO drops a number: send it again."""
+        if tokens > self._sent:
             with suppress(BlockingIOError):
                 os.write(self._descriptor, _NUMBER.pack(tokens))
-                self._told = tokens
+                self._sent = tokens
 
 
 @contextmanager

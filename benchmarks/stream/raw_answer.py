@@ -64,7 +64,7 @@ class WordStream(msgspec.Struct):
 
 
 def read_answer(raw: RawAnswer, wording: Wording) -> WordStream:
-    """Returns what the client of ``raw`` got and when. An answer that is not whole has an error in its stream."""
+    """Returns what the client of ``raw`` got and when. An answer that is not complete has an error in its stream."""
     reader = _Reader()
     found = WordStream(Stream(raw.started), [])
     said: list[str] = []

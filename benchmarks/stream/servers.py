@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
+from benchmarks.process_usage import engine_of
 from benchmarks.stream.mock_node import mock_node_command
 from benchmarks.stream.variants import Variant
-from pdserve.bench.cluster import Program, child_of, running
+from pdserve.bench.cluster import Program, running
 from pdserve.errors import BenchError
 from pdserve.process import pdserve_command
 
@@ -72,7 +73,7 @@ async def running_servers(
                 Server(
                     variant,
                     front.listening.url,
-                    {NODE: back.pid, PROXY: front.pid, ENGINE: child_of(back.pid)},
+                    {NODE: back.pid, PROXY: front.pid, ENGINE: engine_of(back)},
                 )
                 for variant, front, back in zip(found, fronts, backs, strict=True)
             ]

@@ -29,7 +29,7 @@ CLIENTS = "clients"
 """The name of this process beside those that it watches."""
 _READ_BYTES = 2**16
 _TELL_AGAIN_S = 0.1
-"""The time after which a number is told again that the FIFO had no room for, while the engine waits for it."""
+"""The time after which a number is sent again for which the FIFO was too full, while the engine waits for it."""
 
 
 class StreamLoadOrder(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class StreamLoadOrder(msgspec.Struct, frozen=True):
     host: str
     port: int
     request: bytes
-    """The bytes of the whole request as they go over the wire."""
+    """The bytes of the request as they go over the wire."""
     streams: int
     wording: Wording
     watched: dict[str, int]
@@ -124,12 +124,12 @@ def run(order: StreamLoadOrder) -> StreamLoadReport:
     peaks = peak_mib(order.watched)
     streams = [read_answer(answer, order.wording) for answer in answers]
     result = summarise([stream.times for stream in streams])
-    whole = marks.span(Stage.STARTED, Stage.OVER, streams)
-    assert whole is not None
+    run = marks.span(Stage.STARTED, Stage.OVER, streams)
+    assert run is not None
     return StreamLoadReport(
         failed=result.failed,
         errors=result.errors,
-        run=whole,
+        run=run,
         steady=marks.span(Stage.ALL_BEGUN, Stage.FIRST_ENDED, streams),
         ttft_s=result.ttft_s,
         tpot_s=result.tpot_s,

@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -93,17 +92,6 @@ async def _listening(child: ServerProcess, timeout_s: float) -> Listening:
         raise BenchError(f"{child.name} was not ready after {timeout_s:g} s; its last line: {child.last_line}") from exc
 
 
-def child_of(pid: int) -> int:
-    """Returns the oldest process that the main thread of ``pid`` started. Raises BenchError if there is none."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError as exc:
-        raise BenchError(f"process {pid} is gone: {exc.strerror}") from exc
-    if not children:
-        raise BenchError(f"process {pid} has no children")
-    return int(children[0])
-
-
 @dataclass(frozen=True, slots=True)
 class BenchCluster:
     """A running cluster, as its benchmark sees it."""
@@ -114,16 +102,6 @@ class BenchCluster:
     """The process id of the proxy."""
     nodes: Mapping[str, Running]
     """The nodes, by their names: ``prefill-0``, ``decode-1``."""
-
-    def engine(self, node: str) -> int:
-        """Returns the process id of a node's engine."""
-        return child_of(self.nodes[node].pid)
-
-    def pids(self) -> dict[str, int]:
-        """Returns the ids of all processes, by name."""
-        api = {node: running.pid for node, running in self.nodes.items()}
-        engines = {f"{node} engine": self.engine(node) for node in self.nodes}
-        return {"proxy": self.proxy, **api, **engines}
 
 
 @asynccontextmanager

@@ -46,7 +46,7 @@ class _Said(msgspec.Struct):
 
 
 class _LineTurn(msgspec.Struct):
-    """A turn of an object that holds a whole session."""
+    """A turn of an object that holds a complete session."""
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -138,7 +138,7 @@ class Dataset:
                 yield self._line_turn(_decode(self.name, offset, file.readline(_MAX_OBJECT)), offset)
 
     def check(self) -> None:
-        """Reads the whole file. Raises BenchError for the first object that is wrong."""
+        """Reads the file to its end. Raises BenchError for the first object that is wrong."""
         latest: float | None = None
         for found in _objects(Path(self.name)):
             line = found.line
@@ -215,7 +215,7 @@ class Dataset:
             raise _wrong(self.name, found, f"{what}: --dataset-block-tokens says how many tokens an id stands for")
 
     def _turn(self, found: _Found, number: int, turn: _LineTurn) -> Turn:
-        """Returns a turn of an object that holds a whole session."""
+        """Returns a turn of an object that holds a complete session."""
         messages = turn.messages or ([{"role": "user", "content": turn.text}] if turn.text else [])
         if not messages:
             raise _wrong(self.name, found, f"its turn {number} has neither text nor messages")

@@ -2,8 +2,7 @@
 
 Random prompts are the same for the same seed on every machine. They are token ids, and answers are greedy and run to
 their full length whatever the model says. In a closed loop (``run_jobs``), each of ``concurrency`` clients sends its
-next request as soon as its last one is answered. In an open loop (``run_arrivals``), requests come at their times,
-whatever the server does.
+next request as soon as its last one is answered.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from pdserve.bench.report import Better, Figure, Unit, measured
-from pdserve.bench.streamed_answer import DONE, SHOWN_ERROR, EventReader, LoadResult, Stream, read_chunk
+from pdserve.bench.streamed_answer import DONE, SHOWN_ERROR, EventReader, Stream, read_chunk
 from pdserve.errors import BenchError
 
 FIRST_ID = 3
@@ -91,21 +89,6 @@ class Target:
         return self.tls or True
 
 
-def load_figures(result: LoadResult) -> tuple[Figure, ...]:
-    """Returns the figures that every benchmark of a server shows."""
-    return measured(
-        Figure("TTFT mean", result.ttft_s.mean * 1e3, Unit.MS, Better.LOWER),
-        Figure("TTFT p50", result.ttft_s.p50 * 1e3, Unit.MS, Better.LOWER),
-        Figure("TTFT p99", result.ttft_s.p99 * 1e3, Unit.MS, Better.LOWER),
-        Figure("TPOT mean", result.tpot_s.mean * 1e3, Unit.MS, Better.LOWER),
-        Figure("ITL p50", result.itl_s.p50 * 1e3, Unit.MS, Better.LOWER),
-        Figure("ITL p99", result.itl_s.p99 * 1e3, Unit.MS, Better.LOWER),
-        Figure("output", result.output_tokens_per_s, Unit.TOKENS_PER_S, Better.HIGHER),
-        Figure("requests", result.requests_per_s, Unit.REQUESTS_PER_S, Better.HIGHER),
-        Figure("failed", result.failed, Unit.COUNT, Better.LOWER),
-    )
-
-
 async def first_model(url: str) -> str:
     """Returns the name of the model that the server at ``url`` lists first. Raises BenchError."""
     return await find_model(Target(url, ""))
@@ -142,7 +125,7 @@ async def run_jobs(target: Target, jobs: Iterable[Job], concurrency: int) -> lis
     """Returns the streams of all ``jobs``, in the order of the jobs. A failure is in its stream's ``error``.
 
     A client takes its next job only when its last one is answered, so ``jobs`` may end by the clock. Each request has
-    a time limit. The whole run has none: the caller sets it.
+    a time limit. The run as a whole has none: the caller sets it.
     """
     streams: list[Stream] = []
     queue = iter(jobs)
@@ -157,25 +140,6 @@ async def _client(session: aiohttp.ClientSession, target: Target, queue: Iterato
         stream = Stream(0.0)
         streams.append(stream)
         await run_job(session, target, job, stream)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request, with the time when it is sent, in seconds from the beginning."""
-
-    at_s: float
-    job: Job
-
-
-async def run_arrivals(target: Target, arrivals: Sequence[Arrival]) -> list[Stream]:
-    """Returns the streams of all ``arrivals``, which are in the order of their times. Limits are as in ``run_jobs``."""
-    streams = [Stream(0.0) for _ in arrivals]
-    async with connected() as (session, clients):
-        began = time.monotonic()
-        for arrival, stream in zip(arrivals, streams, strict=True):
-            await asyncio.sleep(max(0.0, began + arrival.at_s - time.monotonic()))
-            clients.create_task(run_job(session, target, arrival.job, stream))
-    return streams
 
 
 @asynccontextmanager

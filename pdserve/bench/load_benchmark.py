@@ -119,17 +119,17 @@ class _LoadBench:
 
     def _points(self) -> list[_Point]:
         load, rate = self.config.load, self.config.arrivals.rate
-        whole = len(self.dataset.turns) if self.dataset else 0
+        sessions = len(self.dataset.turns) if self.dataset else 0
         if rate:
-            count = load.requests or whole or max(1, round(rate * _RATE_S))
+            count = load.requests or sessions or max(1, round(rate * _RATE_S))
             return [_Point({"rate": f"{rate:g}/s", "requests": self._requests(0, count)}, count)]
         if self.dataset and self.dataset.timed:
-            count = load.requests or whole
+            count = load.requests or sessions
             at: dict[str, int | str] = {"speed": f"{self.config.dataset.speed:g}"}
             return [_Point({**at, "requests": self._requests(0, count)}, count)]
         points = []
         for number, clients in enumerate(load.concurrency):
-            count = load.requests or whole or 2 * clients + 6
+            count = load.requests or sessions or 2 * clients + 6
             requests = self._requests(number * load.rounds * count, count)
             points.append(_Point({"concurrency": clients, "requests": requests}, count, clients))
         return points
@@ -159,8 +159,8 @@ class _LoadBench:
         if self.config.arrivals.rate:
             return point.count / self.config.arrivals.rate
         assert self.dataset is not None
-        whole = point.count == len(self.dataset.turns)
-        return self.dataset.last_at_s if whole else max(each.at_s for each in self.dataset.sessions(0, point.count))
+        complete = point.count == len(self.dataset.turns)
+        return self.dataset.last_at_s if complete else max(each.at_s for each in self.dataset.sessions(0, point.count))
 
     async def _target(self, url: str) -> Target:
         """Returns a server that answers. Raises BenchError if it does not."""

@@ -106,7 +106,7 @@ def read_report(path: Path) -> Report:
 
 
 def render(report: Report) -> str:
-    """Returns the whole report as text: machine, notes, tables."""
+    """Returns the report as text: machine, notes, tables."""
     machine = report.machine
     chip = f", {machine.chip}" if machine.chip else ""
     head = (
@@ -196,10 +196,10 @@ def _change(row: Row, old: Figure, new: Figure | None, tolerance: float) -> Chan
     if new is None:
         return Change(name, old.value, None, worse=True)
     if old.better is Better.HIGHER:
-        kept = new.value >= old.value * (1 - tolerance)
+        held = new.value >= old.value * (1 - tolerance)
     else:
-        kept = new.value <= old.value / (1 - tolerance)
-    return Change(name, old.value, new.value, worse=not kept)
+        held = new.value <= old.value / (1 - tolerance)
+    return Change(name, old.value, new.value, worse=not held)
 
 
 def _key(row: Row) -> tuple[str, tuple[tuple[str, int | str], ...]]:

@@ -46,23 +46,23 @@ DONE = b"[DONE]"
 """The data of the last event."""
 SHOWN_ERROR = 300
 """The characters of a server's error that a benchmark shows."""
-_KEPT_ERRORS = 16
-"""So many different errors of a run are kept: an error may name its request, and then each one differs."""
+_MOST_ERRORS = 16
+"""A run remembers so many different errors: an error may name its request, and then each one differs."""
 _MAX_EVENT = 8 * 2**20
 
 
 class EventReader:
-    """Takes bytes as they come, and returns the data of each whole event."""
+    """Takes bytes as they come, and returns the data of each complete event."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the data of the events that ``data`` completes. Raises BenchError for an event without an end."""
-        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        *complete, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > _MAX_EVENT:
             raise BenchError(f"the server sent {len(self._rest)} bytes without the end of an event")
-        return [payload for event in whole if (payload := _data(event))]
+        return [payload for event in complete if (payload := _data(event))]
 
 
 def _data(event: bytes) -> bytes:
@@ -124,12 +124,12 @@ class Stream:
     pieces: list[str] = field(default_factory=list)
     """The text of each chunk."""
     error: str = ""
-    """Why there is no whole answer; empty if there is one."""
+    """Why there is no complete answer; empty if there is one."""
     reason: str = ""
     """The kind of the error, by which failed requests are counted."""
 
     def fail(self, reason: str, detail: str = "") -> None:
-        """Records why there is no whole answer."""
+        """Records why there is no complete answer."""
         self.reason = reason
         self.error = f"{reason}: {detail}" if detail else reason
 
@@ -159,7 +159,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The figures of a whole run. Streams that failed are only counted, and are in none of the figures."""
+    """The figures of a run. Streams that failed are only counted, and are in none of the figures."""
 
     succeeded: int
     failed: int
@@ -190,7 +190,7 @@ def _numbers() -> array[float]:
 
 @dataclass(slots=True)
 class Tally:
-    """What is kept of the answers of one run: 8 bytes for each gap between two tokens, and no text."""
+    """What is remembered of the answers of one run: 8 bytes for each gap between two tokens, and no text."""
 
     succeeded: int = 0
     failed: int = 0
@@ -211,7 +211,7 @@ class Tally:
         if stream.error:
             self.failed += 1
             self.reasons[stream.reason or stream.error] += 1
-            if len(self.errors) < _KEPT_ERRORS:
+            if len(self.errors) < _MOST_ERRORS:
                 self.errors[stream.error] = None
             return
         self.succeeded += 1
@@ -249,7 +249,7 @@ def result_of(*tallies: Tally) -> LoadResult:
     return LoadResult(
         succeeded=sum(tally.succeeded for tally in tallies),
         failed=sum(tally.failed for tally in tallies),
-        errors=tuple(errors)[:_KEPT_ERRORS],
+        errors=tuple(errors)[:_MOST_ERRORS],
         reasons=dict(reasons.most_common()),
         duration_s=sum(tally.duration_s for tally in tallies),
         output_tokens=sum(tally.output_tokens for tally in tallies),
@@ -272,11 +272,11 @@ class AnswerTargets:
     itl_s: float
 
     def met_in_mean(self, stream: Stream) -> bool:
-        """Returns whether a whole answer met both: the first token's, and the others' in the mean (its TPOT)."""
+        """Returns whether a complete answer met both: the first token's, and the others' in the mean (its TPOT)."""
         return self._met_at_first(stream) and (stream.tpot_s is None or stream.tpot_s <= self.itl_s)
 
     def met_at_p99(self, stream: Stream) -> bool:
-        """Returns whether a whole answer met both, and the 99th percentile of its gaps too: it never stalled."""
+        """Returns whether a complete answer met both, and the 99th percentile of its gaps too: it never stalled."""
         gaps_s = stream.itls_s
         return self._met_at_first(stream) and (not gaps_s or distribution(gaps_s).p99 <= self.itl_s)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.batching import Pair, compared
-from pdserve.bench.load import load_figures
+from benchmarks.batching import Pair, compared, load_figures
 from pdserve.bench.machine import Machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit
 from pdserve.bench.streamed_answer import Stream, summarise

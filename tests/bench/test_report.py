@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.bench.load import load_figures
+from benchmarks.batching import load_figures
 from pdserve.bench.report import Better, Figure, Row, Unit, changes, number, read_report, render, table, to_json
 from pdserve.bench.streamed_answer import summarise
 from pdserve.errors import BenchError

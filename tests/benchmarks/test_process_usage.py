@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from benchmarks.process_usage import cpu_s, peak_mib, reset_peaks
-from pdserve.bench.cluster import child_of
+from benchmarks.process_usage import child_of, cpu_s, peak_mib, reset_peaks
 from pdserve.errors import BenchError
 
 

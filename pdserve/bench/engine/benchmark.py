@@ -195,7 +195,7 @@ def decode_rows(bench: Bench, batch: int, context: int, linear: Row) -> Iterator
 
 
 def prefill_rows(bench: Bench, chunk: int) -> Iterator[Row]:
-    """Yields the rows for a whole prompt of ``chunk`` tokens in one step."""
+    """Yields the rows for a complete prompt of ``chunk`` tokens in one step."""
     subject, config = bench.subject, bench.subject.config
     rows = subject.prefill_rows(chunk)
     step = seconds_of(lambda: subject.runner.run(rows), subject.device, bench.budget_s)

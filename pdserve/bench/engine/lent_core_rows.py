@@ -89,7 +89,7 @@ def lent_core_rows(subject: Subject, steps: Steps, cache_dir: Path, budget_s: fl
                     timed = [_times(subject, step, cores, neighbour, budget_s) for _, step in rows]
                     woken = _wake_ups(subject, rows[0][1], cores, neighbour)
                 with _on(usable):
-                    whole = [_seconds(subject, step, budget_s) for _, step in rows]
+                    owned = [_seconds(subject, step, budget_s) for _, step in rows]
             finally:
                 neighbour.end()
     finally:
@@ -98,7 +98,7 @@ def lent_core_rows(subject: Subject, steps: Steps, cache_dir: Path, budget_s: fl
     return [
         *(
             Row("step with borrowed cores", {**at, "step": name}, _figures(alone, lent, all_own))
-            for (name, _), (alone, lent), all_own in zip(rows, timed, whole, strict=True)
+            for (name, _), (alone, lent), all_own in zip(rows, timed, owned, strict=True)
         ),
         Row("owner's wake-up", at, woken),
     ]
@@ -185,11 +185,11 @@ def _wake_ups(subject: Subject, step: Sequence[StepRow], cores: LentCores, neigh
     )
 
 
-def _figures(alone: float, lent: float, whole: float) -> tuple[Figure, ...]:
+def _figures(alone: float, lent: float, all_own: float) -> tuple[Figure, ...]:
     return (
         Figure("own cores", alone * 1e3, Unit.MS, Better.LOWER),
         Figure("and borrowed", lent * 1e3, Unit.MS, Better.LOWER),
-        Figure("all own", whole * 1e3, Unit.MS, Better.LOWER),
+        Figure("all own", all_own * 1e3, Unit.MS, Better.LOWER),
         Figure("own : borrowed", alone / lent, Unit.RATIO, Better.HIGHER),
-        Figure("all own : borrowed", whole / lent, Unit.RATIO, Better.HIGHER),
+        Figure("all own : borrowed", all_own / lent, Unit.RATIO, Better.HIGHER),
     )

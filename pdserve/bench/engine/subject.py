@@ -66,7 +66,7 @@ class Subject:
         return [StepRow([1], context - 1, range(i * blocks, (i + 1) * blocks), True) for i in range(batch)]
 
     def prefill_rows(self, chunk: int) -> list[StepRow]:
-        """Returns the rows of a whole prompt of ``chunk`` tokens."""
+        """Returns the rows of a complete prompt of ``chunk`` tokens."""
         return [StepRow([1] * chunk, 0, range(-(-chunk // self.runner.layout.block_size)), True)]
 
 
@@ -102,9 +102,9 @@ def open_subject(
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
     backend = open_backend(choose_device(model.device), cpu_kernels)
-    kept = keeps_blocks(folder, model, kernels=backend.block_kernels is not None)
-    block_kernels = backend.block_kernels if kept else None
-    formats = GgufTensors(folder).block_formats() if kept else {}
+    in_blocks = keeps_blocks(folder, model, kernels=backend.block_kernels is not None)
+    block_kernels = backend.block_kernels if in_blocks else None
+    formats = GgufTensors(folder).block_formats() if in_blocks else {}
     runner = ModelRunner(
         folder,
         config,

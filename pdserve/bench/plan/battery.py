@@ -1,4 +1,4 @@
-"""Times the steps of a running node from outside, as a client sees them: with the CPU time of HTTP and of its client.
+"""Times the steps of a running node as a client sees them: with the CPU time of HTTP and of its client.
 
 A lone prompt tells what chunks take. Streams that begin together decode in step, so the gaps between their tokens are
 the engine's steps. A prompt that comes beside such streams makes one gap longer, by its chunk.
@@ -126,11 +126,11 @@ class Battery:
         """Returns the mean of gaps without outliers, and notes how they differ from it."""
         # A client that reads late sees tokens at once, and gaps of nothing between them.
         most = _OUTLIER * (statistics.median(gaps) or max(gaps))
-        kept = [gap for gap in gaps if gap <= most]
-        mean_s = statistics.fmean(kept)
+        steady = [gap for gap in gaps if gap <= most]
+        mean_s = statistics.fmean(steady)
         if not mean_s:
             raise BenchError("all tokens came at once: the client was too late to time any step")
-        self.timings.ratios.append([gap / mean_s for gap in kept])
+        self.timings.ratios.append([gap / mean_s for gap in steady])
         return mean_s
 
     async def prompts_beside_streams(self) -> None:
@@ -200,7 +200,7 @@ class Battery:
             yield
 
     async def ask(self, prompt_tokens: int, output_tokens: int) -> Stream:
-        """Returns the whole answer to a prompt that nobody has asked before. Raises BenchError."""
+        """Returns the complete answer to a prompt that nobody has asked before. Raises BenchError."""
         (job,) = self._jobs(1, prompt_tokens, output_tokens)
         stream = await run_job(self.session, self.target, job, Stream(0.0))
         if stream.error:

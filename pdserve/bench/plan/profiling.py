@@ -1,4 +1,4 @@
-"""Measures the profile of this machine: real nodes with the settings that they would have, timed from outside.
+"""Measures the profile of this machine: real nodes with the settings that they would have, timed by a client.
 
 One mixed node with all cores, behind a proxy; then two that divide the cores and lend them to each other, as
 ``pdserve up`` places them. The two are timed while the other one sleeps and while it computes.
@@ -55,7 +55,7 @@ _MOVED_ANSWER, _MOVES = 3, 5
 """Their answers have so many tokens. Each is asked so often."""
 _MOST_FRONT = 0.9
 """The way of a request to the engine and back is at most so much of it."""
-LEAST_ROOM = 2048
+LEAST_TOKENS = 2048
 """A KV cache of so many tokens holds the streams and prompts that a profile needs."""
 LEAST_POSITIONS = 512
 """Two chunks of a prompt tell what tokens read that are before them."""
@@ -195,7 +195,7 @@ def check_cache(cache: CacheGeometry) -> None:
         raise PlanError(
             f"a node with --max-num-seqs {cache.max_num_seqs}, --max-num-batched-tokens {cache.max_num_batched_tokens} "
             f"and a KV cache of {cache.room} tokens cannot be measured: prompts have to be computed beside streams. "
-            f"At least 3, 18 and {LEAST_ROOM} are right; --kv-cache-mib makes the cache larger"
+            f"At least 3, 18 and {LEAST_TOKENS} are right; --kv-cache-mib makes the cache larger"
         )
 
 
@@ -247,10 +247,10 @@ async def _one_node(
     started = running_cluster("profile", [Role.MIXED], _cores(config), environ, config.profile.startup_timeout_s)
     async with started as cluster, asking(config.profile, cache, longest, [cluster.url]) as (battery,):
         _say("a node with all cores")
-        await _whole(battery.into(measured.alone))
+        await _finished(battery.into(measured.alone))
 
 
-async def _whole(battery: Battery) -> None:
+async def _finished(battery: Battery) -> None:
     """Measures all of a node whose neighbours sleep, between two probes."""
     battery.timings.probes.append(await battery.probe())
     await battery.lone_prompts()
@@ -272,7 +272,7 @@ async def _two_nodes(
             urls.append((await stack.enter_async_context(started)).url)
         one, other = await stack.enter_async_context(asking(config.profile, cache, longest, urls))
         _say("two nodes that divide the cores, one of them asleep")
-        await _whole(one.into(measured.asleep))
+        await _finished(one.into(measured.asleep))
         _say("two nodes that divide the cores, both at work")
         busy = one.into(measured.busy)
         # A node that decodes has one beside it that prefills, and the other way round.

@@ -21,7 +21,7 @@ from pdserve.bench.transfer.bench_engines import (
     prefill_process,
 )
 from pdserve.bench.transfer.moves import Moves, moves
-from pdserve.bench.transfer.steps import ReturnTimes, StepTimes, while_receiving, while_returning
+from pdserve.bench.transfer.steps import CHUNK_BLOCKS, ReturnTimes, StepTimes, while_receiving, while_returning
 from pdserve.bench.transfer.yardsticks import NixlRate, copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
 from pdserve.bench_config import BenchTransferConfig, CacheMemory
 from pdserve.config import Switch
@@ -111,7 +111,7 @@ def _decode_rows(
 ) -> list[Row]:
     bench = config.bench
     size = subject.runner.layout.block_bytes
-    shape = CacheShape(size, max(bench.fetch_mib * _MIB // size, _LEAST_BLOCKS))
+    shape = CacheShape(size, max(bench.fetch_mib * _MIB // size, CHUNK_BLOCKS))
     step_rows = subject.decode_rows(bench.decode_batch, bench.decode_context)
     found = []
     for tokens_per_s in (bench.prefill_tokens_per_s, None):

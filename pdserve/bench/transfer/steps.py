@@ -22,7 +22,7 @@ from pdserve.bench.transfer.bench_engines import (
 )
 
 _RECEIVE_ROUNDS = 4
-_CHUNK_BLOCKS = 16
+CHUNK_BLOCKS = 16
 _AHEAD = 6
 """The number of fetches that are ordered ahead, so that one always moves while a step computes."""
 
@@ -57,15 +57,15 @@ def while_receiving(
     if tokens_per_s is None:
         assignment, blocks, ahead = Assignment(shape.block_bytes, shape.blocks, setup), shape.blocks, _AHEAD
     else:
-        pause_s = _CHUNK_BLOCKS * BLOCK_TOKENS / tokens_per_s
-        assignment = Assignment(shape.block_bytes, shape.blocks, setup, _CHUNK_BLOCKS, pause_s)
-        blocks, ahead = min(shape.blocks, _CHUNK_BLOCKS * math.ceil(each_s / pause_s + 1)), 1
+        pause_s = CHUNK_BLOCKS * BLOCK_TOKENS / tokens_per_s
+        assignment = Assignment(shape.block_bytes, shape.blocks, setup, CHUNK_BLOCKS, pause_s)
+        blocks, ahead = min(shape.blocks, CHUNK_BLOCKS * math.ceil(each_s / pause_s + 1)), 1
     engine = FetchingEngine(prefill.assign(assignment), shape, setup)
     alone: list[float] = []
     receiving: list[float] = []
     rates: list[float] = []
     try:
-        engine.fetch(_CHUNK_BLOCKS)
+        engine.fetch(CHUNK_BLOCKS)
         for _ in range(_RECEIVE_ROUNDS):
             alone += _steps(step, each_s, lambda: None)
             before, started = engine.bytes_received, time.perf_counter()
@@ -102,7 +102,7 @@ class MeanStep:
 
     wall_s: float
     cpu_s: float
-    """The CPU time of the whole process: of the step, and of the transfer thread beside it."""
+    """The CPU time of the process: of the step, and of the transfer thread beside it."""
 
 
 @dataclass(frozen=True, slots=True)
