@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.core_ledger import WORD_BYTES, CoreLedger, CoreWord
+from pdserve.machine.core_ledger import WORD_BYTES, CoreLedger, CoreWord
 
 
 def write(ledger: CoreLedger, core: int, word: CoreWord) -> None:

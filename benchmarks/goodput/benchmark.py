@@ -25,8 +25,8 @@ from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import AnswerTargets, LoadResult, Stream, summarise
 from pdserve.config import Disaggregation, Switch
-from pdserve.core_ledger import private_ledger
 from pdserve.errors import BenchError
+from pdserve.machine.core_ledger import private_ledger
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 

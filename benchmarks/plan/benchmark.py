@@ -32,8 +32,9 @@ from pdserve.bench.plan.profiling import asking, longest_request, measure, sized
 from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.bench_config import PlanProfileConfig, ProfilingConfig
-from pdserve.core_ledger import private_ledger
+from pdserve.machine.core_ledger import private_ledger
 from pdserve.errors import BenchError
+from pdserve.machine.core_ledger import private_ledger
 from pdserve.plan.cluster import ClusterShape, live
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.profile import PaceProbe, Profile, mean_profile, read_profile, write_profile

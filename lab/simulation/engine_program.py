@@ -25,7 +25,6 @@ from lab.simulation.machine.rank_group import SimGroup, SimLifeBoard
 from lab.simulation.machine.virtual_time import SimProcess, present_process, present_thread
 from lab.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
 from pdserve.config import EngineConfig, EngineLaunch, RankLaunch, Switch
-from pdserve.core_share import CoreShare
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.assembly import warm_up
 from pdserve.engine.kv_cache.block_manager import BlockManager
@@ -44,6 +43,7 @@ from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.tp.tp_runner import TpRunner, joined_group
 from pdserve.engine.wake_up import WakeUp
 from pdserve.liveness import LifeBoard, step_loop
+from pdserve.machine.core_share import CoreShare
 from pdserve.models.backend import CPU
 from pdserve.models.runner import Score, StepRow
 from pdserve.models.tp.shares import TpGroup

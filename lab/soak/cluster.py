@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from lab.soak.catalogue import MODEL
-from pdserve.cli.kept_server import FIRST_PAUSE_S
+from pdserve.cli.up.supervised_server import FIRST_PAUSE_S
 from pdserve.process import ServerProcess, partition_cores, pdserve_command
 from pdserve.wire.command import SetRole
 from pdserve.wire.discovery import Role

@@ -33,10 +33,10 @@ from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
-from pdserve.freed_memory import give_freed_memory_back, give_large_blocks_back
 from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
+from pdserve.machine.freed_memory import give_freed_memory_back, give_large_blocks_back
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.models.checkpoint.gguf_file import forget_gguf
 from pdserve.models.checkpoint.weight_form import weights_words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from pdserve.cli.node_command import Commander, CommandFailed, leading_flags
+from pdserve.cli.node_commands import Commander, CommandFailed, leading_flags
 from pdserve.config import DrainConfig
 from pdserve.settings import load
 from pdserve.wire.command import Drain

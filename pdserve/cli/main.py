@@ -10,12 +10,10 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from importlib.metadata import version
 
-from pdserve.cli.node import run_node
 from pdserve.errors import ConfigError, ModelError, PdserveError
 from pdserve.printable import printable
 from pdserve.process import die_with_parent
 from pdserve.settings.sources import suggestion
-from pdserve.wire.discovery import Role
 
 SUBCOMMANDS = {
     "up": "a whole cluster on this machine: pdserve up MODEL",
@@ -58,8 +56,27 @@ _INSTEAD = {
 }
 """What is right in place of the subcommands that llama.cpp, Ollama and vLLM have and pdserve has not."""
 
-_NODES = {role.value for role in Role}
-"""The subcommands that ``pdserve.cli.node`` runs. Each other subcommand has a module of its own."""
+_RUNS = {
+    "up": ("pdserve.cli.up.command", "run"),
+    "serve": ("pdserve.cli.serve", "run"),
+    "pull": ("pdserve.cli.pull", "run"),
+    "models": ("pdserve.cli.models", "run"),
+    "chat": ("pdserve.cli.chat.command", "run"),
+    "proxy": ("pdserve.cli.proxy", "run"),
+    "prefill": ("pdserve.cli.servers", "run_prefill"),
+    "decode": ("pdserve.cli.servers", "run_decode"),
+    "mixed": ("pdserve.cli.servers", "run_mixed"),
+    "role": ("pdserve.cli.role", "run"),
+    "drain": ("pdserve.cli.drain", "run"),
+    "top": ("pdserve.cli.watch.top", "run"),
+    "live": ("pdserve.cli.live", "run"),
+    "trace": ("pdserve.cli.watch.trace", "run"),
+    "doctor": ("pdserve.cli.doctor", "run"),
+    "plan": ("pdserve.cli.plan", "run"),
+    "bench": ("pdserve.cli.bench", "run"),
+    "completion": ("pdserve.cli.completion", "run"),
+}
+"""The module and the function that run each subcommand. It is imported when it is needed."""
 
 _READER_LEFT = 128 + signal.SIGPIPE
 """The exit status that a shell reports for a command that SIGPIPE has ended."""
@@ -117,9 +134,8 @@ def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> i
     die_with_parent(environ)
 
     def subcommand() -> int:
-        if name in _NODES:
-            return run_node(Role(name), argv, environ)
-        status: int = importlib.import_module(f"pdserve.cli.{name}").run(argv, environ)
+        module, function = _RUNS[name]
+        status: int = getattr(importlib.import_module(module), function)(argv, environ)
         return status
 
     return status_of(f"pdserve {name}", subcommand)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pdserve.cli.node_command import Commander, leading_flags
+from pdserve.cli.node_commands import Commander, leading_flags
 from pdserve.config import RoleConfig
 from pdserve.errors import ConfigError
 from pdserve.settings import load

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pdserve.cli import up
+from pdserve.cli.up import command
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit status of ``pdserve up``, whose help and errors have this name."""
-    return up.run(argv, environ, prog="pdserve serve")
+    return command.run(argv, environ, prog="pdserve serve")

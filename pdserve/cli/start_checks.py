@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pdserve.cli.kernel_compiler import may_have_gpu
+from pdserve.cli.up.kernel_compiler import may_have_gpu
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig, NodeConfig
 from pdserve.errors import ConfigError
-from pdserve.machine_memory import available_memory
+from pdserve.machine.memory import available_memory
 from pdserve.models.checkpoint.decoder_config import has_own_decoder, read_decoder_config
 from pdserve.models.checkpoint.gguf_file import forget_gguf
 from pdserve.models.checkpoint.model_size import model_size

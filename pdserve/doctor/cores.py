@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from pdserve.core_ledger import CoreLedger, CoreState
-from pdserve.core_share import cpu_quota, read_text
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
-from pdserve.engines_here import RunningEngine, running_engines
 from pdserve.errors import ConfigError
+from pdserve.machine.core_ledger import CoreLedger, CoreState
+from pdserve.machine.core_share import cpu_quota, read_text
+from pdserve.machine.engines_here import RunningEngine, running_engines
 
 _SLOW_GOVERNORS = frozenset({"powersave", "conservative"})
 _MIN_FREE_BYTES = 2**30

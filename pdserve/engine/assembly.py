@@ -36,9 +36,9 @@ from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
 from pdserve.engine.wake_up import WakeUp
-from pdserve.freed_memory import give_freed_memory_back
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
+from pdserve.machine.freed_memory import give_freed_memory_back
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pdserve.config import EngineConfig
-from pdserve.core_ledger import CoreLedger
+from pdserve.machine.core_ledger import CoreLedger
 from pdserve_kernels.contract import Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 

@@ -13,13 +13,13 @@ import msgspec
 import zmq
 
 from pdserve.config import Device, EngineConfig, EngineLaunch, Switch
-from pdserve.core_share import NVIDIA_DRIVER, CoreShare, cpu_quota, machine_id, quota_note, share_cores
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
-from pdserve.engines_here import core_words, cores_left, other_engines, sharing_note
 from pdserve.errors import EngineError, PdserveError
 from pdserve.liveness import LifeBoard, step_loop
+from pdserve.machine.core_share import NVIDIA_DRIVER, CoreShare, cpu_quota, machine_id, quota_note, share_cores
+from pdserve.machine.engines_here import core_words, cores_left, other_engines, sharing_note
 from pdserve.models.lean_torch import import_torch
 from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup

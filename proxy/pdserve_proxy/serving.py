@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from pdserve.config import AdmissionConfig, ProxyConfig, StoreConfig, Switch
 from pdserve.errors import PdserveError
-from pdserve.freed_memory import give_large_blocks_back
 from pdserve.http.server import HttpServer
+from pdserve.machine.freed_memory import give_large_blocks_back
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.ids import new_id
 from pdserve_proxy.app import RenderMetrics, build_app

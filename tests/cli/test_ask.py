@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.cli.ask import AskFailed, TimedAnswer, ask
-from pdserve.cli.up import api_key, status_is_shown
+from pdserve.cli.up.command import api_key, status_is_shown
 from pdserve.config import HttpConfig
 from pdserve.errors import ConfigError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.chat_screen import finished_blocks
+from pdserve.cli.chat.terminal import finished_blocks
 from tests.cli.scripted_server import (
     DONE,
     USAGE,

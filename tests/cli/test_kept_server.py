@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cli.console import Console
-from pdserve.cli.kept_server import FIRST_PAUSE_S, MAX_RESTARTS, STEADY_S, KeptServer, Restarts
-from pdserve.cli.local_cluster import LocalCluster, NodePlan
+from pdserve.cli.up.cluster import LocalCluster, NodePlan
+from pdserve.cli.up.console import Console
+from pdserve.cli.up.supervised_server import FIRST_PAUSE_S, MAX_RESTARTS, STEADY_S, KeptServer, Restarts
 from pdserve.config import HttpConfig
 from pdserve.process import ChildDied
 from pdserve.wire.discovery import Role
@@ -53,7 +53,7 @@ async def keep(code: str) -> str:
 
 
 async def test_a_server_that_died_is_started_again_until_somebody_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.cli.kept_server.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("pdserve.cli.up.supervised_server.FIRST_PAUSE_S", 0.01)
     shown = await keep("")
     assert "decode-0 ended with status 3" in shown
     assert "decode-0 is started again in 0.01 s" in shown
@@ -62,7 +62,7 @@ async def test_a_server_that_died_is_started_again_until_somebody_stops_it(monke
 
 
 async def test_a_server_that_dies_each_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.cli.kept_server.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("pdserve.cli.up.supervised_server.FIRST_PAUSE_S", 0.01)
     starts = tmp_path / "starts"
     with pytest.raises(ChildDied, match=r"decode-0 has died 4 times .*decode-0 ended with status 7"):
         await keep(f"open({str(starts)!r}, 'a').write('x'); raise SystemExit(7)")
@@ -85,7 +85,7 @@ server.serve_forever()
 
 async def test_a_server_that_is_stopped_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"FIRST_PAUSE_S": 0.01, "PROBE_S": 0.1, "ANSWER_S": 1.0, "STILL_S": 3.0}.items():
-        monkeypatch.setattr(f"pdserve.cli.kept_server.{name}", seconds)
+        monkeypatch.setattr(f"pdserve.cli.up.supervised_server.{name}", seconds)
     shown = io.StringIO()
     server = KeptServer("decode-0", {}, Console(shown, colour=False), (sys.executable, "-c", SERVES))
     try:
@@ -104,13 +104,13 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again(monkeypatch:
 async def test_a_prefill_node_that_dies_each_time_ends_no_node_that_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.cli.kept_server.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("pdserve.cli.kept_server.STILL_S", 600.0)  # these programs answer nothing
-    monkeypatch.setattr("pdserve.cli.local_cluster.proxy_command", lambda *_: program("input()"))
+    monkeypatch.setattr("pdserve.cli.up.supervised_server.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("pdserve.cli.up.supervised_server.STILL_S", 600.0)  # these programs answer nothing
+    monkeypatch.setattr("pdserve.cli.up.cluster.proxy_command", lambda *_: program("input()"))
     gate, dies = tmp_path / "gate", "raise SystemExit(7)"
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)"
     codes = {Role.PREFILL: dies, Role.DECODE: waits}
-    monkeypatch.setattr("pdserve.cli.local_cluster.node_command", lambda node, _: program(codes[node.role]))
+    monkeypatch.setattr("pdserve.cli.up.cluster.node_command", lambda node, _: program(codes[node.role]))
     shown = io.StringIO()
     console = Console(shown, colour=False)
     cluster = LocalCluster(console, HttpConfig())

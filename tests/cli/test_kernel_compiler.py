@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli import kernel_compiler
-from pdserve.cli.kernel_compiler import compiling_kernels, computes_on_cpu
+from pdserve.cli.up import kernel_compiler
+from pdserve.cli.up.kernel_compiler import compiling_kernels, computes_on_cpu
 from pdserve.config import CpuConfig, CpuKernels, Device, ModelConfig, NodeConfig
 from pdserve.process import ChildProcess
 from tests.eventually import eventually

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cli.local_cluster import child_environ, node_command, plan_nodes, proxy_command
+from pdserve.cli.up.cluster import child_environ, node_command, plan_nodes, proxy_command
 from pdserve.config import ClusterConfig, LogLevel, NodeConfig, ProxyConfig, UpConfig
 from pdserve.process import Listening, partition_cores
 from pdserve.settings import load

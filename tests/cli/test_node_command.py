@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pdserve.cli.main import main
-from pdserve.cli.node_command import Commander
+from pdserve.cli.node_commands import Commander
 from pdserve.config import CommandConfig, SecurityConfig, TrustConfig
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH
 from tests.processes import SECRET

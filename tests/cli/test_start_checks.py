@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.cli.port_checks import check_port
 from pdserve.cli.start_checks import check_model
-from pdserve.cli.start_times import StartTimes
-from pdserve.cli.up import _fitted
+from pdserve.cli.up.command import _fitted
+from pdserve.cli.up.start_times import StartTimes
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig, NodeConfig, UpConfig
 from pdserve.errors import ConfigError
 from tests.processes import SECRET, pdserve
@@ -60,8 +60,8 @@ def test_a_context_that_the_model_does_not_know_is_told(command: Sequence[str], 
 def test_a_machine_with_less_memory_than_the_proxy_takes_is_not_taken_for_an_unknown_one(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.cli.up.available_memory", lambda: 100 * 2**20)
-    monkeypatch.setattr("pdserve.cli.up.may_have_gpu", lambda node: False)
+    monkeypatch.setattr("pdserve.cli.up.command.available_memory", lambda: 100 * 2**20)
+    monkeypatch.setattr("pdserve.cli.up.command.may_have_gpu", lambda node: False)
     with pytest.raises(ConfigError, match="the memory is too small for this model"):
         _fitted(UpConfig(), NodeConfig(), tiny_model)
 

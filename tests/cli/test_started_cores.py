@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engines_here import running_engines
+from pdserve.machine.engines_here import running_engines
 from tests.processes import SECRET, pdserve
 
 pytestmark = pytest.mark.integration

@@ -31,11 +31,11 @@ from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.report import Better, Report, Unit, changes, read_report
 from pdserve.cli.bench import compare_flags
-from pdserve.cli.chat import chat_flags
+from pdserve.cli.chat.command import chat_flags
 from pdserve.cli.drain import drain_flags
 from pdserve.cli.main import ALIASES, SUBCOMMANDS
 from pdserve.cli.role import role_flags
-from pdserve.cli.trace import trace_flags
+from pdserve.cli.watch.trace import trace_flags
 from pdserve.config import Dtype, NodeConfig, RoutingPolicy
 from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.models.runner import kv_layout

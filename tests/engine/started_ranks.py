@@ -22,10 +22,10 @@ from pdserve.config import (
     TpBackend,
     TransferConfig,
 )
-from pdserve.core_share import CoreShare
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.wake_up import WakeUp
 from pdserve.liveness import LifeBoard, loop_names
+from pdserve.machine.core_share import CoreShare
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from tests.processes import alive

@@ -19,7 +19,7 @@ PROGRAM = """
 import sys
 from pdserve.config import ModelConfig
 from pdserve.hub.finding import find_model
-import pdserve.cli.fetching_node
+import pdserve.hub.fetching_node
 found = find_model(ModelConfig(path=sys.argv[1]), {"HF_HUB_CACHE": sys.argv[2], "HF_ENDPOINT": "http://127.0.0.1:1"})
 print(found.path, found.name, sorted({"huggingface_hub", "httpx2", "torch", "transformers", "rich"} & set(sys.modules)))
 """

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pdserve.config import Dtype
-from pdserve.core_ledger import CoreLedger, CoreState, CoreWord
 from pdserve.engine.core_lending import LedgerCores
+from pdserve.machine.core_ledger import CoreLedger, CoreState, CoreWord
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.contract import AttentionRow, BlockFormat

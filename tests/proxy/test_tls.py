@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 import trustme
 
-from pdserve.cli.local_cluster import registered_nodes
-from pdserve.cli.up import proxy_tls
+from pdserve.cli.up.cluster import registered_nodes
+from pdserve.cli.up.command import proxy_tls
 from pdserve.config import ProxyConfig, TlsConfig
 from pdserve.doctor.cluster import check_instances, read_instances
 from pdserve.errors import ConfigError

@@ -17,8 +17,8 @@ import torch
 from pdserve.bench.engine.hardware import seconds_of
 from pdserve.bench.engine.subject import Steps, Subject
 from pdserve.bench.report import Better, Figure, Row, Unit
-from pdserve.core_ledger import CoreLedger, private_ledger
 from pdserve.errors import BenchError
+from pdserve.machine.core_ledger import CoreLedger, private_ledger
 from pdserve.models.runner import StepRow
 from pdserve.process import partition_cores
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve.core_ledger import CoreLedger
+from pdserve.machine.core_ledger import CoreLedger
 
 if TYPE_CHECKING:
     import torch

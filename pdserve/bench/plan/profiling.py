@@ -23,9 +23,9 @@ from pdserve.bench.machine import this_machine
 from pdserve.bench.plan.battery import Battery, Timings, batches_within, beside_within, quiet_seed
 from pdserve.bench_config import PlanProfileConfig, ProfilingConfig
 from pdserve.config import Disaggregation, Switch
-from pdserve.core_ledger import private_ledger
 from pdserve.errors import BenchError, PlanError
-from pdserve.machine_memory import available_memory
+from pdserve.machine.core_ledger import private_ledger
+from pdserve.machine.memory import available_memory
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.model_size import model_size

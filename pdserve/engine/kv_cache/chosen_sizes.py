@@ -9,7 +9,7 @@ import torch
 
 from pdserve.config import EngineConfig, SchedulerConfig
 from pdserve.engine.kv_cache.workspace import workspace_bytes
-from pdserve.machine_memory import available_memory
+from pdserve.machine.memory import available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.model_size import weight_bytes
 from pdserve.models.sizes import MIB, ModelSize, cpu_cache, cpu_scheduler, gpu_budget, gpu_scheduler, gpu_share

@@ -15,10 +15,10 @@ import msgspec
 import zmq
 
 from pdserve.config import EngineConfig, RankLaunch
-from pdserve.core_share import CoreShare
 from pdserve.engine.tp.rank_channel import RankChannel
 from pdserve.errors import EngineError, RankLost
 from pdserve.liveness import LifeBoard
+from pdserve.machine.core_share import CoreShare
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.patience import MOST_LOOK_S, PatientWait
 from pdserve.process import ChildProcess, python_program

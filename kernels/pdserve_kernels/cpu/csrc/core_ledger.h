@@ -1,4 +1,4 @@
-// Has the word of each core in the memory that the engines of one machine share. pdserve/core_ledger.py makes its file.
+// Has the word of each core in the memory that the engines of one machine share. pdserve/machine/core_ledger.py makes its file.
 //
 // An engine OWNs its cores while it computes, and sets them FREE when it goes to sleep. Another engine may then take
 // them (LENT). An owner that wakes up finds them OWNED again, or says that they are WANTED, and begins without waiting:

@@ -17,8 +17,8 @@ import msgspec
 from aiohttp.http_exceptions import LineTooLong
 
 from pdserve.cli.ask import AskFailed, answer_events
-from pdserve.cli.chat_conversation import Message
-from pdserve.cli.node_command import KEY_ADVICE
+from pdserve.cli.chat.conversation import Message
+from pdserve.cli.node_commands import KEY_ADVICE
 from pdserve.http.request import REQUEST_ID_HEADER
 from pdserve.wire.timeline import ProcessKind, Timeline
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pdserve.compiled_library import BuildError, CompilerWatch, Compiling, built_library, needs_compiling
 from pdserve.config import CpuKernels, Device, NodeConfig
-from pdserve.core_share import NVIDIA_DRIVER
+from pdserve.machine.core_share import NVIDIA_DRIVER
 from pdserve.process import ChildProcess, die_with_parent, python_program
 from pdserve_kernels.cpu.library import CPU_KERNELS
 
@@ -35,7 +35,7 @@ def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[Callable[[]
     # A failing compiler is the engines' to report: they may do without.
     with suppress(BuildError):
         progress = CompilerWatch(CPU_KERNELS, cache_dir).look
-    command = python_program("pdserve.cli.kernel_compiler", str(cache_dir))
+    command = python_program("pdserve.cli.up.kernel_compiler", str(cache_dir))
     child = ChildProcess("kernel compiler", command, stderr=subprocess.DEVNULL, own_session=True)
     over = os.eventfd(0, os.EFD_CLOEXEC)
     # A thread waits for the child, so that it is not kept as a zombie for as long as the cluster serves.

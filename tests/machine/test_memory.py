@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.machine_memory import available_memory
+from pdserve.machine.memory import available_memory
 
 MEMINFO = {"proc/meminfo": "MemTotal:       32000 kB\nMemAvailable:    20000 kB\n"}
 FREE = 20_000 * 1024

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.core_ledger import HEADER_BYTES, MAGIC, CoreLedger, CoreState, CoreWord, private_ledger
 from pdserve.errors import ConfigError
+from pdserve.machine.core_ledger import HEADER_BYTES, MAGIC, CoreLedger, CoreState, CoreWord, private_ledger
 from tests.core_words import write
 from tests.test_file_system import give_away
 

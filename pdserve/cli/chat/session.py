@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdserve.cli.ask import AskFailed
-from pdserve.cli.chat_conversation import ChatRefused, Conversation, Message
-from pdserve.cli.chat_input import COMMAND, LineReader, keys_not_shown
-from pdserve.cli.chat_latency import latency_line
-from pdserve.cli.chat_screen import Screen
-from pdserve.cli.chat_server import Answer, Sampling, Server, read_timeline, stream_answer
+from pdserve.cli.chat.conversation import ChatRefused, Conversation, Message
+from pdserve.cli.chat.input import COMMAND, LineReader, keys_not_shown
+from pdserve.cli.chat.latency import latency_line
+from pdserve.cli.chat.server import Answer, Sampling, Server, read_timeline, stream_answer
+from pdserve.cli.chat.terminal import Screen
 from pdserve.settings.sources import suggestion
 from pdserve.wire.timeline import Timeline
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.core_share import CoreShare, cores_within, cpu_quota, machine_id, quota_note, share_cores
+from pdserve.machine.core_share import CoreShare, cores_within, cpu_quota, machine_id, quota_note, share_cores
 
 
 def machine(folder: Path, files: Mapping[str, str]) -> Path:

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 import aiohttp
 import msgspec
 
-from pdserve.cli.node_command import KEY_ADVICE
-from pdserve.cli.top_screen import Screen, render
+from pdserve.cli.node_commands import KEY_ADVICE
+from pdserve.cli.watch.top_screen import Screen, render
 from pdserve.config import AdmissionConfig, Switch, TopConfig, WatchConfig
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.tls import Trust, read_authorities

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from pdserve.cli.console import Console
-from pdserve.cli.kept_server import KeptServer
-from pdserve.cli.kernel_compiler import nothing_compiled
+from pdserve.cli.up.console import Console
+from pdserve.cli.up.kernel_compiler import nothing_compiled
+from pdserve.cli.up.supervised_server import KeptServer
 from pdserve.cluster_report import Node
 from pdserve.compiled_library import Compiling
 from pdserve.config import ClusterConfig, HttpConfig, LogLevel, NodeConfig, Switch, UpConfig

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pdserve.cli.node_command import KEY_ADVICE, CommandFailed, leading_flags
-from pdserve.cli.recent_requests import failed, slowest, table
-from pdserve.cli.timeline_picture import ASCII, UNICODE, picture
+from pdserve.cli.node_commands import KEY_ADVICE, CommandFailed, leading_flags
+from pdserve.cli.watch.recent_requests import failed, slowest, table
+from pdserve.cli.watch.timeline_picture import ASCII, UNICODE, picture
 from pdserve.config import AdmissionConfig, AskedRequestConfig, RequestTraceConfig, Switch
 from pdserve.doctor.cluster import direct_opener
 from pdserve.errors import ConfigError

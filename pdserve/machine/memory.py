@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdserve.core_share import control_groups, read_text
+from pdserve.machine.core_share import control_groups, read_text
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -18,21 +18,21 @@ from pathlib import Path
 import msgspec
 
 from pdserve.cli.ask import AskFailed, ask
-from pdserve.cli.console import Console
-from pdserve.cli.kernel_compiler import compiling_kernels, may_have_gpu
-from pdserve.cli.local_cluster import LocalCluster, child_environ, plan_nodes
 from pdserve.cli.port_checks import check_http
-from pdserve.cli.server_logs import server_logs
 from pdserve.cli.start_checks import check_model, check_positions
-from pdserve.cli.start_times import StartTimes
+from pdserve.cli.up.cluster import LocalCluster, child_environ, plan_nodes
+from pdserve.cli.up.console import Console
+from pdserve.cli.up.kernel_compiler import compiling_kernels, may_have_gpu
+from pdserve.cli.up.server_logs import server_logs
+from pdserve.cli.up.start_times import StartTimes
 from pdserve.cluster_report import ClusterReport
 from pdserve.compiled_library import Compiling
 from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
-from pdserve.core_ledger import private_ledger
-from pdserve.core_share import cores_within, cpu_quota
 from pdserve.http.tls import trusting_only
 from pdserve.hub.finding import find_model
-from pdserve.machine_memory import available_memory
+from pdserve.machine.core_ledger import private_ledger
+from pdserve.machine.core_share import cores_within, cpu_quota
+from pdserve.machine.memory import available_memory
 from pdserve.models.sizes import GPU_SHARE, MIB
 from pdserve.process import ChildDied
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder, with_current_names

@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from pdserve.cli.chat_server import Piece
+from pdserve.cli.chat.server import Piece
 from pdserve.printable import printable
 
 DRAW_S = 0.08

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdserve.cli.chat_server import Answer
+from pdserve.cli.chat.server import Answer
 from pdserve.wire.timeline import MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
 
 _LANDED = "landed"

@@ -32,6 +32,21 @@ _DESCRIPTIONS = {
 }
 
 
+def run_prefill(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs a prefill node, as ``run_node`` says."""
+    return run_node(Role.PREFILL, argv, environ)
+
+
+def run_decode(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs a decode node, as ``run_node`` says."""
+    return run_node(Role.DECODE, argv, environ)
+
+
+def run_mixed(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs a mixed node, as ``run_node`` says."""
+    return run_node(Role.MIXED, argv, environ)
+
+
 def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError."""
     config = load(NodeConfig, argv, environ, prog=f"pdserve {role.value}", description=_DESCRIPTIONS[role])
@@ -47,7 +62,7 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     cache_dir = cache_folder(environ)
     found = known_model(config.model, environ)
     if not isinstance(found, FoundModel):
-        from pdserve.cli.fetching_node import fetch_model
+        from pdserve.hub.fetching_node import fetch_model
 
         fetched = asyncio.run(fetch_model(found, config, environ))
         if fetched is None:

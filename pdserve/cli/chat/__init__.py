@@ -1,0 +1,1 @@
+"""Talks to a model in the terminal: ``pdserve chat``."""

@@ -1,0 +1,1 @@
+"""Runs a whole cluster on this machine: ``pdserve up``."""

@@ -1,0 +1,1 @@
+"""Shows a running cluster and its requests: ``pdserve top`` and ``pdserve trace``."""

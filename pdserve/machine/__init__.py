@@ -1,0 +1,1 @@
+"""The cores and the memory of this machine, which its processes share."""
