@@ -14,9 +14,10 @@ from pdserve.config import (
     Switch,
     TransferConfig,
     TrustConfig,
+    itl_target,
     setting,
+    ttft_target,
 )
-from pdserve.wire.request_targets import MAX_ITL_MS, MAX_TTFT_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +105,8 @@ class LoadConfig:
 class GoodAnswerConfig:
     """The targets of an answer that counts towards goodput. 0 is no target."""
 
-    ttft_ms: float = setting(
-        "target-ttft-ms",
-        "A good answer has its first token within this many milliseconds.",
-        0.0,
-        minimum=0,
-        maximum=MAX_TTFT_MS,
-        first=True,
-    )
-    itl_ms: float = setting(
-        "target-itl-ms",
-        "A good answer has its other tokens this many milliseconds apart, in the mean (TPOT).",
-        0.0,
-        minimum=0,
-        maximum=MAX_ITL_MS,
-        first=True,
-    )
+    ttft_ms: float = ttft_target("A good answer has its first token within this many milliseconds.")
+    itl_ms: float = itl_target("A good answer has its other tokens this many milliseconds apart, in the mean (TPOT).")
 
 
 @dataclass(frozen=True, slots=True)
