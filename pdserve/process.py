@@ -206,7 +206,7 @@ class Listening:
 
 
 _LISTENING = re.compile(r"\bpdserve \w+ listening url=(?P<url>\S+)(?: control=(?P<control>\S+))?")
-_KEPT_LINES = 20
+_LAST_LINES = 20
 _MAX_LINE = 64 * 1024
 
 
@@ -227,7 +227,7 @@ class ServerProcess(ChildProcess):
     ) -> None:
         self.last_line = "starting"
         self._relay = relay
-        self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._listening: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         super().__init__(
             name, command, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, own_session=True
@@ -257,7 +257,7 @@ class ServerProcess(ChildProcess):
 
     def died(self) -> ChildDied:
         """Returns an error that tells the server's end and its last lines. The server must have ended."""
-        lines = "".join(f"\n    {line}" for line in self._kept)
+        lines = "".join(f"\n    {line}" for line in self._last_lines)
         return ChildDied(self.describe_end() + (f"; its last lines:{lines}" if lines else ""))
 
     async def stop(self, grace_s: float) -> None:
@@ -278,7 +278,7 @@ class ServerProcess(ChildProcess):
 
     def _take(self, line: str) -> None:
         self.last_line = text = as_text(line)
-        self._kept.append(text)
+        self._last_lines.append(text)
         found = parse_listening(line)
         if found and not self._listening.done():
             self._listening.set_result(found)

@@ -1,18 +1,22 @@
-"""``pdserve models`` lists the models of the cache; ``pdserve models MODEL`` says whether one can be served here."""
+"""The cache of Hugging Face models: ``pdserve models`` lists it, and ``pdserve pull MODEL`` fetches a model into it.
+
+``pdserve models MODEL`` says whether one can be served here.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.config import FetchConfig, ModelsConfig
-from pdserve.errors import ModelError
+from pdserve.config import FetchConfig, ModelsConfig, PullConfig
+from pdserve.errors import ConfigError, ModelError
 from pdserve.hub.cache import CachedRepository, cache_of, is_whole, repositories
-from pdserve.hub.finding import FoundModel, WantedModel, known_model
+from pdserve.hub.finding import FoundModel, WantedModel, fetched_model, known_model
 from pdserve.hub.messages import Message, Note
-from pdserve.hub.progress import in_gb
+from pdserve.hub.progress import in_gb, shown_progress
 from pdserve.hub.selection import label_of
 from pdserve.hub.suitability import check_model
 from pdserve.settings import load
@@ -21,6 +25,10 @@ EXIT_REFUSED = 1
 _DESCRIPTION = (
     "Lists the models in the cache of Hugging Face models, their sizes, and which of them can be served here. With a "
     "model, says whether that can be served and how much is to fetch, before its weights are fetched."
+)
+_PULL_DESCRIPTION = (
+    "Fetches what is served of a model into the cache of Hugging Face models, and looks for a newer revision of one "
+    "that is there. Prints the folder or file."
 )
 _SERVED = "yes"
 
@@ -111,3 +119,26 @@ def _to_fetch(wanted: WantedModel) -> str:
 
     missing = Preparation(wanted.name, wanted.cache, tell).missing()
     return f"{in_gb(missing)} are to fetch: pdserve pull {wanted.name}"
+
+
+def pull(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status. Raises ConfigError, ModelError and HubError."""
+    config = load(PullConfig, argv, environ, prog="pdserve pull", description=_PULL_DESCRIPTION)
+    if not config.model.path:
+        raise ConfigError("which model? For example: pdserve pull Qwen/Qwen3-0.6B")
+    known = known_model(config.model, environ, newest=True)
+    if isinstance(known, FoundModel):
+        found = known
+    else:
+        with shown_progress(str(known.name), sys.stderr) as tell:
+            found = asyncio.run(fetched_model(known, environ, tell, newest=True))
+    print(f"{found.name}: {_fetched_words(found)}", file=sys.stderr)
+    print(found.path)
+    return 0
+
+
+def _fetched_words(found: FoundModel) -> str:
+    if not found.commit:
+        return "is on this machine"
+    revision = f"revision {found.commit[:12]}"
+    return f"{in_gb(found.fetched)} were fetched, {revision}" if found.fetched else f"nothing was to fetch, {revision}"

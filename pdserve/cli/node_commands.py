@@ -1,10 +1,11 @@
-"""Finds a node at its proxy, and has it carry out a command that the cluster secret signs."""
+"""``pdserve role`` and ``pdserve drain``: have a node carry out a command that the cluster secret signs."""
 
 from __future__ import annotations
 
 import http.client
 import itertools
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -12,21 +13,50 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdserve.config import CommandConfig, SecurityConfig, TrustConfig
+from pdserve.config import CommandConfig, DrainConfig, RoleConfig, SecurityConfig, TrustConfig
 from pdserve.doctor.cluster import ListedInstance, direct_opener, read_instances
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.tls import Trust, read_authorities
-from pdserve.settings import resolve_secret, state_folder
-from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandResult, CommandSigner, NodeChange
+from pdserve.settings import load, resolve_secret, state_folder
+from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandResult, CommandSigner, Drain, NodeChange, SetRole
+from pdserve.wire.discovery import Role
 
 _MAX_ANSWER_BYTES = 64 * 1024
 _NOBODY_BEHIND = (502, 504)
 """The statuses of a gateway in front of a node that has ended."""
 _BOOT_ID = re.compile("[0-9a-f]{32}")
+_ROLE_DESCRIPTION = (
+    "pdserve role NODE ROLE changes what the proxies route to a running node, at once and without a restart: what runs "
+    "there goes on. NODE is a name or URL of the proxy's /instances. Exit status 1 if the role was not changed."
+)
+_ROLE_WORDS = ("--node", "--role")
+_DRAIN_DESCRIPTION = (
+    "pdserve drain NODE does what SIGTERM does on the node's host: the node takes no new work, and ends when it has "
+    "none left. NODE is a name or URL of the proxy's /instances. Exit status 1 if the node has not ended in time."
+)
+_DRAIN_ASK_S = 0.1
 
 
 KEY_ADVICE = "--api-key-file names a file with a key, and PDSERVE_API_KEY is one"
 """What to do where a proxy wants a key."""
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class ErrorBody(msgspec.Struct):
+    """What a server of OpenAI's API, and each of pdserve's, answers where it refuses."""
+
+    error: _Error
+
+
+def error_message(body: bytes) -> str | None:
+    """Returns what a server says in the ``body`` of a refusal; None if that has another form."""
+    try:
+        return msgspec.json.decode(body, type=ErrorBody).error.message
+    except msgspec.MsgspecError:
+        return None
 
 
 class CommandFailed(PdserveError):
@@ -88,7 +118,9 @@ class Commander:
                 return msgspec.json.decode(response.read(_MAX_ANSWER_BYTES), type=CommandResult)
         except urllib.error.HTTPError as exc:
             with exc:
-                raise CommandFailed(f"{node.name} refuses: {_message(exc.read(_MAX_ANSWER_BYTES))}") from exc
+                body = exc.read(_MAX_ANSWER_BYTES)
+                words = error_message(body) or body[:200].decode(errors="replace")
+                raise CommandFailed(f"{node.name} refuses: {words}") from exc
         except (OSError, http.client.HTTPException, msgspec.MsgspecError) as exc:
             raise CommandFailed(f"no answer from {node.name} at {node.url}: {exc}") from exc
 
@@ -115,16 +147,56 @@ class Commander:
             return False
 
 
-class _Error(msgspec.Struct):
-    message: str
+def change_role(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status. Raises ConfigError, and CommandFailed if the node does not change its role."""
+    config = load(RoleConfig, role_flags(argv), environ, prog="pdserve role", description=_ROLE_DESCRIPTION)
+    role = _role(config.new_role.role)
+    commander = Commander(config.command, config.trust, config.security, environ)
+    node = commander.find()
+    result = commander.send(SetRole(role), node)
+    if result.before is result.role:
+        print(f"{node.name} is a {role.value} node already")
+    else:
+        print(f"{node.name} is a {role.value} node now; it was a {result.before.value} node")
+    for proxy in result.uninformed:
+        print(f"proxy {proxy} has not acknowledged it yet; the node tells it again with every heartbeat")
+    return 0
 
 
-class _Refusal(msgspec.Struct):
-    error: _Error
+def role_flags(argv: Sequence[str]) -> list[str]:
+    """Returns ``argv`` with a leading node and role replaced by the flags that they stand for."""
+    return leading_flags(argv, _ROLE_WORDS)
 
 
-def _message(body: bytes) -> str:
+def _role(name: str) -> Role:
+    roles = ", ".join(role.value for role in Role)
+    if not name:
+        raise ConfigError(f"which role? A node is one of {roles}")
     try:
-        return msgspec.json.decode(body, type=_Refusal).error.message
-    except msgspec.MsgspecError:
-        return body[:200].decode(errors="replace")
+        return Role(name)
+    except ValueError as exc:
+        raise ConfigError(f"--role: {name!r} is no role; there are {roles}") from exc
+
+
+def drain(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status. Raises ConfigError, and CommandFailed if the node does not drain, or not in time."""
+    config = load(DrainConfig, drain_flags(argv), environ, prog="pdserve drain", description=_DRAIN_DESCRIPTION)
+    commander = Commander(config.command, config.trust, config.security, environ)
+    node = commander.find()
+    began = time.monotonic()
+    commander.send(Drain(), node)
+    print(f"{node.name} drains", flush=True)
+    wait_s = config.drain.wait_s
+    while wait_s:
+        if commander.has_ended(node):
+            print(f"{node.name} has ended after {time.monotonic() - began:.1f} s")
+            break
+        if time.monotonic() - began >= wait_s:
+            raise CommandFailed(f"{node.name} still drains after {wait_s:g} s")
+        time.sleep(_DRAIN_ASK_S)
+    return 0
+
+
+def drain_flags(argv: Sequence[str]) -> list[str]:
+    """Returns ``argv`` with a leading node replaced by the flag that it stands for."""
+    return leading_flags(argv, ("--node",))

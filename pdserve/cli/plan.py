@@ -156,7 +156,7 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
     def of(shape: ClusterShape) -> Prediction:
         return predict(profile, shape, requests, wanted, targets, plan.disaggregation)
 
-    kept = " and ".join(
+    aims = " and ".join(
         f"{name} p{plan.percentile:g} of {value:g} ms"
         for name, value in (("a TTFT", targets.target_ttft_ms), ("an ITL", targets.target_itl_ms))
         if value
@@ -167,9 +167,10 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
         if not prediction.keeps_up:
             return _Found([prediction], f"{given}: cannot keep up with that many requests")
         return _Found(
-            [prediction], f"{given}: {'keeps' if prediction.meets else 'does not keep'} {kept}" if kept else ""
+            [prediction],
+            f"{given}: {'keeps' if prediction.meets else 'does not keep'} {aims}" if aims else "",
         )
-    if not kept:
+    if not aims:
         raise ConfigError(
             "what is wanted? Give --target-ttft-ms, --target-itl-ms or both, or a cluster: --prefill, --decode, --mixed"
         )
@@ -185,9 +186,9 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
     # A trace may come in bursts, most of whose work is done after the last request has come.
     least = 1 if plan.trace else least_nodes(profile, requests, plan.nodes_per_machine, *itl)
     apart = profile.transfer is not None
-    sized = checked_sizing(Sizing(of, if_good, plan.most_nodes, plan.nodes_per_machine, least, apart=apart), kept)
+    sized = checked_sizing(Sizing(of, if_good, plan.most_nodes, plan.nodes_per_machine, least, apart=apart), aims)
     only = "" if apart else " (the profile says nothing of transfers, so only mixed nodes were looked at)"
-    return _Found(sized.tried, f"the smallest cluster that keeps {kept}: {sized.chosen}{only}", sized.chosen)
+    return _Found(sized.tried, f"the smallest cluster that keeps {aims}: {sized.chosen}{only}", sized.chosen)
 
 
 class _Progress:

@@ -1,17 +1,21 @@
-"""``pdserve prefill``, ``decode`` and ``mixed`` serve one node."""
+"""``pdserve proxy`` serves the proxy, and ``pdserve prefill``, ``decode`` and ``mixed`` serve one node.
+
+This module does not import torch, so that a proxy starts in a fraction of a second.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from pdserve.cli.port_checks import check_http, check_port
 from pdserve.cli.start_checks import check_node
-from pdserve.config import NodeConfig
+from pdserve.config import HttpConfig, NodeConfig, ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.process import set_up_logging
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
@@ -91,3 +95,53 @@ def _check(role: Role, config: NodeConfig) -> None:
 def _binds(config: NodeConfig) -> list[str]:
     """Returns the addresses that the node listens at. Nobody fetches from a node that belongs to no proxy."""
     return [config.http.host, config.transfer.host] if config.discovery.proxies else [config.http.host]
+
+
+def run_proxy(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError."""
+    config = load(
+        ProxyConfig,
+        argv,
+        environ,
+        prog="pdserve proxy",
+        description="Takes clients' requests and registrations of nodes, and spreads the ones over the others.",
+    )
+    check_http(config.http)
+    check_port(config.registry.control_host, config.registry.control_port, "--control-port", "--control-host")
+    binds = [config.http.host, config.registry.control_host]
+    read_secret = partial(resolve_secret, config.security, binds, state_folder(environ))
+    secret = read_secret()
+
+    from pdserve_proxy.server import serve
+
+    return serve(config, secret, read_secret)
+
+
+def check_port(host: str, port: int, flag: str, host_flag: str) -> None:
+    """Raises ConfigError if this process cannot listen there; ``flag`` and ``host_flag`` say what to change."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as exc:
+        raise ConfigError(_port_words(host, port, flag, host_flag, exc)) from exc
+
+
+def _port_words(host: str, port: int, flag: str, host_flag: str, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return (
+                f"{flag} {port} is taken: another program listens on {host}:{port}. Stop that, or give another {flag}; "
+                "0 takes a free one"
+            )
+        case errno.EACCES:
+            return f"{flag} {port}: this user may not listen on ports below 1024; give {flag} a higher one"
+        case _:
+            return f"{host_flag} {host}: this machine cannot listen on that address ({error.strerror or error})"
+
+
+def check_http(http: HttpConfig) -> None:
+    """Raises ConfigError if this process cannot listen where clients are to connect."""
+    check_port(http.host, http.port, "--port", "--host")

@@ -111,9 +111,9 @@ class Fetcher:
             for file in files:
                 self.repository.link(self.listing.commit, file.path, self._blob(file))
         except OSError as exc:
-            raise self._cannot_be_kept(exc) from exc
+            raise self._cannot_be_written(exc) from exc
 
-    def _cannot_be_kept(self, exc: OSError) -> HubError:
+    def _cannot_be_written(self, exc: OSError) -> HubError:
         return HubError(f"{self.listing.name} cannot be kept in {self.repository.cache}: {exc}")
 
     def fetch_start(self, file: RemoteFile, nbytes: int) -> Path:
@@ -129,7 +129,7 @@ class Fetcher:
             with self._partial(file).open("a+b") as partial:
                 self._append(file, partial, min(nbytes, file.nbytes))
         except OSError as exc:
-            raise self._cannot_be_kept(exc) from exc
+            raise self._cannot_be_written(exc) from exc
         return self._partial(file)
 
     def _fetch(self, file: RemoteFile) -> None:

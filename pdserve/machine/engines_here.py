@@ -45,8 +45,8 @@ def cores_left(allowed: Sequence[int], others: Iterable[RunningEngine]) -> list[
 
     An engine that may use all of them is kept to none.
     """
-    kept = [engine.cores for engine in others if not engine.cores.issuperset(allowed)]
-    left = sorted(set(allowed).difference(*kept))
+    taken = [engine.cores for engine in others if not engine.cores.issuperset(allowed)]
+    left = sorted(set(allowed).difference(*taken))
     return left or list(allowed)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.cli.chat.latency import latency_line
-from pdserve.cli.chat.server import Answer
+from pdserve.cli.chat.server import Answer, latency_line
 from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
 
 

@@ -132,7 +132,7 @@ def test_the_proxy_serves_and_stops_on_sigterm() -> None:
 
 def test_the_proxy_loads_neither_torch_nor_transformers() -> None:
     program = (
-        "import sys, pdserve.cli.main, pdserve.cli.proxy, pdserve_proxy.server\n"
+        "import sys, pdserve.cli.main, pdserve.cli.servers, pdserve_proxy.server\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'ucxx'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -11,7 +11,7 @@ import urllib.request
 import msgspec
 import pytest
 
-from pdserve.cli.watch.recent_requests import failed, slowest, table
+from pdserve.cli.watch.trace import failed, slowest, table
 from pdserve.wire.status import Incident, IncidentKind, RequestStage, SeenRequest
 from pdserve_proxy.status.report import StatusReport
 from tests.cli.test_top_screen import report

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.up import server_logs as module
-from pdserve.cli.up.server_logs import AGAIN_S, KEPT_RUNS, ServerLogs, server_logs
+from pdserve.cli.up.server_logs import AGAIN_S, REMEMBERED_RUNS, ServerLogs, server_logs
 
 
 def test_each_server_has_a_file_that_only_the_user_can_read(tmp_path: Path) -> None:
@@ -33,14 +33,14 @@ def test_a_file_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_old_runs_are_removed_unless_they_go_on(tmp_path: Path) -> None:
-    gone = [tmp_path / f"20260101-0000{number:02}-{2**22 + number}" for number in range(KEPT_RUNS + 3)]
+    gone = [tmp_path / f"20260101-0000{number:02}-{2**22 + number}" for number in range(REMEMBERED_RUNS + 3)]
     serving = tmp_path / f"20250101-000000-{os.getpid()}"
     other = tmp_path / "notes"
     for folder in (*gone, serving, other):
         folder.mkdir()
     with server_logs(tmp_path) as logs:
         assert {path.name for path in tmp_path.iterdir()} == {
-            *(folder.name for folder in gone[-KEPT_RUNS + 1 :]),
+            *(folder.name for folder in gone[-REMEMBERED_RUNS + 1 :]),
             serving.name,
             other.name,
             logs.folder.name,

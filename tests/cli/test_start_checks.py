@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.port_checks import check_port
+from pdserve.cli.servers import check_port
 from pdserve.cli.start_checks import check_model
-from pdserve.cli.up.command import _fitted
-from pdserve.cli.up.start_times import StartTimes
+from pdserve.cli.up.command import StartTimes, _fitted
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig, NodeConfig, UpConfig
 from pdserve.errors import ConfigError
 from tests.processes import SECRET, pdserve

@@ -32,9 +32,8 @@ from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.report import Better, Report, Unit, changes, read_report
 from pdserve.cli.bench import compare_flags
 from pdserve.cli.chat.command import chat_flags
-from pdserve.cli.drain import drain_flags
 from pdserve.cli.main import ALIASES, SUBCOMMANDS
-from pdserve.cli.role import role_flags
+from pdserve.cli.node_commands import drain_flags, role_flags
 from pdserve.cli.watch.trace import trace_flags
 from pdserve.config import Dtype, NodeConfig, RoutingPolicy
 from pdserve.metrics.processes import BuildInfo, own_process

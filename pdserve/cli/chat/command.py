@@ -14,8 +14,17 @@ from urllib.parse import urlsplit
 
 from pdserve.cli.ask import AskFailed
 from pdserve.cli.chat.conversation import Conversation
-from pdserve.cli.chat.latency import latency_line
-from pdserve.cli.chat.server import Access, Answer, Piece, Sampling, Server, find_server, read_timeline, stream_answer
+from pdserve.cli.chat.server import (
+    Access,
+    Answer,
+    Piece,
+    Sampling,
+    Server,
+    find_server,
+    latency_line,
+    read_timeline,
+    stream_answer,
+)
 from pdserve.cli.node_commands import leading_flags
 from pdserve.config import AdmissionConfig, ChatConfig, Switch, TalkConfig
 from pdserve.errors import ConfigError
@@ -99,7 +108,7 @@ def _ended_in_order() -> Iterator[None]:
 def _talk_to_own(config: ChatConfig, environ: Mapping[str, str], question: str, file: str) -> int:
     # These are needed without a URL alone, and load what a cluster needs.
     from pdserve.cli.chat.cluster import OwnCluster, cluster_environ
-    from pdserve.cli.chat.input import keys_not_shown
+    from pdserve.cli.chat.terminal import keys_not_shown
     from pdserve.cli.up.command import api_key, proxy_tls
     from pdserve.hub.finding import known_model
 
@@ -142,9 +151,7 @@ def _talk(
         return _answer_one(server, conversation, sampling, question)
 
     # The modules of the terminal are not needed without one.
-    from pdserve.cli.chat.input import LineReader
-    from pdserve.cli.chat.session import ChatSession
-    from pdserve.cli.chat.terminal import Screen
+    from pdserve.cli.chat.terminal import ChatSession, LineReader, Screen
 
     screen = Screen(sys.stdout, colour="NO_COLOR" not in environ, markdown=talk.markdown is Switch.ON)
     reader = LineReader(state_folder(environ) / "chat-history")

@@ -1,4 +1,4 @@
-"""The server that a chat talks to: which model it has, the stream of an answer, and what a proxy tells of a request.
+"""The server that a chat talks to: which model it has, the stream of an answer, and how long that took.
 
 It speaks OpenAI's API, so it need not be pdserve's. Only what the server has said is in an ``Answer``.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -18,9 +18,9 @@ from aiohttp.http_exceptions import LineTooLong
 
 from pdserve.cli.ask import AskFailed, answer_events
 from pdserve.cli.chat.conversation import Message
-from pdserve.cli.node_commands import KEY_ADVICE
+from pdserve.cli.node_commands import KEY_ADVICE, ErrorBody, error_message
 from pdserve.http.request import REQUEST_ID_HEADER
-from pdserve.wire.timeline import ProcessKind, Timeline
+from pdserve.wire.timeline import MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
 
 CONNECT_S = 10.0
 LIST_S = 10.0
@@ -31,6 +31,8 @@ _TIMELINE_PAUSE_S = 0.05
 _LONGEST_LINE = 2**20
 _MAX_BODY_BYTES = 16 * 2**20
 _SHOWN_CHARS = 500
+_LANDED = "landed"
+_WENT_ON = {MomentKind.RESUMED: "resumed at {} after its node was lost", MomentKind.MOVED: "moved to {}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +107,6 @@ class _Card(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Card]
-
-
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _Refusal(msgspec.Struct):
-    error: _Error
 
 
 class _Delta(msgspec.Struct):
@@ -242,16 +236,13 @@ def _take(event: object, answer: Answer, show: Callable[[Piece], None]) -> None:
 
 def _message_of(event: object) -> str:
     try:
-        return msgspec.convert(event, _Refusal).error.message[:_SHOWN_CHARS]
+        return msgspec.convert(event, ErrorBody).error.message[:_SHOWN_CHARS]
     except msgspec.ValidationError:
         return str(event)[:_SHOWN_CHARS]
 
 
 def _refusal(url: str, status: int, body: bytes) -> str:
-    try:
-        message = msgspec.json.decode(body, type=_Refusal).error.message
-    except msgspec.MsgspecError:
-        message = body.decode(errors="replace").strip() or "nothing more"
+    message = error_message(body) or body.decode(errors="replace").strip() or "nothing more"
     advice = f"; {KEY_ADVICE}" if status in (401, 403) else ""
     return f"{url} answers with status {status}: {message[:_SHOWN_CHARS]}{advice}"
 
@@ -286,3 +277,70 @@ async def read_timeline(server: Server, request_id: str) -> Timeline | None:
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
         pass
     return timeline
+
+
+def latency_line(answer: Answer, timeline: Timeline | None) -> str:
+    """Returns the line. What the server has not said is not in it."""
+    return "; ".join(part for part in (_times(answer), _nodes(timeline), *_moves(timeline)) if part)
+
+
+def _times(answer: Answer) -> str:
+    parts = []
+    if answer.first_s:
+        parts.append(f"TTFT {_time(answer.first_s - answer.began_s)}")
+    decode_s, tokens = answer.last_s - answer.first_s, answer.completion_tokens
+    if tokens is not None and tokens > 1 and decode_s > 0:
+        parts.append(f"{(tokens - 1) / decode_s:.1f} tok/s")
+    elif answer.first_s:
+        parts.append(f"{_time(answer.last_s - answer.began_s)} in all")
+    if answer.prompt_tokens is not None and tokens is not None:
+        parts.append(f"{answer.prompt_tokens} prompt + {tokens} answer tokens")
+    if answer.finish == "length":
+        parts.append("cut off at the most tokens that it may have")
+    return ", ".join(parts)
+
+
+def _nodes(timeline: Timeline | None) -> str:
+    if timeline is None:
+        return ""
+    answered = list(dict.fromkeys(phase.node for phase in _attempts(timeline)))
+    if not answered:
+        return ""
+    last, went_on = answered[-1], any(_moves(timeline))
+    # A node that goes on with an answer has computed nothing of its prompt, or has done so again.
+    first = answered[0] if went_on else last
+    engines = [lane for lane in timeline.lanes if lane.process is ProcessKind.ENGINE and lane.node == first]
+    prefill = [
+        phase.node
+        for lane in engines[:1]
+        for phase in lane.phases
+        if phase.kind is PhaseKind.FETCH and phase.outcome == _LANDED
+    ]
+    cached = max((lane.cached_tokens for lane in engines[:1]), default=0)
+    notes = f" ({cached} tokens were cached)" if cached else ""
+    where = f"prompt at {prefill[0]}{notes}, answer at {last}" if prefill else f"answer at {last}{notes}"
+    tried = "" if went_on or len(answered) == 1 else f", after a try at {', '.join(answered[:-1])}"
+    return where + tried
+
+
+def _attempts(timeline: Timeline) -> list[Phase]:
+    phases = [phase for lane in _proxies(timeline) for phase in lane.phases if phase.kind is PhaseKind.ATTEMPT]
+    return sorted(phases, key=lambda phase: phase.start_s)
+
+
+def _proxies(timeline: Timeline) -> list[RequestLane]:
+    return [lane for lane in timeline.lanes if lane.process is ProcessKind.PROXY]
+
+
+def _moves(timeline: Timeline | None) -> Iterator[str]:
+    if timeline is None:
+        return
+    for lane in _proxies(timeline):
+        for moment in lane.moments:
+            if words := _WENT_ON.get(moment.kind):
+                pause = f", with a pause of {_time(moment.gap_s)}" if moment.gap_s is not None else ""
+                yield words.format(moment.node) + pause
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"

@@ -1,13 +1,22 @@
-"""Shows answers in a terminal while they come, as they are written or with their Markdown rendered.
+"""A chat in a terminal: reads messages and commands, shows answers while they come, and says how long they took.
 
-What a model writes is shown, and never obeyed: control characters, with which a text could move the cursor or change
-the terminal, are left out.
+Answers are shown as they are written or with their Markdown rendered. What a model writes is shown, and never obeyed:
+control characters, with which a text could move the cursor or change the terminal, are left out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import readline
+import select
+import sys
+import termios
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -16,14 +25,36 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from pdserve.cli.chat.server import Piece
+from pdserve.cli.ask import AskFailed
+from pdserve.cli.chat.conversation import ChatRefused, Conversation, Message
+from pdserve.cli.chat.server import Answer, Piece, Sampling, Server, latency_line, read_timeline, stream_answer
 from pdserve.printable import printable
+from pdserve.settings.sources import suggestion
+from pdserve.wire.timeline import Timeline
 
 DRAW_S = 0.08
 """Rendered text is drawn again after this time at the earliest."""
 _DRAW_SHARE = 5
 """A text that takes long to render is drawn again after this many times as long."""
 _ROWS_LEFT = 3
+PROMPT, MORE = ">>> ", "... "
+COMMAND = re.compile(r"(/[a-z?]+)(?:\s+(.*))?")
+"""A message that is a command: its name and what follows. It has one line."""
+BLOCK = '"""'
+"""A line that begins with it begins a message of several lines, which ends with it."""
+_MOST_LINES = 1000
+_PASTE_S = 0.02
+"""Nobody types so soon after the end of a line: what comes within it was pasted, and is of the same message."""
+COMMANDS = {
+    "/help": "shows this",
+    "/read FILE": "puts a text file into the next message",
+    "/regen": "asks the last question again",
+    "/reset": "forgets the conversation, and keeps the system prompt",
+    "/system TEXT": "sets the system prompt, or shows it; - takes it away",
+    "/markdown on|off": "renders the Markdown of answers, or not",
+    "/quit": "ends the chat, as Ctrl-D does",
+}
+_QUIT = ("/quit", "/exit", "/bye")
 
 
 class Screen:
@@ -156,3 +187,172 @@ class _Rows:
             # A link's address is shown decoded: control characters of its percent codes are only here.
             yield from (Segment(printable(segment.text), segment.style) for segment in row)
             yield Segment.line()
+
+
+class LineReader:
+    """The prompt. ``history`` is the file that keeps the lines from one chat to the next."""
+
+    def __init__(self, history: Path) -> None:
+        self._history = history
+        if "libedit" in (readline.__doc__ or ""):
+            readline.parse_and_bind("bind ^I rl_complete")
+        else:
+            readline.parse_and_bind("tab: complete")
+        readline.set_completer_delims(" \t\n")
+        readline.set_history_length(_MOST_LINES)
+        # Bytes that are no UTF-8 would be no text for a server either.
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")
+        with suppress(OSError):
+            readline.read_history_file(history)
+
+    def read(self) -> str | None:
+        """Returns the next message; None at Ctrl-D, or at Ctrl-C with nothing typed.
+
+        Ctrl-C with something typed drops that.
+        """
+        while True:
+            try:
+                line = input(PROMPT)
+            except EOFError:
+                print()
+                return None
+            except KeyboardInterrupt:
+                print()
+                if readline.get_line_buffer():
+                    continue
+                return None
+            try:
+                return self._message_from(line)
+            except (EOFError, KeyboardInterrupt):
+                print()
+
+    def save(self) -> None:
+        """Keeps the history, for this user alone. Without a place for it, it is forgotten."""
+        with suppress(OSError):
+            self._history.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._history, os.O_CREAT | os.O_WRONLY, 0o600))
+            readline.write_history_file(self._history)
+
+    def _message_from(self, line: str) -> str:
+        """Returns the message that begins with ``line``."""
+        if line.lstrip().startswith(BLOCK):
+            lines = [line.lstrip().removeprefix(BLOCK)]
+            while not lines[-1].rstrip().endswith(BLOCK):
+                lines.append(input(MORE))
+            lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
+        else:
+            lines = [line]
+            while not COMMAND.fullmatch(line) and select.select([sys.stdin], [], [], _PASTE_S)[0]:
+                lines.append(input(MORE))
+        return "\n".join(lines).strip()
+
+
+@contextmanager
+def keys_not_shown() -> Iterator[None]:
+    """Keeps what is typed within the block from being shown. It is read at the next prompt."""
+    before = termios.tcgetattr(sys.stdin)
+    quiet = termios.tcgetattr(sys.stdin)
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+class ChatSession:
+    """One chat with one server, from its first message to its end."""
+
+    def __init__(self, server: Server, conversation: Conversation, sampling: Sampling, screen: Screen) -> None:
+        self._server = server
+        self._conversation = conversation
+        self._sampling = sampling
+        self._screen = screen
+
+    def run(self, reader: LineReader, look: Callable[[], Sequence[str]]) -> None:
+        """Returns when the user ends the chat. ``look`` returns what the user has to know of the cluster, and may
+        raise if that has ended."""
+        self._screen.note(
+            f"{self._server.model} at {self._server.url}. /help shows the commands, Ctrl-C ends an answer, and Ctrl-D "
+            "ends the chat."
+        )
+        while (text := reader.read()) is not None:
+            try:
+                for line in look():
+                    self._screen.note(line)
+                if self._does(text):
+                    continue
+                return
+            except ChatRefused as exc:
+                self._screen.problem(str(exc))
+            except KeyboardInterrupt:
+                self._screen.end()
+
+    def _does(self, text: str) -> bool:
+        """Does what one message wants, and returns whether the chat goes on. Raises ChatRefused."""
+        command = COMMAND.fullmatch(text)
+        if command is None:
+            if text:
+                self._answer(self._conversation.ask(text))
+            return True
+        name, words = command[1], (command[2] or "").strip()
+        match name:
+            case "/help" | "/?":
+                for known, meaning in COMMANDS.items():
+                    self._screen.note(f"  {known:18}{meaning}")
+                self._screen.note('A message that begins with """ goes on over several lines, until """.')
+            case "/read":
+                if not words:
+                    raise ChatRefused("which file? /read FILE puts one into the next message")
+                size = self._conversation.read(words)
+                self._screen.note(f"{words} goes with the next message, {size:,} bytes")
+            case "/regen":
+                self._answer(self._conversation.ask_again())
+            case "/reset":
+                self._conversation.reset()
+                self._screen.note("the conversation is forgotten")
+            case "/system":
+                self._set_system(words)
+            case "/markdown":
+                if words not in ("on", "off"):
+                    raise ChatRefused("/markdown takes on or off")
+                self._screen.markdown = words == "on"
+            case _ if name in _QUIT:
+                return False
+            case _:
+                names = [command.split()[0] for command in COMMANDS]
+                raise ChatRefused(f"there is no command {name}{suggestion(name, names)}; /help shows all")
+        return True
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self._conversation.system = "" if text == "-" else text
+        self._screen.note(
+            f"the system prompt: {self._conversation.system}" if self._conversation.system else "no system prompt"
+        )
+
+    def _answer(self, messages: Sequence[Message]) -> None:
+        """Shows an answer, until it ends or the user ends it."""
+        answer, problem, is_stopped = Answer(), "", False
+        with keys_not_shown():
+            try:
+                asyncio.run(stream_answer(self._server, messages, self._sampling, answer, self._screen.add))
+            except AskFailed as exc:
+                problem = str(exc)
+            except KeyboardInterrupt:
+                is_stopped = True
+            finally:
+                self._screen.end()
+            self._conversation.answered(answer.text)
+            if is_stopped:
+                self._screen.note(f"stopped by you after {time.monotonic() - answer.began_s:.1f} s")
+            if problem:
+                self._screen.problem(problem)
+            if line := latency_line(answer, self._timeline(answer)):
+                self._screen.note(line)
+
+    def _timeline(self, answer: Answer) -> Timeline | None:
+        if not (self._server.tells_nodes and answer.request_id):
+            return None
+        return asyncio.run(read_timeline(self._server, answer.request_id))

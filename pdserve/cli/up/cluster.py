@@ -22,7 +22,7 @@ import msgspec
 
 from pdserve.cli.up.console import Console
 from pdserve.cli.up.kernel_compiler import nothing_compiled
-from pdserve.cli.up.supervised_server import KeptServer
+from pdserve.cli.up.supervised_server import SupervisedServer
 from pdserve.cluster_report import Node
 from pdserve.compiled_library import Compiling
 from pdserve.config import ClusterConfig, HttpConfig, LogLevel, NodeConfig, Switch, UpConfig
@@ -137,8 +137,8 @@ class LocalCluster:
         self._compiling = compiling
         self._http = http
         self._tls = tls
-        self._proxy: KeptServer | None = None
-        self._nodes: dict[str, tuple[NodePlan, KeptServer]] = {}
+        self._proxy: SupervisedServer | None = None
+        self._nodes: dict[str, tuple[NodePlan, SupervisedServer]] = {}
         self._stages: dict[str, str] = {}
         self._found = Listening("", "")
         self._control_port = 0
@@ -151,7 +151,9 @@ class LocalCluster:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes, with the addresses and processes that they have now. They must have been ready once."""
-        return tuple(Node(plan.name, plan.role, kept.url, kept.process.pid) for plan, kept in self._nodes.values())
+        return tuple(
+            Node(plan.name, plan.role, server.url, server.process.pid) for plan, server in self._nodes.values()
+        )
 
     async def start(self, nodes: Sequence[NodePlan], environ: Mapping[str, str]) -> None:
         """Returns when the proxy has every node and is ready. Raises ChildDied if a process ends meanwhile.
@@ -161,9 +163,9 @@ class LocalCluster:
         # The proxy's control port is chosen here, so that the nodes, which take longer, need not wait for the proxy.
         with held_port(LOOPBACK) as self._control_port:
             self._console.say(f"starting {_listed(nodes)}")
-            self._proxy = KeptServer("proxy", environ, self._console, self._proxy_command(), self._tls)
+            self._proxy = SupervisedServer("proxy", environ, self._console, self._proxy_command(), self._tls)
             for node in nodes:
-                server = KeptServer(node.name, environ, self._console, self._node_command(node))
+                server = SupervisedServer(node.name, environ, self._console, self._node_command(node))
                 self._nodes[node.name] = (node, server)
             self._found = await self._proxy.process.listening()
         try:

@@ -18,13 +18,12 @@ from pathlib import Path
 import msgspec
 
 from pdserve.cli.ask import AskFailed, ask
-from pdserve.cli.port_checks import check_http
+from pdserve.cli.servers import check_http
 from pdserve.cli.start_checks import check_model, check_positions
 from pdserve.cli.up.cluster import LocalCluster, child_environ, plan_nodes
 from pdserve.cli.up.console import Console
 from pdserve.cli.up.kernel_compiler import compiling_kernels, may_have_gpu
 from pdserve.cli.up.server_logs import server_logs
-from pdserve.cli.up.start_times import StartTimes
 from pdserve.cluster_report import ClusterReport
 from pdserve.compiled_library import Compiling
 from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
@@ -42,6 +41,7 @@ from pdserve_proxy.status.access import StatusAccess
 
 PROXY_BYTES = 256 * MIB
 """What the proxy and this process take."""
+_REMEMBERED_STARTS = 32
 _APART_S = 0.5
 """Some senders signal both a process and its group, so a second signal that comes this soon counts as the first one."""
 _DESCRIPTION = (
@@ -68,6 +68,11 @@ def run(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "pdserve
         with _console(config, environ) as console:
             times = StartTimes(cache_dir)
             return asyncio.run(_serve(config, inherited, access, console, compiling, times))
+
+
+def serve(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs ``pdserve serve``, which is ``pdserve up`` by the name that other servers have for it."""
+    return run(argv, environ, prog="pdserve serve")
 
 
 @contextmanager
@@ -287,3 +292,31 @@ def _welcome(url: str, model: str, access: _Access) -> None:
     chat = f"To chat in another terminal: pdserve chat {url}{key}\n"
     print(f"\nOpenAI-compatible API: {url}/v1\n{status}{chat}Ctrl-C ends the cluster.\n", flush=True)
     print(f"  curl -N {url}/v1/chat/completions {headers} \\\n    -d '{body}'\n", flush=True)
+
+
+class StartTimes:
+    """The times of the last starts, in a file of the user's cache folder. What cannot be read is not known."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self._path = cache_dir / "start-times.json"
+
+    def expected(self, what: str) -> float | None:
+        """Returns how many seconds the last start of ``what`` took; None if nobody knows."""
+        return self._read().get(what)
+
+    def note(self, what: str, took_s: float) -> None:
+        """Writes down the time of a start, and forgets those that are longest ago."""
+        times = self._read()
+        times.pop(what, None)
+        times[what] = round(took_s, 1)
+        newest = dict(list(times.items())[-_REMEMBERED_STARTS:])
+        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        with suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft.write_bytes(msgspec.json.encode(newest))
+            draft.replace(self._path)
+
+    def _read(self) -> dict[str, float]:
+        with suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, float])
+        return {}

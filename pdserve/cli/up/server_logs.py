@@ -15,7 +15,7 @@ from pathlib import Path
 
 MAX_BYTES = 16 * 2**20
 """A file of this size becomes ``NAME.log.1``, in place of the one before."""
-KEPT_RUNS = 8
+REMEMBERED_RUNS = 8
 AGAIN_S = 10.0
 
 _RUN = re.compile(r"\d{8}-\d{6}-(?P<pid>\d+)")
@@ -104,7 +104,7 @@ def server_logs(parent: Path, tell: Callable[[str], None] = lambda _: None) -> I
 
 def _remove_old(parent: Path) -> None:
     runs = sorted((path.name, found["pid"]) for path in parent.iterdir() if (found := _RUN.fullmatch(path.name)))
-    for name, pid in runs[:-KEPT_RUNS]:
+    for name, pid in runs[:-REMEMBERED_RUNS]:
         # A cluster that has run for long still writes to its folder.
         if not Path(f"/proc/{pid}").exists():
             shutil.rmtree(parent / name, ignore_errors=True)

@@ -44,7 +44,7 @@ class Restarts:
         return FIRST_PAUSE_S * 2.0 ** (self._count - 1) if self._count <= MAX_RESTARTS else None
 
 
-class KeptServer:
+class SupervisedServer:
     """One server of a cluster. The caller has to end its newest ``process``, whatever happened before."""
 
     def __init__(

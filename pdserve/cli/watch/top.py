@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import aiohttp
 import msgspec
 
-from pdserve.cli.node_commands import KEY_ADVICE
+from pdserve.cli.node_commands import KEY_ADVICE, error_message
 from pdserve.cli.watch.top_screen import Screen, render
 from pdserve.config import AdmissionConfig, Switch, TopConfig, WatchConfig
 from pdserve.errors import ConfigError, PdserveError
@@ -38,14 +38,6 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 class StatusUnknown(PdserveError):
     """The proxy does not answer, or does not tell its status."""
-
-
-class _StatusError(msgspec.Struct):
-    message: str
-
-
-class _StatusRefusal(msgspec.Struct):
-    error: _StatusError
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -178,18 +170,12 @@ class _Source:
             raise StatusUnknown(f"no answer from {self._url}: {exc or 'it took too long'}") from exc
         if response.status != 200:
             advice = f"; {KEY_ADVICE}" if response.status == 401 else ""
-            raise StatusUnknown(f"{self._url} does not tell its status: {_message(body, response.status)}{advice}")
+            words = error_message(body) or f"it answers {response.status}"
+            raise StatusUnknown(f"{self._url} does not tell its status: {words}{advice}")
         try:
             return msgspec.json.decode(body, type=StatusAnswer)
         except msgspec.MsgspecError as exc:
             raise StatusUnknown(f"{self._url} is no proxy of this version: {exc}") from exc
-
-
-def _message(body: bytes, status: int) -> str:
-    try:
-        return msgspec.json.decode(body, type=_StatusRefusal).error.message
-    except msgspec.MsgspecError:
-        return f"it answers {status}"
 
 
 @contextmanager

@@ -5,15 +5,16 @@ from __future__ import annotations
 import http.client
 import shutil
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.cli.node_commands import KEY_ADVICE, CommandFailed, leading_flags
-from pdserve.cli.watch.recent_requests import failed, slowest, table
+from pdserve.cli.node_commands import KEY_ADVICE, CommandFailed, error_message, leading_flags
 from pdserve.cli.watch.timeline_picture import ASCII, UNICODE, picture
 from pdserve.config import AdmissionConfig, AskedRequestConfig, RequestTraceConfig, Switch
 from pdserve.doctor.cluster import direct_opener
@@ -21,9 +22,11 @@ from pdserve.errors import ConfigError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.printable import printable
 from pdserve.settings import load
+from pdserve.wire.status import IncidentKind, SeenRequest
 from pdserve.wire.timeline import Timeline
 from pdserve_proxy.credentials import read_api_keys
-from pdserve_proxy.status.report import StatusAnswer
+from pdserve_proxy.relay.seen_request import has_failed
+from pdserve_proxy.status.report import StatusAnswer, StatusReport
 
 _DESCRIPTION = (
     "pdserve trace REQUEST_ID draws what each process did for a request, on one axis of time. REQUEST_ID is what the "
@@ -31,14 +34,7 @@ _DESCRIPTION = (
     "requests themselves. Exit status 1 if nobody remembers a request."
 )
 _MAX_ANSWER_BYTES = 64 * 2**20
-
-
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _Refusal(msgspec.Struct):
-    error: _Error
+_HEAD = ("request", "came at", "TTFT", "total", "outcome", "answer at", "prompt at")
 
 
 def trace_flags(argv: Sequence[str]) -> list[str]:
@@ -136,7 +132,81 @@ class _Proxy:
 def _message(error: urllib.error.HTTPError) -> str:
     body = error.read(64 * 1024)
     advice = f"; {KEY_ADVICE}" if error.code == http.client.UNAUTHORIZED else ""
-    try:
-        return msgspec.json.decode(body, type=_Refusal).error.message + advice
-    except msgspec.MsgspecError:
-        return f"the proxy answers with status {error.code}{advice}"
+    return (error_message(body) or f"the proxy answers with status {error.code}") + advice
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """One request that has ended, as far as the proxy's status has it."""
+
+    id: str
+    came: float
+    """Seconds since 1970; for a failure that only the incidents have, when it failed."""
+    ttft_s: float | None = None
+    total_s: float | None = None
+    outcome: str = ""
+    decode: str = ""
+    prefill: str = ""
+    why: str = ""
+    """Why it failed, as the incidents have it."""
+
+
+def slowest(report: StatusReport, count: int) -> list[RecentRequest]:
+    """Returns the requests that took longest, the slowest first, of those that the status lists."""
+    found = [_recent(one, report) for one in report.ended]
+    return sorted(found, key=lambda one: one.total_s or 0.0, reverse=True)[:count]
+
+
+def failed(report: StatusReport, count: int) -> list[RecentRequest]:
+    """Returns the requests that the cluster failed last, the newest first.
+
+    An incident names the last request that it happened to, which may have left the status's list since.
+    """
+    incidents = [one for one in report.incidents if one.kind is IncidentKind.REQUEST_FAILED and one.request]
+    why = {one.request: one.text for one in incidents}
+    listed = [_recent(one, report, why.get(one.id, "")) for one in report.ended if has_failed(one.status, one.outcome)]
+    known = {one.id for one in listed}
+    others = [
+        RecentRequest(one.request, _unix_s(one.at_s, report), decode=one.node, why=one.text)
+        for one in incidents
+        if one.request not in known
+    ]
+    return sorted([*listed, *others], key=lambda one: one.came, reverse=True)[:count]
+
+
+def _recent(one: SeenRequest, report: StatusReport, why: str = "") -> RecentRequest:
+    first_s = one.prompt_done_s if one.first_token else None
+    outcome = f"{one.outcome} {one.status}" if one.status else one.outcome
+    return RecentRequest(
+        one.id,
+        _unix_s(one.arrived_s, report),
+        None if first_s is None else first_s - one.arrived_s,
+        None if one.ended_s is None else one.ended_s - one.arrived_s,
+        outcome,
+        one.decode,
+        one.prefill,
+        why,
+    )
+
+
+def _unix_s(at_s: float, report: StatusReport) -> float:
+    return report.unix_s - (report.now_s - at_s)
+
+
+def table(requests: Sequence[RecentRequest]) -> Iterator[str]:
+    """Yields the lines of a table, with a line below each request that says why it failed."""
+    rows = [_HEAD, *map(_row, requests)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row, one in zip(rows, (None, *requests), strict=True):
+        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        if one is not None and one.why:
+            yield f"    {one.why}"
+
+
+def _row(one: RecentRequest) -> tuple[str, ...]:
+    came = time.strftime("%H:%M:%S", time.localtime(one.came))
+    return (one.id, came, _time(one.ttft_s), _time(one.total_s), one.outcome, one.decode or "-", one.prefill or "-")
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f} s"

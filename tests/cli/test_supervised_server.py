@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.cli.up.cluster import LocalCluster, NodePlan
 from pdserve.cli.up.console import Console
-from pdserve.cli.up.supervised_server import FIRST_PAUSE_S, MAX_RESTARTS, STEADY_S, KeptServer, Restarts
+from pdserve.cli.up.supervised_server import FIRST_PAUSE_S, MAX_RESTARTS, STEADY_S, Restarts, SupervisedServer
 from pdserve.config import HttpConfig
 from pdserve.process import ChildDied
 from pdserve.wire.discovery import Role
@@ -44,7 +44,7 @@ def program(code: str) -> tuple[str, ...]:
 async def keep(code: str) -> str:
     """Returns what the console shows when such a server, once it has died, is kept by one that runs ``code``."""
     shown = io.StringIO()
-    server = KeptServer("decode-0", {}, Console(shown, colour=False), program("raise SystemExit(3)"))
+    server = SupervisedServer("decode-0", {}, Console(shown, colour=False), program("raise SystemExit(3)"))
     try:
         await server.keep(program(code))
     finally:
@@ -87,7 +87,7 @@ async def test_a_server_that_is_stopped_is_killed_and_started_again(monkeypatch:
     for name, seconds in {"FIRST_PAUSE_S": 0.01, "PROBE_S": 0.1, "ANSWER_S": 1.0, "STILL_S": 3.0}.items():
         monkeypatch.setattr(f"pdserve.cli.up.supervised_server.{name}", seconds)
     shown = io.StringIO()
-    server = KeptServer("decode-0", {}, Console(shown, colour=False), (sys.executable, "-c", SERVES))
+    server = SupervisedServer("decode-0", {}, Console(shown, colour=False), (sys.executable, "-c", SERVES))
     try:
         keeping = asyncio.create_task(server.keep(program("")))
         await server.process.listening()
@@ -116,9 +116,9 @@ async def test_a_prefill_node_that_dies_each_time_ends_no_node_that_answers(
     cluster = LocalCluster(console, HttpConfig())
     try:
         for role, code in codes.items():
-            server = KeptServer(f"{role.value}-0", {}, console, program(code))
+            server = SupervisedServer(f"{role.value}-0", {}, console, program(code))
             cluster._nodes[server.name] = NodePlan(server.name, role, ()), server
-        cluster._proxy = KeptServer("proxy", {}, console, program("import time; time.sleep(600)"))
+        cluster._proxy = SupervisedServer("proxy", {}, console, program("import time; time.sleep(600)"))
         watching = asyncio.create_task(cluster.watch())
         async with asyncio.timeout(60):
             while "prefill-0 has died 4 times" not in shown.getvalue():  # noqa: ASYNC110 (nobody announces it)
