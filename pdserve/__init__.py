@@ -14,11 +14,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdserve.cluster_report import Node as Node
     from pdserve.errors import ClusterFailed as ClusterFailed
     from pdserve.errors import ConfigError as ConfigError
     from pdserve.errors import PdserveError as PdserveError
     from pdserve.serving import Cluster as Cluster
+    from pdserve.serving import Node as Node
     from pdserve.serving import serve as serve
     from pdserve.wire.discovery import Role as Role
 
@@ -28,7 +28,7 @@ _MODULES = {
     "Cluster": "pdserve.serving",
     "ClusterFailed": "pdserve.errors",
     "ConfigError": "pdserve.errors",
-    "Node": "pdserve.cluster_report",
+    "Node": "pdserve.serving",
     "PdserveError": "pdserve.errors",
     "Role": "pdserve.wire.discovery",
     "serve": "pdserve.serving",

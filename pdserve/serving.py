@@ -25,13 +25,13 @@ from contextlib import (
     contextmanager,
     suppress,
 )
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import msgspec
 
-from pdserve.cluster_report import ClusterReport, Node
 from pdserve.config import NodeConfig, ProxyConfig, UpConfig
 from pdserve.errors import ClusterFailed, ConfigError
 from pdserve.log_format import as_text
@@ -39,6 +39,7 @@ from pdserve.process import ServerProcess, pdserve_command
 from pdserve.settings import load
 from pdserve.settings.setting import env_name, settings_of, to_text
 from pdserve.settings.sources import suggestion
+from pdserve.wire.discovery import Role
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,36 @@ _LONGEST_START_S = 86_400
 """The child's own limit, which begins later than that of ``serve``, has to be told after it."""
 _KILLED_S = 10.0
 """A killed child is waited for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of a cluster on this machine."""
+
+    name: str
+    """Its name in logs, metrics and errors, such as ``decode-0``."""
+    role: Role
+    """The role that it was started with."""
+    url: str
+    """Where it answers ``/metrics`` and ``/live``. Clients send their requests to the cluster's URL instead."""
+    pid: int
+    """The number of its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReport:
+    """What ``pdserve up --ready-json`` says of its cluster, for the program that has started it.
+
+    It is one line of JSON: when all nodes are ready, and again whenever a node was started again.
+    """
+
+    url: str
+    """The proxy's URL, without ``/v1``."""
+    model: str
+    """The name that requests give for the model."""
+    logs: str
+    """The folder with the log of each process, such as ``decode-0.log``; empty if there is none."""
+    nodes: tuple[Node, ...]
 
 
 class Cluster:

@@ -20,7 +20,7 @@ from lab.soak.cluster import KEEP_ANSWERS_S, MAX_BODY, START_S, STOP_S, TENANTS,
 from lab.soak.faults import FaultSchedule, Strike
 from lab.soak.observing import Look, look
 from pdserve.config import CpuKernels
-from pdserve.machine.freed_memory import REST_S
+from pdserve.machine.memory import REST_S
 from pdserve.process import ServerProcess, pdserve_command
 from pdserve.settings import cache_folder
 from tests.demo_folder import demo_folder

@@ -36,7 +36,7 @@ from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
-from pdserve.machine.freed_memory import give_freed_memory_back, give_large_blocks_back
+from pdserve.machine.memory import give_freed_memory_back, give_large_blocks_back
 from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
 from pdserve.models.checkpoint.gguf_file import forget_gguf
 from pdserve.models.checkpoint.weight_form import weights_words

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 
-from pdserve.config import DoctorConfig, Switch, TransferConfig
-from pdserve.doctor import cores, gpu, memory_limits, network, probe, rdma, software, ucx_devices, ucx_tools
+from pdserve.config import CacheConfig, DoctorConfig, KvReturn, Switch, TransferConfig
+from pdserve.doctor import machine, network, probe, software, ucx_devices, ucx_tools
 from pdserve.doctor.cluster import check_instances, prefill_controls, read_instances
-from pdserve.doctor.finding import Finding, Verdict, not_applicable, problem
-from pdserve.doctor.kv_return import check_kv_return
-from pdserve.doctor.memory_limits import LimitFacts
+from pdserve.doctor.finding import Finding, Verdict, not_applicable, ok, problem, warning
+from pdserve.doctor.machine import LimitFacts
 from pdserve.doctor.peers import check_peer, read_peer, same_machine
 from pdserve.doctor.stand_in import StandIn, standing_in
 from pdserve.doctor.ucx_tools import UcxTools, Yardstick
@@ -67,7 +66,7 @@ class _Doctor:
         self._tls = config.transfer.ucx_tls or environ.get("UCX_TLS", "")
         self._software = software.read_software(environ)
         self._tools: UcxTools | None = ucx_tools.read_tools(self._software.ucx)
-        self._limits: LimitFacts = memory_limits.read_limits()
+        self._limits: LimitFacts = machine.read_limits()
         self._yardsticks: dict[tuple[str, int], Yardstick | None] = {}
         self._findings: list[Finding] = []
         self._probes: list[probe.ProbeFacts] = []
@@ -90,15 +89,15 @@ class _Doctor:
         """Returns False if UCX cannot be used here, so that no peer can be asked."""
         facts = self._software
         ports = read_rdma()
-        gpus = gpu.read_gpus()
+        gpus = machine.read_gpus()
         self._findings += software.check_software(facts)
         self._findings.append(ucx_tools.check_tools(self._tools))
         usable = not facts.ucx_error and self._ucx(tuple(dict.fromkeys(port.device for port in ports)), len(gpus.names))
-        self._findings += memory_limits.check_limits(self._limits, rdma=bool(ports))
-        self._findings += rdma.check_rdma(ports)
-        self._findings += cores.check_cores(cores.read_cores(self._config.cpu.cores))
-        self._findings.append(cores.check_core_ledger(self._config.cpu.core_ledger))
-        self._findings.append(gpu.check_gpus(gpus))
+        self._findings += machine.check_limits(self._limits, rdma=bool(ports))
+        self._findings += ucx_devices.check_rdma(ports)
+        self._findings += machine.check_cores(machine.read_cores(self._config.cpu.cores))
+        self._findings.append(machine.check_core_ledger(self._config.cpu.core_ledger))
+        self._findings.append(machine.check_gpus(gpus))
         self._findings.append(check_kv_return(self._config.transfer, self._config.cache))
         return usable
 
@@ -210,3 +209,15 @@ def _over_the_same_ucx(config: TransferConfig) -> TransferConfig:
         ucx_tcp_ports=config.ucx_tcp_ports,
         ucx_rails=config.ucx_rails,
     )
+
+
+def check_kv_return(transfer: TransferConfig, cache: CacheConfig) -> Finding:
+    if transfer.kv_return is KvReturn.OFF:
+        return ok("KV return", "off: a node that goes on with an answer replays its tokens")
+    if cache.prefix_cache is Switch.ON:
+        return ok("KV return", "on: prefill nodes keep the KV blocks of answers in their prefix caches")
+    if transfer.kv_return is KvReturn.ON:
+        return problem(
+            "KV return", "it is on, and the prefix cache is off: nodes do not start", "set --prefix-cache on"
+        )
+    return warning("KV return", "off, because the prefix cache is off", "set --prefix-cache on")

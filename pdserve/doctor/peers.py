@@ -6,15 +6,24 @@ import errno
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
+from pdserve.compiled_library import can_be_built
+from pdserve.config import CacheConfig, CpuKernels, ModelConfig
 from pdserve.doctor.finding import Finding, ok, problem, warning
 from pdserve.errors import HandshakeRefused, TransferError
+from pdserve.models.backend import choose_device
+from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.demo import resolve_model
+from pdserve.models.checkpoint.fingerprint import fingerprint
+from pdserve.models.checkpoint.kept_blocks import keeps_blocks
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
+from pdserve_kernels.cpu.library import CPU_KERNELS
 from pdserve_kvtransfer.control.handshake import misfits
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import MachineIdentity
@@ -195,3 +204,25 @@ def _handshake(facts: PeerFacts, check: str, *, named: bool) -> list[Finding]:
         return [problem(check, seen, advice)]
     seen = facts.broken or "the handshake was not answered"
     return [problem(check, seen, "see the log of the prefill node, and --ucx-tls on both sides")]
+
+
+def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cache_dir: Path) -> EngineSpec:
+    """Returns the specification of one rank. ``cache_dir`` has the digests of weights.
+
+    Raises ModelError if there is no such model, and ConfigError if its device is not there.
+    """
+    folder = resolve_model(model.path)
+    decoder = read_decoder_config(folder)
+    on_cpu = choose_device(model.device).type == "cpu"
+    compiled = on_cpu and kernels is not CpuKernels.TORCH and can_be_built(CPU_KERNELS)
+    return EngineSpec(
+        protocol=PROTOCOL_VERSION,
+        oldest_protocol=OLDEST_PROTOCOL,
+        fingerprint=fingerprint(folder, cache_dir, in_blocks=keeps_blocks(folder, model, kernels=compiled)),
+        dtype=model.dtype.short,
+        block_size=cache.block_size,
+        num_layers=decoder.num_layers,
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        tp_size=1,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
-from pdserve.doctor.memory_limits import LimitFacts
+from pdserve.doctor.machine import LimitFacts
 from pdserve.doctor.ucx_tools import Yardstick
 from pdserve.errors import TransferError
 from pdserve.wire.transfer import MAX_PROBE_BYTES, MAX_PROBE_MESSAGE_BYTES

@@ -38,7 +38,7 @@ from pdserve.engine.tp.tp_runner import TpRunner
 from pdserve.engine.wake_up import WakeUp
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
-from pdserve.machine.freed_memory import give_freed_memory_back
+from pdserve.machine.memory import give_freed_memory_back
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf

@@ -33,7 +33,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.wake_up import WakeUp
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
-from pdserve.machine.freed_memory import REST_S
+from pdserve.machine.memory import REST_S
 from pdserve.wire.engine import (
     Abort,
     AskStats,

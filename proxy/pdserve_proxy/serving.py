@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdserve.config import AdmissionConfig, ProxyConfig, StoreConfig, Switch
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer
-from pdserve.machine.freed_memory import give_large_blocks_back
+from pdserve.machine.memory import give_large_blocks_back
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.ids import new_id
 from pdserve_proxy.app import RenderMetrics, build_app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.doctor.finding import Verdict
-from pdserve.doctor.gpu import GpuFacts, check_gpus, read_gpus
+from pdserve.doctor.machine import GpuFacts, check_gpus, read_gpus
 
 
 def test_gpus() -> None:

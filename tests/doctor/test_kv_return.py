@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.config import CacheConfig, KvReturn, Switch, TransferConfig
+from pdserve.doctor.examination import check_kv_return
 from pdserve.doctor.finding import Verdict
-from pdserve.doctor.kv_return import check_kv_return
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.doctor.finding import Verdict
-from pdserve.doctor.memory_limits import LimitFacts, check_limits, read_limits
+from pdserve.doctor.machine import LimitFacts, check_limits, read_limits
 
 FINE = LimitFacts(shm_total=2**34, shm_free=2**33, locked=-1, descriptors=65_536, descriptors_hard=-1)
 

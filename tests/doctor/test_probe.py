@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.doctor.finding import Finding, Verdict
-from pdserve.doctor.memory_limits import LimitFacts
+from pdserve.doctor.machine import LimitFacts
 from pdserve.doctor.probe import ProbeFacts, check_probe, message_count, message_size, transports_of
 from pdserve.doctor.ucx_tools import Yardstick
 from pdserve.wire.transfer import MAX_PROBE_BYTES, MAX_PROBE_MESSAGE_BYTES

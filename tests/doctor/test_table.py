@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from pdserve.cli.doctor import render, to_json
 from pdserve.doctor.examination import Examination
 from pdserve.doctor.finding import Finding, Verdict, ok, problem, warning
-from pdserve.doctor.table import render, to_json
 from tests.doctor.test_probe import HERE
 
 LONG = "transport a-very-long-name.of-some-host.example:8200"

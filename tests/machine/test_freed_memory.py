@@ -10,7 +10,7 @@ import pytest
 BLOCKS = """
 import ctypes
 from pathlib import Path
-from pdserve.machine.freed_memory import give_freed_memory_back
+from pdserve.machine.memory import give_freed_memory_back
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

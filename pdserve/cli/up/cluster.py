@@ -23,10 +23,10 @@ import msgspec
 from pdserve.cli.up.console import Console
 from pdserve.cli.up.kernel_compiler import nothing_compiled
 from pdserve.cli.up.supervised_server import SupervisedServer
-from pdserve.cluster_report import Node
 from pdserve.compiled_library import Compiling
 from pdserve.config import ClusterConfig, HttpConfig, LogLevel, NodeConfig, Switch, UpConfig
 from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
+from pdserve.serving import Node
 from pdserve.settings import load, to_environ
 from pdserve.wire.discovery import Role
 from pdserve.wire.node_sizes import NodeSizes

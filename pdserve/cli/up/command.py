@@ -24,7 +24,6 @@ from pdserve.cli.up.cluster import LocalCluster, child_environ, plan_nodes
 from pdserve.cli.up.console import Console
 from pdserve.cli.up.kernel_compiler import compiling_kernels, may_have_gpu
 from pdserve.cli.up.server_logs import server_logs
-from pdserve.cluster_report import ClusterReport
 from pdserve.compiled_library import Compiling
 from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
 from pdserve.http.tls import trusting_only
@@ -34,6 +33,7 @@ from pdserve.machine.core_share import cores_within, cpu_quota
 from pdserve.machine.memory import available_memory
 from pdserve.models.sizes import GPU_SHARE, MIB
 from pdserve.process import ChildDied
+from pdserve.serving import ClusterReport
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder, with_current_names
 from pdserve.signals import stop_signals
 from pdserve_proxy.credentials import ApiKeys, read_admin_keys, read_api_keys

@@ -10,7 +10,7 @@ import zmq
 
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.liveness import SHOWN_EVERY_MS, SHOWN_EVERY_S, LifeSign, unseen_sign
-from pdserve.machine.freed_memory import REST_S
+from pdserve.machine.memory import REST_S
 from pdserve.wire.rank import FromRank, Numbered, Order
 
 QUEUE_LIMIT = 1000

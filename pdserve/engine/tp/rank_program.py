@@ -19,7 +19,7 @@ from pdserve.config import RankLaunch
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.errors import EngineError, PdserveError
 from pdserve.liveness import LifeBoard, step_loop
-from pdserve.machine.freed_memory import give_freed_memory_back
+from pdserve.machine.memory import give_freed_memory_back
 from pdserve.models.lean_torch import import_torch
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging

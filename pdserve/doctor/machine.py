@@ -1,8 +1,9 @@
-"""Checks which cores and how much memory an engine started from here would have, and which engines share them."""
+"""Checks what of this machine an engine started from here would have: cores, memory, limits and GPUs."""
 
 from __future__ import annotations
 
 import os
+import resource
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,13 @@ from pdserve.machine.engines_here import RunningEngine, running_engines
 
 _SLOW_GOVERNORS = frozenset({"powersave", "conservative"})
 _MIN_FREE_BYTES = 2**30
+_MIB = 2**20
+_MIN_SHM_BYTES = 64 * _MIB
+"""Docker's default, which a few links of UCX use up."""
+_MIN_DESCRIPTORS = 4096
+_MIN_LOCKED_BYTES = 2**30
+_SHM = Path("/dev/shm")  # noqa: S108 — it is looked at, nothing is made there.
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +144,98 @@ def check_core_ledger(path: str) -> Finding:
 def _list(cores: frozenset[int]) -> str:
     few = sorted(cores)[:8]
     return f"core{'s' if len(cores) > 1 else ''} {','.join(map(str, few))}{'…' if len(cores) > len(few) else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFacts:
+    """The limits of this process, in bytes or as counts; -1 means that there is no limit."""
+
+    shm_total: int
+    """The size of the file system of shared memory; 0 if there is none."""
+    shm_free: int
+    locked: int
+    descriptors: int
+    descriptors_hard: int
+
+
+def read_limits(shm: Path = _SHM) -> LimitFacts:
+    total = free = 0
+    if shm.is_dir():
+        found = os.statvfs(shm)
+        total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return LimitFacts(total, free, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], soft, hard)
+
+
+def check_limits(facts: LimitFacts, *, rdma: bool) -> list[Finding]:
+    return [_shm(facts), _locked(facts, rdma), _descriptors(facts)]
+
+
+def _shm(facts: LimitFacts) -> Finding:
+    check = "shared memory space"
+    if not facts.shm_total:
+        return problem(check, f"{_SHM} is missing", "mount a tmpfs there: TP ranks and UCX share memory through it")
+    seen = f"{_size(facts.shm_free)} of {_size(facts.shm_total)} free in {_SHM}"
+    if min(facts.shm_total, facts.shm_free) <= _MIN_SHM_BYTES:
+        return warning(
+            check,
+            seen,
+            "give it 1 GiB or more: docker run --shm-size=1g, or an emptyDir of medium Memory in Kubernetes",
+        )
+    return ok(check, seen)
+
+
+def _locked(facts: LimitFacts, rdma: bool) -> Finding:
+    check = "locked memory"
+    seen = "unlimited" if facts.locked < 0 else f"at most {_size(facts.locked)}"
+    if not rdma:
+        return not_applicable(check, f"{seen}; only RDMA locks memory")
+    if 0 <= facts.locked < _MIN_LOCKED_BYTES:
+        return problem(
+            check,
+            f"{seen}, and RDMA locks the whole KV cache",
+            "ulimit -l unlimited; LimitMEMLOCK=infinity in a systemd unit; --ulimit memlock=-1 for docker run",
+        )
+    return ok(check, seen)
+
+
+def _descriptors(facts: LimitFacts) -> Finding:
+    check = "open files"
+    seen = "unlimited" if facts.descriptors < 0 else f"at most {facts.descriptors}"
+    if 0 <= facts.descriptors < _MIN_DESCRIPTORS:
+        hard = "" if facts.descriptors_hard < 0 else f" (the hard limit is {facts.descriptors_hard})"
+        return warning(
+            check, seen, f"ulimit -n 65536{hard}: a proxy takes two for each stream, a node several for each peer"
+        )
+    return ok(check, seen)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / _MIB:.0f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    names: tuple[str, ...]
+    cuda_build: str
+    """The CUDA version that torch was built for; empty for a CPU build."""
+    driver: bool
+    """Whether NVIDIA's driver is loaded."""
+
+
+def read_gpus() -> GpuFacts:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = tuple(torch.cuda.get_device_name(index) for index in range(count))
+    return GpuFacts(names, torch.version.cuda or "", _DRIVER.exists())
+
+
+def check_gpus(facts: GpuFacts) -> Finding:
+    if facts.names:
+        return ok("GPU", f"{', '.join(facts.names)}, torch for CUDA {facts.cuda_build}")
+    if not facts.driver:
+        return not_applicable("GPU", "none: engines compute on the CPU")
+    if not facts.cuda_build:
+        return warning("GPU", "there is a driver, but this torch is built for CPUs", "install torch built for CUDA")
+    return warning("GPU", f"there is a driver, but torch for CUDA {facts.cuda_build} finds none", "see nvidia-smi")
