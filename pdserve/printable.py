@@ -11,3 +11,8 @@ def printable(text: str) -> str:
     With the others, a text could move the cursor, change the terminal or write to its clipboard.
     """
     return text.translate(_CONTROLS)
+
+
+def printable_line(text: str) -> str:
+    """Returns ``text`` as one line, with a question mark in place of each character that a terminal may obey."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)

@@ -121,7 +121,7 @@ class Cluster:
         return f"<pdserve cluster {self.url}: {self.model} on {', '.join(node.name for node in self.nodes)}>"
 
 
-class Serving(AbstractContextManager[Cluster], AbstractAsyncContextManager[Cluster]):
+class ClusterBlock(AbstractContextManager[Cluster], AbstractAsyncContextManager[Cluster]):
     """A cluster that one ``with`` or ``async with`` block starts and stops."""
 
     def __init__(self, child: _Child) -> None:
@@ -154,7 +154,7 @@ def serve(
     timeout_s: float = 300.0,
     environ: Mapping[str, str] | None = None,
     **settings: SettingValue,
-) -> Serving:
+) -> ClusterBlock:
     """Serves ``model`` on this machine within a ``with`` or ``async with`` block, which gets a ``Cluster``.
 
     ``model`` is what ``pdserve up`` takes: a folder, a GGUF file or a name. ``prefill``, ``decode`` and ``mixed`` are
@@ -182,7 +182,7 @@ def serve(
     except ConfigError as exc:
         raise ConfigError(_with_names_of_arguments(str(exc), settings)) from exc
     command = pdserve_command("up", *flags, "--startup-timeout-s", str(_LONGEST_START_S))
-    return Serving(_Child(command, given, timeout_s, config.http.drain_s + _STOP_MARGIN_S))
+    return ClusterBlock(_Child(command, given, timeout_s, config.http.drain_s + _STOP_MARGIN_S))
 
 
 def _variables(settings: Mapping[str, SettingValue]) -> dict[str, str]:

@@ -85,9 +85,9 @@ def render(examination: Examination, width: int) -> str:
 
 def _lines(finding: Finding, first: int, second: int, width: int) -> Iterator[str]:
     indent = " " * (first + second + 2 * len(_GAP))
-    room = max(30, width - len(indent))
+    text_width = max(30, width - len(indent))
     check = f"{finding.verdict.value:{first}}{_GAP}{finding.check:{second}}{_GAP}"
-    seen = textwrap.wrap(finding.seen, room, break_long_words=False) or [""]
+    seen = textwrap.wrap(finding.seen, text_width, break_long_words=False) or [""]
     if len(finding.check) > second:
         yield check.rstrip()
         check = indent
@@ -96,7 +96,7 @@ def _lines(finding: Finding, first: int, second: int, width: int) -> Iterator[st
     yield from (
         indent + line
         for line in textwrap.wrap(
-            finding.advice, room, initial_indent="→ ", subsequent_indent="  ", break_long_words=False
+            finding.advice, text_width, initial_indent="→ ", subsequent_indent="  ", break_long_words=False
         )
     )
 

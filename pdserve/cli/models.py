@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pdserve.config import FetchConfig, ModelsConfig, PullConfig
 from pdserve.errors import ConfigError, ModelError
-from pdserve.hub.cache import CachedRepository, cache_of, is_whole, repositories
+from pdserve.hub.cache import CachedRepository, cache_of, is_complete, repositories
 from pdserve.hub.finding import FoundModel, WantedModel, fetched_model, known_model
 from pdserve.hub.messages import Message, Note
 from pdserve.hub.progress import in_gb, shown_progress
@@ -78,7 +78,7 @@ def cached_rows(repository: CachedRepository) -> Iterator[Row]:
                 yield Row(name, file.stat().st_size, revision, _served(file, name))
         if (snapshot / "config.json").is_file():
             served = _served(snapshot, repository.name)
-            if served == _SERVED and not is_whole(snapshot):
+            if served == _SERVED and not is_complete(snapshot):
                 served = f"not all of it is here: pdserve pull {repository.name}"
             yield Row(repository.name, _size(snapshot), revision, served)
 

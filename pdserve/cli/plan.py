@@ -138,13 +138,13 @@ async def _look(plan: PredictionConfig, authorities: str) -> ObservedLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Forecast:
     predictions: Sequence[Prediction]
     verdict: str
     chosen: ClusterShape | None = None
 
 
-def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Found:
+def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Forecast:
     from pdserve.plan.cluster import ClusterShape
     from pdserve.plan.demand import check_itl, least_nodes
     from pdserve.plan.prediction import PlanTargets, predict, predict_if_good
@@ -165,8 +165,8 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
     if given.nodes:
         prediction = of(given)
         if not prediction.keeps_up:
-            return _Found([prediction], f"{given}: cannot keep up with that many requests")
-        return _Found(
+            return _Forecast([prediction], f"{given}: cannot keep up with that many requests")
+        return _Forecast(
             [prediction],
             f"{given}: {'keeps' if prediction.meets else 'does not keep'} {aims}" if aims else "",
         )
@@ -174,7 +174,7 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
         raise ConfigError(
             "what is wanted? Give --target-ttft-ms, --target-itl-ms or both, or a cluster: --prefill, --decode, --mixed"
         )
-    progress = _Progress()
+    progress = _ProgressLine()
 
     def if_good(shape: ClusterShape) -> Prediction | None:
         found = predict_if_good(profile, shape, requests, wanted, targets, plan.disaggregation)
@@ -188,10 +188,10 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
     apart = profile.transfer is not None
     sized = checked_sizing(Sizing(of, if_good, plan.most_nodes, plan.nodes_per_machine, least, apart=apart), aims)
     only = "" if apart else " (the profile says nothing of transfers, so only mixed nodes were looked at)"
-    return _Found(sized.tried, f"the smallest cluster that keeps {aims}: {sized.chosen}{only}", sized.chosen)
+    return _Forecast(sized.tried, f"the smallest cluster that keeps {aims}: {sized.chosen}{only}", sized.chosen)
 
 
-class _Progress:
+class _ProgressLine:
     """Says on stderr what a long search has tried."""
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.doctor.finding import Finding, ok, problem, warning
 from pdserve.http.tls import Trust
+from pdserve.wire.discovery import Role
 
 _MAX_BODY_BYTES = 8 * 2**20
 
@@ -55,7 +56,7 @@ def prefill_controls(instances: Sequence[ListedInstance]) -> list[str]:
 
 def _prefills(instance: ListedInstance) -> bool:
     """Returns whether other nodes can have their prompts computed by this one."""
-    return instance.role in ("prefill", "mixed") and bool(instance.control)
+    return instance.role in (Role.PREFILL, Role.MIXED) and bool(instance.control)
 
 
 def check_instances(proxy_url: str, found: list[ListedInstance] | str) -> list[Finding]:
@@ -77,7 +78,7 @@ def check_instances(proxy_url: str, found: list[ListedInstance] | str) -> list[F
 def _pairs(found: Sequence[ListedInstance]) -> list[Finding]:
     """Reports decode nodes for which no prefill or mixed node computes the same model."""
     prefill = [instance for instance in found if _prefills(instance)]
-    decoding = [instance for instance in found if instance.role == "decode"]
+    decoding = [instance for instance in found if instance.role == Role.DECODE]
     if not decoding:
         return []
     findings = []

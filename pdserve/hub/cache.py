@@ -130,7 +130,7 @@ def snapshot_model(snapshot: Path, name: HubName) -> Path | None:
     """Returns what is served of a commit's folder, or None if not all of it is there. Raises ModelError."""
     if name.file:
         return snapshot / name.file if (snapshot / name.file).is_file() else None
-    if not name.quantisation and is_whole(snapshot):
+    if not name.quantisation and is_complete(snapshot):
         return snapshot
     files = {str(file.relative_to(snapshot)) for file in snapshot.rglob(f"*{GGUF}") if file.is_file()}
     labels = {file for file in files if label_of(file) == name.quantisation.upper()}
@@ -138,7 +138,7 @@ def snapshot_model(snapshot: Path, name: HubName) -> Path | None:
     return snapshot / labels.pop() if name.quantisation and len(labels) == 1 else None
 
 
-def is_whole(snapshot: Path) -> bool:
+def is_complete(snapshot: Path) -> bool:
     """Returns whether a commit's folder has the weights and the tokenizer of a model. Weights are fetched last."""
     if not (snapshot / CONFIG).is_file() or not (snapshot / TOKENIZER).is_file():
         return False

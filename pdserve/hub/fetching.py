@@ -75,8 +75,8 @@ class Fetcher:
         except OSError:
             return 0
 
-    def check_room(self, files: Sequence[RemoteFile]) -> None:
-        """Raises HubError if the disk has too little room, or a file is too large for plain HTTP."""
+    def check_free_space(self, files: Sequence[RemoteFile]) -> None:
+        """Raises HubError if the disk has too little free space, or a file is too large for plain HTTP."""
         for file in files:
             if file.nbytes > _LARGEST and not self._blob(file).is_file():
                 raise HubError(

@@ -12,7 +12,7 @@ import msgspec
 from pdserve.config import HttpConfig, NodeConfig
 from pdserve.http.server import HttpServer, bind
 from pdserve.hub.finding import FoundModel, WantedModel, fetched_model
-from pdserve.hub.messages import Message, Progress
+from pdserve.hub.messages import DownloadProgress, Message
 from pdserve.hub.progress import ProgressLines, percent
 from pdserve.signals import stop_signals
 
@@ -66,7 +66,7 @@ class FetchingState:
         self._share = ""
 
     def take(self, message: Message) -> None:
-        if isinstance(message, Progress):
+        if isinstance(message, DownloadProgress):
             self._share = f" {percent(message)} %"
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.errors import HubError, ModelError
-from pdserve.hub.messages import Failed, Message, Order
+from pdserve.hub.messages import DownloadFailed, DownloadOrder, Message
 from pdserve.hub.names import hub_name
 from pdserve.process import die_with_parent
 
@@ -26,7 +26,7 @@ def tell(message: Message) -> None:
         sys.stdout.buffer.flush()
 
 
-def main(order: Order) -> int:
+def main(order: DownloadOrder) -> int:
     """Fetches the model, and says what becomes of it. Returns the exit status."""
     from pdserve.hub.preparing import Preparation
 
@@ -36,7 +36,7 @@ def main(order: Order) -> int:
     try:
         tell(Preparation(name, Path(order.cache), tell).run(newest=order.newest))
     except (ModelError, HubError) as error:
-        tell(Failed(str(error), passing=isinstance(error, HubError)))
+        tell(DownloadFailed(str(error), passing=isinstance(error, HubError)))
         return 1
     return 0
 
@@ -45,4 +45,4 @@ if __name__ == "__main__":
     die_with_parent()
     # The engine, which reads the same files, says what is to be said of them.
     logging.disable(logging.WARNING)
-    sys.exit(main(msgspec.json.decode(sys.argv[1], type=Order)))
+    sys.exit(main(msgspec.json.decode(sys.argv[1], type=DownloadOrder)))

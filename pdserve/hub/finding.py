@@ -13,8 +13,8 @@ import msgspec
 
 from pdserve.config import FetchConfig, ModelConfig, Switch
 from pdserve.errors import HubError, ModelError
-from pdserve.hub.cache import CachedRepository, cache_of, cached_model, is_whole, repositories, repository_of
-from pdserve.hub.messages import Failed, Found, Message, Order
+from pdserve.hub.cache import CachedRepository, cache_of, cached_model, is_complete, repositories, repository_of
+from pdserve.hub.messages import DownloadEnded, DownloadFailed, DownloadOrder, Message
 from pdserve.hub.names import HubName, hub_name
 from pdserve.hub.progress import shown_progress
 from pdserve.models.checkpoint.demo import DEMO, DEMO_NAME, resolve_model, served_model_name
@@ -112,7 +112,7 @@ async def fetched_model(
         else:
             tell(last)
 
-    order = Order(str(wanted.name), str(wanted.cache), newest)
+    order = DownloadOrder(str(wanted.name), str(wanted.cache), newest)
     command = python_program("pdserve.hub.fetching_process", msgspec.json.encode(order).decode())
     process = ServerProcess("the download", command, environ, take)
     try:
@@ -120,11 +120,11 @@ async def fetched_model(
     finally:
         await process.end(0.0)
     match last:
-        case Found(path, commit, fetched):
+        case DownloadEnded(path, commit, fetched):
             return FoundModel(Path(path), wanted.name.served, commit, fetched)
-        case Failed(message, passing=True):
+        case DownloadFailed(message, passing=True):
             raise HubError(message)
-        case Failed(message):
+        case DownloadFailed(message):
             raise ModelError(message)
     raise HubError(f"{wanted.name} was not fetched: {process.describe_end()}")
 
@@ -142,7 +142,7 @@ def _local(text: str) -> FoundModel:
 
 def _cached(cache: Path) -> str:
     """Returns the models that are whole in the cache, in words."""
-    names = [each.name for each in repositories(cache) if any(map(is_whole, each.snapshots()))]
+    names = [each.name for each in repositories(cache) if any(map(is_complete, each.snapshots()))]
     if not names:
         return "the cache has no whole model"
     more = f" and {len(names) - _LISTED} more" if names[_LISTED:] else ""

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
     """How much of the download is there. ``done`` begins with what an earlier download has left."""
 
     done: int
@@ -21,7 +21,7 @@ class Note(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
+class DownloadEnded(msgspec.Struct, frozen=True, tag=True):
     """The model is whole. This is the last message."""
 
     path: str
@@ -31,7 +31,7 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     """How many bytes came over the network."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class DownloadFailed(msgspec.Struct, frozen=True, tag=True):
     """Why there is no model. This is the last message."""
 
     message: str
@@ -39,10 +39,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """Whether the same may work later, without a change of settings."""
 
 
-Message: TypeAlias = Progress | Note | Found | Failed
+Message: TypeAlias = DownloadProgress | Note | DownloadEnded | DownloadFailed
 
 
-class Order(msgspec.Struct, frozen=True):
+class DownloadOrder(msgspec.Struct, frozen=True):
     """What the process is to fetch."""
 
     model: str

@@ -11,7 +11,7 @@ from pathlib import Path
 from pdserve.errors import ModelError
 from pdserve.hub.cache import CachedRepository, cached_model
 from pdserve.hub.fetching import Fetcher, alone
-from pdserve.hub.messages import Found, Message, Note, Progress
+from pdserve.hub.messages import DownloadEnded, DownloadProgress, Message, Note
 from pdserve.hub.names import HubName
 from pdserve.hub.progress import in_gb
 from pdserve.hub.remote import Listing, RemoteFile, list_files, look_up
@@ -40,7 +40,7 @@ class Preparation:
     _told_at: float = field(default=float("-inf"))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, *, newest: bool) -> Found:
+    def run(self, *, newest: bool) -> DownloadEnded:
         """Returns the model once it is whole. ``newest`` asks the hub even if a whole one is here.
 
         Raises ModelError and HubError.
@@ -49,14 +49,14 @@ class Preparation:
         with alone(repository, self._say):
             if not newest and (found := cached_model(self.cache, self.name)) is not None:
                 # Another process has fetched it meanwhile.
-                return Found(str(found), repository.commit(self.name.revision), 0)
+                return DownloadEnded(str(found), repository.commit(self.name.revision), 0)
             listing = list_files(self.name, self._say)
             path = self._fetch(listing, repository)
             repository.name_commit(self.name.revision, listing.commit)
-        return Found(str(path), listing.commit, self._fetched)
+        return DownloadEnded(str(path), listing.commit, self._fetched)
 
     def missing(self) -> int:
-        """Returns how many bytes of the model's weights are not here, if it can be served and the disk has room.
+        """Returns how many bytes of the model's weights are not here, if it can be served and the disk has space.
 
         Its settings are here then.
 
@@ -67,14 +67,14 @@ class Preparation:
             listing = list_files(self.name, self._say)
             fetcher = Fetcher(listing, repository, self._move, self._say)
             weights = self._weights(listing, self._checked(listing, fetcher), fetcher)
-            fetcher.check_room(weights)
+            fetcher.check_free_space(weights)
             return fetcher.missing(weights)
 
     def _fetch(self, listing: Listing, repository: CachedRepository) -> Path:
         fetcher = Fetcher(listing, repository, self._move, self._say)
         selection = self._checked(listing, fetcher)
         weights = self._weights(listing, selection, fetcher)
-        fetcher.check_room(weights)
+        fetcher.check_free_space(weights)
         self._total, self._done = sum(file.nbytes for file in weights), sum(map(fetcher.present, weights))
         self._report(at_once=True)
         if selection.gguf:
@@ -94,7 +94,7 @@ class Preparation:
                     f"{self.name} cannot be served: its {large[0].path} has {in_gb(large[0].nbytes)}, and "
                     f"{in_gb(_LARGEST_SETTING)} of such a file are read at most"
                 )
-            fetcher.check_room(settings)
+            fetcher.check_free_space(settings)
             fetcher.fetch(settings)
             check_settings(fetcher.snapshot, str(self.name), listing.formats)
         return selection
@@ -118,7 +118,7 @@ class Preparation:
         now = time.monotonic()
         if self._total and (at_once or now - self._told_at >= _REPORT_S):
             self._told_at = now
-            self.tell(Progress(self._done, self._total))
+            self.tell(DownloadProgress(self._done, self._total))
 
     def _say(self, text: str) -> None:
         self.tell(Note(printable(text)))

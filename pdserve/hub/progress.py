@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from pdserve.hub.messages import Message, Note, Progress
+from pdserve.hub.messages import DownloadProgress, Message, Note
 
 LINE_S = 5.0
 """Seconds between two lines where stderr is no terminal."""
@@ -45,7 +45,7 @@ def _shown(name: str, out: TextIO) -> Iterator[Callable[[Message], None]]:
 
         def take(message: Message) -> None:
             match message:
-                case Progress(done, total):
+                case DownloadProgress(done, total):
                     bar.start_task(task)
                     bar.update(task, completed=done, total=total)
                 case Note(text):
@@ -68,7 +68,7 @@ class ProgressLines:
         match message:
             case Note(text):
                 self._say(text)
-            case Progress():
+            case DownloadProgress():
                 now = self._clock()
                 if self._first is None:
                     self._first = (now, message.done)
@@ -78,7 +78,7 @@ class ProgressLines:
                     self._said_s = now
                     self._say(self._line(message, now))
 
-    def _line(self, progress: Progress, now: float) -> str:
+    def _line(self, progress: DownloadProgress, now: float) -> str:
         assert self._first is not None
         began_s, before = self._first
         text = f"fetching {self._name}: {percent(progress)} %, {in_gb(progress.done)} of {in_gb(progress.total)}"
@@ -88,7 +88,7 @@ class ProgressLines:
         return f"{text}, {in_gb(rate)}/s, {_duration((progress.total - progress.done) / rate)} left"
 
 
-def percent(progress: Progress) -> int:
+def percent(progress: DownloadProgress) -> int:
     """Returns how much of a download is there, from 0 to 100; 100 only if all of it is."""
     return int(100 * progress.done / progress.total) if progress.total else 100
 

@@ -19,7 +19,7 @@ from pdserve.errors import PlanError
 from pdserve.plan.answer import Answer
 from pdserve.plan.bounds import Bounds
 from pdserve.plan.load import PlannedRequest
-from pdserve.plan.node import NodeStep, Order, PendingPrompt, SimulatedNode
+from pdserve.plan.node import NodeStep, PendingPrompt, PrefillOrder, SimulatedNode
 from pdserve.plan.profile import NodeSpeed, Profile
 from pdserve.wire.discovery import Role
 
@@ -44,7 +44,7 @@ class ClusterShape:
         return self.prefill + self.decode + self.mixed
 
     def __str__(self) -> str:
-        counts = ((self.prefill, "prefill"), (self.decode, "decode"), (self.mixed, "mixed"))
+        counts = ((self.prefill, Role.PREFILL), (self.decode, Role.DECODE), (self.mixed, Role.MIXED))
         return " + ".join(f"{count} {role}" for count, role in counts if count)
 
     def roles(self) -> list[Role]:
@@ -401,7 +401,7 @@ class _Simulation:
             answer.end(now)
             node.free_blocks += node.cache.blocks(prompt.tokens)
 
-    def _send_order(self, order: Order, now: float) -> None:
+    def _send_order(self, order: PrefillOrder, now: float) -> None:
         here, there = self._of[order.by], self._of[order.to]
         prompt = PendingPrompt(order.prompt.answer, order.prompt.tokens, now, order=order)
 
@@ -415,7 +415,7 @@ class _Simulation:
         self._at(now, come)
         self._at(now + _ORDER_TIMEOUT_S + order.needed_s, time_out)
 
-    def _push(self, engine: _Engine, prompt: PendingPrompt, order: Order, now: float) -> None:
+    def _push(self, engine: _Engine, prompt: PendingPrompt, order: PrefillOrder, now: float) -> None:
         """Sends the first token, and then the blocks that have not moved yet, to the node that has ordered them."""
         node, answer = engine.node, prompt.answer
         there, transfer, load = self._of[order.by], self._profile.transfer, node.load

@@ -46,7 +46,7 @@ class PendingPrompt:
     arrived: float
     target: PrefillNodeAt | None = None
     """The prefill node that the proxy has chosen; None if there is none, or the client has a token already."""
-    order: Order | None = None
+    order: PrefillOrder | None = None
     """What another node has ordered, if that has the answer."""
     done: int = 0
     since: float | None = None
@@ -68,7 +68,7 @@ class PrefillNodeAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PrefillOrder:
     """A prompt that a prefill node is to compute."""
 
     prompt: PendingPrompt
@@ -145,7 +145,7 @@ class SimulatedNode:
         """The prompts that this node has computed for others and whose blocks are on their way."""
         self.remote = 0
         """The prompts that other nodes compute for this one."""
-        self.orders: list[Order] = []
+        self.orders: list[PrefillOrder] = []
         """The orders that leave with the step that was planned last."""
         self.queued_tokens = 0
         """The tokens of prompts that are to be computed here."""
@@ -217,7 +217,7 @@ class SimulatedNode:
         self.queued_tokens -= prompt.left
         return True
 
-    def give_up(self, order: Order, now: float) -> None:
+    def give_up(self, order: PrefillOrder, now: float) -> None:
         """Computes a prompt here whose order has not been begun in time: its blocks are here already."""
         self.remote -= 1
         order.known.timed_out(order.prompt.answer, now)
@@ -369,7 +369,7 @@ class SimulatedNode:
         needed_s = self.placement.needed_s(to.target, prompt.left, 0, now)
         known = self.placement.ordered(to.target, prompt.answer, prompt.left, 0, now)
         self.remote += 1
-        self.orders.append(Order(prompt, self, to.node, known, needed_s))
+        self.orders.append(PrefillOrder(prompt, self, to.node, known, needed_s))
 
     @property
     def _free_fetches(self) -> int:

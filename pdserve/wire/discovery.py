@@ -33,7 +33,7 @@ MAX_REPORTED_PROXIES = 64
 """A node names so many proxies at most."""
 
 
-class Role(enum.Enum):
+class Role(enum.StrEnum):
     """What the proxy routes to a node. Every engine can do all of it; ``MIXED`` is both of the other roles at once."""
 
     PREFILL = "prefill"

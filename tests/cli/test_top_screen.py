@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.cli.watch.top_screen import Screen, amount, duration, render
+from pdserve.cli.watch.top_screen import ScreenSize, amount, duration, render
 from pdserve.wire.status import Incident, IncidentKind, RequestStage, SeenRequest
 from pdserve_proxy.status.report import Latencies, NodeStatus, Rates, StatusReport
 from pdserve_proxy.status.throughput import Percentiles
@@ -60,7 +60,7 @@ def request(name: str = "r1") -> SeenRequest:
 def test_what_happened_has_room_beside_any_number_of_nodes(number: int) -> None:
     incidents = tuple(Incident(IncidentKind.NODE_LOST, 90.0 + n, f"gone {n}") for n in range(5))
     nodes = tuple(node(f"n{n}") for n in range(number))
-    lines = render(report(nodes, (request(),), incidents), Screen(80, 24, False), URL)
+    lines = render(report(nodes, (request(),), incidents), ScreenSize(80, 24, False), URL)
     assert len(lines) <= 24
     assert [n for n in range(5) if any(f"gone {n}" in line for line in lines)][-3:] == [2, 3, 4]
     shown = sum(line.startswith("n") and "decode" in line for line in lines)
@@ -73,7 +73,7 @@ def test_everything_is_there() -> None:
         Incident(IncidentKind.NODE_JOINED, 50.0, "a decode node of m", "decode-0"),
         Incident(IncidentKind.RESUMED, 90.0, "its answer goes on at decode-0", "decode-1", "r9", 6),
     )
-    lines = render(report((node("decode-0"),), (request(),), incidents), Screen(160, None, colour=False), URL)
+    lines = render(report((node("decode-0"),), (request(),), incidents), ScreenSize(160, None, colour=False), URL)
     text = "\n".join(lines)
     assert lines[0].startswith("pdserve 0.1.0 · up 67 min · 2 workers · http://127.0.0.1:8000 · ")
     assert "requests 1.5/s   failures 0.0/s   tokens 1,234/s   prompt tokens –/s" in lines
@@ -88,7 +88,7 @@ def test_everything_is_there() -> None:
 def test_a_full_cluster_leaves_room_for_what_happened() -> None:
     incidents = tuple(Incident(IncidentKind.NODE_LOST, float(at), f"loss {at}", "d") for at in range(50))
     full = report((node("a"), node("b")), tuple(request(f"r{number}") for number in range(40)), incidents)
-    lines = render(full, Screen(100, 40, colour=False), URL)
+    lines = render(full, ScreenSize(100, 40, colour=False), URL)
     assert len(lines) == 40
     assert "loss 49" in "\n".join(lines)
     assert any(line.endswith(" more") for line in lines)
@@ -104,7 +104,7 @@ def test_nothing_is_wider_or_higher_than_the_screen_or_commands_it(
         (request(identity),),
         (Incident(IncidentKind.REQUEST_FAILED, 1.0, text, name, identity),),
     )
-    lines = render(shown, Screen(width, height, colour=colour), URL, note="no answer")
+    lines = render(shown, ScreenSize(width, height, colour=colour), URL, note="no answer")
     assert 1 <= len(lines) <= height
     for line in lines:
         bare = ESCAPES.sub("", line) if colour else line

@@ -12,7 +12,7 @@ from pdserve.config import ModelConfig
 from pdserve.errors import ModelError
 from pdserve.hub.cache import cache_of
 from pdserve.hub.finding import known_model
-from pdserve.hub.messages import Note, Progress
+from pdserve.hub.messages import DownloadProgress, Note
 from pdserve.hub.progress import ProgressLines
 
 PROGRAM = """
@@ -60,7 +60,7 @@ def test_the_lines_of_a_download_tell_share_rate_and_time_left() -> None:
     lines = ProgressLines("org/name", said.append, lambda: next(times))
     lines.take(Note("the hub answers with status 503"))
     for done in (10_000_000, 20_000_000, 110_000_000, 1_000_000_000):
-        lines.take(Progress(done, 1_000_000_000))
+        lines.take(DownloadProgress(done, 1_000_000_000))
     assert said == [
         "the hub answers with status 503",
         "fetching org/name: 1 %, 10 MB of 1.0 GB",

@@ -151,9 +151,9 @@ def _talk(
         return _answer_one(server, conversation, sampling, question)
 
     # The modules of the terminal are not needed without one.
-    from pdserve.cli.chat.terminal import ChatSession, LineReader, Screen
+    from pdserve.cli.chat.terminal import ChatScreen, ChatSession, LineReader
 
-    screen = Screen(sys.stdout, colour="NO_COLOR" not in environ, markdown=talk.markdown is Switch.ON)
+    screen = ChatScreen(sys.stdout, colour="NO_COLOR" not in environ, markdown=talk.markdown is Switch.ON)
     reader = LineReader(state_folder(environ) / "chat-history")
     try:
         ChatSession(server, conversation, sampling, screen).run(reader, look)

@@ -57,7 +57,7 @@ COMMANDS = {
 _QUIT = ("/quit", "/exit", "/bye")
 
 
-class Screen:
+class ChatScreen:
     """The terminal of a chat. One answer is shown at a time: ``add`` takes its pieces, and ``end`` ends it."""
 
     def __init__(self, out: TextIO, *, colour: bool, markdown: bool) -> None:
@@ -264,7 +264,7 @@ def keys_not_shown() -> Iterator[None]:
 class ChatSession:
     """One chat with one server, from its first message to its end."""
 
-    def __init__(self, server: Server, conversation: Conversation, sampling: Sampling, screen: Screen) -> None:
+    def __init__(self, server: Server, conversation: Conversation, sampling: Sampling, screen: ChatScreen) -> None:
         self._server = server
         self._conversation = conversation
         self._sampling = sampling

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from pdserve.cli.node_commands import KEY_ADVICE, error_message
-from pdserve.cli.watch.top_screen import Screen, render
+from pdserve.cli.watch.top_screen import ScreenSize, render
 from pdserve.config import AdmissionConfig, Switch, TopConfig, WatchConfig
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.tls import Trust, read_authorities
@@ -89,7 +89,7 @@ def _print_one(config: WatchConfig, answer: StatusAnswer) -> None:
         print(msgspec.json.encode(answer.report).decode(), flush=True)
         return
     width = shutil.get_terminal_size((120, 0)).columns
-    print("\n".join(render(answer.report, Screen(width, None, colour=False), config.proxy_url)), flush=True)
+    print("\n".join(render(answer.report, ScreenSize(width, None, colour=False), config.proxy_url)), flush=True)
 
 
 async def _draw(
@@ -102,7 +102,7 @@ async def _draw(
     with _terminal(loop, signals.drain.set, wake.set):
         while not signals.drain.is_set():
             size = shutil.get_terminal_size((80, 24))
-            lines = render(answer.report, Screen(size.columns, size.lines, colour=colour), config.proxy_url, note)
+            lines = render(answer.report, ScreenSize(size.columns, size.lines, colour=colour), config.proxy_url, note)
             _write(_HOME + "".join(f"{line}{_CLEAR_LINE}\r\n" for line in lines[:-1]) + lines[-1] + _CLEAR_BELOW)
             wake.clear()
             if await _stops_within(config.interval_s, signals, wake):

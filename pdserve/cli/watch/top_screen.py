@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pdserve.printable import printable_line
 from pdserve.wire.status import Incident, IncidentKind, SeenRequest
 from pdserve_proxy.status.report import NodeStatus, StatusReport
 from pdserve_proxy.status.throughput import Percentiles
@@ -26,24 +27,24 @@ _NOTED = frozenset({IncidentKind.RESUMED, IncidentKind.NODE_DRAINS})
 
 
 @dataclass(frozen=True, slots=True)
-class Screen:
+class ScreenSize:
     width: int
     height: int | None
     """The number of lines; None if there may be any number."""
     colour: bool
 
 
-def render(report: StatusReport, screen: Screen, url: str, note: str = "") -> list[str]:
+def render(report: StatusReport, screen: ScreenSize, url: str, note: str = "") -> list[str]:
     """Returns the lines of a screen, at least one. ``note`` says what is wrong with the report itself."""
-    lines = [_head(report, url), *([(_RED, plain(note))] if note else []), (_QUIET, "")]
+    lines = [_head(report, url), *([(_RED, printable_line(note))] if note else []), (_QUIET, "")]
     lines += [*_rates(report), (_QUIET, ""), *_latencies(report), (_QUIET, "")]
     happened = min(len(report.incidents), LEAST_INCIDENTS)
     spared = 2 + happened if happened else 0
     lines += _nodes(report, None if screen.height is None else screen.height - len(lines) - spared)
-    room = None if screen.height is None else max(0, screen.height - len(lines))
-    lines += _requests(report, PLAIN_REQUESTS if room is None else room // 2 - 2)
-    room = None if screen.height is None else max(0, screen.height - len(lines))
-    lines += _incidents(report, PLAIN_INCIDENTS if room is None else room - 2)
+    lines_left = None if screen.height is None else max(0, screen.height - len(lines))
+    lines += _requests(report, PLAIN_REQUESTS if lines_left is None else lines_left // 2 - 2)
+    lines_left = None if screen.height is None else max(0, screen.height - len(lines))
+    lines += _incidents(report, PLAIN_INCIDENTS if lines_left is None else lines_left - 2)
     shown = lines if screen.height is None else lines[: max(screen.height, 1)]
     return [_cut(style, text, screen) for style, text in shown]
 
@@ -55,7 +56,7 @@ _Line = tuple[str, str]
 def _head(report: StatusReport, url: str) -> _Line:
     at = time.strftime("%H:%M:%S", time.localtime(report.unix_s))
     workers = f" · {report.workers} workers" if report.workers > 1 else ""
-    return _BOLD, f"pdserve {plain(report.version)} · up {duration(report.uptime_s)}{workers} · {url} · {at}"
+    return _BOLD, f"pdserve {printable_line(report.version)} · up {duration(report.uptime_s)}{workers} · {url} · {at}"
 
 
 def _rates(report: StatusReport) -> list[_Line]:
@@ -83,13 +84,13 @@ def _three(found: Percentiles) -> tuple[str, str, str]:
     return duration(found.p50), duration(found.p95), duration(found.p99)
 
 
-def _nodes(report: StatusReport, room: int | None) -> list[_Line]:
-    """Returns ``room`` lines at most, or one node's if there is room for less."""
+def _nodes(report: StatusReport, lines_left: int | None) -> list[_Line]:
+    """Returns ``lines_left`` lines at most, or one node's if there is room for less."""
     if not report.nodes:
         return [(_YELLOW, "no node is registered")]
     nodes, left_out = report.nodes, report.nodes_left_out
-    if room is not None and 1 + len(nodes) + bool(left_out) > room:
-        nodes = nodes[: max(1, room - 2)]
+    if lines_left is not None and 1 + len(nodes) + bool(left_out) > lines_left:
+        nodes = nodes[: max(1, lines_left - 2)]
         left_out += len(report.nodes) - len(nodes)
     head = ("NODE", "ROLE", "STATE", "RUNNING", "WAITING", "KV CACHE", "TOK/S", "PROMPT/S", "STEP", "LINKS", "VERSION")
     lines = _table([head, *map(_node, nodes)], "lllrrlrrrll")
@@ -101,17 +102,17 @@ def _nodes(report: StatusReport, room: int | None) -> list[_Line]:
 def _node(node: NodeStatus) -> tuple[str, ...]:
     links = ", ".join(f"{number} {kind.replace('_', ' ')}" for kind, number in node.links.items())
     return (
-        plain(node.name),
-        plain(node.role),
-        plain(node.state),
+        printable_line(node.name),
+        printable_line(node.role),
+        printable_line(node.state),
         f"{node.running}/{node.max_running}",
         str(node.waiting),
         _bar(node.kv_used),
         amount(node.generated_tokens_per_s),
         amount(node.prompt_tokens_per_s),
         duration(node.step_s or None),
-        plain(links) or "–",
-        plain(node.version) or f"protocol {node.protocol}",
+        printable_line(links) or "–",
+        printable_line(node.version) or f"protocol {node.protocol}",
     )
 
 
@@ -122,38 +123,38 @@ def _bar(share: float | None) -> str:
     return f"{'█' * filled}{'░' * (BAR_CHARS - filled)} {share:4.0%}"
 
 
-def _requests(report: StatusReport, room: int) -> list[_Line]:
-    if not report.under_way or room < 1:
+def _requests(report: StatusReport, lines_left: int) -> list[_Line]:
+    if not report.under_way or lines_left < 1:
         return []
     rows = [("REQUEST", "STAGE", "NODES", "SINCE")]
-    rows += [_request(one, report.now_s) for one in report.under_way[:room]]
+    rows += [_request(one, report.now_s) for one in report.under_way[:lines_left]]
     lines = [("", ""), *_table(rows, "lllr")]
     hidden = sum(report.stages.values()) - len(rows) + 1
     return [*lines, (_QUIET, f"{hidden} more")] if hidden > 0 else lines
 
 
 def _request(one: SeenRequest, now_s: float) -> tuple[str, str, str, str]:
-    nodes = " → ".join(plain(name) for name in (one.prefill, one.decode) if name)
-    return plain(one.id)[:36], one.stage.value, nodes or "–", duration(now_s - one.arrived_s)
+    nodes = " → ".join(printable_line(name) for name in (one.prefill, one.decode) if name)
+    return printable_line(one.id)[:36], one.stage.value, nodes or "–", duration(now_s - one.arrived_s)
 
 
-def _incidents(report: StatusReport, room: int) -> list[_Line]:
-    if not report.incidents or room < 1:
+def _incidents(report: StatusReport, lines_left: int) -> list[_Line]:
+    if not report.incidents or lines_left < 1:
         return []
     return [
         ("", ""),
         (_QUIET, "WHAT HAPPENED"),
-        *(_incident(one, report) for one in report.incidents[: -room - 1 : -1]),
+        *(_incident(one, report) for one in report.incidents[: -lines_left - 1 : -1]),
     ]
 
 
 def _incident(one: Incident, report: StatusReport) -> _Line:
     at = time.strftime("%H:%M:%S", time.localtime(report.unix_s - report.now_s + one.at_s))
     times = f" × {one.count}" if one.count > 1 else ""
-    request = f" · {plain(one.request)}" if one.request else ""
+    request = f" · {printable_line(one.request)}" if one.request else ""
     style = _RED if one.kind in _GRAVE else _YELLOW if one.kind in _NOTED else ""
     kind = one.kind.value.replace("_", " ")
-    return style, f"{at}  {kind:14}  {plain(one.node)} {plain(one.text)}{times}{request}"
+    return style, f"{at}  {kind:14}  {printable_line(one.node)} {printable_line(one.text)}{times}{request}"
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> list[_Line]:
@@ -168,16 +169,11 @@ def _table(rows: Sequence[Sequence[str]], sides: str) -> list[_Line]:
     return [(_QUIET, line(head)), *(("", line(row)) for row in rest)]
 
 
-def _cut(style: str, text: str, screen: Screen) -> str:
+def _cut(style: str, text: str, screen: ScreenSize) -> str:
     """Returns a line that fits."""
     width = max(screen.width, MIN_WIDTH)
     text = (text if len(text) <= width else f"{text[: width - 1]}…").rstrip()
     return f"\x1b[{style}m{text}\x1b[{_END}m" if style and text and screen.colour else text
-
-
-def plain(text: str) -> str:
-    """Returns ``text`` without what a terminal would obey."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def amount(value: float | None) -> str:
