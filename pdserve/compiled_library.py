@@ -23,7 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pdserve.file_system import is_own_file, make_own_folder
+from pdserve.machine.file_system import is_own_file, make_own_folder
 
 AHEAD_DIR = Path(sys.prefix, "lib", "pdserve")
 """Where this Python environment has the libraries that were compiled ahead."""

@@ -26,7 +26,7 @@ from pdserve.compiled_library import (
     can_be_built,
     needs_compiling,
 )
-from tests.test_file_system import give_away
+from tests.machine.test_file_system import give_away
 
 SOURCES = {"one.cpp": 'extern "C" int one() { return 1; }\n', "two.cpp": 'extern "C" int two() { return 2; }\n'}
 

@@ -17,7 +17,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.file_system import file_system
+from pdserve.machine.file_system import file_system
 from pdserve.wire.transfer import CELLS, MemoryOffer
 
 HEAD_BYTES = 4096

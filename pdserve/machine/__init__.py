@@ -1,1 +1,1 @@
-"""The cores and the memory of this machine, which its processes share."""
+"""What processes of this machine share: its cores, its memory and its file systems."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import ConfigError
-from pdserve.file_system import check_own
+from pdserve.machine.file_system import check_own
 
 MAGIC = b"pdserve cores 1\n"
 HEADER_BYTES = 64

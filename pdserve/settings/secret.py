@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pdserve.config import SecurityConfig
 from pdserve.errors import ConfigError
-from pdserve.file_system import OTHERS_ALL, check_own
+from pdserve.machine.file_system import OTHERS_ALL, check_own
 
 MIN_SECRET_CHARS = 16
 MAX_SECRETS = 2

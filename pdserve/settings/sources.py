@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pdserve.errors import ConfigError
-from pdserve.file_system import keep_own_folder
+from pdserve.machine.file_system import keep_own_folder
 from pdserve.settings.other_servers import own_words
 from pdserve.settings.setting import ENV_PREFIX, Setting, env_name, expected, from_texts, from_toml, to_text
 

@@ -12,7 +12,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.machine.core_ledger import HEADER_BYTES, MAGIC, CoreLedger, CoreState, CoreWord, private_ledger
 from tests.core_words import write
-from tests.test_file_system import give_away
+from tests.machine.test_file_system import give_away
 
 
 @pytest.fixture

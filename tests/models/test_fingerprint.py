@@ -21,7 +21,7 @@ from pdserve.models.checkpoint import kept_files
 from pdserve.models.checkpoint.content_digest import PIECE, REMEMBERED, content_digest
 from pdserve.models.checkpoint.fingerprint import fingerprint, weights_fingerprint
 from tests.eventually import eventually
-from tests.test_file_system import give_away
+from tests.machine.test_file_system import give_away
 from tests.tiny_models import save_tiny_model
 
 OLD_NS = 10**18

@@ -18,7 +18,7 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint import kept_tokenizer
 from pdserve.models.checkpoint.demo import packaged_gguf
 from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer, read_tokenizer
-from tests.test_file_system import give_away
+from tests.machine.test_file_system import give_away
 
 TEXTS = ["Hello", "  The  capital, isn't it? 12345\n\n\tété 漢字 🙂", "<|im_start|>user\nhi<|im_end|>", ""]
 

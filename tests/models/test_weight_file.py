@@ -14,7 +14,7 @@ from filelock import FileLock
 from pdserve.models.checkpoint import weight_file
 from pdserve.models.checkpoint.weight_file import WeightDraft, WeightFile, kept_weights, weights_name
 from pdserve_kernels.cpu.weight_memory import LINE, FilledMemory
-from tests.test_file_system import give_away
+from tests.machine.test_file_system import give_away
 from tests.tiny_models import save_tiny_model
 
 EXT4 = 0xEF53

@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 from filelock import FileLock, Timeout
 
-from pdserve.file_system import check_own, make_own_folder
+from pdserve.machine.file_system import check_own, make_own_folder
 
 _DEAD_DRAFT_S = 3600.0
 """A draft that is older was left by a process that has died: to write one takes milliseconds."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.file_system import file_system, is_own_file, make_own_folder
+from pdserve.machine.file_system import file_system, is_own_file, make_own_folder
 from pdserve.settings import cache_folder
 
 
