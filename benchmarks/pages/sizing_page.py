@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.pages.page_part import markdown_table, with_part
 from pdserve.bench.plan.profiling import cache_geometry
-from pdserve.bench_config import PlanProfileConfig
+from pdserve.config.bench import PlanProfileConfig
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
 from pdserve.settings import load
 

@@ -31,8 +31,7 @@ from pdserve.bench.plan.battery import Battery, quiet_seed
 from pdserve.bench.plan.profiling import asking, longest_request, measure, sized
 from pdserve.bench.report import Report
 from pdserve.bench.streamed_answer import Stream, summarise
-from pdserve.bench_config import PlanProfileConfig, ProfilingConfig
-from pdserve.machine.core_ledger import private_ledger
+from pdserve.config.bench import PlanProfileConfig, ProfilingConfig
 from pdserve.errors import BenchError
 from pdserve.machine.core_ledger import private_ledger
 from pdserve.plan.cluster import ClusterShape, live

@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from pdserve.bench.load import FIRST_ID, Job
 from pdserve.bench.load_sessions import Session, Turn
-from pdserve.bench_config import DatasetConfig
+from pdserve.config.bench import DatasetConfig
 from pdserve.errors import BenchError
 
 _SHAPES = "prompt, messages, conversations, turns or input_length"

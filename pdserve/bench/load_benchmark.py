@@ -26,8 +26,8 @@ from pdserve.bench.load_sessions import LoadRun, Session, at_rate, random_sessio
 from pdserve.bench.machine import this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import AnswerTargets, Distribution, distribution, result_of
-from pdserve.bench_config import BenchLoadConfig, GoodAnswerConfig
 from pdserve.config import AdmissionConfig
+from pdserve.config.bench import BenchLoadConfig, GoodAnswerConfig
 from pdserve.errors import BenchError, ConfigError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.process import allow_open_files

@@ -17,7 +17,7 @@ import aiohttp
 
 from pdserve.bench.load import Job, Target, connected, request_body, run_job, uniform_jobs
 from pdserve.bench.streamed_answer import AnswerTargets, Stream, Tally
-from pdserve.bench_config import LoadConfig
+from pdserve.config.bench import LoadConfig
 from pdserve.errors import BenchError
 
 Message = Mapping[str, object]

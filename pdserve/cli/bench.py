@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve.bench_config import BenchCompareConfig, BenchEngineConfig, BenchLoadConfig, BenchTransferConfig
 from pdserve.cli.report_output import check_folder, publish
+from pdserve.config.bench import BenchCompareConfig, BenchEngineConfig, BenchLoadConfig, BenchTransferConfig
 from pdserve.errors import ConfigError
 from pdserve.process import pin_to_cores
 from pdserve.settings import cache_folder, load, load_with_file, with_current_names

@@ -9,7 +9,6 @@ from typing import Any
 
 import shtab
 
-from pdserve.bench_config import BenchCompareConfig, PlanProfileConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.config import (
     ChatConfig,
@@ -26,6 +25,7 @@ from pdserve.config import (
     TopConfig,
     UpConfig,
 )
+from pdserve.config.bench import BenchCompareConfig, PlanProfileConfig
 from pdserve.errors import ConfigError
 from pdserve.settings.setting import Setting, settings_of
 from pdserve.wire.discovery import Role

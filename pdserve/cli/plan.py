@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve.bench_config import PlanProfileConfig
 from pdserve.cli.report_output import check_folder, plotter, publish
 from pdserve.config import PlanConfig, PredictionConfig
+from pdserve.config.bench import PlanProfileConfig
 from pdserve.errors import BenchError, ConfigError, PlanError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.settings import load, to_environ, with_current_names

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.bench_config import EngineBenchConfig, LoadConfig, TransferBenchConfig
 from pdserve.config import (
     CacheConfig,
     ClusterConfig,
@@ -21,6 +20,7 @@ from pdserve.config import (
     TraceConfig,
     TransferConfig,
 )
+from pdserve.config.bench import EngineBenchConfig, LoadConfig, TransferBenchConfig
 from pdserve.errors import ConfigError
 
 _OTEL_PACKAGES = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")

@@ -6,13 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pdserve.bench_config import (
-    BenchCompareConfig,
-    BenchEngineConfig,
-    BenchLoadConfig,
-    BenchTransferConfig,
-    PlanProfileConfig,
-)
 from pdserve.config import (
     ChatConfig,
     DoctorConfig,
@@ -27,6 +20,13 @@ from pdserve.config import (
     RoleConfig,
     TopConfig,
     UpConfig,
+)
+from pdserve.config.bench import (
+    BenchCompareConfig,
+    BenchEngineConfig,
+    BenchLoadConfig,
+    BenchTransferConfig,
+    PlanProfileConfig,
 )
 from pdserve.settings.checks import check
 from pdserve.settings.setting import Setting, build, settings_of, to_text

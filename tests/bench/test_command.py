@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from pdserve.bench.report import Report, read_report
-from pdserve.bench_config import BenchEngineConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE, compare_flags
 from pdserve.cli.main import main
+from pdserve.config.bench import BenchEngineConfig
 from pdserve.settings import load
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vocabulary import save_tiny_tokenizer

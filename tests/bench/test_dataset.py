@@ -12,7 +12,7 @@ import pytest
 from pdserve.bench import dataset as module
 from pdserve.bench.dataset import Dataset, open_dataset
 from pdserve.bench.load_sessions import Session, Turn
-from pdserve.bench_config import DatasetConfig
+from pdserve.config.bench import DatasetConfig
 from pdserve.errors import BenchError
 
 VOCABULARY = 1000

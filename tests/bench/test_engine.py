@@ -19,8 +19,8 @@ from pdserve.bench.engine.parts import Product, attention_s, products_of
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import read_report, to_json
-from pdserve.bench_config import BenchEngineConfig, EngineBenchConfig
 from pdserve.config import Device, Dtype, ModelConfig, Switch
+from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
 from pdserve.errors import BenchError, ConfigError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.settings import cache_folder

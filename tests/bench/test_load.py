@@ -10,7 +10,7 @@ import pytest
 from pdserve.bench.load import Job, Target, first_model, run_jobs
 from pdserve.bench.load_benchmark import run
 from pdserve.bench.streamed_answer import Stream
-from pdserve.bench_config import BenchLoadConfig, LoadConfig
+from pdserve.config.bench import BenchLoadConfig, LoadConfig
 from pdserve.errors import BenchError
 from tests.bench.openai_server import OpenAiServer
 

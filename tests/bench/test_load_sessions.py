@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.bench.load import Job
 from pdserve.bench.load_sessions import Session, Turn, at_rate, random_sessions
-from pdserve.bench_config import LoadConfig
+from pdserve.config.bench import LoadConfig
 
 RATE = 20.0
 ONE = Session((Turn(Job([1], 1)),))

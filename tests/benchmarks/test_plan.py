@@ -29,8 +29,8 @@ from pdserve.bench.plan.battery import batches_within, beside_within, steps_of
 from pdserve.bench.plan.profiling import cache_geometry, check_cache, sized
 from pdserve.bench.report import Figure, Row, Unit, read_report
 from pdserve.bench.streamed_answer import Stream
-from pdserve.bench_config import PlanProfileConfig
 from pdserve.config import CacheConfig
+from pdserve.config.bench import PlanProfileConfig
 from pdserve.errors import PlanError
 from pdserve.plan.profile import CacheGeometry, read_profile
 from tests.benchmarks.studies import run_study

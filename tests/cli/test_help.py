@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from pdserve.bench_config import BenchCompareConfig, PlanProfileConfig
 from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.cli.completion import CONFIGS
 from pdserve.cli.main import SUBCOMMANDS, main
 from pdserve.cli.plan import PROFILE
+from pdserve.config.bench import BenchCompareConfig, PlanProfileConfig
 from pdserve.settings import ROOTS
 from pdserve.settings.setting import settings_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench_config import BenchLoadConfig
 from pdserve.config import ChatConfig, Dtype, NodeConfig, Switch, UpConfig
+from pdserve.config.bench import BenchLoadConfig
 from pdserve.errors import ConfigError
 from pdserve.settings import load, with_current_names
 from pdserve.settings.other_servers import MEANINGS, SHORT, Understood, own_words

@@ -6,13 +6,6 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from pdserve.bench_config import (
-    BenchCompareConfig,
-    BenchEngineConfig,
-    BenchLoadConfig,
-    BenchTransferConfig,
-    PlanProfileConfig,
-)
 from pdserve.config import (
     ChatConfig,
     DoctorConfig,
@@ -25,6 +18,13 @@ from pdserve.config import (
     RoleConfig,
     TopConfig,
     UpConfig,
+)
+from pdserve.config.bench import (
+    BenchCompareConfig,
+    BenchEngineConfig,
+    BenchLoadConfig,
+    BenchTransferConfig,
+    PlanProfileConfig,
 )
 from pdserve.settings.setting import Setting, settings_of
 from pdserve.settings.sources import shown_default

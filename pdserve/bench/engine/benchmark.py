@@ -25,8 +25,8 @@ from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_mode
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
 from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit
-from pdserve.bench_config import BenchEngineConfig
 from pdserve.config import Switch
+from pdserve.config.bench import BenchEngineConfig
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.gguf_file import is_gguf

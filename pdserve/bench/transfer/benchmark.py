@@ -23,8 +23,8 @@ from pdserve.bench.transfer.bench_engines import (
 from pdserve.bench.transfer.moves import Moves, moves
 from pdserve.bench.transfer.steps import CHUNK_BLOCKS, ReturnTimes, StepTimes, while_receiving, while_returning
 from pdserve.bench.transfer.yardsticks import NixlRate, copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
-from pdserve.bench_config import BenchTransferConfig, CacheMemory
 from pdserve.config import Switch
+from pdserve.config.bench import BenchTransferConfig, CacheMemory
 from pdserve.engine.kv_connector.return_offers import RETURNS_PER_S
 from pdserve.engine.runner_loading import cpu_kernels
 from pdserve.models.checkpoint.demo import served_model_name

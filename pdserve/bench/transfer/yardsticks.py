@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pdserve.bench_config import CacheMemory
 from pdserve.config import TransferConfig
+from pdserve.config.bench import CacheMemory
 from pdserve.doctor.ucx_perftest import PerftestKind, find_perftest
 from pdserve.errors import BenchError, TransferError
 from pdserve_kvtransfer.configuration import devices_of
