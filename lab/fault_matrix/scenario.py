@@ -28,7 +28,7 @@ from lab.fault_matrix.engine_program import HOLD, POISON, POISONED_POSITION
 from lab.fault_matrix.stage import KV_CACHE_MIB, MAX_IN_FLIGHT, Server, Stage, children_of
 from lab.fault_matrix.table import Cell, Fault, Phase, Promise, Victim
 from pdserve.config import CacheConfig
-from pdserve_proxy.relay.suspects import MAX_LOSSES
+from pdserve_proxy.continuation.losses import MAX_LOSSES
 from tests.eventually import eventually
 from tests.tiny_models import VOCAB_SIZE, Reference
 

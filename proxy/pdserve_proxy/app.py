@@ -22,8 +22,8 @@ from pdserve.wire.ids import MAX_REQUEST_ID_CHARS
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
+from pdserve_proxy.records.access_log import OTHER_ROUTES
 from pdserve_proxy.registry.snapshot import RegisteredNode, RegistryView
-from pdserve_proxy.relay.access_log import OTHER_ROUTES
 from pdserve_proxy.relay.relay import Relay
 from pdserve_proxy.relayed_routes import READ_ROUTES, RELAYED_ROUTES, RelayedRoutes
 from pdserve_proxy.requests.admission_queue import AdmissionController

@@ -20,9 +20,9 @@ from pdserve.tracing.span_counts import SpanCounts
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import ClockSkew
 from pdserve.wire.proxy_workers import Family, Sample
+from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.discovery_server import DropCause
 from pdserve_proxy.registry.snapshot import Snapshot, unpaired_roles
-from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.responses.store import ResponseStore
 
 _LASTING = ("counter", "histogram")

@@ -18,10 +18,10 @@ from pdserve.http.routes import TOKENIZER_INFO_PATH
 from pdserve.wire.kept_answer import digest
 from pdserve.wire.ticket import Keep
 from pdserve_proxy.credentials import ANONYMOUS, ApiKeys
+from pdserve_proxy.relay.complete_answer import WholeResponse
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
-from pdserve_proxy.relay.whole_answer import WholeResponse
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies, client_of
 from pdserve_proxy.requests.kept_request import EVENT_HEADER, KEY_HEADER, wanted_keep

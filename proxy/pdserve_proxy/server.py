@@ -20,11 +20,11 @@ from pdserve.tracing.tracing import Tracing
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.timeline import RequestLane
+from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.responses.storage import OwnStorage
 from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.roles.controller import RoleController

@@ -16,12 +16,12 @@ from pdserve.machine.memory import give_large_blocks_back
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.ids import new_id
 from pdserve_proxy.app import RenderMetrics, build_app
+from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.dispatch import TicketSigner
 from pdserve_proxy.relay.relay import Relay
-from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionLimits
 from pdserve_proxy.requests.held_bodies import BodyLimits, HeldBodies
 from pdserve_proxy.responses.storage import ResponseStorage

@@ -13,16 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.tracing.kept_lanes import KeptLanes
 from pdserve.wire.discovery import Register, Role
 from pdserve.wire.proxy_workers import Credentials
+from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
-from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.workers import worker_channel
 from pdserve_proxy.workers.worker import SupervisorChannel
 from pdserve_proxy.workers.worker_channel import WorkerChannel
 from tests.proxy.cluster import SECRET, Cluster, cancelled, cluster, eventually, node_info
-from tests.proxy.relay.journaling_nodes import SHOWN, complete, die_at_once, dies_at, nodes, refuses
+from tests.proxy.journaling_nodes import SHOWN, complete, die_at_once, dies_at, nodes, refuses
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

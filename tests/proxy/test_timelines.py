@@ -8,7 +8,7 @@ from typing import Any
 from pdserve.config import AdmissionConfig, TraceConfig
 from pdserve.wire.trace_context import TraceContext
 from tests.proxy.cluster import Cluster, cluster, proxy_config
-from tests.proxy.relay.journaling_nodes import complete, dies_at, nodes, refuses
+from tests.proxy.journaling_nodes import complete, dies_at, nodes, refuses
 
 KEY = "a-key-of-a-client-0123"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

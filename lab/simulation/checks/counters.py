@@ -12,7 +12,7 @@ from lab.simulation.cluster import HTTP_PORT, Cluster, Proxy
 from lab.simulation.machine.links import Fabric
 from lab.simulation.machine.virtual_time import SimProcess
 from lab.simulation.plan import Plan
-from pdserve_proxy.relay.access_log import CLIENT_GONE
+from pdserve_proxy.records.access_log import CLIENT_GONE
 
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

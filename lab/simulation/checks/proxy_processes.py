@@ -12,9 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 from lab.simulation.machine.virtual_time import SimProcess, present_process
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.proxy_workers import SuspectedRequest
+from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.upstream.node_pool import NodePool
 

@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         "a request that has ended counts as under way",
         0,
-        "pdserve_proxy.relay.access_log.RequestCounts",
+        "pdserve_proxy.records.access_log.RequestCounts",
         "ended",
         "self.under_way.pop(relayed, None)",
         "pass",
@@ -217,7 +217,7 @@ MUTANTS = (
     Mutant(
         "a journal keeps its part of the budget",
         0,
-        "pdserve_proxy.relay.journal.RelayJournal",
+        "pdserve_proxy.continuation.journal.RelayJournal",
         "free",
         "self._budget.give_back(self._taken)",
         "pass",
@@ -253,7 +253,7 @@ RARE = (
     Mutant(
         "a request that has ended counts twice",
         0,
-        "pdserve_proxy.relay.access_log.RequestCounts",
+        "pdserve_proxy.records.access_log.RequestCounts",
         "ended",
         "self.outcomes[relayed.outcome] += 1",
         "self.outcomes[relayed.outcome] += 2",
@@ -381,7 +381,7 @@ RARE = (
     Mutant(
         "the last entry of a journal does not reach the node that goes on",
         21,
-        "pdserve_proxy.relay.journal.RelayJournal",
+        "pdserve_proxy.continuation.journal.RelayJournal",
         "lines",
         "_lines(self.entries)",
         'bytes(_lines(self.entries[: self.entries.rfind(b":")]))',

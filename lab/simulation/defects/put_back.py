@@ -208,7 +208,7 @@ PUT_BACK = (
                 "self.first_byte_at_s = self.prompt_done_s = None",
                 "pass",
             ),
-            Change(f"{RELAY}.whole_answer", "_read_all", "if response.status not in REFUSALS:", "if True:"),
+            Change(f"{RELAY}.complete_answer", "_read_all", "if response.status not in REFUSALS:", "if True:"),
         ),
     ),
     Mutant(

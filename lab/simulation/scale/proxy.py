@@ -20,8 +20,8 @@ from lab.simulation.scale.events import Events
 from lab.simulation.scale.nodes import MODEL
 from pdserve.config import RegistryConfig, RelayConfig, RoutingPolicy
 from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, Register, ToProxy
+from pdserve_proxy.continuation.turns import ResumeLimit
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay.resume_turns import ResumeLimit
 from pdserve_proxy.routing.attempts import Attempt, Attempts
 from pdserve_proxy.routing.router import Route, RouteQuery, Router
 

@@ -18,9 +18,9 @@ from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import CACHE_OWNERS, CLIENT_TURNS, GIVEN_BACK, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
+from pdserve_proxy.continuation.given_back import GivenBack, judge
+from pdserve_proxy.records.node_counts import NodeCounts
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.given_back import GivenBack, judge
-from pdserve_proxy.relay.node_counts import NodeCounts
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
 from pdserve_proxy.routing.attempts import Attempt, Attempts

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from pdserve.errors import BadUpstream
 from pdserve.http.errors import error_event, error_form
-from pdserve_proxy.relay.journal import JournaledEvents, ReplayedEvents
+from pdserve_proxy.continuation.journal import JournaledEvents, ReplayedEvents
+from pdserve_proxy.continuation.resume import ResumeFailed, Resumption
+from pdserve_proxy.relay.complete_events import BEGINNING_BYTES, WholeEvents
 from pdserve_proxy.relay.last_event import last_event, outcome_told
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
-from pdserve_proxy.relay.resume import ResumeFailed, Resumption
-from pdserve_proxy.relay.whole_events import BEGINNING_BYTES, WholeEvents
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve_proxy.relay.complete_events import BEGINNING_BYTES
 from pdserve_proxy.relay.relayed_request import RelayOutcome
-from pdserve_proxy.relay.whole_events import BEGINNING_BYTES
 
 _ERROR_LINES = frozenset({b"event: error", b"event: response.failed"})
 _CLIENTS_ERRORS = frozenset({"invalid_request_error", "invalid_prompt"})

@@ -32,21 +32,21 @@ from pdserve.wire.ticket import AnswerIdentity
 from pdserve.wire.timeline import RequestLane
 from pdserve.wire.version import DIALECTS, KEPT_ANSWERS
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
+from pdserve_proxy.continuation.given_back import GivenBack, LostNode
+from pdserve_proxy.continuation.journal import LARGEST_SHARE, JournalBudget, RelayJournal
+from pdserve_proxy.continuation.losses import MAX_LOSSES, Suspects
+from pdserve_proxy.continuation.move import PlannedMoves
+from pdserve_proxy.continuation.resume import STREAMED, ResumeFailed, Resumes, Resumption
+from pdserve_proxy.continuation.turns import ResumeLimit, ResumeTurns
+from pdserve_proxy.records.access_log import RequestCounts
+from pdserve_proxy.records.node_counts import AttemptFailureKind
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.relay.complete_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
-from pdserve_proxy.relay.given_back import GivenBack, LostNode
-from pdserve_proxy.relay.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.relay.missed_nodes import MissedNodes
-from pdserve_proxy.relay.move import PlannedMoves
-from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
-from pdserve_proxy.relay.resume import STREAMED, ResumeFailed, Resumes, Resumption
-from pdserve_proxy.relay.resume_turns import ResumeLimit, ResumeTurns
 from pdserve_proxy.relay.route_wait import RouteWait
-from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
-from pdserve_proxy.relay.whole_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue

@@ -29,7 +29,7 @@ from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import Pause
 from pdserve.wire.timeline import Moment, MomentKind
 from pdserve.wire.trace_context import TraceContext, new_span_id
-from pdserve_proxy.relay.relay_record import Detours, RelayRecord, RequestSpan, attempt_phase
+from pdserve_proxy.records.relay_record import Detours, RelayRecord, RequestSpan, attempt_phase
 from pdserve_proxy.routing.attempts import Attempt
 from pdserve_proxy.routing.router import Route
 

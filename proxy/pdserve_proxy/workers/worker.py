@@ -59,10 +59,10 @@ from pdserve.wire.proxy_workers import (
     WorkerReady,
 )
 from pdserve.wire.timeline import RequestLane
+from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
-from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import ProcessState, serve_clients, store_limits
 from pdserve_proxy.status.report import relay_status

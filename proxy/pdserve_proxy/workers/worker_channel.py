@@ -57,11 +57,11 @@ from pdserve.wire.proxy_workers import (
 )
 from pdserve.wire.status import RelayStatus
 from pdserve.wire.timeline import RequestLane
+from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.metrics import ProxyMetrics, lasting_families, nodes_of, of_nodes, render_families, sum_families
+from pdserve_proxy.records.node_counts import OTHER_NODES
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.registry.snapshot import RegisteredNode
-from pdserve_proxy.relay.node_counts import OTHER_NODES
-from pdserve_proxy.relay.suspects import Suspects
 from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.status.report import Reporter, SharedReport, relay_status
 from pdserve_proxy.workers.stored_responses import abandon, answer

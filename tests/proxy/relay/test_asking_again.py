@@ -20,7 +20,7 @@ from pdserve_proxy.relay import relay
 from pdserve_proxy.requests.kept_request import MAX_KEY_CHARS, wanted_keep
 from tests.proxy.cluster import Cluster, cluster, error_of, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
-from tests.proxy.relay.journaling_nodes import ANSWER, SHOWN, complete, nodes, refuses, split, ticket_in
+from tests.proxy.journaling_nodes import ANSWER, SHOWN, complete, nodes, refuses, split, ticket_in
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 BODY = b'{"model": "m", "prompt": "p", "stream": true}'

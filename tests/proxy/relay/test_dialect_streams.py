@@ -11,7 +11,7 @@ from pdserve.wire.journal import DONE_ENTRY, cut, entry
 from pdserve.wire.version import RELEASED_0_1
 from tests.proxy.cluster import cluster, heard, node_info
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode
-from tests.proxy.relay.journaling_nodes import nodes, split
+from tests.proxy.journaling_nodes import nodes, split
 
 EVENTS = [
     entry(0, [5, 6]) + b"event: begin\ndata: {}\n\n",

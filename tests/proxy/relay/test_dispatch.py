@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import new_id
+from pdserve_proxy.records.node_counts import NodeCounts
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay.dispatch import Dispatch, TicketSigner
-from pdserve_proxy.relay.node_counts import NodeCounts
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.upstream.node_pool import NodePool
 from tests.proxy.cluster import SECRET, node_info, proxy_config

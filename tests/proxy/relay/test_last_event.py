@@ -9,13 +9,13 @@ import pytest
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from pdserve.http.errors import ErrorForm, error_body, error_event
+from pdserve_proxy.records.request_view import has_failed
+from pdserve_proxy.relay.complete_events import BEGINNING_BYTES, MAX_EVENT_BYTES
 from pdserve_proxy.relay.last_event import last_event, outcome_told
 from pdserve_proxy.relay.relayed_request import RelayOutcome
-from pdserve_proxy.relay.seen_request import has_failed
-from pdserve_proxy.relay.whole_events import BEGINNING_BYTES, MAX_EVENT_BYTES
 from tests.proxy.cluster import cluster, metric, proxy_config
 from tests.proxy.fake_node import EVENTS, Exchange
-from tests.proxy.relay.journaling_nodes import ANSWER, dies_at, nodes
+from tests.proxy.journaling_nodes import ANSWER, dies_at, nodes
 
 CLIENTS = InvalidRequest("the request's parameters leave no token", code="no_token_left")
 NODES = Unavailable("this node is shutting down", code="shutting_down")

@@ -13,9 +13,9 @@ from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
 from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
+from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay import relay, whole_answer
-from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.relay import complete_answer, relay
 from pdserve_proxy.relay.dispatch import NodeRequest, TicketSigner
 from pdserve_proxy.relay.relay import Relay, StreamedResponse
 from pdserve_proxy.requests.request_body import read_body
@@ -369,7 +369,7 @@ async def test_what_a_node_should_not_say_to_a_client_becomes_a_502(status: int)
 
 @pytest.mark.parametrize("chunked", [True, False])
 async def test_an_answer_that_does_not_end_is_given_up(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_answer, "MAX_ANSWER_BYTES", 2**20)
+    monkeypatch.setattr(complete_answer, "MAX_ANSWER_BYTES", 2**20)
 
     left = asyncio.Event()
 

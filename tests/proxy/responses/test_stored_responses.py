@@ -17,7 +17,7 @@ from pdserve.config import AdmissionConfig, ProxyConfig, StoreConfig, Switch, Wo
 from pdserve.wire.journal import DONE_ENTRY, entry
 from tests.proxy.cluster import Cluster, cluster, error_of, eventually, metric, proxy_config
 from tests.proxy.fake_node import Behaviour, Exchange
-from tests.proxy.relay.journaling_nodes import Nodes, nodes, ticket_in
+from tests.proxy.journaling_nodes import Nodes, nodes, ticket_in
 
 ROUTE = "/v1/responses"
 LARGE = 12 * 2**20

@@ -19,8 +19,8 @@ from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, NodeLoad, Register, 
 from pdserve.wire.status import IncidentKind, RequestStage
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.recent_counts import STEP_S
+from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.status.report import (
     MAX_NODES_SHOWN,
     Reporter,

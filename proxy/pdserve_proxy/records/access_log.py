@@ -18,14 +18,14 @@ from prometheus_client.registry import Collector
 from pdserve.errors import RequestError
 from pdserve.metrics.histogram import BucketCounts, seconds_to
 from pdserve.wire.status import IncidentKind
+from pdserve_proxy.continuation.journal import JournalBudget
 from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.recent_counts import RecentCounts
+from pdserve_proxy.records.node_counts import NodeCounts
+from pdserve_proxy.records.relay_record import RelayRecord
+from pdserve_proxy.records.request_view import has_failed
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.journal import JournalBudget
-from pdserve_proxy.relay.node_counts import NodeCounts
-from pdserve_proxy.relay.relay_record import RelayRecord
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayOutcome, ResumeOutcome
-from pdserve_proxy.relay.seen_request import has_failed
 from pdserve_proxy.routing.attempts import Attempts
 
 # The log keeps the name that operators have set levels for, whatever the module is called.

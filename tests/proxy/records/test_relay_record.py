@@ -14,10 +14,11 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.status import RequestStage
 from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, RequestLane
 from pdserve.wire.trace_context import TraceContext
-from pdserve_proxy.relay import relay_record, relayed_request
-from pdserve_proxy.relay.relay_record import Detours
+from pdserve_proxy.records import relay_record
+from pdserve_proxy.records.relay_record import Detours
+from pdserve_proxy.records.request_view import seen
+from pdserve_proxy.relay import relayed_request
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
-from pdserve_proxy.relay.seen_request import seen
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import Route
 from tests.proxy.cluster import node_info

@@ -20,17 +20,17 @@ from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import DONE_ENTRY, cut
 from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1
+from pdserve_proxy.continuation import given_back, resume, turns
+from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay import given_back, resume, resume_turns
-from pdserve_proxy.relay.access_log import RequestCounts
+from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES
 from pdserve_proxy.relay.dispatch import NodeRequest, TicketSigner
 from pdserve_proxy.relay.relay import Relay, StreamedResponse
-from pdserve_proxy.relay.whole_events import MAX_EVENT_BYTES
 from pdserve_proxy.requests.request_body import read_body
 from pdserve_proxy.routing.attempts import Attempts
 from tests.proxy.cluster import SECRET, Cluster, cluster, error_of, eventually, heard, metric, node_info, proxy_config
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, answer_ok
-from tests.proxy.relay.journaling_nodes import (
+from tests.proxy.journaling_nodes import (
     ANSWER,
     SHOWN,
     answer_up_to,
@@ -454,7 +454,7 @@ async def test_a_node_that_stands_still_does_not_keep_the_others_waiting(
     stuck: Behaviour, turn_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it the decode node or the prefill node, which never says whether it lives."""
-    monkeypatch.setattr(resume_turns, "MAX_TURN_S", turn_s)
+    monkeypatch.setattr(turns, "MAX_TURN_S", turn_s)
     monkeypatch.setattr(given_back, "LOOK_S", 600.0)
     async with (
         FakeNode(Exchange.gone) as prefill,
@@ -625,7 +625,7 @@ async def test_a_stream_without_a_journal_that_breaks_off_does_not_look_complete
 
 
 async def test_the_log_says_from_where_to_where(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="pdserve_proxy.relay.resume"):
+    with caplog.at_level(logging.INFO, logger="pdserve_proxy.continuation.resume"):
         async with cluster() as running, nodes(running, dies_at(3), complete):
             assert await ask(running) == SHOWN
     (line,) = [record.getMessage() for record in caplog.records if " resumed " in record.getMessage()]

@@ -15,10 +15,10 @@ from pdserve.errors import BadUpstream
 from pdserve.patience import PatientTimeout
 from pdserve.wire.journal import cut_room_lines
 from pdserve.wire.whole_answer import JOURNALED_ANSWER, AnswerError, AnswerReader
+from pdserve_proxy.continuation.journal import RelayJournal
+from pdserve_proxy.continuation.resume import Resumption
 from pdserve_proxy.relay.dispatch import REFUSALS
-from pdserve_proxy.relay.journal import RelayJournal
 from pdserve_proxy.relay.relayed_request import RelayedRequest
-from pdserve_proxy.relay.resume import Resumption
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 
 log = logging.getLogger(__name__)

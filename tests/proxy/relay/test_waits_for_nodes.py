@@ -30,7 +30,7 @@ from tests.proxy.cluster import (
     registered,
 )
 from tests.proxy.fake_node import Exchange, FakeNode
-from tests.proxy.relay.journaling_nodes import SHOWN, complete, die_at_once, nodes, refuses
+from tests.proxy.journaling_nodes import SHOWN, complete, die_at_once, nodes, refuses
 
 BODY = b'{"model": "m", "prompt": "p", "stream": true}'
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"

@@ -30,12 +30,20 @@ from pdserve.patience import PatientTimeout
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.journal import JournalError
 from pdserve.wire.prepared import MAX_PREPARED_BYTES, Prepared, decode_prepared
+from pdserve_proxy.continuation.cut_point import FullBlockWatch
+from pdserve_proxy.continuation.resume import (
+    NEXT_EVENT_S,
+    NO_WORK,
+    Declined,
+    LostStream,
+    ResumeFailed,
+    Resumes,
+    Resumption,
+)
+from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.access_log import RequestCounts
-from pdserve_proxy.relay.cut_point import FullBlockWatch
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest
-from pdserve_proxy.relay.resume import NEXT_EVENT_S, NO_WORK, Declined, LostStream, ResumeFailed, Resumes, Resumption
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 

@@ -12,8 +12,8 @@ import enum
 from collections.abc import Callable
 
 from pdserve.wire.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, cut, cut_room_blocks, parse
+from pdserve_proxy.relay.complete_events import WholeEvents
 from pdserve_proxy.relay.dispatch import NodeRequest
-from pdserve_proxy.relay.whole_events import WholeEvents
 
 LARGEST_SHARE = 32
 """One journal may take this part of the budget, so that a few requests with large bodies do not take it all."""

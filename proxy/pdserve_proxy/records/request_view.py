@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.wire.status import RequestStage, SeenRequest
-from pdserve_proxy.relay.relay_record import RelayRecord
+from pdserve_proxy.records.relay_record import RelayRecord
 from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
 
 LOWEST_FAILURE = 500

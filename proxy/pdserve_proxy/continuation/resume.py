@@ -25,16 +25,16 @@ from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.timeline import MomentKind
 from pdserve.wire.version import RESUMED_ANSWERS
+from pdserve_proxy.continuation.given_back import LostNode
+from pdserve_proxy.continuation.journal import RelayJournal
+from pdserve_proxy.continuation.losses import MAX_LOSSES, Suspects
+from pdserve_proxy.continuation.turns import ResumeTurn, ResumeTurns
+from pdserve_proxy.records.access_log import RequestCounts
+from pdserve_proxy.records.node_counts import AttemptFailureKind
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.access_log import RequestCounts
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest
-from pdserve_proxy.relay.given_back import LostNode
-from pdserve_proxy.relay.journal import RelayJournal
-from pdserve_proxy.relay.node_counts import AttemptFailureKind
 from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
-from pdserve_proxy.relay.resume_turns import ResumeTurn, ResumeTurns
 from pdserve_proxy.relay.route_wait import RouteWait
-from pdserve_proxy.relay.suspects import MAX_LOSSES, Suspects
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Kind, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 

@@ -12,14 +12,14 @@ import pytest
 from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.journal import room_block, room_line
 from pdserve.wire.prepared import Prepared
-from pdserve_proxy.relay import move, resume
+from pdserve_proxy.continuation import move, resume
 from tests.proxy.cluster import Cluster, cluster, eventually, metric
+from tests.proxy.continuation.test_move import BEGUN, Others, draining, entries, fetchable, prepare
+from tests.proxy.continuation.test_move import moves as drain_moves
+from tests.proxy.continuation.test_resume import config, nothing_is_left, resumes, shown
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode
-from tests.proxy.relay import test_whole_answer
-from tests.proxy.relay.journaling_nodes import ANSWER, SHOWN, answer_up_to, complete, die_at_once, refuses, ticket_in
-from tests.proxy.relay.test_move import BEGUN, Others, draining, entries, fetchable, prepare
-from tests.proxy.relay.test_move import moves as drain_moves
-from tests.proxy.relay.test_resume import config, nothing_is_left, resumes, shown
+from tests.proxy.journaling_nodes import ANSWER, SHOWN, answer_up_to, complete, die_at_once, refuses, ticket_in
+from tests.proxy.relay import test_complete_answer
 
 TOKENS = 100
 """Seven blocks of 16 tokens."""
@@ -88,7 +88,7 @@ async def add(running: Cluster, others: Others, *loads: NodeLoad) -> list[bytes]
 
 
 async def test_a_stream_moves_to_a_node_with_free_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="pdserve_proxy.relay")
+    caplog.set_level(logging.INFO, logger="pdserve_proxy.continuation")
     node = Crowded()
 
     async def go_on(exchange: Exchange) -> None:
@@ -262,17 +262,17 @@ async def test_an_answer_in_one_piece_moves_too() -> None:
     crowded_now = asyncio.Event()
 
     async def hang(exchange: Exchange) -> None:
-        await test_whole_answer.answer_up_to_part(exchange, 2)
+        await test_complete_answer.answer_up_to_part(exchange, 2)
         await crowded_now.wait()
-        await exchange.chunk(test_whole_answer.LINES[2] + room_line(TOKENS))
+        await exchange.chunk(test_complete_answer.LINES[2] + room_line(TOKENS))
         await exchange.gone()
 
-    async with cluster() as running, draining(running, hang, prepare, test_whole_answer.complete) as old:
-        asked = asyncio.create_task(test_whole_answer.ask(running))
+    async with cluster() as running, draining(running, hang, prepare, test_complete_answer.complete) as old:
+        asked = asyncio.create_task(test_complete_answer.ask(running))
         await eventually(lambda: bool(old.node.requests), "the node has it")
         await add(running, old.others, ROOMY)
         crowded_now.set()
-        assert await asked == (200, test_whole_answer.BODY)
-        assert old.others.journals[-1] == b"".join(test_whole_answer.LINES[:3]).replace(b":", b"")
+        assert await asked == (200, test_complete_answer.BODY)
+        assert old.others.journals[-1] == b"".join(test_complete_answer.LINES[:3]).replace(b":", b"")
         assert await room_moves(running, "moved") == 1
         await nothing_is_left(running)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from pdserve.wire import journal as wire
 from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, Journal, cut, entry
+from pdserve_proxy.continuation.journal import GROWTH_BYTES, DropReason, JournalBudget, JournaledEvents, RelayJournal
+from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES
 from pdserve_proxy.relay.dispatch import NodeRequest
-from pdserve_proxy.relay.journal import GROWTH_BYTES, DropReason, JournalBudget, JournaledEvents, RelayJournal
-from pdserve_proxy.relay.whole_events import MAX_EVENT_BYTES
 from pdserve_proxy.requests.request_body import read_body
 from tests.cpu_time import least_cpu_s
 from tests.examples import examples
-from tests.proxy.relay.journaling_nodes import ANSWER
+from tests.proxy.journaling_nodes import ANSWER
 
 REQUEST = NodeRequest("/v1/completions", read_body(b'{"model": "m", "prompt": "p"}'), None)
 TOKEN = entry(0, [314]) + b'data: {"text": "a: b"}\n\n'
@@ -186,7 +186,7 @@ def test_one_journal_takes_only_its_part_of_the_budget() -> None:
 
 
 def test_a_journal_is_never_larger_than_a_ticket_can_announce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve_proxy.relay.journal.MAX_JOURNAL_BYTES", 2 * GROWTH_BYTES)
+    monkeypatch.setattr("pdserve_proxy.continuation.journal.MAX_JOURNAL_BYTES", 2 * GROWTH_BYTES)
     journal = new_journal()
     stream = JournaledEvents(journal)
     most = 0

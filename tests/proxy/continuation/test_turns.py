@@ -8,8 +8,8 @@ import pytest
 
 from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.ids import new_id
+from pdserve_proxy.continuation.turns import RESUMES_A_NODE, ResumeLimit, ResumeTurns
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay.resume_turns import RESUMES_A_NODE, ResumeLimit, ResumeTurns
 from tests.proxy.cluster import eventually, node_info
 
 

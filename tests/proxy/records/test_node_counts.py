@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pdserve.wire.discovery import NodeInfo, Role
-from pdserve_proxy.relay.node_counts import KEPT_S, MAX_LABELLED, OTHER_NODES, AttemptFailureKind, NodeCounts
+from pdserve_proxy.records.node_counts import KEPT_S, MAX_LABELLED, OTHER_NODES, AttemptFailureKind, NodeCounts
 from tests.proxy.cluster import node_info
 
 

@@ -17,11 +17,11 @@ from pdserve.tracing.kept_lanes import KeptLanes
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Credentials
 from pdserve.wire.ticket import Ticket
+from pdserve_proxy.continuation.given_back import LOOKS
+from pdserve_proxy.continuation.losses import MAX_SUSPECTS, Suspects
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
-from pdserve_proxy.relay.given_back import LOOKS
-from pdserve_proxy.relay.suspects import MAX_SUSPECTS, Suspects
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.workers.worker import SupervisorChannel
 from pdserve_proxy.workers.worker_channel import WorkerChannel
@@ -37,7 +37,7 @@ from tests.proxy.cluster import (
     proxy_config,
 )
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, answer_ok
-from tests.proxy.relay.journaling_nodes import (
+from tests.proxy.journaling_nodes import (
     SHOWN,
     Nodes,
     complete,
@@ -89,7 +89,7 @@ def test_only_its_own_client_hears_the_id_of_a_request() -> None:
 def test_bodies_of_other_sizes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     suspects, looked = Suspects(60.0, lambda: 0.0), []
     suspects.add("/v1/completions", b"{}", "r", [])
-    monkeypatch.setattr("pdserve_proxy.relay.suspects._fingerprint", lambda path, body: looked.append(body))
+    monkeypatch.setattr("pdserve_proxy.continuation.losses._fingerprint", lambda path, body: looked.append(body))
     suspects.check("/v1/completions", b"{ }")
     suspects.check("/v1/completions", b"[]")
     assert looked == [b"[]"]
@@ -243,7 +243,7 @@ async def test_a_prefill_node_counts_among_the_two() -> None:
 async def test_a_prefill_node_that_dies_between_looks_or_hangs_is_lost_too(
     looks: list[Behaviour], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve_proxy.relay.given_back.LOOK_S", 0.3)
+    monkeypatch.setattr("pdserve_proxy.continuation.given_back.LOOK_S", 0.3)
     async with (
         cluster() as running,
         with_prefill_node(running, *looks),
@@ -303,7 +303,7 @@ async def four_prefill_nodes(
     running: Cluster, decode: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Nodes, dict[str, AsyncExitStack]]]:
     """Yields one decode node that does ``decode``, and the prefill nodes, each of which ends with its stack."""
-    monkeypatch.setattr("pdserve_proxy.relay.given_back.BETWEEN_LOOKS_S", 0.0)
+    monkeypatch.setattr("pdserve_proxy.continuation.given_back.BETWEEN_LOOKS_S", 0.0)
     async with AsyncExitStack() as stack:
         ends = {name: await stack.enter_async_context(AsyncExitStack()) for name in "pqrs"}
         for name, end in ends.items():

@@ -12,11 +12,11 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.journal import entry
 from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve.wire.whole_answer import JOURNALED_ANSWER, MAX_LINE_BYTES, AnswerHead
-from pdserve_proxy.relay import resume
+from pdserve_proxy.continuation import resume
 from tests.proxy.cluster import Cluster, cluster, error_of, eventually, heard, metric, node_info, proxy_config
+from tests.proxy.continuation.test_resume import NO_WAIT, config, nothing_is_left, resumes
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, stream_events
-from tests.proxy.relay.journaling_nodes import begin_and_die, die_at_once, nodes, refuses, split
-from tests.proxy.relay.test_resume import NO_WAIT, config, nothing_is_left, resumes
+from tests.proxy.journaling_nodes import begin_and_die, die_at_once, nodes, refuses, split
 
 LINES = [entry(choice, [100 + choice]) for choice in (0, 1, 0, 0)]
 HEAD = AnswerHead(200, {"content-type": "application/json", "x-pdserve-ignored": "a", "server": "s"})

@@ -17,13 +17,13 @@ from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.journal import cut
 from pdserve.wire.prepared import Prepared
-from pdserve_proxy.relay import move, resume
+from pdserve_proxy.continuation import move, resume
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.routing.router import Route
 from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info
+from tests.proxy.continuation.test_resume import broken, config, nothing_is_left, resumes, shown
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, Received
-from tests.proxy.relay import test_whole_answer
-from tests.proxy.relay.journaling_nodes import (
+from tests.proxy.journaling_nodes import (
     ANSWER,
     SHOWN,
     answer_up_to,
@@ -35,7 +35,7 @@ from tests.proxy.relay.journaling_nodes import (
     split,
     ticket_in,
 )
-from tests.proxy.relay.test_resume import broken, config, nothing_is_left, resumes, shown
+from tests.proxy.relay import test_complete_answer
 
 BEGUN = 2
 """The events that a client has before its node drains."""
@@ -693,19 +693,19 @@ async def test_a_stream_moves_as_often_as_its_nodes_drain(monkeypatch: pytest.Mo
 async def test_a_journaled_answer_in_one_piece_moves_too() -> None:
     async with (
         cluster() as running,
-        draining(running, test_whole_answer.hangs_at(2), prepare, test_whole_answer.complete) as old,
+        draining(running, test_complete_answer.hangs_at(2), prepare, test_complete_answer.complete) as old,
     ):
-        asked = asyncio.create_task(test_whole_answer.ask(running))
+        asked = asyncio.create_task(test_complete_answer.ask(running))
         await eventually(lambda: bool(old.node.requests), "the node has it")
         await old.add(1)
         old.drain()
-        assert await asked == (200, test_whole_answer.BODY)
+        assert await asked == (200, test_complete_answer.BODY)
         assert await moves(running, "moved") == 1
         await nothing_is_left(running)
 
 
 async def test_the_log_says_from_where_to_where(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="pdserve_proxy.relay")
+    caplog.set_level(logging.INFO, logger="pdserve_proxy.continuation")
     async with cluster() as running, draining(running, Slow(), prepare, complete) as old, old.stream() as response:
         await old.add(1)
         old.drain()

@@ -1,0 +1,1 @@
+"""Counts, logs and remembers relayed requests, for those who watch the cluster."""
