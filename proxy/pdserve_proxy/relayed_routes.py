@@ -6,6 +6,7 @@ import asyncio
 import functools
 import hashlib
 import logging
+import re
 
 import msgspec
 
@@ -15,16 +16,17 @@ from pdserve.http.errors import internal_error
 from pdserve.http.model_list import model_in_query
 from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH
-from pdserve.wire.kept_answer import digest
+from pdserve.wire.ids import new_id
+from pdserve.wire.kept_answer import digest, read_event_id
 from pdserve.wire.ticket import Keep
 from pdserve_proxy.credentials import ANONYMOUS, ApiKeys
 from pdserve_proxy.relay.complete_answer import WholeResponse
 from pdserve_proxy.relay.dispatch import NodeRequest
+from pdserve_proxy.relay.outcomes import RelayOutcome
 from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse
-from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
+from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies, client_of
-from pdserve_proxy.requests.kept_request import EVENT_HEADER, KEY_HEADER, wanted_keep
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
 from pdserve_proxy.responses.storage import ResponseStorage
 from pdserve_proxy.responses.turn import StoredTurn
@@ -38,6 +40,12 @@ KNOWN_CLIENTS = 4096
 """The number of clients whose names in tickets are remembered."""
 LARGE_BYTES = 256 * 1024
 """Larger bodies are read one at a time, and before each one all other requests get a turn of the event loop."""
+
+MAX_KEY_CHARS = 255
+KEY_HEADER = b"idempotency-key"
+EVENT_HEADER = b"last-event-id"
+
+_KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 log = logging.getLogger(__name__)
 
@@ -227,3 +235,33 @@ async def _refuse(relayed: RelayedRequest, request: HttpRequest, error: RequestE
     relayed.error = error
     relayed.end(outcome, error.status)
     await request.refuse(error)
+
+
+def wanted_keep(key: str | None, last_event: str | None, owner: str, path: str, body: bytes) -> Keep | None:
+    """Returns how the answer is to be stored, or which one is asked for again; None if the headers say nothing of it.
+
+    ``Idempotency-Key`` names the answer. A client without one sends ``Last-Event-ID``: empty at first, so that events
+    have ids, and then the last id that it got. The owner of the API key and the request's body are part of the name.
+    ``key`` and ``last_event`` are the values of the two headers. Raises InvalidRequest.
+    """
+    if key is None and last_event is None:
+        return None
+    if key is not None and _KEY.fullmatch(key) is None:
+        raise InvalidRequest(
+            f"'Idempotency-Key' takes 1 to {MAX_KEY_CHARS} printable characters of ASCII",
+            code="invalid_idempotency_key",
+        )
+    seen = read_event_id(last_event) if last_event else None
+    if last_event and seen is None:
+        raise InvalidRequest(
+            "'Last-Event-ID' has to be the id of an event of this answer, or empty", code="invalid_last_event_id"
+        )
+    owned = owner.encode(errors="replace")
+    named = None if key is None else digest(b"key", owned, key.encode())
+    if seen is not None and named not in (None, seen.key):
+        raise InvalidRequest(
+            "'Last-Event-ID' is of another answer than 'Idempotency-Key'", code="invalid_last_event_id"
+        )
+    answer = seen.key if seen is not None else named or new_id()
+    after = seen.place if seen is not None else None
+    return Keep(answer, digest(b"owner", owned), digest(path.encode(), body), after)

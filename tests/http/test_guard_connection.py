@@ -16,7 +16,8 @@ import uvloop
 
 from pdserve.http.guard import MAX_HEADERS, GuardedHttp
 from pdserve.wire.discovery import Role
-from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
+from pdserve_proxy.relay.outcomes import RelayOutcome
+from pdserve_proxy.relay.relayed_request import RelayedRequest
 from tests.proxy.cluster import cluster, node_info, run_async
 from tests.proxy.fake_node import Exchange as NodeExchange
 from tests.proxy.fake_node import FakeNode

@@ -7,7 +7,7 @@
        └── at any time: its end, or the client leaves ──▶ ended
 
 The new node is asked to prepare first: it fetches the KV cache from the old node and from other holders. When the next
-block of a stream is full, it is asked once more, which takes it little time (``cut_point``). Then the old node's
+block of a stream is full, it is asked once more, which takes it little time (``FullBlockWatch``). Then the old node's
 response is closed behind an event, and the new node gets the journal as it is now. It lacks a few tokens then. The
 bytes of two nodes never reach a client together: there is one response that is read, and the next one is asked for when
 it is closed. While no other node has a free place, the answer goes on where it is.
@@ -21,6 +21,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -28,9 +30,8 @@ from pdserve.config import RelayConfig
 from pdserve.errors import Unavailable
 from pdserve.patience import PatientTimeout
 from pdserve.wire.discovery import NodeInfo
-from pdserve.wire.journal import JournalError
+from pdserve.wire.journal import Journal, JournalError
 from pdserve.wire.prepared import MAX_PREPARED_BYTES, Prepared, decode_prepared
-from pdserve_proxy.continuation.cut_point import FullBlockWatch
 from pdserve_proxy.continuation.resume import (
     NEXT_EVENT_S,
     NO_WORK,
@@ -43,7 +44,8 @@ from pdserve_proxy.continuation.resume import (
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch
-from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest
+from pdserve_proxy.relay.outcomes import MoveOutcome, MoveReason
+from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
 
@@ -67,6 +69,10 @@ MAX_ROOM_MOVES = 2
 """How often one answer leaves a node for want of room: where all nodes are short of blocks, it would only go around."""
 OF_THE_NODE = (*REFUSALS, 408, 413)
 """Status codes below 500 that are no word about the answer: another node may prepare for it."""
+
+
+FEW_TOKENS = 4
+"""So many tokens of a choice are replayed in little more time than a step takes that computes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,3 +358,59 @@ async def _read_off(response: NodeResponse) -> bytes:
     finally:
         response.close()
     return body
+
+
+class FullBlockWatch:
+    """Says when a block of an answer has just become full. It is shown every entry once, however many there are.
+
+    A node that has prepared has all blocks that were full then. When the answer is cut, it replays the tokens behind
+    them, each as a row of its own, and the client waits for that. So the old node goes on until a block has just become
+    full, the new one prepares once more, and then comes the cut: only the tokens are left that came meanwhile.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        """``prepared`` is what the new node has said."""
+        self._prepared = prepared
+        self._came: Counter[int] = Counter()
+        self._wanted: int | None = None
+
+    def show(self, later: Journal) -> bool | None:
+        """Takes what came since the last call, at first since the node prepared.
+
+        Returns whether the node should prepare once more now; None if it need not at all.
+        """
+        for number, choice in later.choices.items():
+            self._came[number] += len(choice.token_ids)
+        most = max(self._came.values(), default=0)
+        if self._wanted is None:
+            more = tokens_to_wait(lacking_now(self._prepared.lacking, later).values(), self._prepared)
+            if more is None:
+                return None
+            self._wanted = most + more
+        return most >= self._wanted
+
+
+def lacking_now(lacking: Mapping[int, int], later: Journal) -> dict[int, int]:
+    """Returns what a prepared node lacks of each choice that is not over, with the tokens that came ``later``."""
+    over = {number for number, choice in later.choices.items() if choice.over}
+    return {number: tokens + len(later.emitted(number)) for number, tokens in lacking.items() if number not in over}
+
+
+def tokens_to_wait(lacking: Collection[int], prepared: Prepared) -> int | None:
+    """Returns after how many more tokens of each choice the node should prepare once more; None if it need not.
+
+    ``lacking`` is what it lacks of each choice now. Choices that have begun together become full together. Of others
+    the best is taken: the sum of what they lack is the least.
+    """
+    block_tokens = prepared.block_tokens
+    if max(lacking, default=0) <= FEW_TOKENS or block_tokens == 0:
+        return None
+    if max(prepared.lacking.values(), default=0) > block_tokens:
+        # Its holders did not give it all full blocks: they would not do that the next time.
+        return None
+
+    def left_after(more: int) -> int:
+        # A choice's last token is never in a block: its logits are what the next step is for.
+        return sum((tokens + more - 1) % block_tokens for tokens in lacking)
+
+    return min(range(block_tokens), key=left_after)

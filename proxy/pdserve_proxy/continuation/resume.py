@@ -25,15 +25,15 @@ from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.timeline import MomentKind
 from pdserve.wire.version import RESUMED_ANSWERS
-from pdserve_proxy.continuation.given_back import LostNode
 from pdserve_proxy.continuation.journal import RelayJournal
-from pdserve_proxy.continuation.losses import MAX_LOSSES, Suspects
+from pdserve_proxy.continuation.losses import MAX_LOSSES, LostNode, Suspects
 from pdserve_proxy.continuation.turns import ResumeTurn, ResumeTurns
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.records.node_counts import AttemptFailureKind
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest
-from pdserve_proxy.relay.relayed_request import MoveOutcome, MoveReason, RelayedRequest, RelayPhase, ResumeOutcome
+from pdserve_proxy.relay.outcomes import MoveOutcome, MoveReason, ResumeOutcome
+from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayPhase
 from pdserve_proxy.relay.route_wait import RouteWait
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Kind, Route, RouteQuery
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse, NodeUnreachable
@@ -413,7 +413,7 @@ class Resumes:
         if response.status == PrefillLost.status:
             if turn is not None:
                 turn.end()  # the looks at a prefill node that stands still take a while
-            back = await self._dispatch.given_back(relayed, response.take_whole())
+            back = await self._dispatch.returned(relayed, response.take_whole())
             return Declined(back.why, prefill_lost=back.lost, link_lost=not back.lost)
         if response.status not in REFUSALS:
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} answered with status {response.status}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pdserve.wire.status import RequestStage, SeenRequest
 from pdserve_proxy.records.relay_record import RelayRecord
-from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
+from pdserve_proxy.relay.outcomes import RelayOutcome
+from pdserve_proxy.relay.relayed_request import RelayedRequest
 
 LOWEST_FAILURE = 500
 """The lowest status of an answer that is a failure of the cluster's. What the client got wrong has a lower one."""

@@ -18,7 +18,7 @@ from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import CACHE_OWNERS, CLIENT_TURNS, GIVEN_BACK, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
-from pdserve_proxy.continuation.given_back import GivenBack, judge
+from pdserve_proxy.continuation.losses import ReturnedRequest, judge_returned
 from pdserve_proxy.records.node_counts import NodeCounts
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.relayed_request import RelayedRequest
@@ -218,13 +218,13 @@ class Dispatch:
             raise NodeLost("its engine is lost")
         return response
 
-    async def given_back(self, relayed: RelayedRequest, answer: bytes | None) -> GivenBack:
+    async def returned(self, relayed: RelayedRequest, answer: bytes | None) -> ReturnedRequest:
         """Returns why a node gives the request back, and asks its prefill node whether it lives.
 
         If only the link between the two broke, no node asks this prefill node for the request again.
         """
         prefill = relayed.route.prefill if relayed.route is not None else ()
-        found = await judge(answer, prefill, self._registry, self._pool)
+        found = await judge_returned(answer, prefill, self._registry, self._pool)
         relayed.broken_links |= found.unlinked
         return found
 

@@ -32,9 +32,8 @@ from pdserve.wire.ticket import AnswerIdentity
 from pdserve.wire.timeline import RequestLane
 from pdserve.wire.version import DIALECTS, KEPT_ANSWERS
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
-from pdserve_proxy.continuation.given_back import GivenBack, LostNode
 from pdserve_proxy.continuation.journal import LARGEST_SHARE, JournalBudget, RelayJournal
-from pdserve_proxy.continuation.losses import MAX_LOSSES, Suspects
+from pdserve_proxy.continuation.losses import MAX_LOSSES, LostNode, ReturnedRequest, Suspects
 from pdserve_proxy.continuation.move import PlannedMoves
 from pdserve_proxy.continuation.resume import STREAMED, ResumeFailed, Resumes, Resumption
 from pdserve_proxy.continuation.turns import ResumeLimit, ResumeTurns
@@ -44,9 +43,9 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.complete_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
 from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
-from pdserve_proxy.relay.missed_nodes import MissedNodes
-from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, ResumeOutcome
-from pdserve_proxy.relay.route_wait import RouteWait
+from pdserve_proxy.relay.outcomes import CutReason, ResumeOutcome
+from pdserve_proxy.relay.relayed_request import RelayedRequest
+from pdserve_proxy.relay.route_wait import MissedNodes, RouteWait
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
@@ -302,7 +301,7 @@ class Relay:
             if answer.status == Gone.status and request.keep is not None:
                 return _not_kept(node.name, answer)
             if answer.status == PrefillLost.status:
-                return _given_back(node.name, await self._dispatch.given_back(relayed, answer.body))
+                return _given_back(node.name, await self._dispatch.returned(relayed, answer.body))
             return _judge(node.name, answer, content_type)
         except NodeLost as exc:
             return _lost(node.name, exc)
@@ -406,7 +405,7 @@ def _not_kept(node: str, answer: WholeResponse) -> AttemptFailure:
     return AttemptFailure(AttemptFailureKind.REFUSED, error, answer, counted=True, lacks_answer=True)
 
 
-def _given_back(node: str, request: GivenBack) -> AttemptFailure:
+def _given_back(node: str, request: ReturnedRequest) -> AttemptFailure:
     """Returns the failure of a node that gives a request back. It is a loss only if a prefill node is lost."""
     if request.lost:
         error = BadUpstream(f"{request.why}, says node {node}", code="upstream_lost")

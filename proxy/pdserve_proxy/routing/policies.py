@@ -13,7 +13,7 @@ nodes each have a policy object of their own.
   choose the same node.
 * ``PrefixAffinity`` sends requests whose prompts begin alike to the same node, whose prefix cache then has that
   beginning. The proxy does not tokenise: it hashes the prompt's first bytes in a chain, each hash over one step more
-  than the last. Each hash names a node (``hash_ring``): a node that comes or goes moves its own share only. A request
+  than the last. Each hash names a node (``HashRing``): a node that comes or goes moves its own share only. A request
   goes to the node of its shortest beginning, which most other requests share. A node takes no more than ``LOAD_FACTOR``
   times its fair share of all requests (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam,
   arXiv:1608.01350). Beyond that a request goes to the node of its next longer beginning: where many conversations have

@@ -22,7 +22,7 @@ from pdserve_proxy.recent_counts import STEP_S, STEPS, RecentCounts, step_of
 from pdserve_proxy.records.access_log import MAX_RECENT, RequestCounts
 from pdserve_proxy.records.request_view import has_failed, seen, stage_of
 from pdserve_proxy.registry.snapshot import RegisteredNode, Snapshot
-from pdserve_proxy.relay.relayed_request import RelayOutcome
+from pdserve_proxy.relay.outcomes import RelayOutcome
 from pdserve_proxy.status.throughput import SHARES, Percentiles, Throughput
 
 MAX_NODES_SHOWN = 256

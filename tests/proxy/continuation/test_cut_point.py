@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdserve.wire.journal import Journal, JournaledChoice
 from pdserve.wire.prepared import Prepared
-from pdserve_proxy.continuation.cut_point import FEW_TOKENS, FullBlockWatch, lacking_now, tokens_to_wait
+from pdserve_proxy.continuation.move import FEW_TOKENS, FullBlockWatch, lacking_now, tokens_to_wait
 
 BLOCK = 16
 WITHIN_BLOCK = st.lists(st.integers(1, BLOCK), min_size=1, max_size=5)

@@ -17,8 +17,7 @@ from pdserve.tracing.kept_lanes import KeptLanes
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Credentials
 from pdserve.wire.ticket import Ticket
-from pdserve_proxy.continuation.given_back import LOOKS
-from pdserve_proxy.continuation.losses import MAX_SUSPECTS, Suspects
+from pdserve_proxy.continuation.losses import LOOKS, MAX_SUSPECTS, Suspects
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.registry import Registry, RegistryMirror
@@ -243,7 +242,7 @@ async def test_a_prefill_node_counts_among_the_two() -> None:
 async def test_a_prefill_node_that_dies_between_looks_or_hangs_is_lost_too(
     looks: list[Behaviour], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve_proxy.continuation.given_back.LOOK_S", 0.3)
+    monkeypatch.setattr("pdserve_proxy.continuation.losses.LOOK_S", 0.3)
     async with (
         cluster() as running,
         with_prefill_node(running, *looks),
@@ -303,7 +302,7 @@ async def four_prefill_nodes(
     running: Cluster, decode: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Nodes, dict[str, AsyncExitStack]]]:
     """Yields one decode node that does ``decode``, and the prefill nodes, each of which ends with its stack."""
-    monkeypatch.setattr("pdserve_proxy.continuation.given_back.BETWEEN_LOOKS_S", 0.0)
+    monkeypatch.setattr("pdserve_proxy.continuation.losses.BETWEEN_LOOKS_S", 0.0)
     async with AsyncExitStack() as stack:
         ends = {name: await stack.enter_async_context(AsyncExitStack()) for name in "pqrs"}
         for name, end in ends.items():

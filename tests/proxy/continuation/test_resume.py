@@ -20,7 +20,7 @@ from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import DONE_ENTRY, cut
 from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1
-from pdserve_proxy.continuation import given_back, resume, turns
+from pdserve_proxy.continuation import losses, resume, turns
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES
@@ -455,7 +455,7 @@ async def test_a_node_that_stands_still_does_not_keep_the_others_waiting(
 ) -> None:
     """Be it the decode node or the prefill node, which never says whether it lives."""
     monkeypatch.setattr(turns, "MAX_TURN_S", turn_s)
-    monkeypatch.setattr(given_back, "LOOK_S", 600.0)
+    monkeypatch.setattr(losses, "LOOK_S", 600.0)
     async with (
         FakeNode(Exchange.gone) as prefill,
         cluster(config(max_resumes=1, idle_timeout_s=600.0)) as running,

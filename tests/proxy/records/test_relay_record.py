@@ -18,7 +18,8 @@ from pdserve_proxy.records import relay_record
 from pdserve_proxy.records.relay_record import Detours
 from pdserve_proxy.records.request_view import seen
 from pdserve_proxy.relay import relayed_request
-from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayOutcome
+from pdserve_proxy.relay.outcomes import RelayOutcome
+from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import Route
 from tests.proxy.cluster import node_info

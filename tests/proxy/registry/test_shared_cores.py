@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pdserve.wire.discovery import ComputeCores, NodeInfo, Role
-from pdserve_proxy.registry.shared_cores import crowded_with
+from pdserve_proxy.registry.discovery_server import crowded_with
 from tests.proxy.cluster import eventually, node_info, registered
 from tests.proxy.registry.test_discovery import listening
 

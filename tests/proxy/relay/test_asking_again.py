@@ -17,7 +17,7 @@ from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start, read_e
 from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep
 from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve_proxy.relay import relay
-from pdserve_proxy.requests.kept_request import MAX_KEY_CHARS, wanted_keep
+from pdserve_proxy.relayed_routes import MAX_KEY_CHARS, wanted_keep
 from tests.proxy.cluster import Cluster, cluster, error_of, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 from tests.proxy.journaling_nodes import ANSWER, SHOWN, complete, nodes, refuses, split, ticket_in

@@ -11,8 +11,8 @@ from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, Unava
 from pdserve.http.errors import ErrorForm, error_body, error_event
 from pdserve_proxy.records.request_view import has_failed
 from pdserve_proxy.relay.complete_events import BEGINNING_BYTES, MAX_EVENT_BYTES
-from pdserve_proxy.relay.last_event import last_event, outcome_told
-from pdserve_proxy.relay.relayed_request import RelayOutcome
+from pdserve_proxy.relay.event_stream import last_event, outcome_told
+from pdserve_proxy.relay.outcomes import RelayOutcome
 from tests.proxy.cluster import cluster, metric, proxy_config
 from tests.proxy.fake_node import EVENTS, Exchange
 from tests.proxy.journaling_nodes import ANSWER, dies_at, nodes

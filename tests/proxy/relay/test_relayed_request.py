@@ -9,7 +9,8 @@ import pytest
 
 from pdserve_proxy.relay import relayed_request
 from pdserve_proxy.relay.event_stream import EventStream
-from pdserve_proxy.relay.relayed_request import CutReason, RelayedRequest, RelayOutcome, RelayPhase
+from pdserve_proxy.relay.outcomes import CutReason, RelayOutcome
+from pdserve_proxy.relay.relayed_request import RelayedRequest, RelayPhase
 from pdserve_proxy.upstream.node_pool import NodePool
 from tests.proxy.cluster import eventually
 from tests.proxy.fake_node import Exchange, FakeNode

@@ -13,9 +13,9 @@ from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.kept_answer import event_id_start
 from pdserve.wire.version import PROTOCOL_VERSION
-from pdserve_proxy.relay import missed_nodes, route_wait
-from pdserve_proxy.relay.missed_nodes import MissedNodes
+from pdserve_proxy.relay import route_wait
 from pdserve_proxy.relay.relayed_request import RelayedRequest
+from pdserve_proxy.relay.route_wait import MissedNodes
 from pdserve_proxy.routing.router import Route
 from pdserve_proxy.upstream import node_connection
 from tests.proxy.cluster import (
@@ -40,7 +40,7 @@ EVENT_ID = (event_id_start(b"k" * 16, "0a1b") + b"7").decode()
 @pytest.fixture(autouse=True)
 def pauses_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_connection, "SUSPECTED_S", 0.05)
-    monkeypatch.setattr(missed_nodes, "RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr(route_wait, "RETRY_AFTER_S", 0.05)
     monkeypatch.setattr(route_wait, "PAUSE_S", 0.01)
 
 
@@ -140,7 +140,7 @@ async def test_a_node_whose_process_is_gone_is_not_waited_for() -> None:
 @pytest.mark.parametrize(("wait_s", "waits", "least", "most"), [(0.1, 32, 2, 3), (0.0, 32, 1, 1), (10.0, 0, 1, 1)])
 async def test_the_wait_ends(wait_s: float, waits: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that breaks every connection is asked again only now and then. Where none may wait, too many do."""
-    monkeypatch.setattr(missed_nodes, "MAX_WAITS", waits)
+    monkeypatch.setattr(route_wait, "MAX_WAITS", waits)
     async with cluster(config(wait_s=wait_s)) as running, FakeNode(die_at_once) as node:
         await running.add(node_info("cut", Role.MIXED, node.url))
         status, body = await ask(running)
@@ -156,8 +156,8 @@ async def test_one_client_does_not_take_the_waits_of_all(monkeypatch: pytest.Mon
         return choose(missed, relayed, *args)
 
     monkeypatch.setattr(MissedNodes, "_choose", note)
-    monkeypatch.setattr(missed_nodes, "MAX_WAITS_OF_ONE", 2)
-    monkeypatch.setattr(missed_nodes, "RETRY_AFTER_S", 600.0)
+    monkeypatch.setattr(route_wait, "MAX_WAITS_OF_ONE", 2)
+    monkeypatch.setattr(route_wait, "RETRY_AFTER_S", 600.0)
     base = dataclasses.replace(proxy_config(timeout_s=600.0), admission=AdmissionConfig(api_keys=(ALICE, BOB)))
     async with cluster(config(base, wait_s=600.0)) as running, FakeNode(die_at_once) as node:
         await running.add(node_info("cut", Role.MIXED, node.url))

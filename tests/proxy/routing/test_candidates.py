@@ -18,10 +18,8 @@ from pdserve_proxy.registry import registry as registry_module
 from pdserve_proxy.registry import snapshot as snapshot_module
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.routing import candidates as candidates_module
-from pdserve_proxy.routing import hash_ring as ring_module
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.routing.candidates import Candidates, Turns
-from pdserve_proxy.routing.hash_ring import HashRing
+from pdserve_proxy.routing.candidates import Candidates, HashRing, Turns
 from pdserve_proxy.routing.router import RouteQuery, Router
 from tests.proxy.cluster import node_info
 
@@ -134,8 +132,7 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.looks = 0
-        for module in (candidates_module, ring_module):
-            patch.setattr(module, "bisect_left", self._bisect_left)
+        patch.setattr(candidates_module, "bisect_left", self._bisect_left)
         patch.setattr(candidates_module, "insort", self._insort)
         for kind, name in ((Candidates, "by_share"), (HashRing, "_behind")):
             patch.setattr(kind, name, self._counted(getattr(kind, name)))

@@ -1,0 +1,71 @@
+"""How relayed requests end, and what becomes of those whose node is lost or left."""
+
+from __future__ import annotations
+
+import enum
+
+from pdserve.errors import DeadlineExceeded, RequestError, Unavailable
+
+
+class RelayOutcome(enum.StrEnum):
+    OK = "ok"
+    CLIENT_GONE = "client_gone"
+    UPSTREAM_LOST = "upstream_lost"
+    UPSTREAM_FAILED = "upstream_failed"
+    """Its node ended the stream with an error event, which tells of no fault of the client's."""
+    REFUSED = "refused"
+    """The proxy answered with an error, because of the request itself or because no node could take it.
+
+    Or its node ended the stream with an error event that tells of a fault of the client's.
+    """
+    TIMED_OUT = "timed_out"
+    SHUT_DOWN = "shut_down"
+    FAILED = "failed"
+    """A defect of the proxy ended the request."""
+
+
+class ResumeOutcome(enum.StrEnum):
+    """What became of a stream whose node was lost."""
+
+    RESUMED = "resumed"
+    NO_NODE = "no_node"
+    """There was no turn or no node for it in time."""
+    NOT_RESUMABLE = "not_resumable"
+    """There was no whole journal of it."""
+    FAILED = "failed"
+
+
+class MoveReason(enum.StrEnum):
+    """Why an answer is to go on at another node though its own has it."""
+
+    DRAIN = "drain"
+    """Its node drains."""
+    ROOM = "room"
+    """Its node runs out of blocks, and another one has some."""
+
+
+class MoveOutcome(enum.StrEnum):
+    """What became of an answer that was to go on at another node."""
+
+    MOVED = "moved"
+    ENDED = "ended"
+    """It ended, or its client left, before another node went on with it."""
+    KEPT = "kept"
+    """It stays at its node: it has no whole journal, or no other node takes it."""
+
+
+class CutReason(enum.Enum):
+    """Why the proxy cut a request short."""
+
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+
+    @property
+    def error(self) -> RequestError:
+        if self is CutReason.DEADLINE:
+            return DeadlineExceeded("the request took longer than it may", code="deadline_exceeded")
+        return Unavailable("the proxy is shutting down", code="shutting_down", retry_after_s=1)
+
+    @property
+    def outcome(self) -> RelayOutcome:
+        return RelayOutcome.TIMED_OUT if self is CutReason.DEADLINE else RelayOutcome.SHUT_DOWN
