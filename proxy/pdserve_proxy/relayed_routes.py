@@ -20,7 +20,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.kept_answer import digest, read_event_id
 from pdserve.wire.ticket import Keep
 from pdserve_proxy.credentials import ANONYMOUS, ApiKeys
-from pdserve_proxy.relay.complete_answer import WholeResponse
+from pdserve_proxy.relay.complete_answer import CompleteResponse
 from pdserve_proxy.relay.dispatch import NodeRequest
 from pdserve_proxy.relay.outcomes import RelayOutcome
 from pdserve_proxy.relay.relay import COMPLETION_ROUTES, Relay, StreamedResponse
@@ -117,7 +117,7 @@ class RelayedRoutes:
 
     async def _forward(
         self, relayed: RelayedRequest, request: HttpRequest, turn: StoredTurn | None
-    ) -> WholeResponse | StreamedResponse:
+    ) -> CompleteResponse | StreamedResponse:
         credentials = request.header(b"authorization"), request.header(b"x-api-key")
         caller, cache_owner = self._keys.caller(*credentials), self._cache_owner(credentials)
         if request.method != "GET":
@@ -186,9 +186,9 @@ def _cache_owner(owner: str) -> bytes:
 
 
 async def _respond(
-    relayed: RelayedRequest, request: HttpRequest, result: WholeResponse | StreamedResponse, turn: StoredTurn | None
+    relayed: RelayedRequest, request: HttpRequest, result: CompleteResponse | StreamedResponse, turn: StoredTurn | None
 ) -> None:
-    if isinstance(result, WholeResponse):
+    if isinstance(result, CompleteResponse):
         # From here on a cut lets the answer out that has come, also while the store takes it.
         relayed.begin_relaying(result.status)
         if turn is not None:

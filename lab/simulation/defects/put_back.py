@@ -57,7 +57,7 @@ PUT_BACK = (
         "the proxy drops X-Accel-Buffering",
         1,
         f"{RELAY}.relay",
-        "kept",
+        "relayed_headers",
         "if name in headers",
         'if name in headers and name != "x-accel-buffering"',
     ),
@@ -145,10 +145,10 @@ PUT_BACK = (
     Mutant(
         "two busy nodes turn a request away while a third is free",
         1171,
-        f"{RELAY}.relay.Relay",
-        "forward",
-        "range(MAX_ATTEMPTS)",
-        "range(2)",
+        f"{RELAY}.attempt_rule.AttemptRule",
+        "next",
+        "self.attempts >= MAX_ATTEMPTS",
+        "self.attempts >= 2",
     ),
     Mutant(
         "a node beats as it was configured and not as its proxy has told it",
@@ -198,7 +198,7 @@ PUT_BACK = (
         "the first byte is that of the node that was busy",
         105,
         f"{RELAY}.relay",
-        "read_whole",
+        "read_complete",
         "elif body and response.status not in REFUSALS:",
         "elif body:",
         (

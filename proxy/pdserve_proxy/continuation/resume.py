@@ -29,7 +29,7 @@ from pdserve_proxy.continuation.journal import RelayJournal
 from pdserve_proxy.continuation.losses import MAX_LOSSES, LostNode, Suspects
 from pdserve_proxy.continuation.turns import ResumeTurn, ResumeTurns
 from pdserve_proxy.records.access_log import RequestCounts
-from pdserve_proxy.records.node_counts import AttemptFailureKind
+from pdserve_proxy.records.node_counts import NodeFailure
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.dispatch import REFUSALS, Dispatch, NodeRequest
 from pdserve_proxy.relay.outcomes import MoveOutcome, MoveReason, ResumeOutcome
@@ -402,10 +402,10 @@ class Resumes:
                 return await begin(response)
         except NodeUnreachable as exc:
             self._registry.mark_unreachable(node.boot_id)
-            self.counts.nodes.failed(node, AttemptFailureKind.UNREACHABLE)
+            self.counts.nodes.failed(node, NodeFailure.UNREACHABLE)
             return Declined(f"it cannot be reached: {exc}")
         except NodeLost as exc:
-            self.counts.nodes.failed(node, AttemptFailureKind.LOST)
+            self.counts.nodes.failed(node, NodeFailure.LOST)
             why = f"node {node.name} was lost with it too: {exc}"
             raise ResumeFailed(ResumeOutcome.FAILED, why, why) from exc
         except Unavailable as exc:  # which says nothing about the node
@@ -413,11 +413,11 @@ class Resumes:
         if response.status == PrefillLost.status:
             if turn is not None:
                 turn.end()  # the looks at a prefill node that stands still take a while
-            back = await self._dispatch.returned(relayed, response.take_whole())
+            back = await self._dispatch.returned(relayed, response.take_complete())
             return Declined(back.why, prefill_lost=back.lost, link_lost=not back.lost)
         if response.status not in REFUSALS:
             raise ResumeFailed(ResumeOutcome.FAILED, f"node {node.name} answered with status {response.status}")
-        self.counts.nodes.failed(node, AttemptFailureKind.REFUSED)
+        self.counts.nodes.failed(node, NodeFailure.REFUSED)
         return Declined(f"it answered with status {response.status}")
 
     async def route(self, stream: LostStream, asked_again_s: Mapping[bytes, float], until_s: float) -> Route:

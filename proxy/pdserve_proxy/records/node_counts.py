@@ -25,8 +25,8 @@ OTHER_NODES = "other"
 """The label of nodes without one of their own."""
 
 
-class AttemptFailureKind(enum.Enum):
-    """The ways in which an attempt fails."""
+class NodeFailure(enum.Enum):
+    """The ways in which an attempt at a node fails, as figures show them."""
 
     UNREACHABLE = "unreachable"
     """No connection could be made."""
@@ -44,7 +44,7 @@ class _Counts:
     def __init__(self, bounds_s: tuple[float, ...], seen_s: float) -> None:
         self.requests = 0
         self.resumed = 0
-        self.failures = dict.fromkeys(AttemptFailureKind, 0)
+        self.failures = dict.fromkeys(NodeFailure, 0)
         self.first_bytes = BucketCounts(bounds_s)
         self.seen_s = seen_s
 
@@ -67,7 +67,7 @@ class NodeCounts:
         """Counts the first byte of a body, so many seconds after the attempt began."""
         self._of(node.name).first_bytes.observe(first_byte_s)
 
-    def failed(self, node: NodeInfo, kind: AttemptFailureKind) -> None:
+    def failed(self, node: NodeInfo, kind: NodeFailure) -> None:
         self._of(node.name).failures[kind] += 1
 
     def resumed(self, node: NodeInfo) -> None:

@@ -1,6 +1,6 @@
 """Reads a response in one piece: as it comes, or one that its node journals (``pdserve.wire.whole_answer``).
 
-The journal of such an answer is kept as that of a stream is. When the node is lost, another one goes on with the
+The journal of such an answer is stored as that of a stream is. When the node is lost, another one goes on with the
 answer, whose client has nothing of it yet and gets all of it in the end.
 """
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 64 * 2**20
 RESUMED_TYPES = frozenset({JOURNALED_ANSWER, "application/json"})
 """The content types with which a node goes on with an answer in one piece. One that is ready soon has no journal."""
-KEPT_HEADERS = (
+RELAYED_HEADERS = (
     "content-type",
     "content-encoding",
     "retry-after",
@@ -38,7 +38,7 @@ KEPT_HEADERS = (
 """The headers of a node's response that the client gets. The proxy sets ``x-request-id`` itself."""
 
 
-class WholeResponse(msgspec.Struct, frozen=True):
+class CompleteResponse(msgspec.Struct, frozen=True):
     """A response in one piece."""
 
     status: int
@@ -46,21 +46,21 @@ class WholeResponse(msgspec.Struct, frozen=True):
     body: bytes
 
 
-async def read_whole(relayed: RelayedRequest, response: NodeResponse) -> WholeResponse:
+async def read_complete(relayed: RelayedRequest, response: NodeResponse) -> CompleteResponse:
     """Returns the whole response, of which the client has nothing yet.
 
     Raises NodeLost, and BadUpstream if it is too large.
     """
-    body = response.take_whole()
+    body = response.take_complete()
     if body is None:
         body = await _read_all(relayed, response)
     elif body and response.status not in REFUSALS:
         relayed.got_byte()
-    return WholeResponse(response.status, kept(response.headers), body)
+    return CompleteResponse(response.status, relayed_headers(response.headers), body)
 
 
-def kept(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[name] for name in KEPT_HEADERS if name in headers}
+def relayed_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: headers[name] for name in RELAYED_HEADERS if name in headers}
 
 
 class JournaledAnswer:
@@ -78,7 +78,7 @@ class JournaledAnswer:
         self._response = response
         self._reader = AnswerReader(MAX_ANSWER_BYTES)
 
-    async def read(self, resumption: Resumption) -> WholeResponse:
+    async def read(self, resumption: Resumption) -> CompleteResponse:
         """Returns the whole answer, whichever node ends it.
 
         Raises ResumeFailed if its node is lost and no other one goes on, BadUpstream if a node sends something else.
@@ -109,16 +109,16 @@ class JournaledAnswer:
         self._relayed.open_again()
         return b""
 
-    async def _rest(self) -> WholeResponse:
+    async def _rest(self) -> CompleteResponse:
         if self._response.content_type != JOURNALED_ANSWER:
-            return await read_whole(self._relayed, self._response)
+            return await read_complete(self._relayed, self._response)
         while not self._response.exhausted:
             await self._feed()
         head = self._reader.head
         if head is None:
             raise NodeLost("it ended the answer without its end")
         self._relayed.got_byte()
-        return WholeResponse(head.status, kept(head.headers), self._reader.body())
+        return CompleteResponse(head.status, relayed_headers(head.headers), self._reader.body())
 
     async def _feed(self) -> bool:
         """Reads what comes next. Returns whether that is an entry or of the answer itself. Raises NodeLost."""

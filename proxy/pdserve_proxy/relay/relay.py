@@ -4,24 +4,23 @@ Each attempt carries a signed ticket, in an HTTP header, that describes the atte
 replaces one that cannot be reached or does not take the request (503, 401), as long as there is one that fits. A node
 that is lost with the request before its first byte is replaced once, if need be by one that comes a little later. After
 the first byte, another node goes on with the client's stream (``resume``), or the stream ends with an error event
-(``event_stream``). An answer in one piece goes on too, if its node has journaled it (``whole_answer``), and otherwise
-begins again.
+(``event_stream``). An answer in one piece goes on too, if its node has journaled it (``complete_answer``), or
+else begins again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from pdserve.config import ProxyConfig, Switch
-from pdserve.errors import BadUpstream, Gone, PrefillLost, RequestError, Unavailable
+from pdserve.errors import Gone, PrefillLost
 from pdserve.http.tls import Trust
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import NodeInfo
@@ -33,29 +32,44 @@ from pdserve.wire.timeline import RequestLane
 from pdserve.wire.version import DIALECTS, KEPT_ANSWERS
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.continuation.journal import LARGEST_SHARE, JournalBudget, RelayJournal
-from pdserve_proxy.continuation.losses import MAX_LOSSES, LostNode, ReturnedRequest, Suspects
+from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.continuation.move import PlannedMoves
 from pdserve_proxy.continuation.resume import STREAMED, ResumeFailed, Resumes, Resumption
 from pdserve_proxy.continuation.turns import ResumeLimit, ResumeTurns
 from pdserve_proxy.records.access_log import RequestCounts
-from pdserve_proxy.records.node_counts import AttemptFailureKind
+from pdserve_proxy.records.node_counts import NodeFailure
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.complete_answer import RESUMED_TYPES, JournaledAnswer, WholeResponse, kept, read_whole
+from pdserve_proxy.relay.attempt_rule import (
+    AttemptFailure,
+    AttemptRule,
+    FailureKind,
+    GiveUp,
+    judged,
+    lost,
+    no_stored_answer,
+    returned,
+    unreachable,
+)
+from pdserve_proxy.relay.complete_answer import (
+    RESUMED_TYPES,
+    CompleteResponse,
+    JournaledAnswer,
+    read_complete,
+    relayed_headers,
+)
 from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, writes_journals
 from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.outcomes import CutReason, ResumeOutcome
 from pdserve_proxy.relay.relayed_request import RelayedRequest
-from pdserve_proxy.relay.route_wait import MissedNodes, RouteWait
+from pdserve_proxy.relay.route_wait import NodeWaits, RouteWait, Wait
 from pdserve_proxy.routing.attempts import Attempts
-from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery, requested_model
+from pdserve_proxy.routing.router import Route, RouteQuery, requested_model
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeRefused, NodeResponse, NodeUnreachable, media_type
 from pdserve_proxy.upstream.node_pool import NodePool
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 16
-"""The attempts at one request. Where so many nodes in a row are busy, more attempts only add to their load."""
 UNAUTHORIZED = 401
 COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 DIALECT_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens", "/v1/responses"})
@@ -69,32 +83,6 @@ class StreamedResponse:
     status: int
     headers: dict[str, str]
     body: EventStream
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailure:
-    """A failed attempt, after which another node may serve the request."""
-
-    kind: AttemptFailureKind
-    error: RequestError
-    answer: WholeResponse | None = None
-    """The node's own answer, if it gave one."""
-    counted: bool = False
-    """Whether the failures of nodes behind it are counted already, or are none."""
-    given_back: bool = False
-    """Whether the node that was asked lives, and has lost its prefill node or the link to it."""
-    prefill_lost: tuple[LostNode, ...] = ()
-    """The prefill nodes that are lost, if it is not the node that was asked."""
-    lacks_answer: bool = False
-    """Whether the node only does not have the answer that a client asks for again."""
-    may_come_back: bool = False
-    """Whether the node that could not be asked may be there again soon, with the answers that it keeps."""
-    has_waited: bool = False
-    """Whether the request has waited already for a node that goes on with its answer."""
-
-    @property
-    def loses_decode(self) -> bool:
-        return self.kind is AttemptFailureKind.LOST and not self.given_back
 
 
 class Relay:
@@ -133,7 +121,7 @@ class Relay:
         nodes = self._counts.nodes
         self._dispatch = Dispatch(self._config, self._registry, self._attempts, self._tickets, self._pool, nodes)
         waits = RouteWait(self._registry)
-        self._missed = MissedNodes(relay, self._dispatch, waits)
+        self._waits = NodeWaits(self._dispatch, waits)
         turns = ResumeTurns(ResumeLimit(relay.max_resumes, self._registry, self._config.workers.count))
         self._registry.on_change(turns.give)
         self._registry.on_node(turns.heard)
@@ -176,7 +164,7 @@ class Relay:
         for relayed in tuple(self._counts.under_way):
             relayed.cut(CutReason.SHUTDOWN)
 
-    async def forward(self, relayed: RelayedRequest, request: NodeRequest) -> WholeResponse | StreamedResponse:
+    async def forward(self, relayed: RelayedRequest, request: NodeRequest) -> CompleteResponse | StreamedResponse:
         """Returns the response to ``request``. A streamed request ends with its stream; the caller ends any other.
 
         Raises RequestError if no node gives a response.
@@ -186,7 +174,7 @@ class Relay:
         model = requested_model(self._registry.serving(), request.body.model)
         oldest, key = DIALECTS if request.path in DIALECT_ROUTES else 0, b""
         if request.keep is not None:
-            if self._keeps_answers(model):
+            if self._stores_answers(model):
                 oldest, key = max(oldest, KEPT_ANSWERS), request.keep.key
             elif request.keep.after is None:
                 request = msgspec.structs.replace(request, keep=None)
@@ -198,95 +186,68 @@ class Relay:
                 )
         # The same prompt of another owner is another one for prefix caches.
         query = RouteQuery(model, request.cache_owner + request.body.prompt_start, oldest, key)
-        tried: frozenset[bytes] = frozenset()
-        failures: dict[bytes, AttemptFailure] = {}
-        """The last failure of each node, in their order."""
-        losses: dict[bytes, str] = {}
-        asked_again_s: dict[bytes, float] = {}
-        """When each node that failed may be asked again, once no other one is left."""
-        # No node dies of a request without a body: what is lost with it is a connection.
-        looks_for_kept = request.keep is not None and request.keep.after is not None
-        until_s = 0.0
-        for number in range(MAX_ATTEMPTS):
-            try:
-                route = self._dispatch.choose(relayed, query, tried, request.body.answers)
-            except RequestError:
-                if not failures:
-                    raise
-                until_s = until_s or self._missed.until_s()
-                if looks_for_kept:
-                    found = await self._missed.route(relayed, query, request.client, asked_again_s, until_s)
-                elif losses:
-                    found = await self._missed.another(relayed, query, asked_again_s, until_s)
-                else:
-                    break
-                if found is None:
-                    break
-                route = found
-            if number:
+        asks_again = request.keep is not None and request.keep.after is not None
+        rule, loop = AttemptRule(self._config.relay.resume_wait_s, asks_again=asks_again), asyncio.get_running_loop()
+
+        def choose(tried: frozenset[bytes]) -> Route:
+            return self._dispatch.choose(relayed, query, tried, request.body.answers)
+
+        while True:
+            step = rule.next(choose, loop.time())
+            if isinstance(step, Wait):
+                step = await self._waits.route(relayed, query, request.client, step) or rule.give_up()
+            if isinstance(step, GiveUp):
+                return self._given_up(relayed, request, step)
+            if rule.attempts:
                 self._counts.retried()
-            self._dispatch.begin(relayed, request.body, route)
-            result = await self._try_node(relayed, request, query, route)
+            self._dispatch.begin(relayed, request.body, step)
+            result = await self._try_node(relayed, request, query, step)
             if not isinstance(result, AttemptFailure):
                 return result
-            route = relayed.route or route  # another node may have gone on meanwhile
-            if not result.given_back:
-                tried |= {route.decode.boot_id}
-            self._note_failure(relayed, route, number, result)
-            failures.pop(route.decode.boot_id, None)
-            failures[route.decode.boot_id] = result
-            never = not result.may_come_back if looks_for_kept else result.loses_decode
-            asked_again_s[route.decode.boot_id] = math.inf if never else self._missed.again_s()
-            if result.has_waited:
-                until_s = asyncio.get_running_loop().time()
-            if result.kind is AttemptFailureKind.LOST and not looks_for_kept:
-                # Two decode nodes may tell of the same prefill node.
-                for lost in [node.boot_id for node in result.prefill_lost] or [route.decode.boot_id]:
-                    losses.setdefault(lost, result.error.message)
-                if len(losses) >= MAX_LOSSES:
-                    body, told = request.body.data, list(losses.values())
-                    raise self._suspects.add(request.path, body, relayed.request_id, told, request.client)
-        # A node that has a kept answer may be the one that could not be asked: then the client may try again.
-        asked = list(failures.values())
-        failure = next((one for one in reversed(asked) if not one.lacks_answer), asked[-1])
-        if failure.answer is None:
-            raise failure.error
-        return failure.answer
+            route = relayed.route or step  # another node may have gone on meanwhile
+            self._note_failure(relayed, route, rule.attempts, result)
+            rule.failed(route.decode.boot_id, result, loop.time())
 
-    def _keeps_answers(self, model: str) -> bool:
-        """Returns whether a node keeps answers, if there is any at all that serves ``model`` now."""
+    def _given_up(self, relayed: RelayedRequest, request: NodeRequest, end: GiveUp) -> CompleteResponse:
+        """Returns the answer of a node that is an error, or raises the error that the client gets."""
+        if end.losses:
+            body, client = request.body.data, request.client
+            raise self._suspects.add(request.path, body, relayed.request_id, end.losses, client)
+        if end.answer is None:
+            raise end.error
+        return end.answer
+
+    def _stores_answers(self, model: str) -> bool:
+        """Returns whether a node stores answers, if there is any at all that serves ``model`` now."""
         pairs = self._registry.serving().pairings.get(model, ())
         return not pairs or any(pair.decode.protocol >= KEPT_ANSWERS for pair in pairs)
 
     def _note_failure(self, relayed: RelayedRequest, route: Route, number: int, failure: AttemptFailure) -> None:
-        level = logging.INFO if failure.kind is AttemptFailureKind.REFUSED else logging.WARNING
+        counts_as = failure.kind.counts_as
+        level = logging.INFO if counts_as is NodeFailure.REFUSED else logging.WARNING
         name = ", ".join(node.name for node in failure.prefill_lost if node.name) or route.decode.name
-        relayed.attempt_failed(failure.kind.value)
-        if not failure.counted:
-            self._counts.nodes.failed(route.decode, failure.kind)
+        relayed.attempt_failed(counts_as.value)
+        if not failure.kind.is_counted:
+            self._counts.nodes.failed(route.decode, counts_as)
         decode = route.decode.name
         log.log(level, "request_id=%s attempt=%d decode=%s: %s", relayed.request_id, number, decode, failure.error)
-        if failure.kind is AttemptFailureKind.UNREACHABLE:
+        if counts_as is NodeFailure.UNREACHABLE:
             self._dispatch.note_unreachable(route.decode)
-        if failure.kind is not AttemptFailureKind.REFUSED:
+        if counts_as is not NodeFailure.REFUSED:
             self._counts.incidents.add(
                 IncidentKind.ATTEMPT_FAILED, failure.error.message, node=name, request=relayed.request_id
             )
 
     async def _try_node(
         self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery, route: Route
-    ) -> WholeResponse | StreamedResponse | AttemptFailure:
+    ) -> CompleteResponse | StreamedResponse | AttemptFailure:
         node = route.decode
         try:
             response = await self._dispatch.post(relayed, request, route)
         except NodeUnreachable as exc:
-            error = Unavailable(
-                f"node {node.name} cannot be reached", code="upstream_unreachable", retry_after_s=RETRY_AFTER_S
-            )
-            gone = isinstance(exc, NodeRefused)
-            return AttemptFailure(AttemptFailureKind.UNREACHABLE, error, may_come_back=not gone)
+            return unreachable(node.name, process_gone=isinstance(exc, NodeRefused))
         except NodeLost as exc:
-            return _lost(node.name, exc)
+            return lost(node.name, exc)
         relayed.own_response(response)
         try:
             content_type, journal_bytes = response.content_type, 0
@@ -297,14 +258,14 @@ class Relay:
                 return await self._stream(relayed, request, query, response, journal_bytes)
             if content_type == JOURNALED_ANSWER:
                 return await self._journaled_answer(relayed, request, query, response)
-            answer = await read_whole(relayed, response)
+            answer = await read_complete(relayed, response)
             if answer.status == Gone.status and request.keep is not None:
-                return _not_kept(node.name, answer)
+                return no_stored_answer(node.name, answer)
             if answer.status == PrefillLost.status:
-                return _given_back(node.name, await self._dispatch.returned(relayed, answer.body))
-            return _judge(node.name, answer, content_type)
+                return returned(node.name, await self._dispatch.returned(relayed, answer.body))
+            return judged(node.name, answer, content_type)
         except NodeLost as exc:
-            return _lost(node.name, exc)
+            return lost(node.name, exc)
 
     async def _stream(
         self,
@@ -319,7 +280,7 @@ class Relay:
         await stream.open()
         relayed.got_byte()
         relayed.begin_relaying(response.status)
-        return StreamedResponse(response.status, kept(response.headers), stream)
+        return StreamedResponse(response.status, relayed_headers(response.headers), stream)
 
     def _resumption(self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery) -> Resumption | None:
         if request.answer is None or relayed.route is None:
@@ -339,7 +300,7 @@ class Relay:
 
     async def _journaled_answer(
         self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery, response: NodeResponse
-    ) -> WholeResponse | AttemptFailure:
+    ) -> CompleteResponse | AttemptFailure:
         """Returns the answer of the node, or of those that go on with it, or the failure of the last of them."""
         journal = RelayJournal(self._journals, request)
         resumption = self._watched_resumption(relayed, query, journal, RESUMED_TYPES)
@@ -347,8 +308,9 @@ class Relay:
         try:
             answer = await JournaledAnswer(relayed, response, journal, silence_s).read(resumption)
         except ResumeFailed as exc:
-            waited = exc.outcome is ResumeOutcome.NO_NODE
-            failure = replace(_lost(relayed.decode_name, exc), counted=True, has_waited=waited)
+            in_time = exc.outcome is not ResumeOutcome.NO_NODE
+            kind = FailureKind.NOT_CONTINUED if in_time else FailureKind.NOT_CONTINUED_IN_TIME
+            failure = lost(relayed.decode_name, exc, kind)
             if exc.outcome is ResumeOutcome.FAILED:
                 raise failure.error from exc
             relayed.open_again()
@@ -356,7 +318,7 @@ class Relay:
         finally:  # a request that begins again has nothing of this journal
             self._moves.ended(relayed)
             relayed.own_journal(None)
-        return _judge(relayed.decode_name, answer, media_type(answer.headers))
+        return judged(relayed.decode_name, answer, media_type(answer.headers))
 
     def _with_identity(self, request: NodeRequest) -> NodeRequest:
         """Returns ``request`` with an identity of its answer, if there is one that other nodes may go on with."""
@@ -365,7 +327,7 @@ class Relay:
         return msgspec.structs.replace(request, answer=AnswerIdentity(new_id(), int(time.time())))
 
     def _node_lost(self, node: NodeInfo) -> None:
-        self._counts.nodes.failed(node, AttemptFailureKind.LOST)
+        self._counts.nodes.failed(node, NodeFailure.LOST)
 
     def _ended(self, relayed: RelayedRequest) -> None:
         self._deadlines.discard(relayed)
@@ -380,44 +342,3 @@ class Relay:
         if not self._tracing.lanes.wanted:
             return []
         return [relayed.record().lane() for relayed in self._counts.under_way if relayed.request_id == request_id]
-
-
-def _judge(node: str, answer: WholeResponse, content_type: str) -> WholeResponse | AttemptFailure:
-    """Returns ``answer`` if it is for the client, and otherwise the failure that it stands for.
-
-    Raises BadUpstream for an answer that no other node would improve.
-    """
-    if answer.status == 503:
-        busy = Unavailable(f"node {node} takes no requests now", code="upstream_busy", retry_after_s=RETRY_AFTER_S)
-        return AttemptFailure(AttemptFailureKind.REFUSED, busy, answer if content_type == "application/json" else None)
-    if answer.status == 401:
-        return AttemptFailure(
-            AttemptFailureKind.REFUSED, BadUpstream(f"node {node} refused the proxy's ticket", code="ticket_refused")
-        )
-    if not 200 <= answer.status < 600 or 300 <= answer.status < 400 or content_type != "application/json":
-        raise BadUpstream(f"node {node} gave an unexpected answer with status {answer.status}", code="upstream_invalid")
-    return answer
-
-
-def _not_kept(node: str, answer: WholeResponse) -> AttemptFailure:
-    """Returns the failure of a node that does not have the answer which a client asks for again; another one may."""
-    error = Gone(f"node {node} does not have this answer", code="answer_not_kept")
-    return AttemptFailure(AttemptFailureKind.REFUSED, error, answer, counted=True, lacks_answer=True)
-
-
-def _given_back(node: str, request: ReturnedRequest) -> AttemptFailure:
-    """Returns the failure of a node that gives a request back. It is a loss only if a prefill node is lost."""
-    if request.lost:
-        error = BadUpstream(f"{request.why}, says node {node}", code="upstream_lost")
-        return AttemptFailure(AttemptFailureKind.LOST, error, counted=True, given_back=True, prefill_lost=request.lost)
-    broken = Unavailable(
-        f"node {node} has lost its link to a prefill node, which lives",
-        code="upstream_busy",
-        retry_after_s=RETRY_AFTER_S,
-    )
-    return AttemptFailure(AttemptFailureKind.REFUSED, broken, counted=True, given_back=True)
-
-
-def _lost(node: str, exc: NodeLost | ResumeFailed) -> AttemptFailure:
-    error = BadUpstream(f"node {node} was lost before it answered: {exc}", code="upstream_lost")
-    return AttemptFailure(AttemptFailureKind.LOST, error, may_come_back=True)

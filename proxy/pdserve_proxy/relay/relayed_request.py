@@ -89,11 +89,11 @@ class RelayedRequest:
         "_detours",
         "_grace_timer",
         "_journal",
+        "_leave_place",
         "_loop",
         "_on_end",
         "_on_loss",
         "_pause_began_s",
-        "_release_place",
         "_response",
         "_span",
         "_task",
@@ -173,7 +173,7 @@ class RelayedRequest:
         """Whether the node's first bytes come with its first token, and not with its whole answer."""
         self.pauses: tuple[Pause, ...] = ()
         self._pause_began_s: float | None = None
-        self._release_place: Callable[[], None] | None = None
+        self._leave_place: Callable[[], None] | None = None
         self.status = 0
         self.outcome: RelayOutcome | None = None
         self.error: RequestError | None = None
@@ -291,13 +291,13 @@ class RelayedRequest:
 
     def hold_place(self, release: Callable[[], None]) -> None:
         """Holds a place among the admitted requests until the end, which calls ``release``."""
-        self._release_place = release
+        self._leave_place = release
         self.admitted_s = time.monotonic()
 
-    def give_place_back(self) -> None:
+    def release_place(self) -> None:
         """Leaves its place to others and ends its attempt: it waits for a node, and nothing is computed for it."""
         self._end_attempt()
-        release, self._release_place = self._release_place, None
+        release, self._leave_place = self._leave_place, None
         if release is not None:
             release()
 
@@ -401,7 +401,7 @@ class RelayedRequest:
         if self._journal is not None:
             self._journal.free()
             self._journal = None
-        self.give_place_back()
+        self.release_place()
         self._on_end(self)
 
     def cut(self, why: CutReason) -> None:

@@ -1,25 +1,44 @@
-"""Waits for a node that can be asked, as the registry hears of it."""
+"""Waits for a node that can be asked, as the registry hears of it.
+
+A node that was stopped for a while, or whose connections were cut, still has the answers that it stores. A client that
+asks for one by an event's id waits for it, as the client of a stream waits for another node. So does a request that was
+lost before its first byte: any node can begin it again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
-from pdserve.config import RelayConfig
 from pdserve.errors import Unavailable
 from pdserve.patience import LAST_LOOK_S
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.dispatch import Dispatch
 from pdserve_proxy.relay.relayed_request import RelayedRequest
-from pdserve_proxy.routing.router import RETRY_AFTER_S, Route, RouteQuery
+from pdserve_proxy.routing.router import Route, RouteQuery
 
 PAUSE_S = 0.1
 """Seconds between a change of the registry and the next look at it: changes of many nodes come together."""
 _EARLY_S = 0.001
 """uvloop counts in milliseconds: a timer may come by so much too soon."""
+MAX_WAITS = 32
+"""The requests of one process that wait at once."""
+MAX_WAITS_OF_ONE = 4
+"""The requests of one client that wait at once: ids of answers that never were cost nothing to make up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No node is left that a request can ask now. One may come, or come back. Times are of the event loop's clock."""
+
+    until_s: float
+    asked_again_s: Mapping[bytes, float]
+    """When each node may be asked again that was asked already, by its boot id; infinity for those that may not be."""
+    keeps_place: bool
+    """Whether the request keeps its place among the admitted ones: not if its answer had one when it was computed."""
 
 
 class RouteWait:
@@ -58,75 +77,38 @@ class RouteWait:
                     await asyncio.sleep(PAUSE_S)
 
 
-MAX_WAITS = 32
-"""The requests of one process that wait at once."""
-MAX_WAITS_OF_ONE = 4
-"""The requests of one client that wait at once: ids of answers that never were cost nothing to make up."""
+class NodeWaits:
+    """The waits of one proxy process for a node that takes a request from its beginning, or stores its answer."""
 
-
-class MissedNodes:
-    """The waits of one proxy process."""
-
-    def __init__(self, config: RelayConfig, dispatch: Dispatch, waits: RouteWait) -> None:
+    def __init__(self, dispatch: Dispatch, waits: RouteWait) -> None:
         self._loop = asyncio.get_running_loop()
-        self._wait_s = config.resume_wait_s
         self._waiting: Counter[bytes] = Counter()
-        """How many requests of each client wait; clients of whom none waits are not in it."""
+        """How many requests of each client wait without a place; clients of whom none waits are not in it."""
         self._dispatch = dispatch
         self._waits = waits
 
-    def until_s(self) -> float:
-        """Returns until when a request waits whose first node was missed just now."""
-        return self._loop.time() + self._wait_s
-
-    def again_s(self) -> float:
-        """Returns when a node that was missed just now may be asked again: one that breaks connections is spared."""
-        return self._loop.time() + RETRY_AFTER_S
-
-    async def route(
-        self,
-        relayed: RelayedRequest,
-        query: RouteQuery,
-        client: bytes,
-        asked_again_s: Mapping[bytes, float],
-        until_s: float,
-    ) -> Route | None:
+    async def route(self, relayed: RelayedRequest, query: RouteQuery, client: bytes, wait: Wait) -> Route | None:
         """Returns a route to a node that may be asked, when there is one.
 
-        ``asked_again_s`` says when each node may be that was asked already; infinity for those that need not be, since
-        they do not have the answer.
-
-        Returns None if no node was missed, none can be asked in time, or too many requests wait. The request gives its
-        place back: the answer that it asks for had one when it was computed.
+        Returns None if there is none in time, or if too many requests wait that have left their places. Of those that
+        keep their places, no more wait than are admitted.
         """
-        missed = any(at_s < math.inf for at_s in asked_again_s.values())
-        if not missed or self._loop.time() >= until_s or not self._has_room(client):
+        if wait.keeps_place:
+            return await self._route(relayed, query, wait)
+        if self._waiting.total() >= MAX_WAITS or self._waiting[client] >= MAX_WAITS_OF_ONE:
             return None
-        relayed.give_place_back()
+        relayed.release_place()
         self._waiting[client] += 1
         try:
-            return await self._waits.route(
-                lambda: self._choose(relayed, query, asked_again_s), until_s, asked_again_s.values()
-            )
+            return await self._route(relayed, query, wait)
         finally:
             self._waiting[client] -= 1
             if not self._waiting[client]:
                 del self._waiting[client]
 
-    async def another(
-        self, relayed: RelayedRequest, query: RouteQuery, asked_again_s: Mapping[bytes, float], until_s: float
-    ) -> Route | None:
-        """Returns a route for a request that was lost with its node, when there is one; None if there is none in time.
-
-        ``asked_again_s`` says when each node may be that was asked already; infinity for those that were lost. The
-        request keeps its place, so no more wait than are admitted.
-        """
-        return await self._waits.route(
-            lambda: self._choose(relayed, query, asked_again_s), until_s, asked_again_s.values()
-        )
-
-    def _has_room(self, client: bytes) -> bool:
-        return self._waiting.total() < MAX_WAITS and self._waiting[client] < MAX_WAITS_OF_ONE
+    async def _route(self, relayed: RelayedRequest, query: RouteQuery, wait: Wait) -> Route | None:
+        again_s = wait.asked_again_s
+        return await self._waits.route(lambda: self._choose(relayed, query, again_s), wait.until_s, again_s.values())
 
     def _choose(self, relayed: RelayedRequest, query: RouteQuery, asked_again_s: Mapping[bytes, float]) -> Route | None:
         now_s = self._loop.time()

@@ -83,7 +83,7 @@ class NodeResponse:
         while not self.status:
             await self._next_news()
 
-    def take_whole(self) -> bytes | None:
+    def take_complete(self) -> bytes | None:
         """Returns the body if all of it has come and none has been read, and otherwise None."""
         return self._take() if self.complete else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pdserve.wire.discovery import NodeInfo, Role
-from pdserve_proxy.records.node_counts import KEPT_S, MAX_LABELLED, OTHER_NODES, AttemptFailureKind, NodeCounts
+from pdserve_proxy.records.node_counts import KEPT_S, MAX_LABELLED, OTHER_NODES, NodeCounts, NodeFailure
 from tests.proxy.cluster import node_info
 
 
@@ -31,10 +31,10 @@ def shown(counts: NodeCounts, under_way: dict[str, int], name: str) -> dict[tupl
 def test_a_registered_node_is_shown_before_its_first_request() -> None:
     counts = NodeCounts()
     assert shown(counts, {"a": 0}, "requests") == {("a",): 0}
-    failures = {("a", kind.value): 0 for kind in AttemptFailureKind}
+    failures = {("a", kind.value): 0 for kind in NodeFailure}
     assert shown(counts, {"a": 0}, "failures") == failures
     counts.began(node("a"))
-    counts.failed(node("a"), AttemptFailureKind.LOST)
+    counts.failed(node("a"), NodeFailure.LOST)
     counts.resumed(node("b"))
     assert shown(counts, {"a": 3}, "requests") == {("a",): 1, ("b",): 0}
     assert shown(counts, {"a": 3}, "requests_in_flight") == {("a",): 3, ("b",): 0}

@@ -15,7 +15,7 @@ from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay import complete_answer, relay
+from pdserve_proxy.relay import attempt_rule, complete_answer
 from pdserve_proxy.relay.dispatch import NodeRequest, TicketSigner
 from pdserve_proxy.relay.relay import Relay, StreamedResponse
 from pdserve_proxy.requests.request_body import read_body
@@ -249,7 +249,7 @@ async def test_a_request_that_nodes_die_of_is_given_to_two_also_over_kept_connec
 
 
 async def test_not_more_than_so_many_nodes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(attempt_rule, "MAX_ATTEMPTS", 3)
 
     async with cluster() as running, nodes(running, *[refuse_busy] * 4, answer_ok) as asked:
         async with running.chat() as response:

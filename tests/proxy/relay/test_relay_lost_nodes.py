@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.config import RelayConfig, WorkersConfig
 from pdserve.wire.discovery import Role
-from pdserve_proxy.relay import route_wait
+from pdserve_proxy.relay import attempt_rule
 from pdserve_proxy.upstream import node_connection
 from tests.proxy.cluster import (
     Cluster,
@@ -107,7 +107,7 @@ async def test_without_another_node_it_ends_when_the_wait_or_its_time_is_over(
 
 
 async def test_a_node_that_was_busy_is_asked_again_after_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route_wait, "RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr(attempt_rule, "RETRY_AFTER_S", 0.05)
     refused = 0
 
     async def refuse_or_die(exchange: Exchange) -> None:

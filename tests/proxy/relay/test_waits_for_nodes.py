@@ -13,9 +13,9 @@ from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.kept_answer import event_id_start
 from pdserve.wire.version import PROTOCOL_VERSION
-from pdserve_proxy.relay import route_wait
+from pdserve_proxy.relay import attempt_rule, route_wait
 from pdserve_proxy.relay.relayed_request import RelayedRequest
-from pdserve_proxy.relay.route_wait import MissedNodes
+from pdserve_proxy.relay.route_wait import NodeWaits
 from pdserve_proxy.routing.router import Route
 from pdserve_proxy.upstream import node_connection
 from tests.proxy.cluster import (
@@ -40,7 +40,7 @@ EVENT_ID = (event_id_start(b"k" * 16, "0a1b") + b"7").decode()
 @pytest.fixture(autouse=True)
 def pauses_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_connection, "SUSPECTED_S", 0.05)
-    monkeypatch.setattr(route_wait, "RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr(attempt_rule, "RETRY_AFTER_S", 0.05)
     monkeypatch.setattr(route_wait, "PAUSE_S", 0.01)
 
 
@@ -48,13 +48,13 @@ def pauses_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Route | None]:
     """What each look for a node found."""
     found = list[Route | None]()
-    choose = MissedNodes._choose
+    choose = NodeWaits._choose
 
     def note(*args: Any) -> Route | None:
         found.append(choose(*args))
         return found[-1]
 
-    monkeypatch.setattr(MissedNodes, "_choose", note)
+    monkeypatch.setattr(NodeWaits, "_choose", note)
     return found
 
 
@@ -149,15 +149,15 @@ async def test_the_wait_ends(wait_s: float, waits: int, least: int, most: int, m
 
 
 async def test_one_client_does_not_take_the_waits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, choose = set[str](), MissedNodes._choose
+    waiting, choose = set[str](), NodeWaits._choose
 
-    def note(missed: MissedNodes, relayed: RelayedRequest, *args: Any) -> Route | None:
+    def note(waits: NodeWaits, relayed: RelayedRequest, *args: Any) -> Route | None:
         waiting.add(relayed.request_id)
-        return choose(missed, relayed, *args)
+        return choose(waits, relayed, *args)
 
-    monkeypatch.setattr(MissedNodes, "_choose", note)
+    monkeypatch.setattr(NodeWaits, "_choose", note)
     monkeypatch.setattr(route_wait, "MAX_WAITS_OF_ONE", 2)
-    monkeypatch.setattr(route_wait, "RETRY_AFTER_S", 600.0)
+    monkeypatch.setattr(attempt_rule, "RETRY_AFTER_S", 600.0)
     base = dataclasses.replace(proxy_config(timeout_s=600.0), admission=AdmissionConfig(api_keys=(ALICE, BOB)))
     async with cluster(config(base, wait_s=600.0)) as running, FakeNode(die_at_once) as node:
         await running.add(node_info("cut", Role.MIXED, node.url))
