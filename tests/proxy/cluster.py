@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -107,6 +107,7 @@ def proxy_config(
     drain_s: float = 2.0,
     timeout_s: float = 20.0,
     idle_timeout_s: float = 10.0,
+    resume_wait_s: float = 10.0,
     write_timeout_s: float = 20.0,
     tls: TlsConfig | None = None,
     prefill_answers: PrefillAnswers = PrefillAnswers.OFF,
@@ -118,7 +119,7 @@ def proxy_config(
         ),
         tls=tls or TlsConfig(),
         registry=RegistryConfig(control_port=0, heartbeat_ms=4 * HEARTBEAT_MS),
-        relay=RelayConfig(idle_timeout_s=idle_timeout_s),
+        relay=RelayConfig(idle_timeout_s=idle_timeout_s, resume_wait_s=resume_wait_s),
         routing=RoutingConfig(prefill_answers=prefill_answers),
         request=RequestConfig(timeout_s=timeout_s),
     )
@@ -185,6 +186,8 @@ class Cluster:
     nodes: AsyncExitStack
     registrations: dict[bytes, Registration] = field(default_factory=dict)
     """The registration of each node that was added, by its boot id."""
+    before: Mapping[str, float] = field(default_factory=dict)
+    """The figures from which this test counts, by their lines."""
 
     async def add(self, *nodes: NodeInfo, load: NodeLoad = NodeLoad(running=1)) -> None:  # noqa: B008  # frozen
         for node in nodes:
@@ -250,8 +253,13 @@ def error_of(body: bytes) -> dict[str, object]:
     return error
 
 
-async def metric(at: Cluster, line: str) -> float:
+async def figures(at: Cluster) -> dict[str, float]:
+    """Returns the proxy's metrics, each by its name and labels."""
     async with at.http.get("/metrics") as response:
         text = await response.text()
-    found = re.search(rf"^{re.escape(line)} ([0-9.e+]+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    return {line: float(value) for line, value in re.findall(r"^([^#].*) ([0-9.e+]+)$", text, re.MULTILINE)}
+
+
+async def metric(at: Cluster, line: str) -> float:
+    """Returns what a metric has grown by in this test."""
+    return (await figures(at)).get(line, 0.0) - at.before.get(line, 0.0)

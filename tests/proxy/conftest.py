@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
+
+from tests.proxy.cluster import cluster, proxy_config
+from tests.proxy.shared_proxy import SharedProxy
 
 LIMIT_S = 120
 
@@ -16,6 +20,13 @@ LIMIT_S = 120
 @pytest.fixture(scope="session")
 def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture(scope="module")
+async def proxy() -> AsyncIterator[SharedProxy]:
+    config = proxy_config()
+    async with cluster(dataclasses.replace(config, relay=dataclasses.replace(config.relay, suspect_s=0.0))) as running:
+        yield SharedProxy(running)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

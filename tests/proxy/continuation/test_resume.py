@@ -45,6 +45,7 @@ from tests.proxy.journaling_nodes import (
     split,
     ticket_in,
 )
+from tests.proxy.shared_proxy import SharedProxy
 
 ERROR = b"event: error\ndata: "
 
@@ -91,8 +92,8 @@ async def nothing_is_left(running: Cluster) -> None:
 
 @pytest.mark.parametrize("more", [b"", ANSWER[-1][:-1], b":0 10", b":0 105\ndata: {"])
 @pytest.mark.parametrize("end", range(1, len(ANSWER)))
-async def test_the_stream_goes_on_wherever_its_node_dies(end: int, more: bytes) -> None:
-    async with cluster() as running, nodes(running, dies_at(end, more), complete) as asked:
+async def test_the_stream_goes_on_wherever_its_node_dies(proxy: SharedProxy, end: int, more: bytes) -> None:
+    async with proxy.cluster() as running, nodes(running, dies_at(end, more), complete) as asked:
         headers = {"x-request-id": "req-7"}
         async with running.http.post("/v1/completions", json={"model": "m", "stream": True}, headers=headers) as got:
             assert await got.read() == SHOWN
@@ -108,8 +109,8 @@ async def test_the_stream_goes_on_wherever_its_node_dies(end: int, more: bytes) 
         await nothing_is_left(running)
 
 
-async def test_the_node_that_goes_on_may_ask_the_prefill_nodes_of_the_attempts_before() -> None:
-    async with cluster() as running:
+async def test_the_node_that_goes_on_may_ask_the_prefill_nodes_of_the_attempts_before(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running:
         prefill = [node_info(f"p{number}", Role.PREFILL) for number in range(2)]
         await running.add(*prefill)
         behaviours = (dies_at(1), dies_at(2), complete)
@@ -154,37 +155,37 @@ async def test_no_lost_prefill_node_is_asked() -> None:
         assert (second.prefill, second.holders) == ((), ())
 
 
-async def test_a_whole_answer_is_enough_whatever_its_node_does_then() -> None:
-    async with cluster() as running, nodes(running, dies_at(len(ANSWER)), complete) as asked:
+async def test_a_whole_answer_is_enough_whatever_its_node_does_then(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, nodes(running, dies_at(len(ANSWER)), complete) as asked:
         assert await ask(running) == SHOWN
         assert len(asked.asked) == 1
         assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 1
 
 
 @pytest.mark.parametrize("end", [1, 3, len(ANSWER) - 1])
-async def test_a_stream_that_ends_too_early_in_good_order_goes_on(end: int) -> None:
+async def test_a_stream_that_ends_too_early_in_good_order_goes_on(proxy: SharedProxy, end: int) -> None:
     async def end_early(exchange: Exchange) -> None:
         await answer_up_to(exchange, end, more=b"data: half")
         await exchange.finish()
 
-    async with cluster() as running, nodes(running, end_early, complete):
+    async with proxy.cluster() as running, nodes(running, end_early, complete):
         assert await ask(running) == SHOWN
 
 
-async def test_a_stream_that_its_node_ends_with_an_error_is_over() -> None:
+async def test_a_stream_that_its_node_ends_with_an_error_is_over(proxy: SharedProxy) -> None:
     error = ERROR + b'{"error": {"message": "m", "type": "t", "param": null, "code": "c"}}\n\n'
 
     async def fail(exchange: Exchange) -> None:
         await answer_up_to(exchange, 2, more=error)
         await exchange.finish()
 
-    async with cluster() as running, nodes(running, fail, complete) as asked:
+    async with proxy.cluster() as running, nodes(running, fail, complete) as asked:
         assert await ask(running) == shown(2) + error
         assert len(asked.asked) == 1
         await nothing_is_left(running)
 
 
-async def test_several_entries_in_one_chunk_and_chunks_that_end_within_an_entry() -> None:
+async def test_several_entries_in_one_chunk_and_chunks_that_end_within_an_entry(proxy: SharedProxy) -> None:
     data = b"".join(ANSWER[:5])
 
     async def die(exchange: Exchange) -> None:
@@ -198,7 +199,7 @@ async def test_several_entries_in_one_chunk_and_chunks_that_end_within_an_entry(
         await exchange.chunk(b"".join(ANSWER[split(exchange.request)[1].count(b"\n") :]))
         await exchange.finish()
 
-    async with cluster() as running, nodes(running, die, rest_at_once) as asked:
+    async with proxy.cluster() as running, nodes(running, die, rest_at_once) as asked:
         assert await ask(running) == SHOWN
         assert split(asked.asked[1])[1] == cut(data)[1]
 
@@ -233,9 +234,9 @@ async def test_a_node_that_hangs_is_left_and_nothing_of_what_it_still_says_is_re
         assert await asked == SHOWN
 
 
-async def test_a_stream_is_resumed_as_often_as_its_nodes_say_something() -> None:
+async def test_a_stream_is_resumed_as_often_as_its_nodes_say_something(proxy: SharedProxy) -> None:
     behaviours = [dies_at(1), dies_at(2), dies_at(4), dies_at(6), complete]
-    async with cluster() as running, nodes(running, *behaviours, count=2) as asked:
+    async with proxy.cluster() as running, nodes(running, *behaviours, count=2) as asked:
         assert await ask(running) == SHOWN
         assert [ticket.attempt for ticket in asked.tickets] == [0, 1, 2, 3, 4]
         assert len({ticket.answer for ticket in asked.tickets}) == 1
@@ -264,8 +265,10 @@ async def test_a_stream_is_not_resumed_without_end(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("second", [die_at_once, begin_and_die, dies_at(2, ANSWER[2][:-1])])
-async def test_a_stream_with_which_two_nodes_in_a_row_were_lost_goes_to_no_third(second: Behaviour) -> None:
-    async with cluster() as running, nodes(running, dies_at(2), second, complete) as asked:
+async def test_a_stream_with_which_two_nodes_in_a_row_were_lost_goes_to_no_third(
+    proxy: SharedProxy, second: Behaviour
+) -> None:
+    async with proxy.cluster() as running, nodes(running, dies_at(2), second, complete) as asked:
         assert broken(await ask(running), 2) == "upstream_lost"
         assert len(asked.asked) == 2
         assert await resumes(running, "failed") == 1
@@ -274,16 +277,18 @@ async def test_a_stream_with_which_two_nodes_in_a_row_were_lost_goes_to_no_third
 
 
 @pytest.mark.parametrize("answer", [refuses(400), refuses(404), refuses(500), refuses(504), answer_ok])
-async def test_an_answer_that_no_other_node_would_improve_ends_the_stream(answer: Behaviour) -> None:
-    async with cluster() as running, nodes(running, dies_at(2), answer, complete) as asked:
+async def test_an_answer_that_no_other_node_would_improve_ends_the_stream(
+    proxy: SharedProxy, answer: Behaviour
+) -> None:
+    async with proxy.cluster() as running, nodes(running, dies_at(2), answer, complete) as asked:
         assert broken(await ask(running), 2) == "upstream_lost"
         assert len(asked.asked) == 2
         assert await resumes(running, "failed") == 1
 
 
-async def test_nodes_that_do_not_take_it_are_passed_over() -> None:
+async def test_nodes_that_do_not_take_it_are_passed_over(proxy: SharedProxy) -> None:
     behaviours = [dies_at(2), refuses(503), refuses(401), complete]
-    async with cluster() as running, nodes(running, *behaviours) as asked:
+    async with proxy.cluster() as running, nodes(running, *behaviours) as asked:
         assert await ask(running) == SHOWN
         assert [ticket.attempt for ticket in asked.tickets] == [0, 1, 2, 3]
         assert len({ticket.node for ticket in asked.tickets}) == 4
@@ -299,8 +304,8 @@ async def test_a_node_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatc
         assert lost not in others
 
 
-async def test_a_node_that_cannot_be_reached_is_passed_over() -> None:
-    async with cluster() as running, FakeNode() as gone:
+async def test_a_node_that_cannot_be_reached_is_passed_over(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, FakeNode() as gone:
         await gone.stop()
         async with nodes(running, dies_at(2), complete) as asked:
             # Of three nodes that take turns, this one is chosen once in two requests.
@@ -310,8 +315,8 @@ async def test_a_node_that_cannot_be_reached_is_passed_over() -> None:
                 assert await ask(running) == SHOWN
 
 
-async def test_a_stream_waits_for_a_node_that_comes() -> None:
-    async with FakeNode(complete) as late, cluster() as running, nodes(running, dies_at(3)) as asked:
+async def test_a_stream_waits_for_a_node_that_comes(proxy: SharedProxy) -> None:
+    async with FakeNode(complete) as late, proxy.cluster() as running, nodes(running, dies_at(3)) as asked:
         waiting = asyncio.create_task(ask(running))
         await eventually(lambda: bool(asked.asked), "the first node has it")
         await running.add(node_info("late", Role.MIXED, late.url))
@@ -394,27 +399,27 @@ async def test_switched_off_everything_is_as_if_there_were_no_journals() -> None
         assert await resumes(running, "not_resumable") == 0
 
 
-async def test_a_stream_without_entries_ends_with_its_node() -> None:
+async def test_a_stream_without_entries_ends_with_its_node(proxy: SharedProxy) -> None:
     async def die(exchange: Exchange) -> None:
         await exchange.begin_stream()
         await exchange.chunk(cut(ANSWER[0])[0])
         exchange.die()
 
-    async with cluster() as running, nodes(running, die, complete) as asked:
+    async with proxy.cluster() as running, nodes(running, die, complete) as asked:
         assert broken(await ask(running), 1) == "upstream_lost"
         assert len(asked.asked) == 1
         assert await resumes(running, "not_resumable") == 1
 
 
-async def test_what_is_no_completion_has_no_identity() -> None:
-    async with cluster() as running, nodes(running, answer_ok) as asked:
+async def test_what_is_no_completion_has_no_identity(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, nodes(running, answer_ok) as asked:
         async with running.http.post("/tokenize", json={"model": "m"}) as response:
             assert response.status == 200
         assert asked.tickets[0].answer is None
 
 
-async def test_an_answer_in_one_piece_begins_again_with_the_same_identity() -> None:
-    async with cluster() as running, nodes(running, die_at_once, answer_ok) as asked:
+async def test_an_answer_in_one_piece_begins_again_with_the_same_identity(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, nodes(running, die_at_once, answer_ok) as asked:
         async with running.chat() as response:
             assert await response.read() == b'{"ok": true}'
         first, second = asked.tickets
@@ -512,9 +517,11 @@ async def test_many_busy_nodes_are_asked_few_at_a_time(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("second", [None, hangs_at(2)])
-async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(second: Behaviour | None) -> None:
+async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(
+    proxy: SharedProxy, second: Behaviour | None
+) -> None:
     behaviours = [dies_at(2)] if second is None else [dies_at(2), second]
-    async with cluster() as running, nodes(running, *behaviours) as asked:
+    async with proxy.cluster() as running, nodes(running, *behaviours) as asked:
         async with running.chat(stream=True) as response:
             assert await response.content.readexactly(len(shown(2))) == shown(2)
             await eventually(lambda: len(asked.asked) == len(behaviours), "the nodes have it")

@@ -21,6 +21,7 @@ from pdserve_proxy.relayed_routes import MAX_KEY_CHARS, wanted_keep
 from tests.proxy.cluster import Cluster, cluster, error_of, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 from tests.proxy.journaling_nodes import ANSWER, SHOWN, complete, nodes, refuses, split, ticket_in
+from tests.proxy.shared_proxy import SharedProxy
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 BODY = b'{"model": "m", "prompt": "p", "stream": true}'
@@ -97,8 +98,8 @@ async def test_two_proxies_send_a_key_to_the_same_node_whatever_their_policies_w
         assert len(keeps) == 6, "both proxies name an answer alike"
 
 
-async def test_a_request_that_says_nothing_of_keys_is_not_kept() -> None:
-    async with cluster() as running, nodes(running, complete) as made:
+async def test_a_request_that_says_nothing_of_keys_is_not_kept(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, nodes(running, complete) as made:
         assert (await ask(running))[0] == 200
         assert made.tickets[0].keep is None
 
@@ -115,12 +116,12 @@ async def test_owners_of_keys_are_told_apart() -> None:
         assert alice.owner != bob.owner
 
 
-async def test_other_nodes_are_asked_where_one_does_not_have_the_answer() -> None:
-    async with cluster() as running, nodes(running, refuses(410), complete) as made:
+async def test_other_nodes_are_asked_where_one_does_not_have_the_answer(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, nodes(running, refuses(410), complete) as made:
         status, body = await ask(running, last_event_id=EVENT_ID)
         assert (status, body) == (200, SHOWN)
         assert [ticket.keep and ticket.keep.after for ticket in made.tickets] == [EventPlace("0a1b", 7)] * 2
-    async with cluster() as running, nodes(running, refuses(410), refuses(410)) as made:
+    async with proxy.cluster() as running, nodes(running, refuses(410), refuses(410)) as made:
         status, body = await ask(running, last_event_id=EVENT_ID)
         assert status == 410, "the last node's own answer"
         assert json.loads(body) == {"error": {"message": "no"}}
@@ -129,15 +130,17 @@ async def test_other_nodes_are_asked_where_one_does_not_have_the_answer() -> Non
 
 
 @pytest.mark.parametrize("statuses", [(503, 410), (410, 503)])
-async def test_an_answer_is_not_said_to_be_gone_where_a_node_could_not_be_asked(statuses: tuple[int, int]) -> None:
-    async with cluster() as running, nodes(running, *map(refuses, statuses)) as made:
+async def test_an_answer_is_not_said_to_be_gone_where_a_node_could_not_be_asked(
+    proxy: SharedProxy, statuses: tuple[int, int]
+) -> None:
+    async with proxy.cluster() as running, nodes(running, *map(refuses, statuses)) as made:
         status, _ = await ask(running, last_event_id=EVENT_ID)
         assert status == 503
         assert len(made.asked) == 2
 
 
-async def test_keys_of_any_size_are_refused_before_a_node_hears_of_them() -> None:
-    async with cluster() as running, nodes(running, complete) as made:
+async def test_keys_of_any_size_are_refused_before_a_node_hears_of_them(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, nodes(running, complete) as made:
         status, body = await ask(running, idempotency_key="x" * 1000)
         assert (status, error_of(body)["code"]) == (400, "invalid_idempotency_key")
         status, body = await ask(running, last_event_id="17")
@@ -146,7 +149,9 @@ async def test_keys_of_any_size_are_refused_before_a_node_hears_of_them() -> Non
 
 
 @pytest.mark.parametrize("cut_at", [1, 9, 1000])
-async def test_another_node_goes_on_with_a_replayed_answer_as_if_the_proxy_had_seen_it_all(cut_at: int) -> None:
+async def test_another_node_goes_on_with_a_replayed_answer_as_if_the_proxy_had_seen_it_all(
+    proxy: SharedProxy, cut_at: int
+) -> None:
     """The node that replays sends the entries of what its client has, in any pieces, and then it dies."""
     identity = AnswerIdentity(b"i" * 16, 1_600_000_000)
     entries = b"".join(event.partition(b"\n")[0] + b"\n" for event in ANSWER[:3])
@@ -158,7 +163,7 @@ async def test_another_node_goes_on_with_a_replayed_answer_as_if_the_proxy_had_s
             await exchange.chunk(data[start : start + cut_at])
         exchange.die()
 
-    async with cluster() as running, nodes(running, replay_and_die, complete) as made:
+    async with proxy.cluster() as running, nodes(running, replay_and_die, complete) as made:
         status, body = await ask(running, last_event_id=EVENT_ID)
         assert status == 200
         assert body == cut(b"".join(ANSWER[3:]))[0]
@@ -169,11 +174,11 @@ async def test_another_node_goes_on_with_a_replayed_answer_as_if_the_proxy_had_s
         assert goes_on.keep.after is None, "this node keeps what follows, and is asked for nothing"
 
 
-async def test_a_place_in_an_answer_is_looked_for_without_the_body() -> None:
-    async with cluster() as running, nodes(running, *[refuses(410)] * 3, complete) as made:
+async def test_a_place_in_an_answer_is_looked_for_without_the_body(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, nodes(running, *[refuses(410)] * 3, complete) as made:
         assert (await ask(running, last_event_id=EVENT_ID))[0] == 200
         assert [request.body for request in made.asked] == [b""] * 4
-    async with cluster() as running, nodes(running, complete) as made:
+    async with proxy.cluster() as running, nodes(running, complete) as made:
         assert (await ask(running, idempotency_key="a new one"))[0] == 200
         assert made.asked[0].body == BODY, "a request that may be computed has one"
 

@@ -17,6 +17,7 @@ from tests.proxy.cluster import Cluster, cluster, error_of, eventually, heard, m
 from tests.proxy.continuation.test_resume import NO_WAIT, config, nothing_is_left, resumes
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, stream_events
 from tests.proxy.journaling_nodes import begin_and_die, die_at_once, nodes, refuses, split
+from tests.proxy.shared_proxy import SharedProxy
 
 LINES = [entry(choice, [100 + choice]) for choice in (0, 1, 0, 0)]
 HEAD = AnswerHead(200, {"content-type": "application/json", "x-pdserve-ignored": "a", "server": "s"})
@@ -73,8 +74,8 @@ async def code(running: Cluster) -> tuple[int, object]:
     return status, error_of(body)["code"]
 
 
-async def test_a_client_gets_nothing_but_the_answer() -> None:
-    async with cluster() as running, nodes(running, complete):
+async def test_a_client_gets_nothing_but_the_answer(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, nodes(running, complete):
         headers = {"x-request-id": "req-7"}
         async with running.http.post("/v1/completions", json={"model": "m"}, headers=headers) as got:
             assert (got.status, await got.read()) == (200, BODY)
@@ -90,8 +91,10 @@ async def test_a_client_gets_nothing_but_the_answer() -> None:
 @pytest.mark.parametrize("last", [complete, answer_soon])
 @pytest.mark.parametrize("more", [b"", b":0 10", b'{"status":200'])
 @pytest.mark.parametrize("end", range(1, len(PARTS)))
-async def test_the_answer_goes_on_wherever_its_node_dies(end: int, more: bytes, last: Behaviour) -> None:
-    async with cluster() as running, nodes(running, dies_at(end, more), last) as asked:
+async def test_the_answer_goes_on_wherever_its_node_dies(
+    proxy: SharedProxy, end: int, more: bytes, last: Behaviour
+) -> None:
+    async with proxy.cluster() as running, nodes(running, dies_at(end, more), last) as asked:
         assert await ask(running) == (200, BODY)
         first, second = asked.tickets
         assert (first.attempt, second.attempt) == (0, 1)
@@ -107,14 +110,14 @@ async def test_the_answer_goes_on_wherever_its_node_dies(end: int, more: bytes, 
 
 
 @pytest.mark.parametrize("end", [1, len(LINES)])
-async def test_an_answer_that_ends_too_early_in_good_order_goes_on(end: int) -> None:
+async def test_an_answer_that_ends_too_early_in_good_order_goes_on(proxy: SharedProxy, end: int) -> None:
     """As that of a node that drains."""
 
     async def end_early(exchange: Exchange) -> None:
         await answer_up_to_part(exchange, end)
         await exchange.finish()
 
-    async with cluster() as running, nodes(running, end_early, complete):
+    async with proxy.cluster() as running, nodes(running, end_early, complete):
         assert await ask(running) == (200, BODY)
 
 
@@ -131,8 +134,10 @@ async def test_an_answer_is_resumed_as_often_as_its_nodes_say_something(monkeypa
 
 
 @pytest.mark.parametrize("second", [die_at_once, begin_and_die, dies_at(2, b":0 1")])
-async def test_an_answer_with_which_two_nodes_in_a_row_were_lost_goes_to_no_third(second: Behaviour) -> None:
-    async with cluster() as running, nodes(running, dies_at(2), second, complete) as asked:
+async def test_an_answer_with_which_two_nodes_in_a_row_were_lost_goes_to_no_third(
+    proxy: SharedProxy, second: Behaviour
+) -> None:
+    async with proxy.cluster() as running, nodes(running, dies_at(2), second, complete) as asked:
         assert await code(running) == (502, "upstream_lost")
         assert len(asked.asked) == 2
         assert await resumes(running, "failed") == 1
@@ -140,16 +145,16 @@ async def test_an_answer_with_which_two_nodes_in_a_row_were_lost_goes_to_no_thir
 
 
 @pytest.mark.parametrize("answer", [refuses(400), refuses(500), refuses(504), stream_events])
-async def test_an_answer_that_no_other_node_would_improve_is_the_end(answer: Behaviour) -> None:
-    async with cluster() as running, nodes(running, dies_at(2), answer, complete) as asked:
+async def test_an_answer_that_no_other_node_would_improve_is_the_end(proxy: SharedProxy, answer: Behaviour) -> None:
+    async with proxy.cluster() as running, nodes(running, dies_at(2), answer, complete) as asked:
         assert (await code(running))[0] == 502
         assert len(asked.asked) == 2
         assert await resumes(running, "failed") == 1
 
 
-async def test_nodes_that_do_not_take_it_are_passed_over() -> None:
+async def test_nodes_that_do_not_take_it_are_passed_over(proxy: SharedProxy) -> None:
     behaviours = [dies_at(2), refuses(503), refuses(401), complete]
-    async with cluster() as running, nodes(running, *behaviours) as asked:
+    async with proxy.cluster() as running, nodes(running, *behaviours) as asked:
         assert await ask(running) == (200, BODY)
         assert len({ticket.node for ticket in asked.tickets}) == 4
 
@@ -195,7 +200,7 @@ async def test_a_request_whose_journal_does_not_fit_begins_again() -> None:
 
 
 @pytest.mark.parametrize("first", [complete, dies_at(2)])
-async def test_an_error_behind_the_journal_is_the_answer(first: Behaviour) -> None:
+async def test_an_error_behind_the_journal_is_the_answer(proxy: SharedProxy, first: Behaviour) -> None:
     failed = AnswerHead(500, {"content-type": "application/json", "x-should-retry": "false"})
 
     async def fail(exchange: Exchange) -> None:
@@ -203,20 +208,20 @@ async def test_an_error_behind_the_journal_is_the_answer(first: Behaviour) -> No
         await exchange.finish()
 
     behaviours = [fail] if first is complete else [first, fail, complete]
-    async with cluster() as running, nodes(running, *behaviours) as asked, running.chat() as response:
+    async with proxy.cluster() as running, nodes(running, *behaviours) as asked, running.chat() as response:
         assert (response.status, await response.read()) == (500, b'{"error": {}}')
         assert response.headers["x-should-retry"] == "false"
         assert len(asked.asked) == min(len(behaviours), 2)
 
 
-async def test_a_node_that_gives_it_back_behind_the_journal_is_passed_over() -> None:
+async def test_a_node_that_gives_it_back_behind_the_journal_is_passed_over(proxy: SharedProxy) -> None:
     busy = AnswerHead(503, {"content-type": "application/json"})
 
     async def give_back(exchange: Exchange) -> None:
         await answer_up_to_part(exchange, 2, more=busy.encode() + b"{}")
         await exchange.finish()
 
-    async with cluster() as running, nodes(running, give_back, complete) as asked:
+    async with proxy.cluster() as running, nodes(running, give_back, complete) as asked:
         assert await ask(running) == (200, BODY)
         assert [ticket.resume for ticket in asked.tickets] == [None, None]
 
@@ -225,14 +230,14 @@ async def test_a_node_that_gives_it_back_behind_the_journal_is_passed_over() -> 
     "data", [b"data: x\n", b'{"status":200}\n', b'{"status":200,"headers":{}}\nx', b":" * (MAX_LINE_BYTES + 1)]
 )
 @pytest.mark.parametrize("resumed", [False, True])
-async def test_what_is_no_such_answer(data: bytes, resumed: bool) -> None:
+async def test_what_is_no_such_answer(proxy: SharedProxy, data: bytes, resumed: bool) -> None:
     async def speak(exchange: Exchange) -> None:
         await exchange.begin_stream(content_type=JOURNALED_ANSWER)
         await exchange.chunk(data)
         await exchange.finish()
 
     behaviours = [dies_at(2), speak] if resumed else [speak]
-    async with cluster() as running, nodes(running, *behaviours, complete) as asked:
+    async with proxy.cluster() as running, nodes(running, *behaviours, complete) as asked:
         assert await code(running) == (502, "upstream_invalid")
         assert len(asked.asked) == len(behaviours)
         await nothing_is_left(running)
@@ -247,8 +252,8 @@ async def test_the_deadline_ends_it(behaviours: list[Behaviour]) -> None:
 
 
 @pytest.mark.parametrize("behaviours", [[hangs_at(2)], [dies_at(2)], [dies_at(2), hangs_at(3)]])
-async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(behaviours: list[Any]) -> None:
-    async with cluster() as running, nodes(running, *behaviours) as asked:
+async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(proxy: SharedProxy, behaviours: list[Any]) -> None:
+    async with proxy.cluster() as running, nodes(running, *behaviours) as asked:
         waiting = asyncio.create_task(ask(running))
         await eventually(lambda: len(asked.asked) == len(behaviours), "the nodes have it")
         waiting.cancel()

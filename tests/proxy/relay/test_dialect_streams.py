@@ -12,6 +12,7 @@ from pdserve.wire.version import RELEASED_0_1
 from tests.proxy.cluster import cluster, heard, node_info
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode
 from tests.proxy.journaling_nodes import nodes, split
+from tests.proxy.shared_proxy import SharedProxy
 
 EVENTS = [
     entry(0, [5, 6]) + b"event: begin\ndata: {}\n\n",
@@ -42,8 +43,8 @@ def answers_up_to(end: int) -> Behaviour:
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("end", range(1, len(EVENTS)))
-async def test_the_stream_goes_on_wherever_its_node_dies(end: int, path: str) -> None:
-    async with cluster() as running, nodes(running, answers_up_to(end), answers_up_to(len(EVENTS))) as asked:
+async def test_the_stream_goes_on_wherever_its_node_dies(proxy: SharedProxy, end: int, path: str) -> None:
+    async with proxy.cluster() as running, nodes(running, answers_up_to(end), answers_up_to(len(EVENTS))) as asked:
         async with running.http.post(path, json={"model": "m", "stream": True}) as response:
             assert await response.read() == SHOWN
         assert split(asked.asked[1])[1] == cut(b"".join(EVENTS[:end]))[1]
@@ -57,10 +58,10 @@ async def test_the_stream_goes_on_wherever_its_node_dies(end: int, path: str) ->
     ],
 )
 async def test_a_stream_that_nobody_goes_on_with_ends_with_the_error_of_its_route(
-    path: str, error: dict[str, object]
+    proxy: SharedProxy, path: str, error: dict[str, object]
 ) -> None:
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         nodes(running, answers_up_to(2), answers_up_to(2)),
         running.http.post(path, json={"model": "m", "stream": True}) as response,
     ):
@@ -74,8 +75,8 @@ async def test_a_stream_that_nobody_goes_on_with_ends_with_the_error_of_its_rout
     assert found == error
 
 
-async def test_the_proxy_s_own_errors_have_the_form_of_the_route() -> None:
-    async with cluster() as running:
+async def test_the_proxy_s_own_errors_have_the_form_of_the_route(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running:
         async with running.http.post("/v1/messages", json={"model": "m"}) as response:
             error = json.loads(await response.read())
             assert (response.status, error["type"], error["error"]["type"]) == (503, "error", "overloaded_error")
@@ -101,13 +102,13 @@ async def test_a_node_without_the_route_is_not_asked(path: str) -> None:
     assert not old.requests
 
 
-async def test_tokens_are_counted_by_a_node() -> None:
+async def test_tokens_are_counted_by_a_node(proxy: SharedProxy) -> None:
     async def answer(exchange: Exchange) -> None:
         assert exchange.request.path == "/v1/messages/count_tokens"
         await exchange.answer(200, b'{"input_tokens": 3}')
 
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         nodes(running, answer),
         running.http.post("/v1/messages/count_tokens", json={"model": "m"}) as response,
     ):

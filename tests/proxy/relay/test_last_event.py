@@ -16,6 +16,7 @@ from pdserve_proxy.relay.outcomes import RelayOutcome
 from tests.proxy.cluster import cluster, metric, proxy_config
 from tests.proxy.fake_node import EVENTS, Exchange
 from tests.proxy.journaling_nodes import ANSWER, dies_at, nodes
+from tests.proxy.shared_proxy import SharedProxy
 
 CLIENTS = InvalidRequest("the request's parameters leave no token", code="no_token_left")
 NODES = Unavailable("this node is shutting down", code="shutting_down")
@@ -86,24 +87,24 @@ async def test_it_counts_with_a_journal_and_without(
         assert await metric(running, f'pdserve_proxy_outcomes_total{{outcome="{outcome}"}}') == 1
 
 
-async def test_a_long_error_counts_also_where_the_journal_has_none_of_its_stream() -> None:
+async def test_a_long_error_counts_also_where_the_journal_has_none_of_its_stream(proxy: SharedProxy) -> None:
     async def fail(exchange: Exchange) -> None:
         await exchange.begin_stream()
         await exchange.chunk(error_event(LONG))
         await exchange.finish()
 
-    async with cluster() as running, nodes(running, dies_at(1), fail):
+    async with proxy.cluster() as running, nodes(running, dies_at(1), fail):
         async with running.chat(stream=True) as response:
             assert (await response.read()).endswith(error_event(LONG))
         assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="ok"}') == 0
         assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="upstream_failed"}') == 1
 
 
-async def test_a_whole_answer_that_its_node_gave_up_in_the_end_is_late() -> None:
+async def test_a_whole_answer_that_its_node_gave_up_in_the_end_is_late(proxy: SharedProxy) -> None:
     async def give_up(exchange: Exchange) -> None:
         await exchange.answer(LATE.status, error_body(LATE))
 
-    async with cluster() as running, nodes(running, give_up):
+    async with proxy.cluster() as running, nodes(running, give_up):
         async with running.chat() as response:
             assert response.status == 504
         assert await metric(running, 'pdserve_proxy_outcomes_total{outcome="timed_out"}') == 1

@@ -33,6 +33,7 @@ from tests.proxy.cluster import (
     ticket_of,
 )
 from tests.proxy.fake_node import DONE, EVENTS, Behaviour, Exchange, FakeNode, Received, answer_ok, stream_events
+from tests.proxy.shared_proxy import SharedProxy
 
 
 async def hang(exchange: Exchange) -> None:
@@ -66,7 +67,9 @@ async def die_mid_stream(exchange: Exchange) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("headers_sent", [True, False])
-async def test_a_client_that_leaves_closes_the_upstream_at_once(stream: bool, headers_sent: bool) -> None:
+async def test_a_client_that_leaves_closes_the_upstream_at_once(
+    proxy: SharedProxy, stream: bool, headers_sent: bool
+) -> None:
     entered, left = asyncio.Event(), asyncio.Event()
 
     async def begin_and_watch(exchange: Exchange) -> None:
@@ -77,7 +80,7 @@ async def test_a_client_that_leaves_closes_the_upstream_at_once(stream: bool, he
         await exchange.gone()
         left.set()
 
-    async with FakeNode(begin_and_watch) as node, cluster() as running:
+    async with FakeNode(begin_and_watch) as node, proxy.cluster() as running:
         await running.add(node_info("x", Role.MIXED, node.url))
         client = asyncio.create_task(_post_and_wait(running, stream))
         async with asyncio.timeout(5):
@@ -96,8 +99,8 @@ async def _post_and_wait(running: Cluster, stream: bool) -> None:
         await response.read()
 
 
-async def test_no_node_no_pair_and_no_model() -> None:
-    async with FakeNode() as node, cluster() as running:
+async def test_no_node_no_pair_and_no_model(proxy: SharedProxy) -> None:
+    async with FakeNode() as node, proxy.cluster() as running:
 
         async def refused(model: str = "m") -> tuple[int, str | None, object]:
             async with running.http.post("/v1/completions", json={"model": model}) as response:
@@ -148,7 +151,9 @@ async def test_a_body_without_a_length_is_bounded_too() -> None:
 
 
 @pytest.mark.parametrize("failing", [die_before_headers, die_before_the_first_event, refuse_busy, die_mid_answer])
-async def test_a_node_that_fails_before_its_first_byte_is_replaced_by_another(failing: Behaviour) -> None:
+async def test_a_node_that_fails_before_its_first_byte_is_replaced_by_another(
+    failing: Behaviour,
+) -> None:
     async with FakeNode(failing) as bad, FakeNode(stream_events) as good, cluster() as running:
         await running.add(node_info("bad", Role.MIXED, bad.url), node_info("good", Role.MIXED, good.url))
         async with running.chat(stream=True) as response:
@@ -187,16 +192,18 @@ async def nodes(running: Cluster, *behaviours: Behaviour) -> AsyncIterator[list[
 @pytest.mark.parametrize(
     "refusing", [[refuse_busy] * 5, [refuse_ticket] * 2, [refuse_busy, die_before_headers, refuse_busy]]
 )
-async def test_a_request_that_nodes_do_not_take_goes_to_the_one_that_does(refusing: list[Behaviour]) -> None:
-    async with cluster() as running, nodes(running, *refusing, stream_events) as asked:
+async def test_a_request_that_nodes_do_not_take_goes_to_the_one_that_does(
+    proxy: SharedProxy, refusing: list[Behaviour]
+) -> None:
+    async with proxy.cluster() as running, nodes(running, *refusing, stream_events) as asked:
         async with running.chat(stream=True) as response:
             assert await response.read() == b"".join(EVENTS) + DONE
         assert len(asked) == len(refusing) + 1
         assert await metric(running, "pdserve_proxy_upstream_retries_total") == len(refusing)
 
 
-async def test_several_nodes_that_cannot_be_reached_are_replaced_too() -> None:
-    async with cluster() as running, FakeNode() as good, AsyncExitStack() as gone:
+async def test_several_nodes_that_cannot_be_reached_are_replaced_too(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running, FakeNode() as good, AsyncExitStack() as gone:
         for number in range(3):
             async with FakeNode() as node:
                 info = node_info(f"gone{number}", Role.MIXED, node.url)
@@ -207,16 +214,16 @@ async def test_several_nodes_that_cannot_be_reached_are_replaced_too() -> None:
         assert len(good.requests) == 1
 
 
-async def test_a_request_that_two_nodes_were_lost_with_is_not_given_to_a_third() -> None:
+async def test_a_request_that_two_nodes_were_lost_with_is_not_given_to_a_third(proxy: SharedProxy) -> None:
     behaviours = [die_before_headers, refuse_busy, die_before_headers, answer_ok]
-    async with cluster() as running, nodes(running, *behaviours) as asked:
+    async with proxy.cluster() as running, nodes(running, *behaviours) as asked:
         async with running.chat() as response:
             assert response.status == 502
             assert error_of(await response.read())["code"] == "upstream_lost"
         assert len(asked) == 3
 
 
-async def test_a_request_that_nodes_die_of_is_given_to_two_also_over_kept_connections() -> None:
+async def test_a_request_that_nodes_die_of_is_given_to_two_also_over_kept_connections(proxy: SharedProxy) -> None:
     asked: list[FakeNode] = []
 
     def behaviour(made: list[FakeNode], number: int) -> Behaviour:
@@ -230,7 +237,7 @@ async def test_a_request_that_nodes_die_of_is_given_to_two_also_over_kept_connec
 
         return die_of_poison
 
-    async with cluster() as running, AsyncExitStack() as stack:
+    async with proxy.cluster() as running, AsyncExitStack() as stack:
         made: list[FakeNode] = []
         for number in range(4):
             made.append(await stack.enter_async_context(FakeNode(behaviour(made, number))))
@@ -259,7 +266,9 @@ async def test_not_more_than_so_many_nodes_are_asked(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_time_to_the_first_byte_is_that_of_the_answer_the_client_gets(stream: bool) -> None:
+async def test_the_time_to_the_first_byte_is_that_of_the_answer_the_client_gets(
+    proxy: SharedProxy, stream: bool
+) -> None:
     later_s = 0.3
 
     async def answer_later(exchange: Exchange) -> None:
@@ -267,14 +276,14 @@ async def test_the_time_to_the_first_byte_is_that_of_the_answer_the_client_gets(
         await (stream_events if stream else answer_ok)(exchange)
 
     name = "pdserve_proxy_time_to_first_byte_seconds"
-    async with cluster() as running, nodes(running, refuse_busy, die_mid_answer, answer_later) as asked:
+    async with proxy.cluster() as running, nodes(running, refuse_busy, die_mid_answer, answer_later) as asked:
         async with running.chat(stream=stream) as response:
             assert response.status == 200
             await response.read()
         assert len(asked) == 3
         assert await metric(running, f"{name}_count") == 1
         assert await metric(running, f"{name}_sum") >= later_s
-    async with cluster() as running, nodes(running, refuse_busy):
+    async with proxy.cluster() as running, nodes(running, refuse_busy):
         async with running.chat(stream=stream) as response:
             assert response.status == 503
         assert await metric(running, f"{name}_count") == 0
@@ -311,8 +320,8 @@ async def test_after_a_retry_the_load_is_where_the_request_is(failing: Behaviour
             assert [load(info) for info in decode] == [0, 0]
 
 
-async def test_a_node_that_refuses_connections_is_left_out_until_its_next_heartbeat() -> None:
-    async with FakeNode() as bad, FakeNode() as good, cluster() as running:
+async def test_a_node_that_refuses_connections_is_left_out_until_its_next_heartbeat(proxy: SharedProxy) -> None:
+    async with FakeNode() as bad, FakeNode() as good, proxy.cluster() as running:
         await running.add(node_info("good", Role.MIXED, good.url))
         await bad.stop()
         async with registered(node_info("bad", Role.MIXED, bad.url), running.addresses.control):
@@ -329,7 +338,7 @@ async def test_a_node_that_refuses_connections_is_left_out_until_its_next_heartb
 async def test_a_lost_node_without_an_alternative(
     behaviour: Behaviour, status: int, code: str, retry_after: str | None
 ) -> None:
-    async with FakeNode(behaviour) as node, cluster() as running:
+    async with FakeNode(behaviour) as node, cluster(proxy_config(resume_wait_s=0.1)) as running:
         await running.add(node_info("x", Role.MIXED, node.url))
         async with running.chat() as response:
             assert (response.status, response.headers.get("retry-after")) == (status, retry_after)
@@ -337,8 +346,8 @@ async def test_a_lost_node_without_an_alternative(
         assert len(node.requests) == 1
 
 
-async def test_an_unreachable_node_without_an_alternative() -> None:
-    async with FakeNode() as node, cluster() as running:
+async def test_an_unreachable_node_without_an_alternative(proxy: SharedProxy) -> None:
+    async with FakeNode() as node, proxy.cluster() as running:
         await running.add(node_info("x", Role.MIXED, node.url))
         await node.stop()
         async with running.chat() as response:
@@ -346,8 +355,8 @@ async def test_an_unreachable_node_without_an_alternative() -> None:
             assert error_of(await response.read())["type"] == "service_unavailable"
 
 
-async def test_a_busy_node_without_an_alternative_speaks_for_itself() -> None:
-    async with FakeNode(refuse_busy) as node, cluster() as running:
+async def test_a_busy_node_without_an_alternative_speaks_for_itself(proxy: SharedProxy) -> None:
+    async with FakeNode(refuse_busy) as node, proxy.cluster() as running:
         await running.add(node_info("x", Role.MIXED, node.url))
         async with running.chat() as response:
             assert (response.status, response.headers["retry-after"]) == (503, "7")
@@ -355,12 +364,12 @@ async def test_a_busy_node_without_an_alternative_speaks_for_itself() -> None:
 
 
 @pytest.mark.parametrize("status", [204, 301, 304, 401, 500, 600, 999])
-async def test_what_a_node_should_not_say_to_a_client_becomes_a_502(status: int) -> None:
+async def test_what_a_node_should_not_say_to_a_client_becomes_a_502(proxy: SharedProxy, status: int) -> None:
     async def speak(exchange: Exchange) -> None:
         kind = "application/json" if status == 401 else "text/plain"
         await exchange.answer(status, b"Internal Server Error", content_type=kind, location="http://elsewhere/")
 
-    async with FakeNode(speak) as node, cluster() as running:
+    async with FakeNode(speak) as node, proxy.cluster() as running:
         await running.add(node_info("x", Role.MIXED, node.url))
         async with running.chat() as response:
             assert response.status == 502
@@ -393,8 +402,8 @@ async def test_an_answer_that_does_not_end_is_given_up(chunked: bool, monkeypatc
             await left.wait()
 
 
-async def test_a_stream_whose_node_dies_ends_with_an_error_event_and_without_done() -> None:
-    async with FakeNode(die_mid_stream) as node, FakeNode() as other, cluster() as running:
+async def test_a_stream_whose_node_dies_ends_with_an_error_event_and_without_done(proxy: SharedProxy) -> None:
+    async with FakeNode(die_mid_stream) as node, FakeNode() as other, proxy.cluster() as running:
         await running.add(node_info("x", Role.MIXED, node.url))
         async with running.chat(stream=True) as response:
             assert response.status == 200
@@ -464,8 +473,8 @@ async def test_an_upload_that_does_not_come_in_time_is_refused(monkeypatch: pyte
         assert node.requests == []
 
 
-async def test_a_client_that_hangs_up_during_its_upload_leaves_nothing_behind() -> None:
-    async with FakeNode() as node, cluster() as running:
+async def test_a_client_that_hangs_up_during_its_upload_leaves_nothing_behind(proxy: SharedProxy) -> None:
+    async with FakeNode() as node, proxy.cluster() as running:
         await running.add(node_info("x", Role.MIXED, node.url))
         host, _, port = running.addresses.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))

@@ -173,7 +173,7 @@ async def test_one_client_does_not_take_the_waits_of_all(monkeypatch: pytest.Mon
 
 
 async def test_a_request_that_may_be_computed_is_not_asked_of_a_lost_node_again() -> None:
-    async with cluster() as running, nodes(running, die_at_once) as made:
+    async with cluster(config(wait_s=0.5)) as running, nodes(running, die_at_once) as made:
         status, body = await ask(running, event_id=None)
         assert (status, error_of(body)["code"]) == (502, "upstream_lost")
         assert len(made.asked) == 1

@@ -136,7 +136,8 @@ async def test_a_stream_that_goes_on_at_another_node_is_kept_too(end: int) -> No
 
 
 async def test_a_stream_that_breaks_off_leaves_nothing() -> None:
-    async with serving(streams(0, 3), streams(last="response.failed")) as (running, _):
+    settings = dataclasses.replace(config(), relay=proxy_config(resume_wait_s=0.1).relay)
+    async with serving(streams(0, 3), streams(last="response.failed"), settings=settings) as (running, _):
         assert b"event: error" in await stream_of(running)
         assert b"event: response.failed" in await stream_of(running)
         assert await metric(running, "pdserve_proxy_stored_responses") == 0
