@@ -18,6 +18,7 @@ from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.journal import cut
 from pdserve.wire.prepared import Prepared
 from pdserve_proxy.continuation import move, resume
+from pdserve_proxy.relay.outcomes import MoveReason
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.routing.router import Route
 from tests.proxy.cluster import Cluster, cluster, eventually, metric, node_info
@@ -36,6 +37,7 @@ from tests.proxy.journaling_nodes import (
     ticket_in,
 )
 from tests.proxy.relay import test_complete_answer
+from tests.proxy.shared_proxy import SharedProxy
 
 BEGUN = 2
 """The events that a client has before its node drains."""
@@ -162,14 +164,14 @@ def entries(count: int) -> bytes:
     return cut(b"".join(ANSWER[:count]))[1]
 
 
-async def test_a_stream_moves_to_a_node_that_is_prepared() -> None:
+async def test_a_stream_moves_to_a_node_that_is_prepared(proxy: SharedProxy) -> None:
     slow = Slow()
 
     async def go_on(exchange: Exchange) -> None:
         await slow.left.wait()  # the old connection is closed before the new node is asked for the stream
         await complete(exchange)
 
-    async with cluster() as running, draining(running, slow, prepare, go_on) as old, old.stream() as response:
+    async with proxy.cluster() as running, draining(running, slow, prepare, go_on) as old, old.stream() as response:
         await old.add(1)
         old.drain()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
@@ -188,7 +190,7 @@ async def test_a_stream_moves_to_a_node_that_is_prepared() -> None:
         await nothing_is_left(running)
 
 
-async def test_it_is_prepared_again_when_a_block_is_full() -> None:
+async def test_it_is_prepared_again_when_a_block_is_full(proxy: SharedProxy) -> None:
     """The first token that comes fills the block, and the node has to replay one token only."""
     slow = Slow(then=b"".join(ANSWER[BEGUN : BEGUN + 1]))
 
@@ -197,7 +199,7 @@ async def test_it_is_prepared_again_when_a_block_is_full() -> None:
         slow.go_on.set()
 
     nodes = (prepare_first, prepare, complete)
-    async with cluster() as running, draining(running, slow, *nodes) as old, old.stream() as response:
+    async with proxy.cluster() as running, draining(running, slow, *nodes) as old, old.stream() as response:
         await old.add(1)
         old.drain()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
@@ -223,12 +225,12 @@ async def test_where_much_has_come_it_is_prepared_again_at_once(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("says", [b"", b"[]", b'{"prepared":true,"lacking":{"0":-1}}', b"{" * 2**21])
-async def test_a_node_that_does_not_say_what_it_lacks_is_prepared(says: bytes) -> None:
+async def test_a_node_that_does_not_say_what_it_lacks_is_prepared(proxy: SharedProxy, says: bytes) -> None:
     async def prepare_oddly(exchange: Exchange) -> None:
         await exchange.answer(200, says)
 
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         draining(running, Slow(), prepare_oddly, complete) as old,
         old.stream() as response,
     ):
@@ -271,7 +273,7 @@ async def test_it_is_cut_exactly_between_events(more: bytes, half: bytes, monkey
         assert await moves(running, "moved") == 1
 
 
-async def test_the_end_of_a_stream_that_comes_meanwhile_is_its_end() -> None:
+async def test_the_end_of_a_stream_that_comes_meanwhile_is_its_end(proxy: SharedProxy) -> None:
     slow, left = Slow(), asyncio.Event()
 
     async def hang(exchange: Exchange) -> None:
@@ -279,7 +281,7 @@ async def test_the_end_of_a_stream_that_comes_meanwhile_is_its_end() -> None:
         await exchange.gone()
         left.set()
 
-    async with cluster() as running, draining(running, slow, hang) as old, old.stream() as response:
+    async with proxy.cluster() as running, draining(running, slow, hang) as old, old.stream() as response:
         await old.add(1)
         old.drain()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
@@ -288,9 +290,9 @@ async def test_the_end_of_a_stream_that_comes_meanwhile_is_its_end() -> None:
         await nothing_is_left(running)
 
 
-async def test_a_client_that_leaves_while_a_node_prepares_frees_both() -> None:
+async def test_a_client_that_leaves_while_a_node_prepares_frees_both(proxy: SharedProxy) -> None:
     slow, hanging = Slow(), Hanging()
-    async with cluster() as running, draining(running, slow, hanging) as old:
+    async with proxy.cluster() as running, draining(running, slow, hanging) as old:
         async with old.stream() as response:
             await old.add(1)
             old.drain()
@@ -303,9 +305,9 @@ async def test_a_client_that_leaves_while_a_node_prepares_frees_both() -> None:
         assert await moves(running, "ended") == 1
 
 
-async def test_a_client_that_leaves_at_the_cut_frees_both() -> None:
+async def test_a_client_that_leaves_at_the_cut_frees_both(proxy: SharedProxy) -> None:
     slow, hanging = Slow(), Hanging()
-    async with cluster() as running, draining(running, slow, prepare, hanging) as old:
+    async with proxy.cluster() as running, draining(running, slow, prepare, hanging) as old:
         async with old.stream() as response:
             await old.add(1)
             old.drain()
@@ -319,9 +321,9 @@ async def test_a_client_that_leaves_at_the_cut_frees_both() -> None:
 
 
 @pytest.mark.parametrize("first", [refuses(503), refuses(500), refuses(413), die_at_once])
-async def test_a_node_that_does_not_prepare_is_passed_over(first: Behaviour) -> None:
+async def test_a_node_that_does_not_prepare_is_passed_over(proxy: SharedProxy, first: Behaviour) -> None:
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         draining(running, Slow(), first, prepare, complete) as old,
         old.stream() as response,
     ):
@@ -334,9 +336,11 @@ async def test_a_node_that_does_not_prepare_is_passed_over(first: Behaviour) -> 
 
 
 @pytest.mark.parametrize("behaviours", [[die_at_once, die_at_once], [refuses(400)]])
-async def test_an_answer_that_no_node_can_take_stays_where_it_is(behaviours: list[Behaviour]) -> None:
+async def test_an_answer_that_no_node_can_take_stays_where_it_is(
+    proxy: SharedProxy, behaviours: list[Behaviour]
+) -> None:
     slow = Slow()
-    async with cluster() as running, draining(running, slow, *behaviours) as old, old.stream() as response:
+    async with proxy.cluster() as running, draining(running, slow, *behaviours) as old, old.stream() as response:
         await old.add(3)
         old.drain()
         await moved(running, "kept")
@@ -359,8 +363,12 @@ async def test_a_node_that_takes_too_long_is_left_alone(monkeypatch: pytest.Monk
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
 
 
-async def test_a_stream_waits_for_a_node_that_comes() -> None:
-    async with cluster() as running, draining(running, Slow(), prepare, complete) as old, old.stream() as response:
+async def test_a_stream_waits_for_a_node_that_comes(proxy: SharedProxy) -> None:
+    async with (
+        proxy.cluster() as running,
+        draining(running, Slow(), prepare, complete) as old,
+        old.stream() as response,
+    ):
         old.drain()
         await eventually(lambda: _said(running, "old", "state", "draining"), "the proxy knows that it drains")
         await old.add(1)
@@ -368,8 +376,12 @@ async def test_a_stream_waits_for_a_node_that_comes() -> None:
         assert await moves(running, "moved") == 1
 
 
-async def test_a_stream_stays_while_no_other_node_has_room() -> None:
-    async with cluster() as running, draining(running, Slow(), prepare, complete) as old, old.stream() as response:
+async def test_a_stream_stays_while_no_other_node_has_room(proxy: SharedProxy) -> None:
+    async with (
+        proxy.cluster() as running,
+        draining(running, Slow(), prepare, complete) as old,
+        old.stream() as response,
+    ):
         await _add_full(running, old)
         old.drain()
         await eventually(lambda: _said(running, "old", "state", "draining"), "the proxy knows that it drains")
@@ -378,9 +390,9 @@ async def test_a_stream_stays_while_no_other_node_has_room() -> None:
         assert {ticket_in(request).node for request in old.others.asked} == {roomy}
 
 
-async def test_after_the_cut_a_stream_goes_to_a_node_without_room_if_need_be() -> None:
+async def test_after_the_cut_a_stream_goes_to_a_node_without_room_if_need_be(proxy: SharedProxy) -> None:
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         draining(running, Slow(), prepare, refuses(503), complete) as old,
         old.stream() as response,
     ):
@@ -419,10 +431,10 @@ async def _count(running: Cluster, state: str, count: int) -> bool:
         return [entry["state"] for entry in await response.json()].count(state) == count
 
 
-async def test_new_requests_go_elsewhere() -> None:
+async def test_new_requests_go_elsewhere(proxy: SharedProxy) -> None:
     slow = Slow()
     wanted = [complete] * 4
-    async with cluster() as running, draining(running, slow, prepare, complete, *wanted) as old:
+    async with proxy.cluster() as running, draining(running, slow, prepare, complete, *wanted) as old:
         async with old.stream() as response:
             await old.add(1)
             old.drain()
@@ -434,10 +446,10 @@ async def test_new_requests_go_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("second", [begin_and_die, refuses(503), refuses(500)])
-async def test_a_node_that_is_lost_after_the_cut_is_the_first_one(second: Behaviour) -> None:
+async def test_a_node_that_is_lost_after_the_cut_is_the_first_one(proxy: SharedProxy, second: Behaviour) -> None:
     """As after any loss, another node goes on; the old one is left already."""
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         draining(running, Slow(), prepare, second, complete) as old,
         old.stream() as response,
     ):
@@ -463,7 +475,7 @@ async def test_a_stream_that_no_node_takes_after_the_cut_ends_with_an_error() ->
         await nothing_is_left(running)
 
 
-async def test_a_node_that_dies_while_another_one_prepares_is_lost_as_always() -> None:
+async def test_a_node_that_dies_while_another_one_prepares_is_lost_as_always(proxy: SharedProxy) -> None:
     dying, left = asyncio.Event(), asyncio.Event()
 
     async def die(exchange: Exchange) -> None:
@@ -476,7 +488,7 @@ async def test_a_node_that_dies_while_another_one_prepares_is_lost_as_always() -
         await left.wait()
         await prepare(exchange)
 
-    async with cluster() as running, draining(running, die, hang, complete) as old, old.stream() as response:
+    async with proxy.cluster() as running, draining(running, die, hang, complete) as old, old.stream() as response:
         await old.add(1)
         old.drain()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
@@ -504,7 +516,7 @@ async def stays(exchange: Exchange) -> None:
             await exchange.gone()
 
 
-async def test_a_stream_that_is_resumed_while_a_node_prepares_stays_where_it_is() -> None:
+async def test_a_stream_that_is_resumed_while_a_node_prepares_stays_where_it_is(proxy: SharedProxy) -> None:
     dying, prepared, resumed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def die(exchange: Exchange) -> None:
@@ -527,7 +539,7 @@ async def test_a_stream_that_is_resumed_while_a_node_prepares_stays_where_it_is(
         await exchange.finish()
 
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         draining(running, die, prepare_late, go_on, complete) as old,
         old.stream() as response,
     ):
@@ -540,8 +552,8 @@ async def test_a_stream_that_is_resumed_while_a_node_prepares_stays_where_it_is(
         await nothing_is_left(running)
 
 
-async def test_a_node_that_begins_to_drain_while_it_prepares_does_not_get_the_stream() -> None:
-    async with cluster() as running:
+async def test_a_node_that_begins_to_drain_while_it_prepares_does_not_get_the_stream(proxy: SharedProxy) -> None:
+    async with proxy.cluster() as running:
 
         async def drain(exchange: Exchange) -> None:
             boot_id = ticket_in(exchange.request).node
@@ -560,9 +572,11 @@ async def test_a_node_that_begins_to_drain_while_it_prepares_does_not_get_the_st
 async def test_a_loss_before_the_cut_is_a_loss_and_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cutting, move_to = asyncio.Event(), resume.Resumption.move_to
 
-    def noted(resumption: resume.Resumption, route: Route) -> asyncio.Future[resume.Declined | None]:
+    def noted(
+        resumption: resume.Resumption, route: Route, reason: MoveReason
+    ) -> asyncio.Future[resume.Declined | None]:
         cutting.set()
-        return move_to(resumption, route)
+        return move_to(resumption, route, reason)
 
     monkeypatch.setattr(resume.Resumption, "move_to", noted)
 
@@ -618,7 +632,7 @@ async def test_a_stream_that_is_cut_is_not_prepared_again(monkeypatch: pytest.Mo
         assert pause_s > 0.3, "it counts from the last event of the old node"
 
 
-async def test_an_answer_that_was_kept_at_a_node_moves_from_the_next_one() -> None:
+async def test_an_answer_that_was_kept_at_a_node_moves_from_the_next_one(proxy: SharedProxy) -> None:
     dying = asyncio.Event()
 
     async def die(exchange: Exchange) -> None:
@@ -627,7 +641,7 @@ async def test_an_answer_that_was_kept_at_a_node_moves_from_the_next_one() -> No
         exchange.die()
 
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         draining(running, die, refuses(400), go_on_for_now, prepare, complete) as old,
         old.stream() as response,
     ):
@@ -690,9 +704,9 @@ async def test_a_stream_moves_as_often_as_its_nodes_drain(monkeypatch: pytest.Mo
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
 
 
-async def test_a_journaled_answer_in_one_piece_moves_too() -> None:
+async def test_a_journaled_answer_in_one_piece_moves_too(proxy: SharedProxy) -> None:
     async with (
-        cluster() as running,
+        proxy.cluster() as running,
         draining(running, test_complete_answer.hangs_at(2), prepare, test_complete_answer.complete) as old,
     ):
         asked = asyncio.create_task(test_complete_answer.ask(running))
