@@ -547,7 +547,7 @@ async def test_a_worker_that_missed_changes_gets_all_nodes(tmp_path: Path, monke
 
                 The queues may have room for more than it keeps, and then the oldest ones are gone for good.
                 """
-                kept = {request.request_id for request in hub._suspects.kept()}
+                kept = {request.request_id for request in hub._suspects.refused()}
                 return f"r{found}" not in worker.suspects or not kept <= worker.suspects
 
             while worker.names() != ["n", "late"] or not worker.secrets or missed():

@@ -27,8 +27,8 @@ T = TypeVar("T")
 class WatchedSuspects(Suspects):
     """Suspects of one process, which also keeps those that are over."""
 
-    def __init__(self, kept_s: float) -> None:
-        super().__init__(kept_s)
+    def __init__(self, refused_s: float) -> None:
+        super().__init__(refused_s)
         self.made_s = self._clock()
         self.taken: dict[bytes, SuspectedRequest] = {}
 

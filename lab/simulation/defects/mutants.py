@@ -231,7 +231,7 @@ RARE = (
         662,
         "pdserve_proxy.relay.event_stream.EventStream",
         "end",
-        "told or RelayOutcome.OK",
+        "failed or RelayOutcome.OK",
         "RelayOutcome.OK",
     ),
     Mutant(

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable
 
 from pdserve.wire.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, cut, cut_room_blocks, parse
-from pdserve_proxy.relay.complete_events import WholeEvents
+from pdserve_proxy.relay.complete_events import CompleteEvents
 from pdserve_proxy.relay.dispatch import NodeRequest
 
 LARGEST_SHARE = 32
@@ -59,7 +59,17 @@ class JournalBudget:
 class RelayJournal:
     """The journal of one stream, which has to be freed in the end."""
 
-    __slots__ = ("_budget", "_done", "_entryless", "_freed", "_taken", "entries", "on_room", "request", "room")
+    __slots__ = (
+        "_budget",
+        "_done",
+        "_entryless",
+        "_freed",
+        "_taken",
+        "capacity",
+        "entries",
+        "on_blocks_wanted",
+        "request",
+    )
 
     def __init__(self, budget: JournalBudget, request: NodeRequest) -> None:
         self._budget = budget
@@ -70,18 +80,18 @@ class RelayJournal:
         self.entries = bytearray()
         """The entries of the events that the client has, each with its colon, and with an end of line or without.
 
-        Whoever adds some calls ``grow`` if there is no room.
+        Whoever adds some calls ``grow`` if they take more than ``capacity``.
         """
-        self.room = 0
-        """The bytes of entries for which there is room; -1 after the journal has been dropped."""
+        self.capacity = 0
+        """The bytes that the entries may take now; -1 after the journal has been dropped."""
         self._done = False
         """Whether the entry of the stream's end came after the journal had been dropped."""
         self._entryless = False
         """Whether an event without an entry has come."""
         self._freed = 0
         """The number of entries that the journal had, and has no more."""
-        self.on_room: Callable[[int], None] | None = None
-        """Called when the node wishes that another one goes on, with the tokens for which that should have room."""
+        self.on_blocks_wanted: Callable[[int], None] | None = None
+        """Called when the node wishes that another one goes on, with the tokens for which that should have blocks."""
 
     @property
     def resumable(self) -> bool:
@@ -113,7 +123,7 @@ class RelayJournal:
         return not self._entryless and not self.done and (bool(self.entries) or self.request is None)
 
     def grow(self) -> None:
-        """Makes room for the entries that were added, or drops them."""
+        """Takes more of the budget for the entries that were added, or drops them."""
         if self.request is None:
             self._done = self.done
             self._forget()
@@ -124,22 +134,22 @@ class RelayJournal:
             self.drop(DropReason.BUDGET)
             return
         self._taken = size
-        self.room = len(self.entries) + GROWTH_BYTES
+        self.capacity = len(self.entries) + GROWTH_BYTES
 
     def keep(self, entries: bytes) -> None:
         """Adds entries as they come from a node, the last one with its end of line or without."""
         self.entries += entries
-        if len(self.entries) > self.room:
+        if len(self.entries) > self.capacity:
             self.grow()
 
     def add(self, entries: bytes) -> None:
         """Adds entries in the form that ``cut`` gives."""
         self.keep(b"".join([b":%b\n" % line for line in entries.splitlines()]))
 
-    def want_room(self, tokens: int) -> None:
+    def want_blocks(self, tokens: int) -> None:
         """Passes a wish of the node on, if there is one: ``tokens`` is 0 otherwise."""
-        if tokens and self.on_room is not None:
-            self.on_room(tokens)
+        if tokens and self.on_blocks_wanted is not None:
+            self.on_blocks_wanted(tokens)
 
     def drop(self, reason: DropReason) -> None:
         """Frees the journal, whose stream goes on, and counts it at the first call."""
@@ -158,9 +168,9 @@ class RelayJournal:
         self._budget.give_back(self._taken)
         self._taken = 0
         self.request = None
-        self.on_room = None
+        self.on_blocks_wanted = None
         self._forget()
-        self.room = -1
+        self.capacity = -1
 
     def _forget(self) -> None:
         self._freed = self.count
@@ -171,7 +181,7 @@ def _lines(entries: bytearray) -> bytes:
     return bytes(entries).replace(b"\n", b"").replace(b":", b"\n")[1:] + b"\n"
 
 
-class JournaledEvents(WholeEvents):
+class JournaledEvents(CompleteEvents):
     """Passes a byte stream on in whole events, without their entries, which go to a journal.
 
     An event without an entry is one with which the node ends its stream itself, like an error event, or it comes from a
@@ -209,7 +219,7 @@ class JournaledEvents(WholeEvents):
         """Returns ``events``, which follow ``before``, without entries."""
         if not before:
             events, tokens = cut_room_blocks(events)
-            self._journal.want_room(tokens)
+            self._journal.want_blocks(tokens)
         if not events:
             return b""
         shown, entries = cut(before + events)

@@ -111,9 +111,9 @@ async def _answers(node: NodeInfo, pool: NodePool) -> bool:
 class Suspects:
     """The suspects of a proxy, as one process knows them. A request is known by its path and the bytes of its body."""
 
-    def __init__(self, kept_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """With ``kept_s`` 0, no request is remembered."""
-        self._kept_s = kept_s
+    def __init__(self, refused_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """With ``refused_s`` 0, no request is remembered."""
+        self._refused_s = refused_s
         self._clock = clock
         self._suspects: dict[bytes, SuspectedRequest] = {}
         self._sizes: set[int] = set()
@@ -128,10 +128,10 @@ class Suspects:
         """
         how = "; ".join(losses)
         told = f"{len(losses)} nodes were lost with this request, {request_id}: {how}"
-        refused = f"; its like is refused for {self._kept_s:g} s" if self._kept_s else ""
+        refused = f"; its like is refused for {self._refused_s:g} s" if self._refused_s else ""
         error = BadUpstream(told + refused, code="upstream_lost")
-        if self._kept_s:
-            until_s = self._clock() + self._kept_s
+        if self._refused_s:
+            until_s = self._clock() + self._refused_s
             found = SuspectedRequest(_fingerprint(path, body), len(body), request_id, client, how, until_s)
             self.take([found])
             self.share(found)
@@ -147,7 +147,7 @@ class Suspects:
             del self._suspects[next(iter(self._suspects))]
         self._note_sizes()
 
-    def kept(self) -> tuple[SuspectedRequest, ...]:
+    def refused(self) -> tuple[SuspectedRequest, ...]:
         """Returns those that are refused now."""
         now_s = self._clock()
         return tuple(suspect for suspect in self._suspects.values() if suspect.until_s > now_s)

@@ -12,8 +12,9 @@ response is closed behind an event, and the new node gets the journal as it is n
 bytes of two nodes never reach a client together: there is one response that is read, and the next one is asked for when
 it is closed. While no other node has a free place, the answer goes on where it is.
 
-A node that runs out of blocks names an answer that should go on where there are more (``RelayJournal.on_room``), before
-it has to preempt it. There is one attempt at that, at a node that has them now. If it fails, nothing has changed.
+A node that runs out of blocks names an answer that should go on where there are more, before it has to preempt it
+(``RelayJournal.on_blocks_wanted``). There is one attempt at that, at a node that has them now. If it fails, nothing has
+changed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ LOOK_S = 0.1
 """Seconds until an answer of which nothing has come yet is looked at again."""
 MAX_LOSSES = 2
 """The nodes that may be lost while they prepare for one answer: it may be what they die of."""
-MAX_ROOM_MOVES = 2
+MAX_MOVES_FOR_BLOCKS = 2
 """How often one answer leaves a node for want of room: where all nodes are short of blocks, it would only go around."""
 OF_THE_NODE = (*REFUSALS, 408, 413)
 """Status codes below 500 that are no word about the answer: another node may prepare for it."""
@@ -131,7 +132,7 @@ class PlannedMoves:
         """From now on moves the answer whenever its node drains or wants room, until ``ended`` is called."""
         self._answers[relayed] = resumption
         if resumption.journal is not None:
-            resumption.journal.on_room = lambda tokens: self._want_room(relayed, resumption, tokens)
+            resumption.journal.on_blocks_wanted = lambda tokens: self._want_blocks(relayed, resumption, tokens)
         self._look_at(relayed, resumption)
 
     def ended(self, relayed: RelayedRequest) -> None:
@@ -160,15 +161,15 @@ class PlannedMoves:
             task = asyncio.create_task(self._move(relayed, resumption, old), name="move")
             self._moves[relayed] = Move(task, old, MoveReason.DRAIN)
 
-    def _want_room(self, relayed: RelayedRequest, resumption: Resumption, tokens: int) -> None:
+    def _want_blocks(self, relayed: RelayedRequest, resumption: Resumption, tokens: int) -> None:
         """Begins to move an answer to a node with free blocks for so many tokens, if it does not move already."""
         if relayed.route is None or relayed not in self._answers or resumption.planned:
             return
         old, move = relayed.route.decode, self._moves.get(relayed)
         if old.boot_id in self._registry.draining or (move is not None and not move.task.done()):
             return
-        task = asyncio.create_task(self._move_for_room(relayed, resumption, old, tokens), name="move for room")
-        self._moves[relayed] = Move(task, old, MoveReason.ROOM)
+        task = asyncio.create_task(self._move_for_blocks(relayed, resumption, old, tokens), name="move for room")
+        self._moves[relayed] = Move(task, old, MoveReason.BLOCKS)
 
     async def _move(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo) -> None:
         try:
@@ -179,17 +180,19 @@ class PlannedMoves:
         if result is None or not resumption.is_at(old):  # so that it can move again
             self._moves.pop(relayed, None)
             return
-        self._counts.move_ended(MoveReason.DRAIN, MoveOutcome.KEPT)
+        self._counts.move_ended(MoveReason.DRAIN, MoveOutcome.STAYED)
         log.warning("request_id=%s stays at %s: %s", relayed.request_id, relayed.decode_name, result.why)
 
-    async def _move_for_room(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo, tokens: int) -> None:
+    async def _move_for_blocks(
+        self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo, tokens: int
+    ) -> None:
         try:
-            result = await self._leave_for_room(resumption, old, tokens)
+            result = await self._leave_for_blocks(resumption, old, tokens)
         except Exception:
             log.exception("request_id=%s a move failed inside the proxy", relayed.request_id)
             result = Unfit("the proxy failed")
         if result is not None and resumption.is_at(old):
-            self._counts.move_ended(MoveReason.ROOM, MoveOutcome.KEPT)
+            self._counts.move_ended(MoveReason.BLOCKS, MoveOutcome.STAYED)
             # Where all nodes are short of blocks, there may be many such lines. A node that was asked is rare.
             level = logging.INFO if isinstance(result, Declined) else logging.DEBUG
             log.log(level, "request_id=%s stays at %s: %s", relayed.request_id, old.name, result.why)
@@ -197,14 +200,14 @@ class PlannedMoves:
         if relayed in self._answers:
             self._look_at(relayed, resumption)  # its node may drain by now
 
-    async def _leave_for_room(self, resumption: Resumption, old: NodeInfo, tokens: int) -> Unfit | Declined | None:
+    async def _leave_for_blocks(self, resumption: Resumption, old: NodeInfo, tokens: int) -> Unfit | Declined | None:
         """Returns when the answer is elsewhere, or why it stays at its ``old`` node. It waits for no node."""
-        if resumption.moves_for_room >= MAX_ROOM_MOVES:
-            return Unfit(f"it has moved for want of room {MAX_ROOM_MOVES} times already")
+        if resumption.moves_for_blocks >= MAX_MOVES_FOR_BLOCKS:
+            return Unfit(f"it has moved for want of room {MAX_MOVES_FOR_BLOCKS} times already")
         stream = resumption.leaving()
         if stream is None:
             return Unfit("there is no whole journal of it")
-        stream = replace(stream, room_tokens=tokens)
+        stream = replace(stream, needs_tokens=tokens)
         route = self._resumes.choose(stream, {old.boot_id: math.inf})
         if route is None:
             return Unfit("no other node has room")
@@ -226,7 +229,7 @@ class PlannedMoves:
                 prepared = await self._prepare(stream, route)
             if isinstance(prepared, PreparedNode) and not _has_blocks_of(prepared.prepared):
                 return Declined(f"{route.decode.name} could not fetch its blocks")
-            return await self._go(prepared, stream, route, resumption, old, MoveReason.ROOM)
+            return await self._go(prepared, stream, route, resumption, old, MoveReason.BLOCKS)
 
     async def _leave(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo) -> Unfit | None:
         """Returns when the answer is elsewhere, or why it stays at its ``old`` node."""

@@ -80,9 +80,9 @@ class LostStream:
     """The node that was lost, or is left."""
     holders: tuple[NodeInfo, ...] = ()
     """Nodes that may hold blocks of the answer's KV cache, the likeliest first."""
-    needs_room: bool = False
+    needs_places: bool = False
     """Whether only nodes with places for all of its answers can go on: it can stay where it is until there is one."""
-    room_tokens: int = 0
+    needs_tokens: int = 0
     """Only nodes with free blocks for so many tokens can go on: it leaves a node that has too few."""
 
     @property
@@ -138,7 +138,7 @@ class Resumption:
         self._holders: tuple[NodeInfo, ...] = ()
         self._cut: PlannedCut | None = None
         """Set when the present node is left by plan."""
-        self.moves_for_room = 0
+        self.moves_for_blocks = 0
         """How often the answer has left a node that had no blocks left."""
         self._left_s = 0.0
         """When the last event of a node came that is left by plan, or a little later."""
@@ -209,7 +209,7 @@ class Resumption:
         from_s = loop.time() if cut is None else self._left_s
         try:
             # It cannot stay any more: if need be, it waits for a place.
-            stream = replace(self._lost_stream(left=cut is not None), needs_room=False)
+            stream = replace(self._lost_stream(left=cut is not None), needs_places=False)
             self._holders = stream.holders
             events = stream.journal.count
             if cut is None:
@@ -236,9 +236,9 @@ class Resumption:
                 counts.nodes.resumed(relayed.route.decode)
             self._count += 1
         else:
-            self.moves_for_room += cut.reason is MoveReason.ROOM
+            self.moves_for_blocks += cut.reason is MoveReason.BLOCKS
             back = relayed.route is not None and relayed.route.decode.boot_id == stream.node.boot_id
-            counts.move_ended(cut.reason, MoveOutcome.KEPT if back else MoveOutcome.MOVED, gap_s)
+            counts.move_ended(cut.reason, MoveOutcome.STAYED if back else MoveOutcome.MOVED, gap_s)
         counts.incidents.add(
             IncidentKind.RESUMED if cut is None else IncidentKind.MOVED,
             f"its answer goes on at {relayed.decode_name}",
@@ -275,7 +275,7 @@ class Resumption:
             journal=journal,
             node=route.decode,
             holders=tuple(held.values())[:MAX_HOLDERS],
-            needs_room=left,
+            needs_places=left,
         )
 
 
@@ -316,7 +316,7 @@ class Resumes:
         """
         until_s = self._loop.time() + self._wait_s
         asked_again_s: dict[bytes, float] = {}
-        if cut is None or cut.reason is not MoveReason.ROOM:
+        if cut is None or cut.reason is not MoveReason.BLOCKS:
             asked_again_s[stream.node.boot_id] = math.inf
         refusals, losses = 0, {stream.node.boot_id: f"node {stream.node.name} was lost with its answer"}
         if cut is not None:
@@ -453,12 +453,12 @@ class Resumes:
 
     def _full(self, stream: LostStream) -> frozenset[bytes]:
         """Returns the decode nodes that have no room, if the stream needs some: only a planned move does."""
-        if not (stream.needs_room or stream.room_tokens):
+        if not (stream.needs_places or stream.needs_tokens):
             return frozenset()
         nodes = [pair.decode for pair in self._registry.serving().pairings.get(stream.query.model, ())]
         full: set[bytes] = set()
-        if stream.needs_room:
-            full |= {node.boot_id for node in nodes if not self._dispatch.has_room(stream.request.body, node)}
-        if stream.room_tokens:
-            full |= {node.boot_id for node in nodes if not self._dispatch.has_blocks(stream.room_tokens, node)}
+        if stream.needs_places:
+            full |= {node.boot_id for node in nodes if not self._dispatch.has_places(stream.request.body, node)}
+        if stream.needs_tokens:
+            full |= {node.boot_id for node in nodes if not self._dispatch.has_blocks(stream.needs_tokens, node)}
         return frozenset(full)

@@ -180,7 +180,7 @@ class RequestCounts(Collector):
             resumes.add_metric([outcome], count)
         yield resumes
         yield self._moves_for(MoveReason.DRAIN, "pdserve_proxy_moves", "Answers whose node drained")
-        yield self._moves_for(MoveReason.ROOM, "pdserve_proxy_room_moves", "Answers whose node ran out of blocks")
+        yield self._moves_for(MoveReason.BLOCKS, "pdserve_proxy_room_moves", "Answers whose node ran out of blocks")
         gaps = HistogramMetricFamily(
             "pdserve_proxy_resume_gap_seconds",
             "From a node's loss, or from its last event before a move, to what the next node says of an answer.",

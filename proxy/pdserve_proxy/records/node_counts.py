@@ -19,7 +19,7 @@ from pdserve.metrics.histogram import BucketCounts, seconds_to
 from pdserve.wire.discovery import NodeInfo
 
 MAX_LABELLED = 64
-KEPT_S = 900.0
+FORGOTTEN_AFTER_S = 900.0
 """Seconds for which the counts of a name are kept that no node has."""
 OTHER_NODES = "other"
 """The label of nodes without one of their own."""
@@ -128,5 +128,5 @@ class NodeCounts:
 
     def _forget(self, now_s: float) -> None:
         """Forgets the names that no node has had for a while."""
-        for name in [name for name, counts in self._labelled.items() if now_s - counts.seen_s > KEPT_S]:
+        for name in [name for name, counts in self._labelled.items() if now_s - counts.seen_s > FORGOTTEN_AFTER_S]:
             del self._labelled[name]

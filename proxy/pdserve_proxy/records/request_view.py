@@ -38,7 +38,7 @@ def stage_of(request: RelayRecord | RelayedRequest) -> RequestStage:
     return RequestStage.PROMPT if request.prompt_done_s is None else RequestStage.ANSWER
 
 
-def seen(record: RelayRecord) -> SeenRequest:
+def request_view(record: RelayRecord) -> SeenRequest:
     route = record.route
     decode = prefill = ""
     if route is not None:

@@ -133,7 +133,7 @@ class JournaledAnswer:
             name = self._relayed.decode_name
             raise BadUpstream(f"node {name} gave an unexpected answer: {exc}", code="upstream_invalid") from exc
         self._journal.keep(entries)
-        self._journal.want_room(tokens)
+        self._journal.want_blocks(tokens)
         return bool(entries) or self._reader.head is not None
 
 

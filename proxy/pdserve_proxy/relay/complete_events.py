@@ -10,7 +10,7 @@ _ENDINGS = (b"\n\n", b"\r\n\r\n")
 _LONGEST_ENDING = 4
 
 
-class WholeEvents:
+class CompleteEvents:
     """Passes a byte stream on in pieces that end where an event ends.
 
     A client then never holds half an event when its stream breaks, and an error event can always follow. Nodes write

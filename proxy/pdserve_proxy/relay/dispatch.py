@@ -135,7 +135,7 @@ class Dispatch:
         self._nodes.began(route.decode)
         relayed.begin_attempt(route, self._attempts.begin((route.decode, body.answers), *prefill))
 
-    def has_room(self, body: GenerationBody, node: NodeInfo) -> bool:
+    def has_places(self, body: GenerationBody, node: NodeInfo) -> bool:
         """Returns whether a request would begin at once at ``node``, which is registered."""
         load, most = self._attempts.load(node.boot_id), node.capacity.max_running
         return load + min(body.answers, most) <= most

@@ -1,4 +1,4 @@
-"""Relays the body of a streamed response: whole server-sent events, of another node once the first one is lost.
+"""Relays the body of a streamed response: complete server-sent events, of another node once the first one is lost.
 
 The relay looks for the ends of events and for journal entries only. It does not parse what a client gets, but for the
 error event with which a node ended its stream.
@@ -16,7 +16,7 @@ from pdserve.errors import BadUpstream
 from pdserve.http.errors import error_event, error_form
 from pdserve_proxy.continuation.journal import JournaledEvents, ReplayedEvents
 from pdserve_proxy.continuation.resume import ResumeFailed, Resumption
-from pdserve_proxy.relay.complete_events import BEGINNING_BYTES, WholeEvents
+from pdserve_proxy.relay.complete_events import BEGINNING_BYTES, CompleteEvents
 from pdserve_proxy.relay.outcomes import RelayOutcome
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
@@ -63,12 +63,12 @@ class EventStream:
     async def open(self) -> None:
         """Waits for the first event, so that a node lost before it can still be replaced. Raises NodeLost."""
         while not self.first and not self.over:
-            self.first = self._whole(await self._response.read())
+            self.first = self._complete(await self._response.read())
         self._relayed.relayed_bytes += len(self.first)
         self._note_last(self.first)
 
     async def next(self, write: Callable[[bytes], bool]) -> bytes:
-        """Returns whole events, or nothing if there are none now; if nobody goes on after a loss, an error event.
+        """Returns complete events, or nothing if there are none now; if nobody goes on after a loss, an error event.
 
         Events in the middle of a stream go to ``write`` as they come, without waking the task that waits here, until
         ``write`` returns False.
@@ -87,7 +87,7 @@ class EventStream:
             return not data or write(data)
 
         try:
-            data = self._whole(await self._response.read(relay))
+            data = self._complete(await self._response.read(relay))
         except NodeLost as exc:
             data = await self._after_loss(exc)
         self._relayed.relayed_bytes += len(data)
@@ -97,18 +97,18 @@ class EventStream:
     def end(self) -> None:
         """Ends the request, whose client has the whole body, unless a loss has ended it already."""
         # Of an error event that was too long to be held back, the last bytes do not tell. No event follows it.
-        told = outcome_told(last_event(self._last)) or outcome_told(self._events.long_event)
-        self._relayed.end(told or RelayOutcome.OK)
+        failed = error_outcome(last_event(self._last)) or error_outcome(self._events.long_event)
+        self._relayed.end(failed or RelayOutcome.OK)
 
     def _note_last(self, events: bytes) -> None:
         if events:
             self._last = events if len(events) <= BEGINNING_BYTES else last_event(events) + b"\n\n"
 
-    def _new_events(self) -> WholeEvents:
-        return WholeEvents() if self._journal is None else JournaledEvents(self._journal)
+    def _new_events(self) -> CompleteEvents:
+        return CompleteEvents() if self._journal is None else JournaledEvents(self._journal)
 
-    def _whole(self, piece: bytes) -> bytes:
-        """Returns the whole events that ``piece`` completes. Raises NodeLost if the node ended the stream too early."""
+    def _complete(self, piece: bytes) -> bytes:
+        """Returns the events that ``piece`` completes. Raises NodeLost if the node ended the stream too early."""
         data = self._events.feed(piece) if piece else b""
         if self._response.exhausted:
             journal = self._journal
@@ -149,7 +149,7 @@ class EventStream:
         self._events = self._new_events()
         data = b""
         while not data and not self.over:
-            data = self._whole(await response.read())
+            data = self._complete(await response.read())
         self._relayed.got_byte()
         self._relayed.begin_relaying(response.status)
         return data
@@ -196,7 +196,7 @@ def last_event(events: bytes) -> bytes:
     return events[start : min(len(events) - 2, start + BEGINNING_BYTES)]
 
 
-def outcome_told(event: bytes) -> RelayOutcome | None:
+def error_outcome(event: bytes) -> RelayOutcome | None:
     """Returns how a stream ended whose last event is this; None if it is no error event."""
     *fields, data = event.split(b"\n")
     if _ERROR_LINES.isdisjoint(fields):

@@ -40,7 +40,7 @@ class MoveReason(enum.StrEnum):
 
     DRAIN = "drain"
     """Its node drains."""
-    ROOM = "room"
+    BLOCKS = "room"
     """Its node runs out of blocks, and another one has some."""
 
 
@@ -50,7 +50,7 @@ class MoveOutcome(enum.StrEnum):
     MOVED = "moved"
     ENDED = "ended"
     """It ended, or its client left, before another node went on with it."""
-    KEPT = "kept"
+    STAYED = "kept"
     """It stays at its node: it has no whole journal, or no other node takes it."""
 
 

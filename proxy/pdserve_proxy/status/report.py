@@ -20,7 +20,7 @@ from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
 from pdserve_proxy.incidents import last_incidents
 from pdserve_proxy.recent_counts import STEP_S, STEPS, RecentCounts, step_of
 from pdserve_proxy.records.access_log import MAX_RECENT, RequestCounts
-from pdserve_proxy.records.request_view import has_failed, seen, stage_of
+from pdserve_proxy.records.request_view import has_failed, request_view, stage_of
 from pdserve_proxy.registry.snapshot import RegisteredNode, Snapshot
 from pdserve_proxy.relay.outcomes import RelayOutcome
 from pdserve_proxy.status.throughput import SHARES, Percentiles, Throughput
@@ -136,8 +136,8 @@ def relay_status(counts: RequestCounts) -> RelayStatus:
     stages = Counter(stage_of(relayed) for relayed in counts.under_way)
     return RelayStatus(
         stages=dict(stages),
-        under_way=tuple([seen(relayed.record()) for relayed in islice(counts.under_way, MAX_UNDER_WAY_SHOWN)]),
-        ended=tuple(map(seen, counts.recent)),
+        under_way=tuple([request_view(relayed.record()) for relayed in islice(counts.under_way, MAX_UNDER_WAY_SHOWN)]),
+        ended=tuple(map(request_view, counts.recent)),
         outcomes=dict(counts.outcomes),
         incidents=counts.incidents.kept(),
         ended_by_step=counts.ended_lately.by_step(),

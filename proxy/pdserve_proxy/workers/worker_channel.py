@@ -264,7 +264,7 @@ class WorkerChannel:
         if name not in self._unaware:
             return True
         self._unaware.discard(name)
-        sent = await self._send(name, Suspected(self._suspects.kept()))
+        sent = await self._send(name, Suspected(self._suspects.refused()))
         if not sent:
             self._unaware.add(name)
         return sent

@@ -65,7 +65,7 @@ def test_wishes_between_events_are_told_and_leave_no_trace(
     for number, place in enumerate(sorted(places, reverse=True)):
         pieces.insert(min(place, len(events)), wire.room_block(len(places) - number))
     data, journal, told = b"".join(pieces), new_journal(), list[int]()
-    journal.on_room = told.append
+    journal.on_blocks_wanted = told.append
     stream, out = JournaledEvents(journal), b""
     edges = sorted({0, *cuts.draw(st.lists(st.integers(0, len(data)))), len(data)})
     for start, end in itertools.pairwise(edges):

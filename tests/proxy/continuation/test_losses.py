@@ -117,9 +117,9 @@ async def test_what_one_worker_finds_others_refuse_too_also_those_that_start_lat
             start(1)
             await eventually(lambda: len(hub._workers) == 2, "both workers")
             finder.add("/v1/completions", b"{}", "r", ["node a", "node b"], b"alice")
-            await eventually(lambda: bool(other.kept()), "the news")
+            await eventually(lambda: bool(other.refused()), "the news")
             start(2)
-            await eventually(lambda: bool(late.kept()), "what was found before")
+            await eventually(lambda: bool(late.refused()), "what was found before")
             for suspects in known:
                 with pytest.raises(InvalidRequest, match="the request r, which was the same"):
                     suspects.check("/v1/completions", b"{}", b"alice")

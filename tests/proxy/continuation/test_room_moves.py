@@ -178,7 +178,7 @@ async def test_a_stream_goes_back_where_the_other_node_declines_it_after_the_cut
 
 async def test_a_stream_moves_for_room_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all nodes are short of blocks, it would go around."""
-    monkeypatch.setattr(move, "MAX_ROOM_MOVES", 1)
+    monkeypatch.setattr(move, "MAX_MOVES_FOR_BLOCKS", 1)
     node, has_moved, go_on = Crowded(), asyncio.Event(), asyncio.Event()
 
     async def crowded_too(exchange: Exchange) -> None:

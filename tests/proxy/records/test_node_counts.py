@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pdserve.wire.discovery import NodeInfo, Role
-from pdserve_proxy.records.node_counts import KEPT_S, MAX_LABELLED, OTHER_NODES, NodeCounts, NodeFailure
+from pdserve_proxy.records.node_counts import FORGOTTEN_AFTER_S, MAX_LABELLED, OTHER_NODES, NodeCounts, NodeFailure
 from tests.proxy.cluster import node_info
 
 
@@ -68,9 +68,9 @@ def test_a_name_goes_when_no_node_has_had_it_for_long() -> None:
     counts.began(node("gone"))
     counts.began(node("stays"))
     both = {"gone": 0, "stays": 0}
-    clock.now_s += KEPT_S + 1  # nobody asked meanwhile, and both are registered
+    clock.now_s += FORGOTTEN_AFTER_S + 1  # nobody asked meanwhile, and both are registered
     assert shown(counts, both, "requests") == {("gone",): 1, ("stays",): 1}
-    clock.now_s += KEPT_S - 1
+    clock.now_s += FORGOTTEN_AFTER_S - 1
     assert shown(counts, {"stays": 0}, "requests") == {("gone",): 1, ("stays",): 1}
     clock.now_s += 2
     assert shown(counts, {"stays": 0}, "requests") == {("stays",): 1}

@@ -16,7 +16,7 @@ from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, RequestL
 from pdserve.wire.trace_context import TraceContext
 from pdserve_proxy.records import relay_record
 from pdserve_proxy.records.relay_record import Detours
-from pdserve_proxy.records.request_view import seen
+from pdserve_proxy.records.request_view import request_view
 from pdserve_proxy.relay import relayed_request
 from pdserve_proxy.relay.outcomes import RelayOutcome
 from pdserve_proxy.relay.relayed_request import RelayedRequest
@@ -90,7 +90,7 @@ async def test_a_lane_has_every_attempt_and_what_was_unusual() -> None:
     made.got_byte()
     made.note(MomentKind.LOST)
     made.begin_resuming()
-    assert seen(made.record()).stage is RequestStage.RESUMING
+    assert request_view(made.record()).stage is RequestStage.RESUMING
     attempt(made, FIRST)
     made.begin_relaying(200)
     made.note(MomentKind.RESUMED, 2.5)

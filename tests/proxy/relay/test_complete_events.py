@@ -8,7 +8,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES, WholeEvents
+from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES, CompleteEvents
 from tests.cpu_time import least_cpu_s
 from tests.examples import examples
 
@@ -21,7 +21,7 @@ EVENTS = st.lists(
 @given(events=EVENTS, cuts=st.lists(st.integers(0, 80)))
 def test_nothing_is_lost_and_every_piece_ends_with_an_event(events: list[bytes], cuts: list[int]) -> None:
     data = b"".join(events)
-    relay, out = WholeEvents(), b""
+    relay, out = CompleteEvents(), b""
     edges = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     for start, end in itertools.pairwise(edges):
         piece = relay.feed(data[start:end])
@@ -34,24 +34,24 @@ def test_nothing_is_lost_and_every_piece_ends_with_an_event(events: list[bytes],
 
 def test_a_whole_piece_goes_through_as_it_came() -> None:
     piece = b"data: 1\n\ndata: 2\n\n"
-    assert WholeEvents().feed(piece) is piece
+    assert CompleteEvents().feed(piece) is piece
 
 
 def test_half_an_event_is_given_up_when_the_stream_breaks() -> None:
-    relay = WholeEvents()
+    relay = CompleteEvents()
     assert relay.feed(b"data: 1\n\ndata: {half") == b"data: 1\n\n"
     assert relay.close_broken() == b""
     assert relay.rest() == b""
 
 
 def test_a_stream_that_ends_without_a_blank_line_is_passed_on() -> None:
-    relay = WholeEvents()
+    relay = CompleteEvents()
     relay.feed(b"data: last")
     assert relay.rest() == b"data: last"
 
 
 def test_a_huge_event_is_not_held_back_and_an_error_can_still_follow_it() -> None:
-    relay = WholeEvents()
+    relay = CompleteEvents()
     huge = b"data: " + b"x" * MAX_EVENT_BYTES
     assert relay.feed(huge) == huge
     assert relay.close_broken() == b"\n\n"
@@ -60,7 +60,7 @@ def test_a_huge_event_is_not_held_back_and_an_error_can_still_follow_it() -> Non
 
 
 def test_an_event_without_end_is_held_back_up_to_a_bound_only() -> None:
-    relay, given = WholeEvents(), 0
+    relay, given = CompleteEvents(), 0
     piece = b"x" * 1000
     for number in range(64 * 1024):
         given += len(relay.feed(piece))
@@ -71,7 +71,7 @@ def test_an_event_without_end_is_held_back_up_to_a_bound_only() -> None:
 @given(size=st.integers(MAX_EVENT_BYTES, MAX_EVENT_BYTES + 4), cut=st.integers(1, 4))
 @settings(max_examples=examples(20))
 def test_the_end_of_a_huge_event_is_seen_wherever_it_is_cut(size: int, cut: int) -> None:
-    relay = WholeEvents()
+    relay = CompleteEvents()
     data = b"x" * size + b"\r\n\r\n"
     assert relay.feed(data[:-cut]) + relay.feed(data[-cut:]) == data
     assert relay.close_broken() == b""
@@ -79,7 +79,7 @@ def test_the_end_of_a_huge_event_is_seen_wherever_it_is_cut(size: int, cut: int)
 
 def test_the_work_for_an_event_grows_as_its_size_does() -> None:
     def feed(pieces: int) -> None:
-        events, piece = WholeEvents(), b"x" * 32
+        events, piece = CompleteEvents(), b"x" * 32
         for _ in range(pieces):
             events.feed(piece)
 

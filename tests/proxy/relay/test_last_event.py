@@ -11,7 +11,7 @@ from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, Unava
 from pdserve.http.errors import ErrorForm, error_body, error_event
 from pdserve_proxy.records.request_view import has_failed
 from pdserve_proxy.relay.complete_events import BEGINNING_BYTES, MAX_EVENT_BYTES
-from pdserve_proxy.relay.event_stream import last_event, outcome_told
+from pdserve_proxy.relay.event_stream import error_outcome, last_event
 from pdserve_proxy.relay.outcomes import RelayOutcome
 from tests.proxy.cluster import cluster, metric, proxy_config
 from tests.proxy.fake_node import EVENTS, Exchange
@@ -49,7 +49,7 @@ def failed_response(code: str, text: str = "") -> bytes:
 )
 @pytest.mark.parametrize("before", [b"", b"".join(EVENTS[:1]), error_event(NODES)])
 def test_the_last_of_the_events_counts(before: bytes, events: bytes, outcome: RelayOutcome | None) -> None:
-    assert outcome_told(last_event(before + events)) is outcome
+    assert error_outcome(last_event(before + events)) is outcome
 
 
 def test_what_is_looked_at_is_bounded() -> None:
