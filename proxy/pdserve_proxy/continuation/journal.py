@@ -182,7 +182,7 @@ def _lines(entries: bytearray) -> bytes:
 
 
 class JournaledEvents(CompleteEvents):
-    """Passes a byte stream on in whole events, without their entries, which go to a journal.
+    """Passes a byte stream on in complete events, without their entries, which go to a journal.
 
     An event without an entry is one with which the node ends its stream itself, like an error event, or it comes from a
     node that writes no journal. Such a stream is not resumed.
@@ -203,8 +203,8 @@ class JournaledEvents(CompleteEvents):
             lines = piece.split(b"\n")
             entries, count = b"\n".join(lines[::3]), len(lines) // 3
             # Several of these: an entry, a line and an empty line each, and nothing behind the last end of line.
-            whole = len(lines) == 3 * count + 1 and not lines[-1] and not any(lines[2::3])
-            if whole and entries.count(b"\n:") == count - 1:
+            complete = len(lines) == 3 * count + 1 and not lines[-1] and not any(lines[2::3])
+            if complete and entries.count(b"\n:") == count - 1:
                 self._keep(entries)
                 return b"\n\n".join(lines[1::3]) + b"\n\n"
         # Of an event that is not held back any more, the client has the beginning, and ``_tail`` ends that.

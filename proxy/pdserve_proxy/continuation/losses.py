@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MAX_LOSSES = 2
 """The nodes that may be lost with one request: the request may be what kills them."""
 MAX_SUSPECTS = 1024
-"""The one that is oldest makes room for a new one."""
+"""The oldest one is forgotten for a new one."""
 HEALTH_PATH = "/health"
 LOOKS = 4
 BETWEEN_LOOKS_S = 0.25
@@ -122,14 +122,14 @@ class Suspects:
         """Tells the proxy's other processes of one that was found here."""
 
     def add(self, path: str, body: bytes, request_id: str, losses: Sequence[str], client: bytes = b"") -> BadUpstream:
-        """Remembers a request with which two nodes were lost, and returns what its client is told.
+        """Remembers a request with which two nodes were lost, and returns the error for its client.
 
         ``losses`` says how each was lost. ``client`` stands for the client, who alone may hear of the request's id.
         """
         how = "; ".join(losses)
-        told = f"{len(losses)} nodes were lost with this request, {request_id}: {how}"
+        lost = f"{len(losses)} nodes were lost with this request, {request_id}: {how}"
         refused = f"; its like is refused for {self._refused_s:g} s" if self._refused_s else ""
-        error = BadUpstream(told + refused, code="upstream_lost")
+        error = BadUpstream(lost + refused, code="upstream_lost")
         if self._refused_s:
             until_s = self._clock() + self._refused_s
             found = SuspectedRequest(_fingerprint(path, body), len(body), request_id, client, how, until_s)

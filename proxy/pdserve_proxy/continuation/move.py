@@ -3,7 +3,7 @@
     waiting ──a node, a turn──▶ preparing ──prepared──▶ cutting over ──its first events──▶ moved
        ▲                            │                        └──it declines──▶ another node, as after a loss
        ├────────declines────────────┤
-       │                            └──a second node is lost, or an answer that is unfit──▶ kept: it ends where it is
+       │                            └──a second node is lost, or an answer that is unfit──▶ stays: it ends where it is
        └── at any time: its end, or the client leaves ──▶ ended
 
 The new node is asked to prepare first: it fetches the KV cache from the old node and from other holders. When the next
@@ -67,7 +67,7 @@ LOOK_S = 0.1
 MAX_LOSSES = 2
 """The nodes that may be lost while they prepare for one answer: it may be what they die of."""
 MAX_MOVES_FOR_BLOCKS = 2
-"""How often one answer leaves a node for want of room: where all nodes are short of blocks, it would only go around."""
+"""How often one answer leaves a node for want of blocks: where all nodes are short of them, it would only go around."""
 OF_THE_NODE = (*REFUSALS, 408, 413)
 """Status codes below 500 that are no word about the answer: another node may prepare for it."""
 
@@ -121,7 +121,7 @@ class PlannedMoves:
         self._answers: dict[RelayedRequest, Resumption] = {}
         """The answers that can be resumed."""
         self._moves: dict[RelayedRequest, Move] = {}
-        """The moves, those of answers that are kept where they are included."""
+        """The moves, those of answers that stay where they are included."""
         registry.on_change(self._look)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class PlannedMoves:
             move.task.cancel()
 
     def watch(self, relayed: RelayedRequest, resumption: Resumption) -> None:
-        """From now on moves the answer whenever its node drains or wants room, until ``ended`` is called."""
+        """From now on moves the answer whenever its node drains or lacks blocks, until ``ended`` is called."""
         self._answers[relayed] = resumption
         if resumption.journal is not None:
             resumption.journal.on_blocks_wanted = lambda tokens: self._want_blocks(relayed, resumption, tokens)

@@ -99,9 +99,9 @@ class Declined:
     lost: bool = False
     """Whether the node was lost with the stream, which may be what killed it."""
     prefill_lost: tuple[LostNode, ...] = ()
-    """The prefill nodes that were lost with the stream, which the node gives back."""
+    """The prefill nodes that were lost with the stream, which the node returns."""
     link_lost: bool = False
-    """Whether it gives the stream back because its link to a prefill node broke, which lives."""
+    """Whether it returns the stream because its link to a prefill node broke, which lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ class Resumes:
         """Returns the first events of the node that goes on with ``stream``. Raises ResumeFailed.
 
         After a ``cut``, the node that is prepared is asked first, without a turn: its own move has one. A node that was
-        left for want of room may be asked again, if that one declines. It may still have the answer's blocks in its
+        left for want of blocks may be asked again, if that one declines. It may still have the answer's blocks in its
         prefix cache, but it may also refuse the request like any other.
         """
         until_s = self._loop.time() + self._wait_s
@@ -452,7 +452,7 @@ class Resumes:
         return [node for node in registered if node.control and node.boot_id != asking.boot_id]
 
     def _full(self, stream: LostStream) -> frozenset[bytes]:
-        """Returns the decode nodes that have no room, if the stream needs some: only a planned move does."""
+        """Returns the decode nodes that lack places or blocks, if the stream needs some: only a planned move does."""
         if not (stream.needs_places or stream.needs_tokens):
             return frozenset()
         nodes = [pair.decode for pair in self._registry.serving().pairings.get(stream.query.model, ())]

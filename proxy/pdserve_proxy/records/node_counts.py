@@ -20,7 +20,7 @@ from pdserve.wire.discovery import NodeInfo
 
 MAX_LABELLED = 64
 FORGOTTEN_AFTER_S = 900.0
-"""Seconds for which the counts of a name are kept that no node has."""
+"""Seconds for which the counts of a name are remembered that no node has."""
 OTHER_NODES = "other"
 """The label of nodes without one of their own."""
 
@@ -31,7 +31,7 @@ class NodeFailure(enum.Enum):
     UNREACHABLE = "unreachable"
     """No connection could be made."""
     REFUSED = "refused"
-    """The node has not begun with the request, or has given it back in good order."""
+    """The node has not begun with the request, or has returned it in good order."""
     LOST = "lost"
     """The node may have begun with it."""
 

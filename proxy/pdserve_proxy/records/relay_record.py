@@ -1,6 +1,6 @@
-"""What a proxy keeps of one relayed request: a single small object, of which a timeline is made when somebody asks.
+"""What a proxy remembers of one relayed request: a single small object, of which a timeline is made on demand.
 
-Every request leaves one behind, and many are kept. So it holds the times that the request has noted anyway, the few
+Every request leaves one behind, and there are many. So it holds the times that the request has noted anyway, the few
 things that are unusual, and nothing that a client or a node has sent.
 """
 
@@ -70,7 +70,7 @@ class RelayRecord(msgspec.Struct, frozen=True, gc=False):
     """The nodes of the last attempt that has begun."""
     attempts: int = 0
     tells_first_token: bool = False
-    """Whether the node's first bytes come with its first token, and not with its whole answer."""
+    """Whether the node's first bytes come with its first token, and not with its complete answer."""
     resuming: bool = False
     pauses: tuple[Pause, ...] = ()
     status: int = 0

@@ -24,7 +24,7 @@ _ENDED, _OK = RequestStage.ENDED, RelayOutcome.OK
 
 
 def has_failed(status: int, outcome: str) -> bool:
-    """Returns whether the cluster, and not the client, is why a request that ended so has no whole answer."""
+    """Returns whether the cluster, and not the client, is why a request that ended so has no complete answer."""
     return status >= LOWEST_FAILURE or (outcome is not _OK and outcome in _FAILURES)
 
 

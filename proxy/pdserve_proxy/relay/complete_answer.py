@@ -47,7 +47,7 @@ class CompleteResponse(msgspec.Struct, frozen=True):
 
 
 async def read_complete(relayed: RelayedRequest, response: NodeResponse) -> CompleteResponse:
-    """Returns the whole response, of which the client has nothing yet.
+    """Returns the complete response, of which the client has nothing yet.
 
     Raises NodeLost, and BadUpstream if it is too large.
     """
@@ -79,7 +79,7 @@ class JournaledAnswer:
         self._reader = AnswerReader(MAX_ANSWER_BYTES)
 
     async def read(self, resumption: Resumption) -> CompleteResponse:
-        """Returns the whole answer, whichever node ends it.
+        """Returns the complete answer, whichever node ends it.
 
         Raises ResumeFailed if its node is lost and no other one goes on, BadUpstream if a node sends something else.
         """

@@ -14,7 +14,7 @@ class CompleteEvents:
     """Passes a byte stream on in pieces that end where an event ends.
 
     A client then never holds half an event when its stream breaks, and an error event can always follow. Nodes write
-    whole events, so nearly every piece passes unchanged. At most ``MAX_EVENT_BYTES`` of an event are held back. The
+    complete events, so nearly every piece passes unchanged. At most ``MAX_EVENT_BYTES`` of an event are held back. The
     work per byte is constant, however the stream is cut.
     """
 

@@ -30,14 +30,14 @@ from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 from pdserve_proxy.upstream.node_pool import NodePool
 
 REFUSALS = (401, PrefillLost.status, 503)
-"""Status codes with which a node does not take a request, or gives it back. Its own failures are 500."""
+"""Status codes with which a node does not take a request, or returns it. Its own failures are 500."""
 
 MAX_BROKEN_LINKS = 2
 """A request that has lost links to so many prefill nodes goes without one. To look at each of them takes time."""
 MAX_ONLY_PREFILL = 1024
 """So many prefill nodes are remembered as out of this proxy's reach; all are forgotten when there are more."""
 SPARE_SHARE = 8
-"""A node keeps one of so many blocks free when an answer moves there for want of room, or it would soon be the next."""
+"""A node keeps one of so many blocks free when an answer moves there for want of them, or it would soon be the next."""
 
 
 class NodeRequest(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class NodeRequest(msgspec.Struct, frozen=True):
     storing: Storing | None = None
     """What the proxy stores of responses; None if it stores none."""
     keep: Keep | None = None
-    """Has the answer be kept for a client that may ask again; None if it will not."""
+    """Has the answer be stored for a client that may ask again; None if it will not."""
 
 
 class Dispatch:
@@ -74,7 +74,7 @@ class Dispatch:
         self._registry = registry
         self._attempts = attempts
         self._coming_tokens: Counter[bytes] = Counter()
-        """The tokens that go to a node for want of room elsewhere, by its boot id. Its load does not show them yet."""
+        """The tokens that go to a node for want of blocks elsewhere, by its boot id. Its load does not show them."""
         self._router = Router(config.routing.policy, attempts)
         self._prefill_answers = config.routing.prefill_answers
         self._only_prefill: set[bytes] = set()
@@ -219,7 +219,7 @@ class Dispatch:
         return response
 
     async def returned(self, relayed: RelayedRequest, answer: bytes | None) -> ReturnedRequest:
-        """Returns why a node gives the request back, and asks its prefill node whether it lives.
+        """Returns why a node returns the request, and asks its prefill node whether it lives.
 
         If only the link between the two broke, no node asks this prefill node for the request again.
         """

@@ -95,7 +95,7 @@ class EventStream:
         return data
 
     def end(self) -> None:
-        """Ends the request, whose client has the whole body, unless a loss has ended it already."""
+        """Ends the request, whose client has the complete body, unless a loss has ended it already."""
         # Of an error event that was too long to be held back, the last bytes do not tell. No event follows it.
         failed = error_outcome(last_event(self._last)) or error_outcome(self._events.long_event)
         self._relayed.end(failed or RelayOutcome.OK)
@@ -190,7 +190,7 @@ _decoder = msgspec.json.Decoder(_ErrorEvent)
 
 
 def last_event(events: bytes) -> bytes:
-    """Returns the beginning of the last one of whole ``events``, without its end."""
+    """Returns the beginning of the last one of complete ``events``, without its end."""
     start = events.rfind(b"\n\n", 0, -2)
     start = 0 if start < 0 else start + 2
     return events[start : min(len(events) - 2, start + BEGINNING_BYTES)]
@@ -210,8 +210,8 @@ def error_outcome(event: bytes) -> RelayOutcome | None:
 def _names_of(data: bytes) -> tuple[str | None, ...]:
     """Returns the type and codes of an error. One that cannot be read has none, and so counts as the node's."""
     try:
-        told = _decoder.decode(data)
+        event = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ()
-    error = told.error if told.response is None else told.response.error
-    return (told.code,) if error is None else (told.code, error.type, error.code)
+    error = event.error if event.response is None else event.response.error
+    return (event.code,) if error is None else (event.code, error.type, error.code)

@@ -31,7 +31,7 @@ class ResumeOutcome(enum.StrEnum):
     NO_NODE = "no_node"
     """There was no turn or no node for it in time."""
     NOT_RESUMABLE = "not_resumable"
-    """There was no whole journal of it."""
+    """There was no complete journal of it."""
     FAILED = "failed"
 
 
@@ -51,7 +51,7 @@ class MoveOutcome(enum.StrEnum):
     ENDED = "ended"
     """It ended, or its client left, before another node went on with it."""
     STAYED = "kept"
-    """It stays at its node: it has no whole journal, or no other node takes it."""
+    """It stays at its node: it has no complete journal, or no other node takes it."""
 
 
 class CutReason(enum.Enum):

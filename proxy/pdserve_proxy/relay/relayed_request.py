@@ -170,7 +170,7 @@ class RelayedRequest:
         self.prompt_done_s: float | None = None
         """When the node needed its prefill node no more."""
         self.tells_first_token = False
-        """Whether the node's first bytes come with its first token, and not with its whole answer."""
+        """Whether the node's first bytes come with its first token, and not with its complete answer."""
         self.pauses: tuple[Pause, ...] = ()
         self._pause_began_s: float | None = None
         self._leave_place: Callable[[], None] | None = None
@@ -234,7 +234,7 @@ class RelayedRequest:
         return span.parent.child(span.attempt_id)
 
     def record(self) -> RelayRecord:
-        """Returns what is to be kept of the request as it is now."""
+        """Returns what is remembered of the request, as it is now."""
         return RelayRecord(
             self.request_id,
             self.path,
