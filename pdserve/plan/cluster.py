@@ -160,7 +160,7 @@ class _Engine:
         return sum(other.step is not None for other in self.machine if other is not self) / others if others else 0.0
 
     def answers_instead_of(self, decode: _Engine) -> bool:
-        """Returns whether a prefill node answers a request itself, by ``pdserve_proxy.routing.idle_prefill``.
+        """Returns whether a prefill node answers a request itself, by ``answers_itself`` of the proxy.
 
         Each call counts as the coming of a request.
         """

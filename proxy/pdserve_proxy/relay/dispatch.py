@@ -24,8 +24,7 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
 from pdserve_proxy.routing.attempts import Attempt, Attempts
-from pdserve_proxy.routing.idle_prefill import NodeWork, answers_itself
-from pdserve_proxy.routing.router import Route, RouteQuery, Router
+from pdserve_proxy.routing.router import NodeWork, Route, RouteQuery, Router, answers_itself
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 from pdserve_proxy.upstream.node_pool import NodePool
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import FEW_PROMPTS, PrefillAnswers
 from pdserve.wire.discovery import Capacity, ComputeCores, NodeInfo, Role
-from pdserve_proxy.routing.idle_prefill import NodeWork, answers_itself
+from pdserve_proxy.routing.router import NodeWork, answers_itself
 from tests.proxy.cluster import node_info
 
 PREFILL, DECODE = (node_info(role.value, role, answers="a") for role in (Role.PREFILL, Role.DECODE))
