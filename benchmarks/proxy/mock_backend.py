@@ -24,6 +24,7 @@ from pdserve.process import die_with_parent
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import DONE_ENTRY, entry
+from pdserve.wire.version import SPOKEN
 
 SECRET_ENV = "PDSERVE_SECRET"  # noqa: S105 (a name)
 HEARTBEAT_MS = 1000
@@ -134,6 +135,8 @@ async def serve(role: Role, model: str, control: str, secret: bytes) -> None:
     server = await asyncio.get_running_loop().create_server(BackendConnection, "127.0.0.1", 0, backlog=BACKLOG)
     host, port = server.sockets[0].getsockname()
     node = NodeInfo(
+        protocol=SPOKEN.newest,
+        oldest_protocol=SPOKEN.oldest,
         name=f"bench-{role.value}",
         boot_id=new_id(),
         role=role,

@@ -27,6 +27,7 @@ from pdserve.process import allow_open_files, die_with_parent
 from pdserve.wire.discovery import Capacity, ComputeCores, FromProxy, GapCounts, NodeInfo, NodeLoad, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
+from pdserve.wire.version import SPOKEN
 
 MODEL = "scale"
 HEARTBEAT_S = RegistryConfig().heartbeat_ms / 1000
@@ -45,6 +46,8 @@ def role_of(number: int, every: int) -> Role:
 def describe(number: int, every: int, url: str) -> NodeInfo:
     role = role_of(number, every)
     return NodeInfo(
+        protocol=SPOKEN.newest,
+        oldest_protocol=SPOKEN.oldest,
         name=f"{role.value}-{number}",
         boot_id=new_id(),
         role=role,

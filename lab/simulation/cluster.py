@@ -79,6 +79,7 @@ from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
 from pdserve.wire.command import NodeChange
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.frame import Secrets
+from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.sides import LocalEngine
@@ -595,6 +596,8 @@ class Cluster:
         if node.engine is None:
             raise CommandRefused("it has not started yet")
         info = NodeInfo(
+            protocol=SPOKEN.newest,
+            oldest_protocol=SPOKEN.oldest,
             name=node.name,
             boot_id=node.engine.boot_id,
             role=node.role,

@@ -1,21 +1,16 @@
 """What a node has to tell one proxy, and when.
 
     GREETING ──ProxyWelcome──▶ ANNOUNCING           who the proxy is; Register at once
-    GREETING ──Ack(known) of 0.1──▶ REGISTERED
     ANNOUNCING ──Ack(known)──▶ REGISTERED
     ANNOUNCING ──an interval──▶ GREETING       no answer, or the registry is full
     REGISTERED ──Ack(not known)──▶ GREETING    the proxy was restarted, or dropped us: NodeHello at once
     REGISTERED ──silence──▶ GREETING           ``MISSED_ACKS`` intervals without an answer
-    REGISTERED ──a drain, proxy of 0.1──▶ LEFT ``Deregister``: it knows no nodes that drain
 
 When the node's role changes, a heartbeat that names it is due at once, and all later ones name it too.
 
 Nodes that were started together, or that a proxy's restart made register together, do not beat together: the first
 heartbeat comes at any moment of the interval, and each later one up to ``JITTER`` of the interval sooner than it must.
 None comes later, because nodes do not know after how many intervals the proxy drops them: it may be one.
-
-A node cannot know whether the proxy is of pdserve 0.1, which has no ``NodeHello``. So while it greets, it sends with
-every ``NodeHello`` a ``Register`` as 0.1 reads it; each proxy answers the one that is meant for it.
 """
 
 from __future__ import annotations
@@ -29,7 +24,6 @@ import msgspec
 
 from pdserve.wire.discovery import (
     Ack,
-    Deregister,
     FromProxy,
     NodeHeartbeat,
     NodeHello,
@@ -53,7 +47,6 @@ class RegistrationState(enum.Enum):
     GREETING = "greeting"
     ANNOUNCING = "announcing"
     REGISTERED = "registered"
-    LEFT = "left"
 
 
 class RegistrationStatus(enum.Enum):
@@ -105,7 +98,7 @@ class ProxyLink:
         """The role by which the proxy routes, as it has said since the role changed; None if it has not."""
         self._role: Role | None = None
         """The present role; None if it is still that of the start."""
-        self._node = msgspec.structs.replace(node, protocol=SPOKEN.newest, oldest_protocol=SPOKEN.oldest)
+        self._node = node
         self._configured_s = self._heartbeat_s = heartbeat_s
         self._load = load
         self._all_proxies = all_proxies
@@ -119,11 +112,11 @@ class ProxyLink:
         self._draining = False
         self._nonce = b""
         self._proxy: bytes | None = None
-        """The boot id of the proxy; None if it is not known, or the proxy is of 0.1."""
+        """The boot id of the proxy; None if it is not known."""
 
     def status(self, *, connected: bool) -> RegistrationStatus:
         """Returns how the proxy answers. ``connected`` says whether there was a connection for the last message."""
-        if self.state in (RegistrationState.REGISTERED, RegistrationState.LEFT):
+        if self.state is RegistrationState.REGISTERED:
             return RegistrationStatus.ACCEPTED
         if not connected:
             return RegistrationStatus.UNREACHED
@@ -133,8 +126,13 @@ class ProxyLink:
 
     @property
     def accepted_by(self) -> bytes:
-        """The boot id of the proxy, if it knows this node; empty if it does not, or is of 0.1 and has none."""
+        """The boot id of the proxy, if it knows this node; empty if it does not."""
         return self._proxy or b"" if self.state is RegistrationState.REGISTERED else b""
+
+    @property
+    def knows_proxy(self) -> bool:
+        """Whether the proxy has answered the latest greeting, so that messages can name it."""
+        return self._proxy is not None
 
     @property
     def due_s(self) -> float:
@@ -172,41 +170,36 @@ class ProxyLink:
             case RegistrationState.GREETING:
                 self._proxy = None
                 self._nonce = new_id()
-                hello = NodeHello(self._node.boot_id, self._nonce, SPOKEN.newest, SPOKEN.oldest)
-                return (hello, Register(self._node))
+                return (NodeHello(self._node.boot_id, self._nonce, SPOKEN.newest, SPOKEN.oldest),)
             case RegistrationState.ANNOUNCING:
                 self.state = RegistrationState.GREETING  # again, unless it is acknowledged
                 return (Register(self._node),)
-            case RegistrationState.REGISTERED if self._draining and self._proxy is None:
-                self.state = RegistrationState.LEFT
-                return (Deregister(self._node.boot_id),)
             case RegistrationState.REGISTERED:
                 self._unanswered += 1
                 proxies = self._all_proxies()
                 return (NodeHeartbeat(self._node.boot_id, self._load(), self._role, self._draining, proxies),)
-            case RegistrationState.LEFT:
-                return ()
 
     def seal(self, sealer: Sealer, message: ToProxy) -> bytes:
-        """Returns the frame of a message to this proxy."""
-        if isinstance(message, NodeHello):
-            return sealer.seal(message)
-        return sealer.seal_for_0_1(message) if self._proxy is None else sealer.seal(message, self._proxy)
+        """Returns the frame of a message to this proxy. A greeting names no receiver, which is not known then."""
+        return sealer.seal(message, self._proxy)
 
     def unsent(self, now: float) -> None:
         """Makes the last message due again: it found no connection, and now there is one."""
         self._due_s = now
 
     def answered(self, opened: Opened[FromProxy], now: float) -> None:
-        """Takes the proxy's answer. An answer about another boot of this node, or to another greeting, is ignored."""
-        if opened.message.boot_id != self._node.boot_id:
+        """Takes the proxy's answer.
+
+        An answer that names no receiver, is about another boot of this node, or to another greeting, is ignored.
+        """
+        if not opened.named or opened.message.boot_id != self._node.boot_id:
             return
         match opened.message:
             case Ack():
-                self._on_ack(opened.message, opened.sender if opened.named else None, now)
-            case ProxyWelcome() if opened.named and opened.message.nonce == self._nonce:
+                self._on_ack(opened.message, opened.sender, now)
+            case ProxyWelcome() if opened.message.nonce == self._nonce:
                 self._on_welcome(opened.message, opened.sender, now)
-            case ProxyRefusal(reason=reason) if opened.named and self.state is not RegistrationState.REGISTERED:
+            case ProxyRefusal(reason=reason) if self.state is not RegistrationState.REGISTERED:
                 self.refusal = reason
 
     def _on_welcome(self, welcome: ProxyWelcome, proxy: bytes, now: float) -> None:
@@ -220,7 +213,7 @@ class ProxyLink:
         self.state = RegistrationState.ANNOUNCING
         self._due_s = now
 
-    def _on_ack(self, ack: Ack, proxy: bytes | None, now: float) -> None:
+    def _on_ack(self, ack: Ack, proxy: bytes, now: float) -> None:
         self._turned_away = not ack.known
         if proxy == self._proxy and ack.known:
             self._heard_s, self._unanswered = now, 0

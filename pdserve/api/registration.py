@@ -267,7 +267,8 @@ class _ProxyConnection:
                 self._show_refusal()
 
     def say_goodbye(self) -> None:
-        self._send(Deregister(self._boot_id))
+        if self.link.knows_proxy:
+            self._send(Deregister(self._boot_id))
 
     def changed(self) -> ProxyView | None:
         """Returns how the proxy sees the node if that has changed since the last call."""

@@ -50,6 +50,7 @@ from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.node_sizes import NodeSizes
+from pdserve.wire.version import SPOKEN
 
 log = logging.getLogger(__name__)
 
@@ -274,6 +275,8 @@ class NodeServer:
 
     def _info(self, ready: Ready, tokenizer: Tokenizer, boot_id: bytes, url: str) -> NodeInfo:
         return NodeInfo(
+            protocol=SPOKEN.newest,
+            oldest_protocol=SPOKEN.oldest,
             name=self.config.discovery.name or f"{self.role.value}-{url.partition('://')[2]}",
             boot_id=boot_id,
             role=self.role,

@@ -29,18 +29,6 @@ from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import MachineIdentity
 
 _CLOCK_WARNING_S = 5.0
-_NO_MODEL = EngineSpec(
-    protocol=PROTOCOL_VERSION,
-    oldest_protocol=OLDEST_PROTOCOL,
-    fingerprint="pdserve doctor",
-    dtype="",
-    block_size=0,
-    num_layers=0,
-    kv_heads=1,
-    head_dim=0,
-    tp_size=1,
-)
-"""The greeting of an engine that does not know ``Examine``, whose refusal then names what differs first."""
 _ADVICE = {
     "protocol": "run the same version of pdserve on both, or one that is a minor version older",
     "fingerprint": "give both the same --model in the same form: the same folder's files, or the same .gguf; a digest "
@@ -83,8 +71,7 @@ def read_peer(asker: Examiner, control: str, ours: EngineSpec | None, timeout_s:
             examined = asker.examine(timeout_s)
             if examined is not None:
                 ahead_s = examined.clock_ms / 1000 - (asked + time.time()) / 2
-            spec = ours or (_NO_MODEL if examined is None else _like(examined.spec))
-            handshake = asker.greet(spec, examined.boot_id if examined else b"", timeout_s)
+                handshake = asker.greet(ours or _like(examined.spec), examined.boot_id, timeout_s)
             if handshake:
                 round_trip_s = asker.control_round_trip_s(timeout_s) or 0.0
         except HandshakeRefused as exc:
@@ -136,13 +123,6 @@ def _reach(facts: PeerFacts) -> str:
 
 
 def _silent(facts: PeerFacts, check: str) -> Finding:
-    if facts.refused is not None:
-        refused = facts.refused
-        return problem(
-            check,
-            f"an older pdserve, which refuses: {refused.field} is {refused.theirs} there and {refused.ours} here",
-            _ADVICE["protocol"],
-        )
     if facts.broken:
         return problem(check, facts.broken, "see that this is a prefill node's control address, and the node's log")
     return problem(

@@ -18,7 +18,6 @@ import msgspec
 from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId
 from pdserve.wire.links import LinkCounts
-from pdserve.wire.version import RELEASED_0_1, since
 
 Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
@@ -75,17 +74,17 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: Count = 0
     free_blocks: Count = 0
     """Idle blocks of the prefix cache count as free."""
-    queue_s: Annotated[Seconds, since(6)] = 0.0
+    queue_s: Seconds = 0.0
     """An estimate of how long a prompt that comes now waits until it is computed."""
-    step_s: Annotated[Seconds, since(6)] = 0.0
+    step_s: Seconds = 0.0
     """How long a step that computed no prompt took lately; 0 while nothing runs."""
-    prompt_tokens: Annotated[Count, since(6)] = 0
+    prompt_tokens: Count = 0
     """The tokens of prompts that the node's engine has computed since its start, for itself and for others."""
-    generated_tokens: Annotated[Count, since(6)] = 0
+    generated_tokens: Count = 0
     """The tokens that the node's engine has generated since its start."""
-    gaps: Annotated[GapCounts, since(6)] = GapCounts()
+    gaps: GapCounts = GapCounts()
     """The times between the tokens that left the node."""
-    links: Annotated[LinkCounts, since(6)] = LinkCounts()
+    links: LinkCounts = LinkCounts()
     """What carries the KV blocks between this engine and others."""
 
 
@@ -109,26 +108,26 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     url: Text
     """The ``http://host:port`` of its API."""
     control: Text
-    """The ``tcp://host:port`` at which the engine takes transfer requests. Older decode and mixed nodes have none."""
+    """The ``tcp://host:port`` at which the engine takes transfer requests; empty if it cannot be fetched from."""
     model: Text
     """The name of the model that clients ask for."""
     fingerprint: Text
     """A hash of the model (all that its answers depend on), dtype and KV layout. Nodes pair only if it is equal."""
     capacity: Capacity
-    protocol: Annotated[int, since(6)] = RELEASED_0_1
+    protocol: int
     """The newest version of the protocol that the node supports."""
-    oldest_protocol: Annotated[int, since(6)] = RELEASED_0_1
+    oldest_protocol: int
     """The oldest version that the node supports."""
-    kernels: Annotated[Text, since(6)] = ""
+    kernels: Text = ""
     """What the node computes with. Answers go on at a node where it is equal, if there is one; others may round
     differently."""
-    version: Annotated[Text, since(6)] = ""
+    version: Text = ""
     """The version of pdserve that the node runs."""
-    compute: Annotated[ComputeCores | None, since(6)] = None
-    """Where its engine computes; None on a GPU, and from older nodes."""
-    answers: Annotated[Text, since(6)] = ""
+    compute: ComputeCores | None = None
+    """Where its engine computes; None on a GPU."""
+    answers: Text = ""
     """A hash of all settings that decide which requests the node takes and how it answers them."""
-    formats: Annotated[Text, since(6)] = ""
+    formats: Text = ""
     """The formats of tool calls and reasoning that the node reads. Answers go on only where they are equal."""
 
 
@@ -149,11 +148,11 @@ class Register(msgspec.Struct, frozen=True, tag_field="kind", tag="register"):
 class NodeHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="heartbeat"):
     boot_id: BootId
     load: NodeLoad
-    role: Annotated[Role | None, since(6)] = None
+    role: Role | None = None
     """The node's present role; None if the role has not changed since the node's start."""
-    draining: Annotated[bool, since(6)] = False
+    draining: bool = False
     """Whether the node takes no new work, and what runs there is to go on elsewhere."""
-    proxies: Annotated[tuple[BootId, ...], msgspec.Meta(max_length=MAX_REPORTED_PROXIES), since(6)] = ()
+    proxies: Annotated[tuple[BootId, ...], msgspec.Meta(max_length=MAX_REPORTED_PROXIES)] = ()
     """The boot ids of all proxies that know this node now: from these, each proxy learns how many there are."""
 
 
@@ -164,7 +163,7 @@ class Deregister(msgspec.Struct, frozen=True, tag_field="kind", tag="deregister"
 class Ack(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="ack"):
     boot_id: BootId
     known: bool
-    role: Annotated[Role | None, since(6)] = None
+    role: Role | None = None
     """The role by which the proxy routes now; None if the heartbeat named none."""
 
 

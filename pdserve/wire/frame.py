@@ -3,8 +3,8 @@
 A frame is a MessagePack array ``[version, sender, counter, sent_ms, body, mac]``. ``mac`` is HMAC-SHA256 with the
 cluster secret over all the rest and over the channel's purpose, so a frame of one channel is not valid on another. In
 frames of version 2 the body begins with the boot id of the receiver, and no other process accepts the frame. A frame
-of version 1 names no receiver: a greeting of a process whose boot id is not known yet, a ticket (which names its node
-itself), and every frame from or for pdserve 0.1. A frame in an HTTP header is written as base64url.
+of version 1 names no receiver: a greeting to a process whose boot id is not known yet, or a ticket (which names its
+node itself). A frame in an HTTP header is written as base64url.
 
 Replays are refused: a sender's counter must rise (or be a new one, if frames may overtake each other), and a frame
 that is more than ``MAX_AGE_S`` old (or early) by the receiver's clock is dropped. If frames may queue before they are
@@ -38,8 +38,8 @@ from pdserve.errors import (
     UnreadableMessage,
     WrongReceiver,
 )
-from pdserve.wire.ids import BootId, new_id
-from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1, for_protocol
+from pdserve.wire.ids import BootId
+from pdserve.wire.version import for_protocol
 
 WINDOW = 65_536
 """How many later frames of its sender may overtake a frame: 16 times the requests that a proxy admits by default."""
@@ -223,7 +223,6 @@ class Sealer:
     ) -> None:
         self._signers = _Signers(secret, purpose)
         self._sender = sender
-        self._alias = new_id()
         self._clock = clock
         self._counter = 0
 
@@ -237,18 +236,8 @@ class Sealer:
             return self._seal(UNNAMED, self._sender, body)
         return self._seal(NAMED, self._sender, receiver + body)
 
-    def seal_for_0_1(self, message: msgspec.Struct) -> bytes:
-        """Returns a frame for pdserve 0.1. A newer receiver can tell that the frame is not meant for it.
-
-        The frame names no receiver, so it could be replayed anywhere. But its sender is another random number than the
-        boot id in the message. Version 0.1 does not compare the two. Newer versions do, and do not accept the frame.
-        """
-        return self._seal(UNNAMED, self._alias, _encoder.encode(for_protocol(message, RELEASED_0_1)))
-
     def seal_to(self, receiver: bytes, protocol: int, message: msgspec.Struct) -> bytes:
         """Returns a frame for a peer with which ``protocol`` was agreed on."""
-        if protocol < NAMED_RECEIVERS:
-            return self.seal_for_0_1(message)
         return self.seal(for_protocol(message, protocol), receiver)
 
     def _seal(self, version: int, sender: bytes, body: bytes) -> bytes:
@@ -266,11 +255,6 @@ class Opened(Generic[T]):
     sender: bytes
     named: bool
     """Whether the frame named this process as its receiver."""
-
-    @property
-    def protocol(self) -> int:
-        """The oldest version of the protocol with frames of this kind."""
-        return NAMED_RECEIVERS if self.named else RELEASED_0_1
 
 
 class Opener(Generic[T]):

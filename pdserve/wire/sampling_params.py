@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 
 from pdserve.wire.grammar import Grammar
-from pdserve.wire.version import since
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -46,16 +45,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The number of likeliest tokens to report beside each chosen one; None reports no log probabilities."""
     logprob_token_ids: tuple[int, ...] = ()
-    """The ids that are reported beside each chosen token instead of the likeliest; empty means the likeliest.
-
-    This field has no ``since``, as ``grammar`` has none: a peer that does not know it would report other tokens."""
-    prompt_logprobs: Annotated[Annotated[int, msgspec.Meta(ge=0)] | None, since(6)] = None
+    """The ids that are reported beside each chosen token instead of the likeliest; empty means the likeliest."""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The number of likeliest tokens to report beside each token of the prompt; None reports none of them."""
     grammar: Grammar | None = None
-    """The texts that the answer may be; None is any text.
-
-    This field has no ``since``: a peer that does not know it must refuse the request by the field's name. Otherwise it
-    could sample a token that the grammar forbids."""
+    """The texts that the answer may be; None is any text."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

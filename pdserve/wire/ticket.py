@@ -18,7 +18,6 @@ import msgspec
 from pdserve.wire.ids import BootId
 from pdserve.wire.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
 from pdserve.wire.trace_context import TraceContext
-from pdserve.wire.version import since
 
 TICKET_HEADER = "x-pdserve-ticket"
 MAX_HISTORY_BYTES = 2**30
@@ -101,23 +100,23 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The seconds that the whole request may take after the proxy has signed. The ticket is valid for as long."""
     prefill: tuple[PrefillTarget, ...] = ()
     """The prefill nodes, in the order to be tried; empty means that the node prefills by itself."""
-    answer: Annotated[AnswerIdentity | None, since(6)] = None
+    answer: AnswerIdentity | None = None
     """The answer's identity. With one, the node writes a journal (``pdserve.wire.journal``) into a streamed answer."""
-    resume: Annotated[Resume | None, since(6)] = None
+    resume: Resume | None = None
     """The answer goes on after the tokens of this journal. Needs ``answer``."""
-    storing: Annotated[Storing | None, since(6)] = None
+    storing: Storing | None = None
     """What the proxy stores of responses; None if it stores none."""
-    holders: Annotated[tuple[PrefillTarget, ...], since(6)] = ()
+    holders: tuple[PrefillTarget, ...] = ()
     """Engines that may hold blocks of the request's KV cache, its answer's included, in the order to be tried."""
-    client: Annotated[bytes, msgspec.Meta(max_length=32), since(6)] = b""
+    client: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     """Stands for the client: what the node does for one client takes turns with what it does for others."""
-    trace: Annotated[TraceContext | None, since(6)] = None
+    trace: TraceContext | None = None
     """The span of this attempt; None if nobody exports it."""
-    keep: Annotated[Keep | None, since(6)] = None
+    keep: Keep | None = None
     """Has the node keep the answer; None if its client will not ask again."""
-    cache_owner: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES), since(6)] = b""
+    cache_owner: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)] = b""
     """Stands for the owner of the client's API key. Prompts find each other's cached blocks only under the same owner;
     empty where all share them. A client's own ``cache_salt`` keeps prompts of one owner apart."""
-    gives_back: Annotated[bool, since(6)] = False
+    gives_back: bool = False
     """Whether the node gives the request back when a prefill node is lost with it. Only the proxy knows how many nodes
     were lost with one request, which may be what they died of."""

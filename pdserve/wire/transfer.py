@@ -52,7 +52,7 @@ from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.trace_context import TraceContext
-from pdserve.wire.version import PACED_TRANSFERS, RELEASED_0_1, Spoken, since
+from pdserve.wire.version import Spoken
 
 LABEL_BITS = 63
 """The bits of a message's label (see ``pdserve_kvtransfer.pieces``)."""
@@ -116,8 +116,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_heads: int
     head_dim: int
     tp_size: int
-    oldest_protocol: Annotated[int, since(6)] = 0
-    """The oldest version that the engine supports; 0 if that is ``protocol``, too."""
+    oldest_protocol: int
+    """The oldest version that the engine supports."""
 
     @property
     def spoken(self) -> Spoken:
@@ -136,9 +136,9 @@ class Welcome(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     spec: EngineSpec
     rank_addresses: list[Annotated[bytes, msgspec.Meta(max_length=65_536)]]
     """The addresses, as in ``Hello``. With an endpoint, a receiver can end receives whose sender is gone."""
-    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
+    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Longer prompts are refused; 0 if the sender does not say."""
-    lease_ms: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
+    lease_ms: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The time for which a decode engine may be silent while a transfer is alive; 0 if the sender does not say."""
 
 
@@ -185,12 +185,12 @@ class PrefillRequest(
     cache_salt: str = ""
     digests: bool = True
     """Whether the decode node checks blocks, and so needs ``Digests``."""
-    paced: Annotated[bool, since(PACED_TRANSFERS)] = False
+    paced: bool = False
     """Whether each block needs an ``Accept`` before it is sent: the decode node has room for a few at a time."""
-    request_id: Annotated[RequestId, since(6)] = ""
+    request_id: RequestId = ""
     """The request's ``x-request-id``, for the prefill node's log; empty where the decode node does not say it."""
-    priority: Annotated[Priority, since(6)] = 0
-    trace: Annotated[TraceContext | None, since(6)] = None
+    priority: Priority = 0
+    trace: TraceContext | None = None
     """The span of the fetch; None if nobody exports it."""
 
 
@@ -254,7 +254,7 @@ class PrefillLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tokens of prompts that it has accepted and not computed."""
     tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """The prompt tokens that it computes a second; 0 before that was measured."""
-    streams: Annotated[int, msgspec.Meta(ge=0), since(6)] = 0
+    streams: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The requests of its own clients that have a place in its batch: they stall while it computes a prompt."""
 
 
@@ -268,7 +268,7 @@ class FirstToken(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kin
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)]
     load: PrefillLoad = UNKNOWN_LOAD
     """The prefill engine's load after this prompt."""
-    prompt_logprobs: Annotated[PromptLogprobs | None, since(6)] = None
+    prompt_logprobs: PromptLogprobs | None = None
     """The log probabilities of the prompt's tokens after its first one, if ``sampling`` asks for them."""
 
 
@@ -314,8 +314,8 @@ class FailureCause(enum.Enum):
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="failed"):
     transfer_id: TransferId
     reason: Reason
-    cause: Annotated[FailureCause, since(6)] = FailureCause.NODE
-    load: Annotated[PrefillLoad, since(6)] = UNKNOWN_LOAD
+    cause: FailureCause = FailureCause.NODE
+    load: PrefillLoad = UNKNOWN_LOAD
     """The prefill engine's load, if the cause is ``LOAD``."""
 
 
@@ -334,10 +334,10 @@ MAX_PROBE_BYTES = 256 * 2**20
 """The most bytes of all messages of one probe together."""
 
 
-class Examine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="examine"):
+class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
     boot_id: BootId
-    protocol: Annotated[int, since(6)] = RELEASED_0_1
-    oldest_protocol: Annotated[int, since(6)] = RELEASED_0_1
+    protocol: int
+    oldest_protocol: int
 
 
 class Examined(msgspec.Struct, frozen=True, tag_field="kind", tag="examined", kw_only=True):

@@ -15,38 +15,8 @@ import msgspec
 
 PROTOCOL_VERSION: Final = 6
 """The newest version that this process supports. Every change of the messages between hosts makes it one higher."""
-OLDEST_PROTOCOL: Final = 5
-"""The oldest version, for hosts that are not upgraded yet: that of the last minor release."""
-NAMED_RECEIVERS: Final = 6
-"""The first version whose frames name their receiver."""
-PACED_TRANSFERS: Final = 6
-"""The first version in which a prefill engine sends blocks only when the decode engine has room for them."""
-CACHED_BLOCKS: Final = 6
-"""The first version in which an engine gives others the blocks of its prefix cache, and offers them."""
-RESUMED_ANSWERS: Final = 6
-"""The first version in which a decode node writes journals and resumes answers."""
-ROLE_COMMANDS: Final = 6
-"""The first version in which a node takes commands, and serves in any role."""
-GRAMMARS: Final = 6
-"""The first version whose prompts may have a grammar."""
-CLIENT_TURNS: Final = 6
-"""The first version whose tickets stand for a client."""
-TRACES: Final = 6
-"""The first version whose tickets and prompts may belong to a trace."""
-KEPT_ANSWERS: Final = 6
-"""The first version in which a decode node keeps answers for clients that ask again."""
-DIALECTS: Final = 6
-"""The first version whose nodes have the routes of responses and of Anthropic's messages."""
-PROMPT_LOGPROBS: Final = 6
-"""The first version in which a prefill engine sends the log probabilities of prompts."""
-GIVEN_BACK: Final = 6
-"""The first version in which a decode node gives a request back when a prefill node is lost with it."""
-NAMED_LOGPROBS: Final = 6
-"""The first version whose prompts may name the tokens whose log probabilities are reported."""
-CACHE_OWNERS: Final = 6
-"""The first version in which a decode node keeps the cached prompts of owners of API keys apart."""
-RELEASED_0_1: Final = 5
-"""The version of pdserve 0.1, which refuses unknown fields and whose frames do not name their receiver."""
+OLDEST_PROTOCOL: Final = 6
+"""The oldest version, for hosts that are not upgraded yet: that of the last minor release. 0.2.0 is the first one."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -57,30 +27,30 @@ class Spoken:
 
     newest: int
     oldest: int
-    """The oldest version; 0 if that is ``newest``."""
 
     def common(self, other: Spoken) -> int | None:
         """Returns the newest version in both ranges, if there is one."""
         common = min(self.newest, other.newest)
-        return common if common >= max(self.oldest or self.newest, other.oldest or other.newest) else None
+        return common if common >= max(self.oldest, other.oldest) else None
 
     def __str__(self) -> str:
-        return f"{self.oldest} to {self.newest}" if 0 < self.oldest < self.newest else str(self.newest)
+        return f"{self.oldest} to {self.newest}" if self.oldest < self.newest else str(self.newest)
 
 
 SPOKEN: Final = Spoken(PROTOCOL_VERSION, OLDEST_PROTOCOL)
 
 
 def since(version: int) -> msgspec.Meta:
-    """Returns the mark of a field that this version introduced. It needs a default, and its struct omits defaults."""
-    return msgspec.Meta(extra={"since": version})
+    """Returns the mark of a statement's field that this version introduced.
+
+    The field needs a default, and its struct omits defaults. A new field of an order has no mark: a peer that does not
+    know it must refuse the order.
+    """
+    return msgspec.Meta(extra_json_schema={"since": version})
 
 
 def for_protocol(message: M, protocol: int) -> M:
-    """Returns ``message`` as a peer of ``protocol`` can read it: without the fields that came later.
-
-    A field ``protocol`` has the sender's newest version. An older peer gets its own version there.
-    """
+    """Returns ``message`` as a peer of ``protocol`` can read it: without the fields that came later."""
     if protocol >= PROTOCOL_VERSION:
         return message
     changes: dict[str, Any] = dict(_later_fields(type(message), protocol))
@@ -88,8 +58,6 @@ def for_protocol(message: M, protocol: int) -> M:
         value = getattr(message, name)
         if isinstance(value, msgspec.Struct):
             changes[name] = for_protocol(value, protocol)
-        elif name == "protocol":
-            changes[name] = min(value, protocol)
     return msgspec.structs.replace(message, **changes) if changes else message
 
 
@@ -102,5 +70,5 @@ def _later_fields(kind: type[msgspec.Struct], protocol: int) -> tuple[tuple[str,
 
 
 def _version_of(hint: Any) -> int:
-    metas = (meta for meta in get_args(hint) if isinstance(meta, msgspec.Meta) and meta.extra)
-    return max((meta.extra.get("since", 0) for meta in metas if meta.extra), default=0)
+    metas = [meta.extra_json_schema or {} for meta in get_args(hint) if isinstance(meta, msgspec.Meta)]
+    return max((meta.get("since", 0) for meta in metas), default=0)

@@ -12,7 +12,6 @@ from pdserve.errors import NotFound, TooManyRequests
 from pdserve.tracing.join import joined_timeline
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.timeline import PhaseKind, RequestLane, Timeline
-from pdserve.wire.version import TRACES
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 
@@ -73,7 +72,7 @@ class Timelines:
         """Returns the nodes to ask: any of them may have given blocks, or prepared to go on with the answer."""
         phases = [phase for lane in lanes for phase in lane.phases if phase.kind is PhaseKind.ATTEMPT]
         named = {name for phase in phases for name in (phase.node, phase.prefill)}
-        nodes = [node.info for node in self._registry.snapshot().nodes if node.info.protocol >= TRACES]
+        nodes = [node.info for node in self._registry.snapshot().nodes]
         return sorted(nodes, key=lambda node: node.name not in named)[:MAX_ASKED]
 
     async def _ask(self, node: NodeInfo, request_id: str) -> list[RequestLane] | None:

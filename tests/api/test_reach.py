@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.api.reach import out_of_reach
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
+from pdserve.wire.version import SPOKEN
 
 LOOPBACK, RACK = "127.0.0.1", "10.0.0.7"
 LOCAL, ELSEWHERE, NAMED = "tcp://127.0.0.1:8100", "tcp://10.0.0.9:8100", "tcp://pdserve-control:8100"
@@ -13,6 +14,8 @@ LOCAL, ELSEWHERE, NAMED = "tcp://127.0.0.1:8100", "tcp://10.0.0.9:8100", "tcp://
 
 def node(role: Role, http: str, transfer: str) -> NodeInfo:
     return NodeInfo(
+        protocol=SPOKEN.newest,
+        oldest_protocol=SPOKEN.oldest,
         name="n0",
         boot_id=b"b" * 16,
         role=role,

@@ -13,11 +13,12 @@ import zmq
 
 from pdserve.config import DiscoveryConfig, ModelConfig, NodeConfig, SecurityConfig
 from pdserve.errors import AuthenticationFailed
-from pdserve.wire.discovery import Ack, Register, ToProxy
+from pdserve.wire.discovery import Ack, NodeHello, ProxyWelcome, Register, ToProxy
 from pdserve.wire.engine import Renew
-from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from pdserve.wire.version import SPOKEN
 from tests.api.node import MODEL, NodeUnderTest, scripted_node
 from tests.api.plain_http import post
 from tests.eventually import eventually
@@ -28,17 +29,19 @@ OLD, NEW = "the-old-secret-of-the-cluster", "the-new-secret-of-the-cluster"
 
 
 class Ear:
-    """A proxy of pdserve 0.1 that listens to one node, with an ``Opener`` for each secret."""
+    """A proxy that listens to one node, with an ``Opener`` for each secret."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.socket = context.socket(zmq.ROUTER)
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
         to_proxy: Any = ToProxy
+        own = new_id()
         self._openers: dict[str, Opener[ToProxy]] = {
-            secret: Opener(secret.encode(), Purpose.DISCOVERY, to_proxy) for secret in (OLD, NEW)
+            secret: Opener(secret.encode(), Purpose.DISCOVERY, to_proxy, receiver=own) for secret in (OLD, NEW)
         }
-        self._sealers = {secret: Sealer(secret.encode(), Purpose.DISCOVERY, new_id()) for secret in (OLD, NEW)}
+        self._secrets = Secrets(OLD.encode())
+        self._sealer = Sealer(self._secrets, Purpose.DISCOVERY, own)
         self.boot_id = b""
 
     def close(self) -> None:
@@ -54,7 +57,11 @@ class Ear:
             except AuthenticationFailed:
                 continue
             self.boot_id = message.node.boot_id if isinstance(message, Register) else message.boot_id
-            self.socket.send_multipart([route, self._sealers[secret].seal(Ack(self.boot_id, known=True))])
+            answer: Ack | ProxyWelcome = Ack(self.boot_id, known=True)
+            if isinstance(message, NodeHello):
+                answer = ProxyWelcome(self.boot_id, message.nonce, SPOKEN.newest, SPOKEN.oldest, 50)
+            self._secrets.renew(secret.encode())
+            self.socket.send_multipart([route, self._sealer.seal(answer, self.boot_id)])
             return secret
         raise AssertionError("signed with neither")
 

@@ -51,7 +51,7 @@ from pdserve.wire.engine import Shutdown
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
-from pdserve.wire.version import RELEASED_0_1, SPOKEN
+from pdserve.wire.version import SPOKEN
 from tests.api.behaviour import ENGINE_FAILURE, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, node_command, scripted_node
 from tests.api.plain_http import Answer, get, post
@@ -204,18 +204,13 @@ def test_the_engine_is_told_all_that_the_settings_say_of_it() -> None:
         assert getattr(told, name) is getattr(given, name)
 
 
-def test_a_node_tells_newer_proxies_how_it_reads_answers(model_dir: Path, tmp_path: Path) -> None:
-    with contextlib.closing(FakeProxy(SPOKEN.newest)) as proxy:
+def test_a_node_tells_proxies_how_it_reads_answers(model_dir: Path, tmp_path: Path) -> None:
+    with contextlib.closing(FakeProxy()) as proxy:
         reads_none = replace(config(proxies=(proxy.address,)), message=MessageConfig(tool_parser=ToolFormat.NONE))
         with scripted_node(reads_none, model_dir, tmp_path, Role.DECODE):
-            # In the form of 0.1, until the node knows the proxy.
-            info = eventually(lambda: with_formats(proxy.receive(Register).node), "it has the proxy's answer")
+            info = proxy.receive(Register).node
             assert info.formats == "calls none, reasoning none"
             assert info.answers
-
-
-def with_formats(info: NodeInfo) -> NodeInfo | None:
-    return info if info.formats else None
 
 
 def test_signal_while_the_engine_starts(model_dir: Path, tmp_path: Path) -> None:
@@ -251,9 +246,9 @@ def test_a_node_without_a_proxy_takes_no_commands(model_dir: Path, tmp_path: Pat
 class FakeProxy:
     """The control socket of a proxy, and the tickets that the proxy makes."""
 
-    def __init__(self, protocol: int = RELEASED_0_1) -> None:
-        """It is a proxy of 0.1, or of the newest protocol."""
-        self._newest = protocol == SPOKEN.newest
+    def __init__(self, heartbeat_ms: int = 60_000) -> None:
+        """It wants heartbeats at this interval, and answers none: after three, the node greets again."""
+        self._heartbeat_ms = heartbeat_ms
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
@@ -261,12 +256,11 @@ class FakeProxy:
         self._boot_id = new_id()
         self._acks = Sealer(SECRET.encode(), Purpose.DISCOVERY, self._boot_id)
         self._tickets = Sealer(SECRET.encode(), Purpose.TICKET, self._boot_id)
-        receiver = self._boot_id if self._newest else None
         self._opener: Opener[ToProxy] = Opener(
             SECRET.encode(),
             Purpose.DISCOVERY,
             ToProxy,  # type: ignore[arg-type]
-            receiver=receiver,
+            receiver=self._boot_id,
         )
 
     def receive(self, kind: type[Register] | type[Deregister] | type[NodeHeartbeat]) -> Any:
@@ -274,21 +268,19 @@ class FakeProxy:
         deadline = time.monotonic() + WAIT_S
         while self._socket.poll(int(max(deadline - time.monotonic(), 0) * 1000)):
             peer, frame = self._socket.recv_multipart()
-            opened = self._opener.open_from(frame)
-            message = opened.message
-            if isinstance(message, Register) and opened.named is self._newest:
+            message = self._opener.open(frame)
+            if isinstance(message, Register):
                 self.registered = message.node
                 self._answer(peer, message.node.boot_id, Ack(message.node.boot_id, True))
-            elif isinstance(message, NodeHello) and self._newest:
-                welcome = ProxyWelcome(message.boot_id, message.nonce, SPOKEN.newest, SPOKEN.oldest, 100)
+            elif isinstance(message, NodeHello):
+                welcome = ProxyWelcome(message.boot_id, message.nonce, SPOKEN.newest, SPOKEN.oldest, self._heartbeat_ms)
                 self._answer(peer, message.boot_id, welcome)
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"no {kind.__name__} in {WAIT_S} s")
 
     def _answer(self, peer: bytes, boot_id: bytes, message: Ack | ProxyWelcome) -> None:
-        sealed = self._acks.seal(message, boot_id) if self._newest else self._acks.seal(message)
-        self._socket.send_multipart([peer, sealed])
+        self._socket.send_multipart([peer, self._acks.seal(message, boot_id)])
 
     def ticket(self, node: NodeInfo, deadline_s: float = 10.0, **more: Any) -> str:
         ticket = Ticket(request_id="from-proxy", attempt=1, node=node.boot_id, deadline_s=deadline_s, **more)
@@ -317,7 +309,7 @@ def test_node_of_a_proxy(role: Role, proxy: FakeProxy, model_dir: Path, tmp_path
         info = proxy.receive(Register).node
         assert (info.url, info.role, info.model) == (node.url, role, MODEL)
         assert (info.capacity.max_model_len, info.fingerprint) == (256, "f" * 32)
-        assert (info.answers, info.formats) == ("", ""), "a proxy of 0.1 does not know them"
+        assert (info.protocol, info.oldest_protocol) == (SPOKEN.newest, SPOKEN.oldest)
 
         without = ask(node, None)
         assert without.status == 401
@@ -355,7 +347,7 @@ def test_node_of_a_proxy(role: Role, proxy: FakeProxy, model_dir: Path, tmp_path
 def test_a_node_that_drains_stays_known_until_its_streams_have_moved(
     drain: DrainMode, model_dir: Path, tmp_path: Path
 ) -> None:
-    with contextlib.closing(FakeProxy(SPOKEN.newest)) as proxy:
+    with contextlib.closing(FakeProxy(100)) as proxy:
         settings = config(proxies=(proxy.address,), drain_s=600.0)
         settings = replace(settings, discovery=replace(settings.discovery, drain=drain))
         with scripted_node(settings, model_dir, tmp_path, Role.DECODE) as node:
@@ -379,7 +371,7 @@ def test_a_node_that_drains_stays_known_until_its_streams_have_moved(
 
 
 def test_a_drain_that_was_commanded_goes_on_at_the_first_signal(model_dir: Path, tmp_path: Path) -> None:
-    with contextlib.closing(FakeProxy(SPOKEN.newest)) as proxy:
+    with contextlib.closing(FakeProxy(100)) as proxy:
         settings = config(proxies=(proxy.address,), drain_s=600.0)
         with scripted_node(settings, model_dir, tmp_path, Role.DECODE) as node:
             proxy.receive(NodeHeartbeat)
@@ -405,8 +397,11 @@ def test_node_deregisters_when_its_engine_dies(proxy: FakeProxy, model_dir: Path
         assert node.process.wait() == 1
 
 
-def test_a_node_is_ready_while_a_proxy_has_accepted_it(proxy: FakeProxy, model_dir: Path, tmp_path: Path) -> None:
-    with scripted_node(config(proxies=(proxy.address,)), model_dir, tmp_path, Role.DECODE) as node:
+def test_a_node_is_ready_while_a_proxy_has_accepted_it(model_dir: Path, tmp_path: Path) -> None:
+    with (
+        contextlib.closing(FakeProxy(1_000)) as proxy,
+        scripted_node(config(proxies=(proxy.address,)), model_dir, tmp_path, Role.DECODE) as node,
+    ):
         early = get(f"{node.url}/ready")
         assert (early.status, early.json()["status"]) == (503, "unregistered")
         assert proxy.address in early.json()["reason"]

@@ -40,6 +40,7 @@ from tests.attacks.insider import FOREIGN, changed, flipped, sealed
 from tests.attacks.target import CONTEXT, PROMPT
 
 MIB = 2**20
+_VERSIONS = (SPOKEN.newest, SPOKEN.oldest)
 _DICE = random.Random(11)
 NULL = b"NULL" + bytes(16)
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + NULL + bytes(32)
@@ -110,13 +111,20 @@ Answer: TypeAlias = type[msgspec.Struct] | type[WrongReceiver]
 """A kind of message, or WrongReceiver for a frame that is meant for another process."""
 
 
-def harmless(purpose: Purpose, own: bytes) -> msgspec.Struct:
-    """Returns a message that any sender may send: it is answered once and changes nothing."""
-    return Examine(own) if purpose is Purpose.TRANSFER else NodeHeartbeat(own, NodeLoad())
+def harmless(purpose: Purpose, own: bytes, *, names: bool = True) -> msgspec.Struct:
+    """Returns a message that any sender may send: it is answered once and changes nothing.
+
+    ``names`` is whether its frame will name its receiver.
+    """
+    if purpose is Purpose.TRANSFER:
+        return Examine(own, *_VERSIONS)
+    return NodeHeartbeat(own, NodeLoad()) if names else discovery.NodeHello(own, new_id(), *_VERSIONS)
 
 
-def harmless_answer(purpose: Purpose) -> type[msgspec.Struct]:
-    return Examined if purpose is Purpose.TRANSFER else Ack
+def harmless_answer(purpose: Purpose, *, names: bool = True) -> type[msgspec.Struct]:
+    if purpose is Purpose.TRANSFER:
+        return Examined
+    return Ack if names else discovery.ProxyWelcome
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ class Known:
     sealer: Sealer
     """The sealer of this member."""
     names: bool
-    """Whether its frames name their receiver. Those of pdserve 0.1 do not."""
+    """Whether its frames name their receiver. Only greetings need not."""
 
     @property
     def receiver(self) -> bytes | None:
@@ -158,7 +166,7 @@ class Known:
 
     @property
     def harmless(self) -> msgspec.Struct:
-        return harmless(self.purpose, self.own)
+        return harmless(self.purpose, self.own, names=self.names)
 
     @property
     def harmless_body(self) -> bytes:
@@ -168,7 +176,7 @@ class Known:
         """Returns a harmless message of a new sender, sealed with the arguments in ``how``."""
         somebody = new_id()
         how = {"purpose": self.purpose, "receiver": self.receiver, "sender": somebody} | how
-        return sealed(harmless(self.purpose, somebody), **how)
+        return sealed(harmless(self.purpose, somebody, names=self.names), **how)
 
 
 @dataclass(frozen=True)
@@ -280,9 +288,9 @@ def frame_cases() -> Iterator[FrameCase]:
     yield from _receivers()
     yield from _greetings()
     yield from _probes()
-    for names in (True, False):
-        for case in (*_frames(names), *_discovery(names), *_strangers(), *_orders(names)):
-            yield replace(case, name=case.name if names else f"{case.name}, as pdserve 0.1 says it", names=names)
+    yield from (*_frames(True), *_discovery(), *_strangers(), *_orders())
+    for case in (*_frames(False), *_unnamed()):
+        yield replace(case, name=f"{case.name}, in a frame that names nobody", names=False)
 
 
 def _formless() -> Iterator[FrameCase]:
@@ -300,7 +308,7 @@ def _formless() -> Iterator[FrameCase]:
 
 def _frames(names: bool) -> Iterator[FrameCase]:
     for purpose in (Purpose.DISCOVERY, Purpose.TRANSFER):
-        port, answer = purpose.name.lower(), harmless_answer(purpose)
+        port, answer = purpose.name.lower(), harmless_answer(purpose, names=names)
         for name, make in UNANSWERED.items():
             yield FrameCase(f"{port}: {name}", purpose, make)
         # The refusal is for the frame's sender, which is not the sender of the greeting.
@@ -356,18 +364,14 @@ def _overtaken(known: Known) -> Messages:
 
 # ------------------------------------------------------------------ discovery
 
-_VERSIONS = (SPOKEN.newest, SPOKEN.oldest)
 
-
-def _discovery(names: bool) -> Iterator[FrameCase]:
+def _discovery() -> Iterator[FrameCase]:
     def case(name: str, make: Callable[[Known], Messages], *answers: Answer) -> FrameCase:
         return FrameCase(name, Purpose.DISCOVERY, make, answers)
 
-    # A frame of pdserve 0.1 gets only answers that 0.1 knows, and refusals are not among them.
-    refusal = (discovery.ProxyRefusal,) if names else ()
+    refusal = (discovery.ProxyRefusal,)
     yield case("a heartbeat of nobody", lambda known: known.seal(NodeHeartbeat(known.own, NodeLoad())), Ack)
-    another = WrongReceiver
-    yield case("a heartbeat of another's", lambda known: known.seal(NodeHeartbeat(new_id(), NodeLoad())), another)
+    yield case("a heartbeat of another's", lambda known: known.seal(NodeHeartbeat(new_id(), NodeLoad())))
     yield case("a goodbye of nobody", lambda known: known.seal(Deregister(known.own)))
     yield case("a goodbye of the decode node's", lambda known: known.seal(Deregister(known.node.boot_id)))
     yield case("a registration of the decode node's", lambda known: known.seal(Register(known.node)))
@@ -424,6 +428,29 @@ def _discovery(names: bool) -> Iterator[FrameCase]:
         # No other node waits for this node's role, and it deregisters at once.
         apart = {"url": "http://127.0.0.1:1", "fingerprint": "x"}
         yield case(f"a registration with {name}", _registration(apart | fields), Ack)
+
+
+def _unnamed() -> Iterator[FrameCase]:
+    """Yields messages that must name their receiver. In frames that name nobody, they get no answer."""
+    for name, message in {
+        "a heartbeat of nobody": lambda known: NodeHeartbeat(known.own, NodeLoad()),
+        "a goodbye of nobody": lambda known: Deregister(known.own),
+        "a goodbye of the decode node's": lambda known: Deregister(known.node.boot_id),
+        "a registration": lambda known: Register(msgspec.structs.replace(known.node, boot_id=known.own)),
+        "a registration of the decode node's": lambda known: Register(known.node),
+        "an acknowledgement": lambda known: Ack(known.own, True),
+    }.items():
+        yield FrameCase(name, Purpose.DISCOVERY, lambda known, message=message: known.seal(message(known)))  # type: ignore[misc]
+    for name, message in {
+        "a greeting": _hello,
+        "a ping of nobody": lambda known: Ping(known.own),
+        "an order of nobody": lambda known: _order(known),
+        "an end of nobody's": lambda known: Done(_transfer_id(known)),
+        "a cancel of nobody's": lambda known: Cancel(_transfer_id(known)),
+        "the end of a probe": lambda known: ProbeEnd(known.own),
+        "a welcome": lambda known: Welcome(known.own, known.spec, [known.address]),
+    }.items():
+        yield _transfer(name, lambda known, message=message: known.seal(message(known)))  # type: ignore[misc]
 
 
 def _registration(fields: dict[str, object]) -> Callable[[Known], Messages]:
@@ -540,7 +567,7 @@ def _probe(known: Known, address: bytes, size: int = 1, messages: int = 1) -> Pr
     return Probe(boot_id=known.own, address=address, message_bytes=size, messages=messages)
 
 
-def _orders(names: bool) -> Iterator[FrameCase]:
+def _orders() -> Iterator[FrameCase]:
     """Yields orders of a decode engine that has greeted."""
 
     def case(name: str, *answers: Answer, any_answers: bool = False, **fields: object) -> FrameCase:
@@ -552,12 +579,10 @@ def _orders(names: bool) -> Iterator[FrameCase]:
             any_answers=any_answers,
         )
 
-    # An order that cannot be read, in a frame that names no receiver, gets no answer.
-    unread = (Welcome, Failed) if names else (Welcome,)
-    yield _transfer("an order with a field too much", _order_and(b"\xa1x\x01"), *unread)
+    yield _transfer("an order with a field too much", _order_and(b"\xa1x\x01"), Welcome, Failed)
     yield _transfer("an order with fields 30,000 deep", _order_and(b"\xa1x" + NESTED), Welcome)
-    yield _transfer("an order with a salt that is no UTF-8", _order_and(b"\xaacache_salt\xa2\xff\xfe"), *unread)
-    yield _transfer("an order in the other form than its greeting", _order_in_the_other_form, Welcome)
+    yield _transfer("an order with a salt that is no UTF-8", _order_and(b"\xaacache_salt\xa2\xff\xfe"), Welcome, Failed)
+    yield _transfer("an order that names nobody, after a greeting that does", _order_that_names_nobody, Welcome)
     yield case("no tokens", Failed, token_ids=[])
     yield case("a token beyond the vocabulary", Failed, token_ids=[49_152] * 40)
     yield case("a negative token", Failed, token_ids=[5, -1] * 20)
@@ -596,9 +621,9 @@ def _order_and(field: bytes) -> Callable[[Known], Messages]:
     return make
 
 
-def _order_in_the_other_form(known: Known) -> Messages:
+def _order_that_names_nobody(known: Known) -> Messages:
     (greeting,) = known.seal(_hello(known))
-    (order,) = replace(known, names=not known.names).seal(_order(known))
+    (order,) = replace(known, names=False).seal(_order(known))
     return [greeting, order]
 
 

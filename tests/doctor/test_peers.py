@@ -11,6 +11,7 @@ import msgspec
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.peers import PeerFacts, check_peer, read_peer, same_machine
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, Hello, Refused
+from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.shared_memory import MachineIdentity, machine_identity
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
@@ -97,16 +98,18 @@ def test_nobody_listens() -> None:
     assert "--transfer-host" in found.advice
 
 
-def test_an_older_pdserve_is_named_by_what_it_refuses() -> None:
-    with FakePrefill(released=True) as old, ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(asked, old.target.control, SPEC, timeout_s=0.3)
-        # An older peer drops messages that it does not know.
-        old.next(Examine)
-        old.next(Hello)
-        old.send(Refused(old.boot_id, "protocol", "1", "2"))
+def test_a_pdserve_without_a_common_version_is_named_with_its_range() -> None:
+    far = msgspec.structs.replace(SPEC, protocol=SPOKEN.newest + 2, oldest_protocol=SPOKEN.newest + 1)
+    with FakePrefill() as other, ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(asked, other.target.control, SPEC)
+        other.next(Examine)
+        other.send(msgspec.structs.replace(EXAMINED, boot_id=other.boot_id, spec=far))
+        other.next(Hello)
+        other.send(Refused(other.boot_id, "protocol", str(far.spoken), str(SPOKEN)))
         facts = asking.result(WAIT_S)
-    (found,) = problems(facts)
-    assert "protocol is 1 there and 2 here" in found.seen and "same version" in found.advice
+    found = problems(facts)
+    assert found[0].seen == f"protocol is {far.spoken} there and {SPOKEN} here"
+    assert "same version" in (found[0].advice or "")
 
 
 def test_what_is_no_prefill_node() -> None:

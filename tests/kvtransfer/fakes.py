@@ -23,7 +23,6 @@ from pdserve.wire.transfer import (
     ToDecode,
     ToPrefill,
     Welcome,
-    sender_of,
 )
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.pieces import digest, label_of
@@ -116,10 +115,8 @@ class FakePeer:
 class FakePrefill(FakePeer):
     """A prefill engine that does only what the test says."""
 
-    def __init__(self, *, released: bool = False) -> None:
-        """With ``released`` it is an engine of pdserve 0.1."""
+    def __init__(self) -> None:
         super().__init__(zmq.ROUTER, ToPrefill)
-        self.released = released
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.route = b""
 
@@ -141,10 +138,7 @@ class FakePrefill(FakePeer):
                 # The frame is of a former connection, and the first frame of the next one has overtaken it.
                 continue
             message = opened.message
-            if self.released is (opened.named or opened.sender == sender_of(message)):
-                # The message came in two forms, and this one is for a prefill engine of another version.
-                continue
-            self.peer = None if self.released else opened.sender
+            self.peer = opened.sender
             if kind is Ping or not isinstance(message, Ping):
                 return self._expect(message, kind)
             self.send(Pong(self.boot_id))

@@ -27,11 +27,21 @@ from pdserve.config import (
     RoutingConfig,
     TlsConfig,
 )
-from pdserve.wire.discovery import Capacity, ComputeCores, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
+from pdserve.wire.discovery import (
+    Capacity,
+    ComputeCores,
+    NodeHeartbeat,
+    NodeHello,
+    NodeInfo,
+    NodeLoad,
+    ProxyWelcome,
+    Register,
+    Role,
+)
 from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
-from pdserve.wire.version import RELEASED_0_1
+from pdserve.wire.version import SPOKEN
 from pdserve_proxy.server import run
 from pdserve_proxy.serving import Addresses
 from tests.proxy.fake_node import FakeNode
@@ -78,12 +88,11 @@ def node_info(
     boot_id: bytes | None = None,
     max_running: int = 4,
     max_model_len: int = 256,
-    protocol: int = RELEASED_0_1,
     compute: ComputeCores | None = None,
     answers: str = "",
     formats: str = "",
 ) -> NodeInfo:
-    """Returns a node's description of itself. ``Registration`` puts today's protocol into it."""
+    """Returns a node's description of itself."""
     return NodeInfo(
         name=name,
         boot_id=boot_id or new_id(),
@@ -93,7 +102,8 @@ def node_info(
         model=model,
         fingerprint=fingerprint,
         capacity=Capacity(max_running=max_running, num_blocks=16, block_size=16, max_model_len=max_model_len),
-        protocol=protocol,
+        protocol=SPOKEN.newest,
+        oldest_protocol=SPOKEN.oldest,
         compute=compute,
         answers=answers,
         formats=formats,
@@ -156,11 +166,14 @@ async def heard(node: NodeInfo, control: str) -> AsyncIterator[asyncio.Event]:
 
         async def send() -> None:
             while not silent.is_set():
-                await socket.send(sealer.seal(NodeHeartbeat(node.boot_id, NodeLoad())))
+                await socket.send(sealer.seal(NodeHeartbeat(node.boot_id, NodeLoad()), proxy))
                 await asyncio.sleep(HEARTBEAT_MS / 1000)
 
-        await socket.send(sealer.seal(Register(node)))
+        opener = Opener(SECRET, Purpose.DISCOVERY, ProxyWelcome, receiver=node.boot_id)
         async with asyncio.timeout(PATIENCE_S):
+            await socket.send(sealer.seal(NodeHello(node.boot_id, new_id(), SPOKEN.newest, SPOKEN.oldest)))
+            proxy = opener.open_from(await socket.recv()).sender
+            await socket.send(sealer.seal(Register(node), proxy))
             await socket.recv()
         task = asyncio.create_task(send())
         try:

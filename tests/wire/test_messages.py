@@ -20,6 +20,7 @@ from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogp
 from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, SeenRequest
 from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.pieces import MAX_RANKS
 
 BOOT = bytes(range(16))
@@ -31,9 +32,19 @@ TARGET = PrefillTarget(name="prefill-0", control="tcp://127.0.0.1:5000", boot_id
 HASHES = (bytes(32), bytes(range(32)))
 TRANSFER_ID = TransferId(OTHER, 3, BOOT)
 SPEC = transfer.EngineSpec(
-    protocol=1, fingerprint="f", dtype="bf16", block_size=16, num_layers=30, kv_heads=3, head_dim=64, tp_size=1
+    protocol=1,
+    oldest_protocol=1,
+    fingerprint="f",
+    dtype="bf16",
+    block_size=16,
+    num_layers=30,
+    kv_heads=3,
+    head_dim=64,
+    tp_size=1,
 )
 NODE = discovery.NodeInfo(
+    protocol=SPOKEN.newest,
+    oldest_protocol=SPOKEN.oldest,
     name="decode-0",
     boot_id=BOOT,
     role=discovery.Role.DECODE,

@@ -1,7 +1,8 @@
-"""Tests what hosts of two versions read of each other, with the schema of the last release beside today's."""
+"""Tests what hosts of two versions read of each other, with the schemas of all releases beside today's."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgpack
@@ -9,79 +10,15 @@ import msgspec
 import pytest
 
 from pdserve.errors import UnreadableMessage
-from pdserve.wire import discovery, transfer
+from pdserve.wire import discovery
 from pdserve.wire.frame import Opener, Purpose, Sealer
-from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import Ticket
-from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, RELEASED_0_1, Spoken, for_protocol, since
-from tests.wire import released_0_1 as released
-from tests.wire.test_messages import CHANNELS
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, SPOKEN, Spoken, for_protocol, since
+from tests.wire.schema import Schema, breaches, schema_of
 
 SECRET = b"the secret of a cluster"
 OURS, THEIRS = b"o" * 16, b"t" * 16
-
-RELEASED: dict[Any, Any] = {
-    discovery.ToProxy: released.ToProxy,
-    discovery.FromProxy: released.Ack,
-    Ticket: released.Ticket,
-    transfer.ToPrefill: released.ToPrefill,
-    transfer.ToDecode: released.ToDecode,
-}
-NEW_KINDS = (
-    discovery.NodeHello,
-    discovery.ProxyWelcome,
-    discovery.ProxyRefusal,
-    transfer.Accept,
-    transfer.BlocksReady,
-    transfer.CachedRequest,
-    transfer.Held,
-    transfer.Offer,
-)
-"""These are not sent to a host of 0.1, except where its version is not known yet."""
-
-SENT = [
-    pytest.param(channel, message, id=type(message).__name__)
-    for channel, messages in CHANNELS
-    if channel in RELEASED
-    for message in messages
-    if not isinstance(message, NEW_KINDS)
-]
-
-
-@pytest.mark.parametrize(("channel", "message"), SENT)
-def test_the_last_release_reads_what_is_sealed_for_it(channel: Any, message: msgspec.Struct) -> None:
-    """A field that is added without ``since`` fails here."""
-    purpose = Purpose.TRANSFER
-    frame = Sealer(SECRET, purpose, OURS).seal_for_0_1(message)
-    read = released.Opener(SECRET, purpose.value, RELEASED[channel]).open(frame)
-    plain = msgspec.to_builtins(read, builtin_types=(bytes,))
-    assert msgspec.convert(plain, channel) == for_protocol(message, RELEASED_0_1)
-
-
-@pytest.mark.parametrize(("channel", "message"), SENT)
-def test_what_the_last_release_sends_is_read(channel: Any, message: msgspec.Struct) -> None:
-    old = for_protocol(message, RELEASED_0_1)
-    theirs = msgspec.convert(msgspec.to_builtins(old, builtin_types=(bytes,)), RELEASED[channel])
-    opened = Opener(SECRET, Purpose.TRANSFER, channel, receiver=OURS).open_from(
-        released.Sealer(SECRET, b"transfer", THEIRS).seal(theirs)
-    )
-    assert (opened.message, opened.sender, opened.protocol) == (old, THEIRS, RELEASED_0_1)
-
-
-def test_the_last_release_drops_frames_that_name_a_receiver_and_says_why() -> None:
-    frame = Sealer(SECRET, Purpose.DISCOVERY, OURS).seal(discovery.Deregister(OURS), THEIRS)
-    with pytest.raises(released.Refusal, match="frame version 2; this process speaks 1"):
-        released.Opener(SECRET, b"discovery", released.ToProxy).open(frame)
-
-
-def test_engines_tell_the_last_release_its_own_version() -> None:
-    (spec,) = {m.spec for _, messages in CHANNELS for m in messages if isinstance(m, transfer.Examined)}
-    spec = msgspec.structs.replace(spec, protocol=PROTOCOL_VERSION, oldest_protocol=OLDEST_PROTOCOL)
-    hello = for_protocol(transfer.Hello(OURS, spec, [b"address"]), RELEASED_0_1)
-    read = msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=released.ToPrefill)
-    assert read.spec.protocol == released.PROTOCOL_VERSION
-
 
 # ------------------------------------------------------------ the next minor version
 
@@ -107,14 +44,6 @@ def test_what_the_next_version_states_besides_is_ignored() -> None:
 
 class NextSampling(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
     temperature_decay: float = 0.0
-
-
-def test_the_last_release_refuses_a_grammar_by_name() -> None:
-    """It would sample a first token that the grammar forbids."""
-    asked = SamplingParams(max_tokens=1, seed=1, grammar=Grammar(GrammarKind.REGEX, "[ab]"))
-    assert for_protocol(asked, RELEASED_0_1) == asked
-    with pytest.raises(msgspec.ValidationError, match="unknown field `grammar`"):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=released.SamplingParams)
 
 
 class NextTicket(Ticket, frozen=True, kw_only=True, omit_defaults=True):
@@ -147,10 +76,10 @@ def test_a_ticket_of_the_next_version_is_refused_by_the_name_of_what_is_new() ->
     ("ours", "theirs", "common"),
     [
         (Spoken(6, 5), Spoken(6, 5), 6),
-        (Spoken(6, 5), Spoken(5, 0), 5),
+        (Spoken(6, 5), Spoken(5, 5), 5),
         (Spoken(6, 5), Spoken(7, 6), 6),
         (Spoken(6, 5), Spoken(8, 7), None),
-        (Spoken(6, 5), Spoken(4, 0), None),
+        (Spoken(6, 5), Spoken(4, 4), None),
         (Spoken(6, 6), Spoken(5, 5), None),
     ],
 )
@@ -159,32 +88,63 @@ def test_the_newest_version_that_both_speak(ours: Spoken, theirs: Spoken, common
 
 
 def test_ranges_are_named_for_people() -> None:
-    assert [str(Spoken(6, 5)), str(Spoken(5, 0)), str(Spoken(6, 6))] == ["5 to 6", "5", "6"]
+    assert [str(Spoken(6, 5)), str(Spoken(5, 5)), str(SPOKEN)] == ["5 to 6", "5", "6"]
+
+
+# ------------------------------------------------------------ fields that came later
+
+
+class Inner(msgspec.Struct, frozen=True, omit_defaults=True):
+    size: int
+    colour: Annotated[str, msgspec.Meta(max_length=8), since(PROTOCOL_VERSION)] = ""
 
 
 class Grown(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
-    protocol: int
     added: Annotated[int, since(PROTOCOL_VERSION)] = 0
-    inner: discovery.NodeInfo | None = None
+    inner: Inner | None = None
 
 
 def test_later_fields_are_left_out_for_an_older_peer_at_any_depth() -> None:
-    node = discovery.NodeInfo(
-        name="n",
-        boot_id=OURS,
-        role=discovery.Role.MIXED,
-        url="http://h:1",
-        control="",
-        model="m",
-        fingerprint="f",
-        capacity=discovery.Capacity(1, 1, 1, 1),
-        protocol=PROTOCOL_VERSION,
-        oldest_protocol=OLDEST_PROTOCOL,
-    )
-    message = Grown("x", PROTOCOL_VERSION, 3, node)
+    message = Grown("x", 3, Inner(1, "red"))
     assert for_protocol(message, PROTOCOL_VERSION) is message
-    plain = msgpack.unpackb(msgspec.msgpack.encode(for_protocol(message, RELEASED_0_1)))
-    assert plain["protocol"] == RELEASED_0_1
-    assert "added" not in plain
-    assert not {"protocol", "oldest_protocol"} & plain["inner"].keys()
+    frame = Sealer(SECRET, Purpose.DISCOVERY, OURS).seal_to(THEIRS, PROTOCOL_VERSION - 1, message)
+    assert msgpack.unpackb(msgpack.unpackb(frame)[4][len(THEIRS) :]) == {"name": "x", "inner": {"size": 1}}
+
+
+# ------------------------------------------------------------ releases
+
+RELEASED = Path(__file__).parent / "released"
+"""A schema of each release that hosts of today work with, as ``tests.wire.schema`` has written it."""
+
+
+def test_hosts_of_each_release_read_todays_messages_and_todays_hosts_theirs() -> None:
+    for path in RELEASED.glob("*.json"):
+        released = msgspec.json.decode(path.read_bytes(), type=Schema)
+        assert released.protocol < OLDEST_PROTOCOL or not list(breaches(released, schema_of())), path.name
+
+
+def altered(fields: list[Any], **config: Any) -> Schema:
+    return schema_of([msgspec.defstruct("Load", fields, omit_defaults=True, **config)], PROTOCOL_VERSION + 1)
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_a_change_that_a_released_host_does_not_survive_is_named(order: bool) -> None:
+    config: dict[str, Any] = {"forbid_unknown_fields": order}
+    fields: list[Any] = [("running", int), ("waiting", int, 0)]
+    released = msgspec.structs.replace(altered(fields, **config), protocol=PROTOCOL_VERSION)
+    released = msgspec.json.decode(msgspec.json.encode(released), type=Schema)
+
+    def breaking(now: list[Any]) -> list[str]:
+        return list(breaches(released, altered(now, **config)))
+
+    later = Annotated[int, since(PROTOCOL_VERSION + 1)]
+    assert breaking(fields) == breaking([*fields, ("added", later, 0)]) == []
+    assert breaking([*fields, ("added", int, 0)]) == (
+        [] if order else ["Load.added is new, and does not say since which version"]
+    )
+    assert breaking([("added", int), *fields]) == ["Load.added is new, and has no default"]
+    assert breaking([("running", str), fields[1]]) == ["Load.running is another"]
+    assert breaking(fields[1:]) == ["Load.running is gone"]
+    assert breaking(fields[:1]) == (["Load.waiting is gone"] if order else [])
+    assert list(breaches(released, schema_of([Inner]))) == ["Load is gone"]

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pdserve.errors import HandshakeRefused, PeerLost, StaleFrame
 from pdserve.wire.frame import Opened
 from pdserve.wire.transfer import EngineSpec, Hello, Pong, Refused, ToDecode, Welcome
-from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
 from pdserve_kvtransfer.pieces import head_map
 
 _MAY_DIFFER = ("protocol", "oldest_protocol", "tp_size")
@@ -68,25 +67,23 @@ class Handshake:
         return Hello(self._boot_id, self._spec, list(rank_addresses))
 
     def accepts(self, opened: Opened[ToDecode]) -> bool:
-        """Returns whether a frame is from the engine that was meant and in the protocol that was agreed on.
+        """Returns whether a frame is from the engine that was meant, and names this one.
 
         Raises PeerLost if it shows that another process has taken that engine's place.
         """
         message = opened.message
-        if opened.sender != self._target_boot:
+        if opened.named and opened.sender != self._target_boot:
             if isinstance(message, Welcome | Refused | Pong) and message.boot_id == opened.sender:
                 self.check_boot(message.boot_id)
             return False
-        return self.protocol is None or opened.named is (self.protocol >= NAMED_RECEIVERS)
+        return opened.named
 
     def is_of_peer(self, frame: StaleFrame) -> bool:
         """Returns whether the engine that was meant has sent a frame."""
         return frame.sender == self._target_boot
 
-    def on_welcome(self, message: Welcome, *, named: bool = True) -> tuple[bytes, ...] | None:
+    def on_welcome(self, message: Welcome) -> tuple[bytes, ...] | None:
         """Returns the addresses of the other engine's ranks, or None if the handshake was complete already.
-
-        ``named`` is whether the frame named its receiver. Frames of pdserve 0.1 do not.
 
         Raises HandshakeRefused if the engines do not fit, and PeerLost if another process answers than was meant.
         """
@@ -98,7 +95,7 @@ class Handshake:
         if refusal is not None:
             raise refusal
 
-        self.protocol = self._spec.spoken.common(message.spec.spoken) if named else RELEASED_0_1
+        self.protocol = self._spec.spoken.common(message.spec.spoken)
         return tuple(message.rank_addresses)
 
     def refused(self, message: Refused) -> HandshakeRefused | PeerLost:

@@ -7,9 +7,8 @@ import secrets
 from collections import OrderedDict
 from typing import TypeAlias
 
-from pdserve.errors import HandshakeRefused, PeerLost, SpoiltMessage, StaleFrame
+from pdserve.errors import PeerLost, SpoiltMessage, StaleFrame
 from pdserve.wire.frame import Opened
-from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import (
     ConnectLink,
@@ -25,7 +24,6 @@ from pdserve.wire.rank_transfer import (
     PiecesLanded,
     Released,
 )
-from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import (
     TAG_BITS,
@@ -48,7 +46,6 @@ from pdserve.wire.transfer import (
     ToDecode,
     Welcome,
 )
-from pdserve.wire.version import CACHED_BLOCKS, GRAMMARS, NAMED_LOGPROBS, PACED_TRANSFERS, PROMPT_LOGPROBS
 from pdserve_kvtransfer.control.handshake import Handshake
 from pdserve_kvtransfer.control.lease import Lease, PingTimer
 from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener, Spoilt
@@ -172,33 +169,8 @@ class FetchPeer:
                 return tag
 
     def _prepare(self, session: FetchSession) -> None:
-        """Prepares a fetch once the handshake is complete. It fails if the peer is too old for what is asked of it.
-
-        Raises HandshakeRefused for a paced fetch if the peer does not support paced transfers.
-        """
-        protocol = self._handshake.protocol
-        needs: tuple[str, int, FailureKind] | None = None
-        match session.order:
-            case CachedFetchOrder():
-                needs = "cached blocks", CACHED_BLOCKS, FailureKind.MISFIT
-            # The peer can compute other prompts.
-            case FetchOrder(sampling=SamplingParams(grammar=Grammar())):
-                needs = "grammars", GRAMMARS, FailureKind.REFUSED
-            case FetchOrder(sampling=SamplingParams(prompt_logprobs=int())):
-                needs = "log probabilities of prompts", PROMPT_LOGPROBS, FailureKind.REFUSED
-            case FetchOrder(sampling=SamplingParams(logprob_token_ids=(_, *_))):
-                needs = "log probabilities of named tokens", NAMED_LOGPROBS, FailureKind.REFUSED
-        if needs is not None and (protocol is None or protocol < needs[1]):
-            reason = f"{needs[0]} need protocol {needs[1]}, and the other engine supports {protocol}"
-            self._apply(session, session.withdraw(needs[2], reason))
-            return
-        if session.order.paced_blocks and protocol is not None and protocol < PACED_TRANSFERS:
-            needed = f"{PACED_TRANSFERS} (which transfers through host memory need)"
-            raise HandshakeRefused("protocol", needed, str(protocol))
+        """Prepares a fetch once the handshake is complete."""
         self._apply(session, session.prepare(self._pieces, self.link.ranks))
-
-    def _gives_cached_blocks(self) -> bool:
-        return self._handshake.protocol is not None and self._handshake.protocol >= CACHED_BLOCKS
 
     def offer(self, offer: Offer, now: float) -> None:
         """Sends an offer once the handshake is complete, if that is soon. It is dropped if the peer reads nothing."""
@@ -213,7 +185,7 @@ class FetchPeer:
         self._offers_until = self._offers_until or now + self._engine.settings.lease_s
 
     def _send_offer(self, offer: Offer) -> None:
-        if not self._gives_cached_blocks() or self._unread_offers >= _MAX_OFFERS:
+        if self._unread_offers >= _MAX_OFFERS:
             log.debug("request_id=%s an offer to %s was dropped", offer.request_id or "-", self.target.name)
             return
         self._send(offer)
@@ -263,7 +235,7 @@ class FetchPeer:
         message = opened.message
         match message:
             case Welcome():
-                self._on_welcome(message, opened.named, now)
+                self._on_welcome(message, now)
             case Refused():
                 raise self._handshake.refused(message)
             case Pong(boot_id, load):
@@ -297,8 +269,8 @@ class FetchPeer:
                     self._engine.event_queue.put(LoadHeard(self.target.boot_id, load))
                 self._apply(session, session.on_failed(message))
 
-    def _on_welcome(self, message: Welcome, named: bool, now: float) -> None:
-        addresses = self._handshake.on_welcome(message, named=named)
+    def _on_welcome(self, message: Welcome, now: float) -> None:
+        addresses = self._handshake.on_welcome(message)
         if addresses is None:
             return
         self._greeting.release()
@@ -479,17 +451,10 @@ class FetchPeer:
                 stats.quarantined_blocks -= len(block_ids)
 
     def _send(self, message: _Message) -> bool:
-        sent = False not in [self._client.send(frame) for frame in self._sealed(message)]
+        sealer, boot_id, protocol = self._engine.sealer, self.target.boot_id, self._handshake.protocol
+        # What comes before the Welcome is a greeting, and its receiver ignores fields that it does not know.
+        frame = sealer.seal(message, boot_id) if protocol is None else sealer.seal_to(boot_id, protocol, message)
+        sent = self._client.send(frame)
         if not sent:
             log.warning("%s is not reading its control channel", self.target.name)
         return sent
-
-    def _sealed(self, message: _Message) -> list[bytes]:
-        """Returns the frames of a message: two before the Welcome, when the prefill engine's version is not known.
-
-        The prefill engine takes the one of its own version.
-        """
-        sealer, boot_id, protocol = self._engine.sealer, self.target.boot_id, self._handshake.protocol
-        if protocol is None:
-            return [sealer.seal(message, boot_id), sealer.seal_for_0_1(message)]
-        return [sealer.seal_to(boot_id, protocol, message)]

@@ -71,7 +71,7 @@ class Examiner:
         self._peer: bytes | None = None
         """The boot id of the prefill engine; None if it is not known."""
         self._protocol: int | None = None
-        """The version of the protocol in the engine's latest answer; None before the first one."""
+        """The version of the protocol that both support; None if it is not known."""
         self._transport = transport
         self._links: list[UcxLink] = []
         """The links of handshakes, which stay open because the other engine takes a closed one for a death."""
@@ -96,22 +96,22 @@ class Examiner:
     def examine(self, timeout_s: float) -> Examined | None:
         """Returns the engine's properties, or None without an answer.
 
-        There is none from an engine with another secret, a far-off clock or an older pdserve, or if there is no engine.
+        There is none from an engine with another secret or a far-off clock, or if there is no engine.
         """
         self._send(Examine(self._boot_id, SPOKEN.newest, SPOKEN.oldest))
         examined = self._answer(Examined, timeout_s)
-        self._peer = None if examined is None else examined.boot_id
+        if examined is not None:
+            self._peer, self._protocol = examined.boot_id, SPOKEN.common(examined.spec.spoken)
         return examined
 
     def greet(self, spec: EngineSpec, boot_id: bytes, timeout_s: float) -> bool:
         """Makes the handshake of a decode engine with the engine of ``boot_id``. Returns False if there is no answer.
 
-        An engine that does not know ``Examine`` still names what differs. Raises HandshakeRefused if the engines do not
-        fit.
+        Raises HandshakeRefused if the engines do not fit.
         """
         link = self._transport.open_link(probe_memory(0))
         self._links.append(link)
-        self._peer = boot_id or None
+        self._peer = boot_id
         handshake = Handshake(self._boot_id, spec, boot_id)
         self._send(handshake.hello([link.address]))
         answer = self._answer((Welcome, Refused), timeout_s)
@@ -156,10 +156,8 @@ class Examiner:
     def _send(self, message: ToPrefill) -> None:
         if self._peer is not None and self._protocol is not None:
             self._client.send(self._sealer.seal_to(self._peer, self._protocol, message))
-            return
-        # The engine takes the frame of its own version.
-        self._client.send(self._sealer.seal(message, self._peer))
-        self._client.send(self._sealer.seal_for_0_1(message))
+        else:
+            self._client.send(self._sealer.seal(message, self._peer))
 
     def _answer(self, kind: type[M] | tuple[type[M], ...], timeout_s: float) -> M | None:
         """Returns the next message of these kinds, if it comes in time. It ignores others."""
@@ -172,7 +170,6 @@ class Examiner:
             for frame in self._client.receive()[0]:
                 opened = self._opener.open(frame, time.monotonic())
                 if isinstance(opened, Opened) and isinstance(opened.message, kind):
-                    self._protocol = opened.protocol
                     return opened.message
             reason = self._client.lost()
             if reason is not None:

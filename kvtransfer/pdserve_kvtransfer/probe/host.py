@@ -24,7 +24,7 @@ from pdserve.wire.transfer import (
     ProbeRefused,
     ToDecode,
 )
-from pdserve.wire.version import Spoken
+from pdserve.wire.version import OLDEST_PROTOCOL, Spoken
 from pdserve_kvtransfer.control.sockets import ControlServer
 from pdserve_kvtransfer.pieces import label_of, tag_of
 from pdserve_kvtransfer.probe.asker import (
@@ -49,9 +49,8 @@ _ASKER_MESSAGES = 64
 class _Probing:
     """One probe under way. The constructor raises TransferError, and so do methods when the probe cannot go on."""
 
-    def __init__(self, transport: Transport, asked: Probe, received: RoutedMessage, protocol: int, now: float) -> None:
+    def __init__(self, transport: Transport, asked: Probe, received: RoutedMessage, now: float) -> None:
         self.asker = asked.boot_id
-        self.protocol = protocol
         self.route = received.route
         self.connection = received.connection
         self.until = now + PROBE_LIMIT_S
@@ -132,17 +131,14 @@ class ProbeHost:
         self._probing: _Probing | None = None
         self._free_at = -math.inf
 
-    def on_message(
-        self, message: Examine | Probe | ProbeEnd, received: RoutedMessage, protocol: int, now: float
-    ) -> None:
-        """``protocol`` is the newest version that the asker is known to support."""
+    def on_message(self, message: Examine | Probe | ProbeEnd, received: RoutedMessage, now: float) -> None:
         match message:
             case Examine(boot_id, newest, oldest):
                 common = self._engine.spec.spoken.common(Spoken(newest, oldest))
                 # Without a common version the asker gets an answer in its own, which tells this engine's versions.
                 self._send(received.route, boot_id, common or newest, self._examined())
             case Probe():
-                self._open(message, received, protocol, now)
+                self._open(message, received, now)
             case ProbeEnd(boot_id):
                 if self._probing is not None and self._probing.asker == boot_id:
                     self._end(now)
@@ -159,9 +155,9 @@ class ProbeHost:
             ipc_namespace=identity.ipc_namespace,
         )
 
-    def _open(self, asked: Probe, received: RoutedMessage, protocol: int, now: float) -> None:
+    def _open(self, asked: Probe, received: RoutedMessage, now: float) -> None:
         def refuse(reason: str) -> None:
-            self._refuse(received.route, asked.boot_id, protocol, reason)
+            self._refuse(received.route, asked.boot_id, reason)
 
         if asked.messages * asked.message_bytes > MAX_PROBE_BYTES:
             refuse(f"a probe moves at most {MAX_PROBE_BYTES} bytes")
@@ -170,7 +166,7 @@ class ProbeHost:
             refuse("another probe is under way")
             return
         try:
-            self._probing = _Probing(self._engine.transport, asked, received, protocol, now)
+            self._probing = _Probing(self._engine.transport, asked, received, now)
         except Exception as exc:
             if not isinstance(exc, TransferError):
                 log.exception("a probe cannot begin")
@@ -178,7 +174,7 @@ class ProbeHost:
             return
         log.info("a probe of %d messages of %d bytes", asked.messages, asked.message_bytes)
         opened = ProbeOpened(self._engine.boot_id, self._probing.link.address)
-        self._send(received.route, asked.boot_id, protocol, opened)
+        self._send(received.route, asked.boot_id, OLDEST_PROTOCOL, opened)
 
     def turn(self, now: float) -> bool:
         if self._probing is None:
@@ -217,7 +213,7 @@ class ProbeHost:
 
     def _give_up(self, probing: _Probing, reason: str, now: float) -> None:
         self._end(now)
-        self._refuse(probing.route, probing.asker, probing.protocol, reason)
+        self._refuse(probing.route, probing.asker, reason)
 
     def _end(self, now: float) -> None:
         if self._probing is not None:
@@ -225,8 +221,8 @@ class ProbeHost:
             self._probing = None
             self._free_at = now + PAUSE_S
 
-    def _refuse(self, route: bytes, asker: bytes, protocol: int, reason: str) -> None:
-        self._send(route, asker, protocol, ProbeRefused(self._engine.boot_id, reason[:MAX_REASON_CHARS]))
+    def _refuse(self, route: bytes, asker: bytes, reason: str) -> None:
+        self._send(route, asker, OLDEST_PROTOCOL, ProbeRefused(self._engine.boot_id, reason[:MAX_REASON_CHARS]))
 
     def _send(self, route: bytes, asker: bytes, protocol: int, message: ToDecode) -> None:
         self._server.send(route, self._engine.sealer.seal_to(asker, protocol, message))

@@ -38,6 +38,7 @@ from pdserve.wire.transfer import (
     ToDecode,
     Welcome,
 )
+from pdserve.wire.version import OLDEST_PROTOCOL
 from pdserve_kvtransfer.control.lease import Lease
 from pdserve_kvtransfer.control.sockets import ControlServer
 from pdserve_kvtransfer.events import KIND_OF_CAUSE, BlocksOffered, FailureKind, PushEnded, PushOutcome
@@ -85,10 +86,11 @@ class PushPeer:
     ``end``, and from then on nothing raises. The constructor raises TransferError if a link cannot be opened.
     """
 
-    def __init__(self, engine: LocalEngine, server: ControlServer, hello: Hello, protocol: int) -> None:
-        """``protocol`` is the version of the protocol that the engines agreed on."""
+    def __init__(self, engine: LocalEngine, server: ControlServer, hello: Hello) -> None:
+        """The engines fit: ``control.handshake.answer`` refuses nothing in ``hello``."""
         self.boot_id = hello.boot_id
-        self.protocol = protocol
+        self.protocol = engine.spec.spoken.common(hello.spec.spoken) or OLDEST_PROTOCOL
+        """The version of the protocol that the engines agreed on."""
         self.route = b""
         self.connection = -1
         """The TCP connection of its latest frame."""

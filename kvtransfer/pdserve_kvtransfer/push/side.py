@@ -30,7 +30,7 @@ from pdserve.wire.transfer import (
     ToPrefill,
     sender_of,
 )
-from pdserve.wire.version import NAMED_RECEIVERS, RELEASED_0_1
+from pdserve.wire.version import OLDEST_PROTOCOL
 from pdserve_kvtransfer.control.handshake import answer
 from pdserve_kvtransfer.control.sockets import ControlServer, FrameOpener, Spoilt
 from pdserve_kvtransfer.events import PushOutcome
@@ -128,7 +128,7 @@ class PushSide:
                 self._on_message(opened, received, now)
             case WrongReceiver():
                 # The sender means another engine at this address, as after a restart of this one.
-                self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "boot_id", "another", "assumed")
+                self._refuse(received.route, opened.sender, OLDEST_PROTOCOL, "boot_id", "another", "assumed")
             case UnreadableMessage() if (peer := self._peers.get(opened.sender)) is not None:
                 peer.on_unreadable(opened)
             case StaleFrame():
@@ -138,7 +138,7 @@ class PushSide:
                 if peer is not None and peer.connection == received.connection:
                     self._lose(peer, PushOutcome.PEER_LOST, f"a message of it was dropped: {opened}")
                 else:
-                    self._refuse(received.route, opened.sender, NAMED_RECEIVERS, "handshake", "none", "assumed")
+                    self._refuse(received.route, opened.sender, OLDEST_PROTOCOL, "handshake", "none", "assumed")
             case Spoilt(why):
                 for peer in [peer for peer in self._peers.values() if peer.connection == received.connection]:
                     self._lose(peer, PushOutcome.PEER_LOST, f"a message of it came spoilt: {why}")
@@ -146,30 +146,29 @@ class PushSide:
     def _on_message(self, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
         message = opened.message
         boot_id = sender_of(message)
-        if opened.sender != boot_id:
-            # A newer engine sends this for a peer of pdserve 0.1. It sends the same in a frame for this engine as well.
+        if opened.sender != boot_id or not (opened.named or isinstance(message, Examine)):
+            log.debug("a %s of another sender, or for nobody, was dropped", type(message).__name__)
             return
         match message:
             case Hello():
-                self._on_hello(message, opened, received, now)
+                self._on_hello(message, received, now)
             case PrefillRequest() | CachedRequest() | Accept() | Done() | Cancel() | Ping() | Offer():
-                self._on_peer_message(boot_id, message, opened, received, now)
+                self._on_peer_message(boot_id, message, received, now)
             case Examine() | Probe() | ProbeEnd():
-                self._probes.on_message(message, received, opened.protocol, now)
+                self._probes.on_message(message, received, now)
 
     def _on_peer_message(
         self,
         boot_id: bytes,
         message: PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer,
-        opened: Opened[ToPrefill],
         received: RoutedMessage,
         now: float,
     ) -> None:
         peer = self._peers.get(boot_id)
         if peer is None:
             if isinstance(message, PrefillRequest | CachedRequest | Ping | Offer):
-                self._refuse(received.route, boot_id, opened.protocol, "handshake", "none", "assumed")
-        elif opened.named is (peer.protocol >= NAMED_RECEIVERS):
+                self._refuse(received.route, boot_id, OLDEST_PROTOCOL, "handshake", "none", "assumed")
+        else:
             peer.on_frame(received.route, received.connection, now)
             if isinstance(message, PrefillRequest | CachedRequest) and self._is_ending(message.transfer_id):
                 # The engine would take the end of the former push for that of this one.
@@ -181,7 +180,7 @@ class PushSide:
     def _is_ending(self, transfer_id: TransferId) -> bool:
         return any(gone.has(transfer_id) for gone in self._closing)
 
-    def _on_hello(self, hello: Hello, opened: Opened[ToPrefill], received: RoutedMessage, now: float) -> None:
+    def _on_hello(self, hello: Hello, received: RoutedMessage, now: float) -> None:
         known = self._peers.get(hello.boot_id)
         if known is not None:
             self._lose(known, PushOutcome.PEER_LOST, "the decode engine has greeted anew")
@@ -192,16 +191,15 @@ class PushSide:
             log.warning(
                 "decode engine refused: %s is %s here and %s there", refusal.field, refusal.ours, refusal.theirs
             )
-            self._send(received.route, hello.boot_id, opened.protocol, refusal)
+            self._send(received.route, hello.boot_id, OLDEST_PROTOCOL, refusal)
             return
-        protocol = engine.spec.spoken.common(hello.spec.spoken) if opened.named else None
         try:
-            peer = PushPeer(engine, self._server, hello, protocol or RELEASED_0_1)
+            peer = PushPeer(engine, self._server, hello)
         except RankLost:
             raise
         except Exception as exc:
             log.warning("decode engine refused: %s", exc, exc_info=not isinstance(exc, TransferError))
-            self._refuse(received.route, hello.boot_id, opened.protocol, "rank_addresses", str(exc), "unusable")
+            self._refuse(received.route, hello.boot_id, OLDEST_PROTOCOL, "rank_addresses", str(exc), "unusable")
             return
         peer.on_frame(received.route, received.connection, now)
         self._peers[hello.boot_id] = peer

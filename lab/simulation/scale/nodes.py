@@ -15,6 +15,7 @@ from collections.abc import Callable
 from lab.simulation.scale.events import Events
 from pdserve.plan.profile import CacheGeometry, NodeSpeed
 from pdserve.wire.discovery import Capacity, NodeHeartbeat, NodeInfo, NodeLoad, Role
+from pdserve.wire.version import SPOKEN
 
 MODEL = "m"
 MAX_MODEL_LEN = 2**20
@@ -25,6 +26,8 @@ class CoarseNode:
 
     def __init__(self, number: int, role: Role, events: Events, speed: NodeSpeed, cache: CacheGeometry) -> None:
         self.info = NodeInfo(
+            protocol=SPOKEN.newest,
+            oldest_protocol=SPOKEN.oldest,
             name=f"{role.value}{number}",
             boot_id=number.to_bytes(16, "little"),
             role=role,

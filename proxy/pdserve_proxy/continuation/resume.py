@@ -24,7 +24,6 @@ from pdserve.errors import PrefillLost, Unavailable
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.timeline import MomentKind
-from pdserve.wire.version import RESUMED_ANSWERS
 from pdserve_proxy.continuation.journal import RelayJournal
 from pdserve_proxy.continuation.losses import MAX_LOSSES, LostNode, Suspects
 from pdserve_proxy.continuation.turns import ResumeTurn, ResumeTurns
@@ -124,7 +123,7 @@ class Resumption:
         resumes: Resumes,
         relayed: RelayedRequest,
         query: RouteQuery,
-        journal: RelayJournal | None,
+        journal: RelayJournal,
         content_types: frozenset[str] = STREAMED,
     ) -> None:
         """``content_types`` are those with which a node goes on."""
@@ -133,7 +132,7 @@ class Resumption:
         self._relayed = relayed
         self._query = query
         self.journal = journal
-        """What the stream can be resumed from; None if its node writes no journal."""
+        """What the stream can be resumed from."""
         self._count = 0
         self._holders: tuple[NodeInfo, ...] = ()
         self._cut: PlannedCut | None = None
@@ -153,7 +152,7 @@ class Resumption:
     @property
     def may_be_resumable(self) -> bool:
         """Whether there is a journal, or will be one when something has come."""
-        return self.journal is not None and self.journal.request is not None
+        return self.journal.request is not None
 
     def leaving(self) -> LostStream | None:
         """Returns the stream as another node can go on with it now; None if none can."""
@@ -260,7 +259,7 @@ class Resumption:
     def _lost_stream(self, *, left: bool) -> LostStream:
         """Returns the stream whose node was lost, or is ``left`` and may be asked for blocks. Raises ResumeFailed."""
         journal, route = self.journal, self._relayed.route
-        if journal is None or journal.request is None or not journal.resumable or route is None:
+        if journal.request is None or not journal.resumable or route is None:
             raise ResumeFailed(ResumeOutcome.NOT_RESUMABLE, "there is no whole journal of it")
         if not left and self._count == MAX_RESUMES_OF_ONE:
             raise ResumeFailed(ResumeOutcome.FAILED, f"it was resumed {MAX_RESUMES_OF_ONE} times already")
@@ -435,7 +434,6 @@ class Resumes:
         for kernels in (node.kernels, None):
             query = msgspec.structs.replace(
                 stream.query,
-                oldest_protocol=max(stream.query.oldest_protocol, RESUMED_ANSWERS),
                 kind=Kind(node.fingerprint, node.formats, node.capacity.max_model_len, kernels),
             )
             with suppress(Unavailable):

@@ -47,7 +47,7 @@ from pdserve.wire.discovery import (
 )
 from pdserve.wire.frame import MAX_REASON_CHARS, ClockSkew, Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.wire.status import IncidentKind
-from pdserve.wire.version import RELEASED_0_1, SPOKEN, Spoken
+from pdserve.wire.version import SPOKEN, Spoken
 from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
 
@@ -259,13 +259,12 @@ class DiscoveryServer:
         boot_id = message.node.boot_id if isinstance(message, Register) else message.boot_id
         if isinstance(message, NodeHello):
             await self._send(route, boot_id, self._answer_hello(message))
+        elif not opened.named:
+            raise AuthenticationFailed("the frame names no receiver, and is no greeting")
         elif opened.sender != boot_id:
-            # The node is newer than pdserve 0.1, and takes this proxy for one of 0.1. Its NodeHello comes with its
-            # Register; a NodeHeartbeat comes alone, and was sent before this proxy was upgraded.
-            if isinstance(message, NodeHeartbeat):
-                await self._send(route, boot_id, Ack(boot_id, known=False))
+            raise AuthenticationFailed("the frame is of another node than its message")
         else:
-            await self._handle(route, opened, boot_id)
+            await self._handle(route, message, boot_id)
 
     def _answer_hello(self, hello: NodeHello) -> ProxyWelcome | ProxyRefusal:
         theirs = Spoken(hello.protocol, hello.oldest_protocol)
@@ -277,27 +276,25 @@ class DiscoveryServer:
         heartbeat_ms = max(1, round(self._registry.heartbeat_s * 1000))
         return ProxyWelcome(hello.boot_id, hello.nonce, SPOKEN.newest, SPOKEN.oldest, heartbeat_ms)
 
-    async def _handle(self, route: bytes, opened: Opened[ToProxy], boot_id: bytes) -> None:
-        message = opened.message
-        assert not isinstance(message, NodeHello)
+    async def _handle(self, route: bytes, message: Register | NodeHeartbeat | Deregister, boot_id: bytes) -> None:
         before, drained = self._registry.node(boot_id), boot_id in self._registry.draining
         try:
             answer = self._registry.handle(message, self._clock())
         except MalformedFrame as exc:
             self._dropped(exc)
-            if opened.named:
-                await self._send(route, boot_id, ProxyRefusal(boot_id, str(exc)[:MAX_REASON_CHARS]))
+            await self._send(route, boot_id, ProxyRefusal(boot_id, str(exc)[:MAX_REASON_CHARS]))
             return
         self._log_change(message, answer, before)
         self._note_change(message, answer, before, drained=drained)
         if isinstance(message, Register) and before is None and answer is not None and answer.known:
             self._look_at_cores(message.node)
         if answer is not None:
-            await self._send(route, boot_id, answer, SPOKEN.newest if opened.named else RELEASED_0_1)
+            await self._send(route, boot_id, answer)
 
-    async def _send(self, route: bytes, boot_id: bytes, answer: FromProxy, protocol: int = SPOKEN.newest) -> None:
+    async def _send(self, route: bytes, boot_id: bytes, answer: FromProxy) -> None:
         try:
-            await self._socket.send_multipart([route, self._sealer.seal_to(boot_id, protocol, answer)], zmq.NOBLOCK)
+            # These are statements: a node ignores fields that it does not know.
+            await self._socket.send_multipart([route, self._sealer.seal(answer, boot_id)], zmq.NOBLOCK)
         except zmq.ZMQError as exc:
             log.debug("answer not sent: %s", exc)
 

@@ -422,7 +422,7 @@ def _check(info: NodeInfo) -> None:
         raise MalformedFrame(
             f"node {info.name} registered with {info.url!r} as its URL; it must be http://host:port or https://host:port"
         )
-    # Decode and mixed nodes of older versions have none, and nor has a node whose engine cannot be fetched from.
+    # A decode or mixed node whose engine cannot be fetched from has none.
     needs_control = info.role is Role.PREFILL or info.control
     if needs_control and not info.control.startswith("tcp://"):
         raise MalformedFrame(

@@ -17,7 +17,6 @@ from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
 from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
 from pdserve.wire.trace_context import TraceContext
-from pdserve.wire.version import CACHE_OWNERS, CLIENT_TURNS, GIVEN_BACK, KEPT_ANSWERS, RESUMED_ANSWERS, TRACES
 from pdserve_proxy.continuation.losses import ReturnedRequest, judge_returned
 from pdserve_proxy.records.node_counts import NodeCounts
 from pdserve_proxy.registry.snapshot import RegistryView
@@ -105,7 +104,7 @@ class Dispatch:
         if not (answers and route.prefill) or query.key or query.kind is not None:
             return route
         first = route.prefill[0]
-        if first.boot_id in self._only_prefill or first.protocol < query.oldest_protocol:
+        if first.boot_id in self._only_prefill:
             return route
         itself = answers_itself(self._prefill_answers, self._work(first), self._work(route.decode), answers)
         return Route(first, ()) if itself else route
@@ -196,15 +195,15 @@ class Dispatch:
             request_id=relayed.request_id,
             attempt=relayed.attempts - (not prepare),
             deadline_s=relayed.remaining_s,
-            answer=request.answer if writes_journals(node) else None,
+            answer=request.answer,
             resume=resume,
             holders=holders,
-            client=request.client if node.protocol >= CLIENT_TURNS else b"",
-            cache_owner=request.cache_owner if node.protocol >= CACHE_OWNERS else b"",
+            client=request.client,
+            cache_owner=request.cache_owner,
             storing=request.storing,
-            trace=relayed.attempt_trace if node.protocol >= TRACES else None,
-            keep=keep if node.protocol >= KEPT_ANSWERS else None,
-            gives_back=node.protocol >= GIVEN_BACK and not prepare,
+            trace=relayed.attempt_trace,
+            keep=keep,
+            gives_back=not prepare,
         )
         headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
         if request.accept is not None:
@@ -226,11 +225,6 @@ class Dispatch:
         found = await judge_returned(answer, prefill, self._registry, self._pool)
         relayed.broken_links |= found.unlinked
         return found
-
-
-def writes_journals(node: NodeInfo) -> bool:
-    """Returns whether ``node`` writes journals, and goes on with answers."""
-    return node.protocol >= RESUMED_ANSWERS
 
 
 class TicketSigner:

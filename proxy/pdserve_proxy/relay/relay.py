@@ -29,7 +29,6 @@ from pdserve.wire.kept_answer import KEPT_HEADER, read_replay
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.ticket import AnswerIdentity
 from pdserve.wire.timeline import RequestLane
-from pdserve.wire.version import DIALECTS, KEPT_ANSWERS
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.continuation.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.continuation.losses import Suspects
@@ -57,7 +56,7 @@ from pdserve_proxy.relay.complete_answer import (
     read_complete,
     relayed_headers,
 )
-from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner, writes_journals
+from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner
 from pdserve_proxy.relay.event_stream import EventStream
 from pdserve_proxy.relay.outcomes import CutReason, ResumeOutcome
 from pdserve_proxy.relay.relayed_request import RelayedRequest
@@ -72,8 +71,6 @@ log = logging.getLogger(__name__)
 
 UNAUTHORIZED = 401
 COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
-DIALECT_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens", "/v1/responses"})
-"""The routes that nodes of older versions do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,20 +169,9 @@ class Relay:
         self._suspects.check(request.path, request.body.data, request.client)
         request = self._with_identity(request)
         model = requested_model(self._registry.serving(), request.body.model)
-        oldest, key = DIALECTS if request.path in DIALECT_ROUTES else 0, b""
-        if request.keep is not None:
-            if self._stores_answers(model):
-                oldest, key = max(oldest, KEPT_ANSWERS), request.keep.key
-            elif request.keep.after is None:
-                request = msgspec.structs.replace(request, keep=None)
-            else:
-                raise Gone(
-                    f"no node that serves {model!r} is new enough to keep answers: send the request without "
-                    "'Last-Event-ID'",
-                    code="answer_not_kept",
-                )
+        key = request.keep.key if request.keep is not None else b""
         # The same prompt of another owner is another one for prefix caches.
-        query = RouteQuery(model, request.cache_owner + request.body.prompt_start, oldest, key)
+        query = RouteQuery(model, request.cache_owner + request.body.prompt_start, key)
         asks_again = request.keep is not None and request.keep.after is not None
         rule, loop = AttemptRule(self._config.relay.resume_wait_s, asks_again=asks_again), asyncio.get_running_loop()
 
@@ -216,11 +202,6 @@ class Relay:
         if end.answer is None:
             raise end.error
         return end.answer
-
-    def _stores_answers(self, model: str) -> bool:
-        """Returns whether a node stores answers, if there is any at all that serves ``model`` now."""
-        pairs = self._registry.serving().pairings.get(model, ())
-        return not pairs or any(pair.decode.protocol >= KEPT_ANSWERS for pair in pairs)
 
     def _note_failure(self, relayed: RelayedRequest, route: Route, number: int, failure: AttemptFailure) -> None:
         counts_as = failure.kind.counts_as
@@ -285,17 +266,15 @@ class Relay:
     def _resumption(self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery) -> Resumption | None:
         if request.answer is None or relayed.route is None:
             return None
-        journal = RelayJournal(self._journals, request) if writes_journals(relayed.route.decode) else None
-        return self._watched_resumption(relayed, query, journal, STREAMED)
+        return self._watched_resumption(relayed, query, RelayJournal(self._journals, request), STREAMED)
 
     def _watched_resumption(
-        self, relayed: RelayedRequest, query: RouteQuery, journal: RelayJournal | None, content_types: frozenset[str]
+        self, relayed: RelayedRequest, query: RouteQuery, journal: RelayJournal, content_types: frozenset[str]
     ) -> Resumption:
-        """Returns the way of an answer to other nodes. An answer with a journal also leaves nodes that drain."""
+        """Returns the way of an answer to other nodes, after a loss or from a node that drains."""
         relayed.own_journal(journal)
         resumption = Resumption(self._resumes, relayed, query, journal, content_types)
-        if journal is not None:
-            self._moves.watch(relayed, resumption)
+        self._moves.watch(relayed, resumption)
         return resumption
 
     async def _journaled_answer(

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pdserve.wire.discovery import NodeInfo, Role
-from pdserve.wire.version import ROLE_COMMANDS
 from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode
 
 LATE = 0.9
@@ -194,7 +193,7 @@ class RoleDecider:
         return RoleSwitch(least.info, wanted, pressure, len(prefill), len(decode))
 
     def _can_switch(self, info: NodeInfo) -> bool:
-        return info.protocol >= ROLE_COMMANDS and bool(info.control) and info.boot_id not in self._unfit
+        return bool(info.control) and info.boot_id not in self._unfit
 
 
 def pressure_of(prefill: Sequence[RegisteredNode], decode: Sequence[RegisteredNode], targets: Targets) -> Pressure:

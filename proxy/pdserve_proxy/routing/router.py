@@ -70,8 +70,6 @@ class RouteQuery(msgspec.Struct, frozen=True):
     model: str
     prompt_start: bytes = b""
     """The first bytes of its prompt, as they stand in the request body."""
-    oldest_protocol: int = 0
-    """The first version of the protocol between hosts whose nodes take such a request."""
     key: bytes = b""
     """Names a decode node that every proxy finds, for a client that may ask again; empty if it will not."""
     kind: Kind | None = None
@@ -98,7 +96,6 @@ class _GroupKey(msgspec.Struct, frozen=True):
     """What the nodes of a decode group have in common."""
 
     model: str
-    oldest_protocol: int
     kind: Kind | None
 
 
@@ -130,7 +127,7 @@ class Router:
     def choose(self, serving: Serving, query: RouteQuery, exclude: frozenset[bytes] = frozenset()) -> Route:
         """Returns a route that avoids the decode nodes in ``exclude``.
 
-        Raises Unavailable if no pair of nodes can serve the model now, or none that is new enough for the request.
+        Raises Unavailable if no pair of nodes can serve the request now.
         """
         if serving is not self._serving or len(self._decode_groups) + len(self._prefill_groups) >= MAX_GROUPS:
             self._serving = serving
@@ -138,13 +135,6 @@ class Router:
             self._prefill_groups.clear()
             self._groups_of.clear()
         group = self._decode_group(serving, query)
-        if group is None and query.model in serving.pairings and query.kind is None:
-            raise Unavailable(
-                f"no node that serves {query.model!r} is new enough for this route: it needs protocol "
-                f"{query.oldest_protocol}",
-                code="no_route",
-                retry_after_s=RETRY_AFTER_S,
-            )
         decode = None if group is None else self._decode_node(group.candidates, query, exclude)
         if group is None or decode is None:
             raise Unavailable(
@@ -172,13 +162,13 @@ class Router:
         return self._policy_for(self._prefill_policies, key).select(group, query.prompt_start, itself)
 
     def _decode_group(self, serving: Serving, query: RouteQuery) -> _DecodeGroup | None:
-        key = _GroupKey(query.model, query.oldest_protocol, query.kind)
+        key = _GroupKey(query.model, query.kind)
         if key in self._decode_groups:
             return self._decode_groups[key]
         pairings = {
             pair.decode.boot_id: pair
             for pair in serving.pairings.get(query.model, ())
-            if pair.decode.protocol >= query.oldest_protocol and (query.kind is None or query.kind.has(pair.decode))
+            if query.kind is None or query.kind.has(pair.decode)
         }
         group = None
         if pairings:

@@ -709,6 +709,7 @@ def test_a_node_of_any_role_transfers_if_it_has_peers(role: Role, has_peers: boo
     )
     spec = EngineSpec(
         protocol=PROTOCOL_VERSION,
+        oldest_protocol=PROTOCOL_VERSION,
         fingerprint="f",
         dtype="fp32",
         block_size=4,

@@ -22,15 +22,11 @@ from pdserve.wire.transfer import (
     FailureCause,
     FirstToken,
     Held,
-    Hello,
     Offer,
     Ping,
     Pong,
-    PrefillRequest,
     Refused,
-    Welcome,
 )
-from pdserve.wire.version import RELEASED_0_1
 from pdserve_kvtransfer.events import (
     BlocksComing,
     BlocksLanded,
@@ -50,7 +46,7 @@ from pdserve_kvtransfer.events import (
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill
 from tests.kvtransfer.inproc import Fabric, InprocTransport
-from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, SPEC, Pair, engine, pair
+from tests.kvtransfer.rig import BLOCK_BYTES, CONFIG, PATIENT, Pair, engine, pair
 from tests.kvtransfer.test_ranks import nodes
 from tests.kvtransfer.transfers.test_any_order import world
 
@@ -291,35 +287,6 @@ def test_a_request_of_a_newer_engine_that_asks_for_more_is_refused_at_once() -> 
         asker.send(newer(**msgspec.structs.asdict(request), urgent=True))
         failed = asker.next(Failed)
         assert failed.transfer_id == transfer and "urgent" in failed.reason
-
-
-# ------------------------------------------------------------ other versions
-
-
-def old_spec_welcome(holder: FakePrefill) -> None:
-    hello = holder.next(Hello)
-    holder.link.connect(hello.rank_addresses)
-    spec = msgspec.structs.replace(SPEC, protocol=RELEASED_0_1, oldest_protocol=0)
-    holder.peer = None
-    holder.send(Welcome(holder.boot_id, spec, [holder.link.address]))
-
-
-def test_an_engine_of_the_last_release_is_not_asked_and_gets_no_offer() -> None:
-    with engine(config=PATIENT) as asker, FakePrefill(released=True) as holder:
-        rig = Pair(asker, asker)
-        asker.thread.offer(holder.target, HASHES)
-        asker.thread.fetch(order(rig, target=holder.target))
-        prompt = rig.order((10,), target=holder.target)
-        asker.thread.fetch(prompt)
-        old_spec_welcome(holder)
-        failed = asker.next(FetchFailed)
-        assert failed.kind is FailureKind.MISFIT and "protocol 6" in failed.reason
-        assert holder.next(PrefillRequest).transfer_id == prompt.transfer_id, "nothing else was asked for"
-        asker.thread.fetch(order(rig, target=holder.target))
-        assert asker.next(FetchFailed).kind is FailureKind.MISFIT
-        asker.thread.offer(holder.target, HASHES)
-        asker.thread.cancel_fetch(prompt.transfer_id)
-        holder.next(Cancel)
 
 
 # ------------------------------------------------------------ offers

@@ -283,16 +283,6 @@ def test_a_prefill_node_that_has_restarted_says_so() -> None:
         assert (failed.kind, failed.reason) == (FailureKind.PEER_LOST, "the prefill node has restarted")
 
 
-def test_a_released_prefill_node_that_has_restarted_is_not_used() -> None:
-    with FakePrefill(released=True) as prefill, engine(config=PATIENT) as decode:
-        former = PrefillTarget("p", prefill.target.control, new_id())
-        decode.thread.fetch(Pair(decode, decode).order((0,), target=former))
-        prefill.next(Hello)
-        prefill.send(Welcome(prefill.boot_id, SPEC, [prefill.link.address]))
-        failed = decode.next(FetchFailed)
-        assert (failed.kind, failed.reason) == (FailureKind.PEER_LOST, "the prefill node has restarted")
-
-
 def test_a_new_boot_at_a_known_address_replaces_the_old_one() -> None:
     with FakePrefill() as prefill, engine(config=PATIENT) as decode:
         rig = Pair(decode, decode)

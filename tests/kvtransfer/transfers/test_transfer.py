@@ -141,7 +141,7 @@ def test_engines_without_a_common_protocol_name_both_ranges() -> None:
         rig.fetch((0, 1))
         failed = rig.decode.next(FetchFailed)
         assert failed.kind is FailureKind.MISFIT
-        assert failed.reason == "engines do not fit: protocol is 8 to 9 here and 5 to 6 there: upgrade the older one"
+        assert failed.reason == "engines do not fit: protocol is 8 to 9 here and 6 there: upgrade the older one"
 
 
 OTHER_VALUES = {

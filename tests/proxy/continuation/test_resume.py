@@ -19,7 +19,6 @@ from pdserve.http.tls import Trust
 from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import DONE_ENTRY, cut
-from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1
 from pdserve_proxy.continuation import losses, resume, turns
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
@@ -222,9 +221,7 @@ async def test_a_node_that_hangs_is_left_and_nothing_of_what_it_still_says_is_re
         FakeNode(hang) as stuck,
         FakeNode(go_on) as other,
         cluster(wanted) as running,
-        heard(
-            node_info("stuck", Role.MIXED, stuck.url, protocol=PROTOCOL_VERSION), running.addresses.control
-        ) as silent,
+        heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
         asked = asyncio.create_task(ask(running))
         await eventually(lambda: bool(stuck.requests), "the node has it")
@@ -335,7 +332,6 @@ async def test_without_another_node_it_ends_when_the_wait_is_over() -> None:
 @pytest.mark.parametrize(
     "unfit",
     [
-        {"protocol": RELEASED_0_1},
         {"fingerprint": "another"},
         {"formats": "another"},
         {"model": "another"},
@@ -353,35 +349,11 @@ async def test_only_a_node_that_can_go_on_exactly_is_asked(unfit: dict[str, Any]
     async with FakeNode(complete) as other, cluster(NO_WAIT) as running, nodes(running, die) as asked:
         waiting = asyncio.create_task(ask(running))
         await eventually(lambda: bool(asked.asked), "the first node has it")
-        info = node_info("unfit", Role.MIXED, other.url, **{"protocol": PROTOCOL_VERSION, **unfit})
+        info = node_info("unfit", Role.MIXED, other.url, **unfit)
         async with heard(info, running.addresses.control):
             go_on.set()
             assert broken(await waiting, 3) == "upstream_lost"
         assert other.requests == []
-
-
-async def test_an_old_node_gets_the_ticket_that_it_knows_and_its_stream_ends_with_it() -> None:
-    event = b"data: {}\n\n"
-
-    async def die(exchange: Exchange) -> None:
-        await exchange.begin_stream()
-        await exchange.chunk(event)
-        exchange.die()
-
-    async with (
-        FakeNode(die) as old,
-        FakeNode(complete) as other,
-        cluster() as running,
-        heard(node_info("old", Role.MIXED, old.url, protocol=RELEASED_0_1), running.addresses.control),
-    ):
-        asked = asyncio.create_task(ask(running))
-        await eventually(lambda: bool(old.requests), "the node has it")
-        await running.add(node_info("other", Role.MIXED, other.url))
-        body = await asked
-        assert error_of(body.removeprefix(event + ERROR))["code"] == "upstream_lost"
-        assert ticket_in(old.requests[0]).answer is None
-        assert other.requests == []
-        assert await resumes(running, "not_resumable") == 1
 
 
 async def test_switched_off_everything_is_as_if_there_were_no_journals() -> None:
@@ -496,7 +468,7 @@ async def test_a_stream_without_a_node_to_go_to_takes_no_turn() -> None:
         cluster(wanted) as running,
         nodes(running, dies_at(1), complete),
         heard(
-            node_info("lonely", Role.MIXED, lonely.url, model="other", protocol=PROTOCOL_VERSION),
+            node_info("lonely", Role.MIXED, lonely.url, model="other"),
             running.addresses.control,
         ),
     ):
@@ -648,10 +620,7 @@ async def test_the_load_is_where_the_stream_is() -> None:
     async with FakeNode(behave) as one, FakeNode(behave) as other:
         attempts, wanted = Attempts(), proxy_config()
         registry = Registry(1.0, 3, watcher=attempts)
-        decode = [
-            node_info(name, Role.DECODE, node.url, protocol=PROTOCOL_VERSION)
-            for name, node in (("one", one), ("other", other))
-        ]
+        decode = [node_info(name, Role.DECODE, node.url) for name, node in (("one", one), ("other", other))]
         prefill = node_info("p", Role.PREFILL)
         for info in (*decode, prefill):
             registry.handle(Register(info), 0.0)

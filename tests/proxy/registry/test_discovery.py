@@ -38,14 +38,14 @@ class Ear:
     def __init__(self, port: int, clock: Callable[[], float], heartbeat_s: float, host: str = "127.0.0.1") -> None:
         self.loop = asyncio.get_running_loop()
         self.lost: list[bytes] = []
-        boot_id = new_id()
-        self.registry = Registry(heartbeat_s, missed_heartbeats=3, watcher=self, own_id=boot_id)
+        self.boot_id = new_id()
+        self.registry = Registry(heartbeat_s, missed_heartbeats=3, watcher=self, own_id=self.boot_id)
         self.metrics = ProxyMetrics()
         self.incidents = Incidents(clock)
         self.discovery = DiscoveryServer(
             self.registry,
             SECRET,
-            boot_id,
+            self.boot_id,
             self.metrics.count_dropped_frame,
             host=host,
             port=port,
@@ -123,11 +123,11 @@ def sending_from_a_thread(control: str, every_s: float, frames: Iterator[bytes])
         thread.join()
 
 
-def heartbeats() -> Iterator[bytes]:
+def heartbeats(ear: Ear) -> Iterator[bytes]:
     sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-    yield sealer.seal(Register(NODE))
+    yield sealer.seal(Register(NODE), ear.boot_id)
     while True:
-        yield sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad()))
+        yield sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad()), ear.boot_id)
 
 
 async def test_a_node_registers_sends_heartbeats_and_says_goodbye(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +152,7 @@ async def test_goodbye_does_not_wait_for_the_lease() -> None:
 async def test_a_node_that_falls_silent_is_dropped() -> None:
     async with listening(heartbeat_s=0.1) as ear, raw_peer(ear.control) as peer:
         sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-        await peer.send(sealer.seal(Register(NODE)))
+        await peer.send(sealer.seal(Register(NODE), ear.boot_id))
         await eventually(lambda: ear.names() == ["d0"], "the registration")
         seen_s = ear.registry.snapshot().nodes[0].seen_s
         await eventually(lambda: ear.names() == [], "the expiry")
@@ -163,7 +163,7 @@ async def test_heartbeats_that_wait_while_the_proxy_is_busy_keep_their_node() ->
     """Blocks the event loop for longer than a lease, again and again, while the node keeps sending."""
 
     async with listening(heartbeat_s=0.05) as ear:
-        with sending_from_a_thread(ear.control, 0.01, heartbeats()):
+        with sending_from_a_thread(ear.control, 0.01, heartbeats(ear)):
             await eventually(lambda: ear.names() == ["d0"], "the registration")
             for _ in range(8):
                 time.sleep(0.2)  # noqa: ASYNC251 (what a busy loop does)
@@ -180,7 +180,7 @@ async def test_heartbeats_are_taken_though_the_poll_ended_before_they_came(monke
 
     monkeypatch.setattr(zmq.asyncio.Socket, "poll", too_early)
     async with listening(heartbeat_s=0.05) as ear:
-        with sending_from_a_thread(ear.control, 0.01, heartbeats()):
+        with sending_from_a_thread(ear.control, 0.01, heartbeats(ear)):
             await eventually(lambda: ear.names() == ["d0"], "the registration")
             first = ear.registry.snapshot().nodes[0].seen_s
             await eventually(lambda: ear.registry.snapshot().nodes[0].seen_s > first + 0.5, "several leases")
@@ -261,7 +261,7 @@ async def test_a_proxy_that_stood_still_gives_nodes_time_to_be_heard() -> None:
 
     clock = Clock()
     async with listening(clock=clock, heartbeat_s=0.05) as ear, raw_peer(ear.control) as peer:
-        await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE)))
+        await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE), ear.boot_id))
         await eventually(lambda: ear.names() == ["d0"], "the registration")
         clock.now = 100.0
         looks = clock.looks
@@ -276,7 +276,7 @@ async def test_a_proxy_that_stood_still_gives_nodes_time_to_be_heard() -> None:
 async def test_a_clock_that_differs_shows_while_its_node_is_still_heard() -> None:
     async with listening() as ear, raw_peer(ear.control) as peer:
         sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id, clock=lambda: time.time() - 45)
-        await peer.send(sealer.seal(Register(NODE)))
+        await peer.send(sealer.seal(Register(NODE), ear.boot_id))
         await eventually(lambda: ear.names() == ["d0"], "the registration")
         text = await render_families(ear.metrics.export_families(ear.registry.snapshot()))
         (shown,) = (line for line in text.decode().splitlines() if line.startswith("pdserve_proxy_clock_skew_seconds "))
@@ -285,7 +285,7 @@ async def test_a_clock_that_differs_shows_while_its_node_is_still_heard() -> Non
 
 async def test_a_flood_of_frames_does_not_keep_a_dead_node() -> None:
     async with listening(heartbeat_s=0.05) as ear, raw_peer(ear.control) as peer:
-        await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE)))
+        await peer.send(Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id).seal(Register(NODE), ear.boot_id))
         await eventually(lambda: ear.names() == ["d0"], "the registration")
         with sending_from_a_thread(ear.control, 0.0, itertools.repeat(b"x")):
             await eventually(lambda: ear.names() == [], "the expiry")
@@ -404,16 +404,16 @@ async def test_bad_frames_are_dropped_and_the_good_one_behind_them_is_taken() ->
     async with listening() as ear, raw_peer(ear.control) as peer:
         sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
         foreign = Sealer(SECRET, Purpose.TICKET, NODE.boot_id)
-        frame = sealer.seal(Register(NODE))
+        frame = sealer.seal(Register(NODE), ear.boot_id)
         await peer.send(b"")
         await peer.send(b"not a frame")
         await peer.send_multipart([b"too", b"many", b"parts"])
-        await peer.send(foreign.seal(Register(NODE)))
-        await peer.send(sealer.seal(Ack(NODE.boot_id, True)))
+        await peer.send(foreign.seal(Register(NODE), ear.boot_id))
+        await peer.send(sealer.seal(Ack(NODE.boot_id, True), ear.boot_id))
         await eventually(lambda: ear.dropped("malformed") == 4, "four malformed frames")
         assert ear.dropped("authentication") == 1
         assert ear.names() == []
-        await peer.send(sealer.seal(Register(NODE)))
+        await peer.send(sealer.seal(Register(NODE), ear.boot_id))
         await eventually(lambda: ear.names() == ["d0"], "the registration")
         await peer.send(frame)
         await eventually(lambda: ear.dropped("authentication") == 2, "the replay being refused")
@@ -425,18 +425,18 @@ async def test_ten_thousand_registrations_are_bounded_in_number_and_in_log_lines
     with caplog.at_level(logging.WARNING, logger="pdserve_proxy.registry.discovery_server"):
         async with listening(heartbeat_s=60.0) as ear, raw_peer(ear.control) as peer, raw_peer(ear.control) as first:
             sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-            opener = Opener(SECRET, Purpose.DISCOVERY, Ack)
-            await first.send(sealer.seal(Register(NODE)))
+            opener = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=NODE.boot_id)
+            await first.send(sealer.seal(Register(NODE), ear.boot_id))
             assert opener.open(await first.recv()).known
             # In portions for whose answers a proxy has room, however late ZMQ's own thread takes them.
             for _ in range(160):
                 for _ in range(64):
                     node = node_info(new_id().hex(), Role.DECODE)
-                    await peer.send(Sealer(SECRET, Purpose.DISCOVERY, node.boot_id).seal(Register(node)))
+                    await peer.send(Sealer(SECRET, Purpose.DISCOVERY, node.boot_id).seal(Register(node), ear.boot_id))
                 for _ in range(64):
                     await peer.recv()
             assert len(ear.names()) == MAX_NODES
-            await first.send(sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad())))
+            await first.send(sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad()), ear.boot_id))
             assert opener.open(await first.recv()).known
             assert ear.names()[0] == NODE.name
     # One each ten seconds, and ten minutes are more than this takes.
@@ -504,13 +504,13 @@ async def test_connections_that_come_and_go_keep_no_other_from_being_cut() -> No
 async def test_every_message_is_acknowledged_to_its_sender() -> None:
     async with listening() as ear, raw_peer(ear.control) as peer:
         sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
-        opener = Opener(SECRET, Purpose.DISCOVERY, Ack)
+        opener = Opener(SECRET, Purpose.DISCOVERY, Ack, receiver=NODE.boot_id)
         for message, known in (
             (NodeHeartbeat(NODE.boot_id, NodeLoad()), False),
             (Register(NODE), True),
             (NodeHeartbeat(NODE.boot_id, NodeLoad()), True),
         ):
-            await peer.send(sealer.seal(message))
+            await peer.send(sealer.seal(message, ear.boot_id))
             assert opener.open(await peer.recv()) == Ack(NODE.boot_id, known)
 
 

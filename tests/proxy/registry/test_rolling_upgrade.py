@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +14,6 @@ import zmq
 import zmq.asyncio
 
 from pdserve.api.registration import Registration
-from pdserve.api.serving_node import TicketGate
 from pdserve.wire.discovery import (
     Ack,
     FromProxy,
@@ -30,117 +28,10 @@ from pdserve.wire.discovery import (
 from pdserve.wire.frame import NAMED, Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.version import SPOKEN
-from pdserve_proxy.relay.dispatch import TicketSigner
-from pdserve_proxy.routing.router import Route
 from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered
 from tests.proxy.registry.test_discovery import listening, raw_peer
-from tests.wire import released_0_1 as released
 
 NODE = node_info("d0", Role.DECODE)
-DISCOVERY = Purpose.DISCOVERY.value
-
-
-def as_released(info: object) -> released.NodeInfo:
-    plain = msgspec.to_builtins(info, builtin_types=(bytes,))
-    return msgspec.convert(plain, released.NodeInfo)
-
-
-class ReleasedProxy:
-    """A proxy of pdserve 0.1: drops what it cannot read, and acknowledges the rest."""
-
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        self.boot_id = new_id()
-        self.nodes: dict[bytes, released.NodeInfo] = {}
-        self.heartbeats = 0
-        self.refused: list[str] = []
-        self._socket = socket
-        self._opener = released.Opener(SECRET, DISCOVERY, released.ToProxy)
-        self._sealer = released.Sealer(SECRET, DISCOVERY, self.boot_id)
-
-    async def run(self) -> None:
-        while True:
-            route, frame = await self._socket.recv_multipart()
-            try:
-                message = self._opener.open(frame)
-            except released.Refusal as exc:
-                self.refused.append(str(exc))
-                continue
-            match message:
-                case released.Register(node=info):
-                    self.nodes[info.boot_id] = info
-                    answer = released.Ack(info.boot_id, True)
-                case released.Heartbeat(boot_id=boot_id):
-                    self.heartbeats += 1
-                    answer = released.Ack(boot_id, boot_id in self.nodes)
-                case released.Deregister(boot_id=boot_id):
-                    self.nodes.pop(boot_id, None)
-                    continue
-            await self._socket.send_multipart([route, self._sealer.seal(answer)])
-
-
-@asynccontextmanager
-async def released_proxy(port: int = 0) -> AsyncIterator[tuple[ReleasedProxy, int]]:
-    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.set(zmq.LINGER, 0)
-        socket.bind(f"tcp://127.0.0.1:{port or '*'}")
-        proxy = ReleasedProxy(socket)
-        task = asyncio.create_task(proxy.run())
-        try:
-            yield proxy, int(socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        finally:
-            await cancelled(task)
-
-
-async def test_a_node_of_the_last_release_at_todays_proxy() -> None:
-    async with listening() as ear, raw_peer(ear.control) as node:
-        sealer = released.Sealer(SECRET, DISCOVERY, NODE.boot_id)
-        opener = released.Opener(SECRET, DISCOVERY, released.Ack)
-
-        async def says(message: msgspec.Struct) -> released.Ack:
-            await node.send(sealer.seal(message))
-            answer = opener.open(await node.recv())
-            assert isinstance(answer, released.Ack)
-            return answer
-
-        heartbeat = released.Heartbeat(NODE.boot_id, released.Load(running=3))
-        assert await says(heartbeat) == released.Ack(NODE.boot_id, False)
-        assert await says(released.Register(as_released(NODE))) == released.Ack(NODE.boot_id, True)
-        assert await says(heartbeat) == released.Ack(NODE.boot_id, True)
-        (known,) = ear.registry.snapshot().nodes
-        assert (known.info, known.load) == (NODE, NodeLoad(running=3))
-        ticket = TicketSigner(SECRET, new_id()).issue(Route(known.info, ()), request_id="r", attempt=0, deadline_s=1.0)
-        frame = base64.urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4))
-        assert released.Opener(SECRET, b"ticket", released.Ticket).open(frame).node == NODE.boot_id
-        await node.send(sealer.seal(released.Deregister(NODE.boot_id)))
-        await eventually(lambda: ear.names() == [], "the node is deregistered")
-
-
-async def test_todays_node_at_a_proxy_of_the_last_release_and_at_its_upgrade_and_back() -> None:
-    async with released_proxy() as (old, port):
-        control = f"tcp://127.0.0.1:{port}"
-        registration = Registration(NODE, (control,), SECRET, HEARTBEAT_MS, NodeLoad)
-        node = asyncio.create_task(registration.run())
-        known = registration.registered[control]
-        await eventually(lambda: old.heartbeats > 2, "heartbeats at the old proxy")
-        assert known.is_set()
-        assert old.nodes == {NODE.boot_id: as_released(NODE)}
-        greeted = len(old.refused)
-        await eventually(lambda: old.heartbeats > 4, "more heartbeats")
-        assert len(old.refused) == greeted, "once registered, it says nothing that the old proxy cannot read"
-    async with listening(port) as ear:
-        await eventually(lambda: ear.names() == ["d0"], "the registration at the upgraded proxy")
-        (there,) = ear.registry.snapshot().nodes
-        assert there.info.protocol == SPOKEN.newest
-    async with released_proxy(port) as (back, _):
-        await eventually(lambda: back.heartbeats > 0, "heartbeats at the proxy of the release before")
-    await cancelled(node)
-
-
-def test_a_ticket_of_the_last_release_is_good_at_todays_node() -> None:
-    ticket = released.Ticket(request_id="r", attempt=1, node=NODE.boot_id, deadline_s=2.0)
-    frame = released.Sealer(SECRET, b"ticket", new_id()).seal(ticket)
-    header = base64.urlsafe_b64encode(frame).rstrip(b"=").decode()
-    assert TicketGate(SECRET, NODE.boot_id).admit(header).attempt == 1
 
 
 class NextHello(msgspec.Struct, tag_field="kind", tag="hello"):
@@ -267,14 +158,14 @@ async def test_a_restarted_proxy_asks_who_means_its_former_self_to_greet_again()
         assert opener.open(await node.recv()) == Ack(NODE.boot_id, known=False)
 
 
-async def test_a_hello_registers_no_node() -> None:
+async def test_only_a_greeting_may_name_nobody_and_it_registers_no_node() -> None:
     async with listening() as ear, raw_peer(ear.control) as node:
         sealer = Sealer(SECRET, Purpose.DISCOVERY, NODE.boot_id)
         await node.send(sealer.seal(NodeHello(NODE.boot_id, new_id(), SPOKEN.newest, SPOKEN.oldest)))
         await node.recv()
-        await node.send(sealer.seal_for_0_1(Register(NODE)))
-        await node.send(sealer.seal_for_0_1(NodeHeartbeat(NODE.boot_id, NodeLoad())))
-        await node.recv()
+        await node.send(sealer.seal(Register(NODE)))
+        await node.send(sealer.seal(NodeHeartbeat(NODE.boot_id, NodeLoad())))
+        await eventually(lambda: ear.dropped("authentication") == 2, "both are dropped")
         assert ear.names() == []
 
 

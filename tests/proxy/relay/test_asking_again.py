@@ -15,8 +15,6 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.journal import cut
 from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start, read_event_id, read_replay
 from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep
-from pdserve.wire.version import PROTOCOL_VERSION
-from pdserve_proxy.relay import relay
 from pdserve_proxy.relayed_routes import MAX_KEY_CHARS, wanted_keep
 from tests.proxy.cluster import Cluster, cluster, error_of, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode
@@ -181,15 +179,3 @@ async def test_a_place_in_an_answer_is_looked_for_without_the_body(proxy: Shared
     async with proxy.cluster() as running, nodes(running, complete) as made:
         assert (await ask(running, idempotency_key="a new one"))[0] == 200
         assert made.asked[0].body == BODY, "a request that may be computed has one"
-
-
-async def test_while_every_node_is_too_old_to_keep_answers_requests_with_keys_are_answered_unkept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(relay, "KEPT_ANSWERS", PROTOCOL_VERSION + 1)
-    async with cluster() as running, nodes(running, complete) as made:
-        assert (await ask(running, idempotency_key="k"))[0] == 200
-        assert made.tickets[0].keep is None
-        status, body = await ask(running, last_event_id=EVENT_ID)
-        assert (status, error_of(body)["code"]) == (410, "answer_not_kept")
-        assert len(made.asked) == 1

@@ -10,7 +10,6 @@ import pytest
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.wire.discovery import Role
 from pdserve.wire.journal import entry
-from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve.wire.whole_answer import JOURNALED_ANSWER, MAX_LINE_BYTES, AnswerHead
 from pdserve_proxy.continuation import resume
 from tests.proxy.cluster import Cluster, cluster, error_of, eventually, heard, metric, node_info, proxy_config
@@ -179,7 +178,7 @@ async def test_where_no_node_can_go_on_another_one_begins_again() -> None:
     async with FakeNode(complete) as other, cluster(NO_WAIT) as running, nodes(running, die) as asked:
         waiting = asyncio.create_task(ask(running))
         await eventually(lambda: bool(asked.asked), "the first node has it")
-        info = node_info("unfit", Role.MIXED, other.url, protocol=PROTOCOL_VERSION, max_model_len=128)
+        info = node_info("unfit", Role.MIXED, other.url, max_model_len=128)
         async with heard(info, running.addresses.control):
             go_on.set()
             assert await waiting == (200, BODY)
@@ -271,9 +270,7 @@ async def test_a_node_that_falls_silent_is_left(ends: bool) -> None:
         FakeNode(hangs_at(2)) as stuck,
         FakeNode(complete) as other,
         cluster(config(idle_timeout_s=600.0 if ends else 0.3)) as running,
-        heard(
-            node_info("stuck", Role.MIXED, stuck.url, protocol=PROTOCOL_VERSION), running.addresses.control
-        ) as silent,
+        heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
         waiting = asyncio.create_task(ask(running))
         await eventually(lambda: bool(stuck.requests), "the node has it")

@@ -6,11 +6,8 @@ import json
 
 import pytest
 
-from pdserve.wire.discovery import Role
 from pdserve.wire.journal import DONE_ENTRY, cut, entry
-from pdserve.wire.version import RELEASED_0_1
-from tests.proxy.cluster import cluster, heard, node_info
-from tests.proxy.fake_node import Behaviour, Exchange, FakeNode
+from tests.proxy.fake_node import Behaviour, Exchange
 from tests.proxy.journaling_nodes import nodes, split
 from tests.proxy.shared_proxy import SharedProxy
 
@@ -87,19 +84,6 @@ async def test_the_proxy_s_own_errors_have_the_form_of_the_route(proxy: SharedPr
             assert error["request_id"] == response.headers["x-request-id"]
         async with running.http.post("/v1/responses", json={"model": "m"}) as response:
             assert set(json.loads(await response.read())["error"]) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
-async def test_a_node_without_the_route_is_not_asked(path: str) -> None:
-    async with (
-        FakeNode(answers_up_to(0)) as old,
-        cluster() as running,
-        heard(node_info("old", Role.MIXED, old.url, protocol=RELEASED_0_1), running.addresses.control),
-        running.http.post(path, json={"model": "m"}) as response,
-    ):
-        assert response.status == 503
-        assert "new enough" in json.loads(await response.read())["error"]["message"]
-    assert not old.requests
 
 
 async def test_tokens_are_counted_by_a_node(proxy: SharedProxy) -> None:

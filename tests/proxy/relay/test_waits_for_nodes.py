@@ -6,13 +6,11 @@ import asyncio
 import dataclasses
 from typing import Any
 
-import msgspec
 import pytest
 
 from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve.wire.kept_answer import event_id_start
-from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve_proxy.relay import attempt_rule, route_wait
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.relay.route_wait import NodeWaits
@@ -74,7 +72,7 @@ async def ask(running: Cluster, *, event_id: str | None = EVENT_ID, api_key: str
 
 def node_of(fake: FakeNode) -> NodeInfo:
     """Returns a node that is stopped later. It keeps answers, and says so itself: ``heard`` does not."""
-    return msgspec.structs.replace(node_info("stopped", Role.MIXED, fake.url), protocol=PROTOCOL_VERSION)
+    return node_info("stopped", Role.MIXED, fake.url)
 
 
 async def test_networks_that_break_twice_make_no_suspect_of_a_request_that_nobody_computes() -> None:

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
-from pdserve.wire.version import PROTOCOL_VERSION, RELEASED_0_1
 from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode
 from pdserve_proxy.roles.decision import Pressure, RoleDecider, RoleSwitch, Targets, pressure_of
 from tests.proxy.cluster import node_info
@@ -24,11 +23,10 @@ def node(
     load: NodeLoad,
     *,
     model: str = "m",
-    protocol: int = PROTOCOL_VERSION,
     state: Reachability = Reachability.SERVING,
 ) -> RegisteredNode:
     info = msgspec.structs.replace(
-        node_info(name, role, model=model, protocol=protocol, boot_id=name.encode().ljust(16)), control="tcp://h:1"
+        node_info(name, role, model=model, boot_id=name.encode().ljust(16)), control="tcp://h:1"
     )
     return RegisteredNode(info, load, state, 0.0)
 
@@ -115,10 +113,10 @@ def test_the_least_busy_node_goes() -> None:
 
 
 def test_nodes_that_cannot_switch_stay() -> None:
-    old = node("old", Role.DECODE, IDLE, protocol=RELEASED_0_1)
-    deaf = RegisteredNode(msgspec.structs.replace(old.info, name="deaf", control="", protocol=6), IDLE, old.state, 0.0)
-    assert switched(decided([*prefill(QUEUED), old, deaf, *decode(QUICK, 1)])) == ("d0", Role.PREFILL)
-    assert decided([*prefill(QUEUED), old, deaf], looks=10) is None
+    able = node("able", Role.DECODE, IDLE)
+    deaf = RegisteredNode(msgspec.structs.replace(able.info, name="deaf", control=""), IDLE, able.state, 0.0)
+    assert switched(decided([*prefill(QUEUED), deaf, *decode(QUICK, 1)])) == ("d0", Role.PREFILL)
+    assert decided([*prefill(QUEUED), deaf], looks=10) is None
 
 
 @pytest.mark.parametrize("state", [Reachability.DRAINING, Reachability.UNREACHABLE])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pdserve.config import RoutingPolicy
 from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
-from pdserve.wire.version import DIALECTS, RELEASED_0_1
 from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode, Serving, take_serving
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import MAX_POLICIES, Route, RouteQuery, Router, requested_model
@@ -150,17 +149,6 @@ def test_excluded_nodes_are_avoided() -> None:
     assert {policy.choose(serving, "m", frozenset({first.boot_id})).decode.name for _ in range(3)} == {"mixed1"}
     with pytest.raises(Unavailable):
         policy.choose(serving, "m", frozenset({first.boot_id, second.boot_id}))
-
-
-def test_a_request_that_older_nodes_do_not_take_avoids_them() -> None:
-    old = node_info("old", Role.MIXED, protocol=RELEASED_0_1)
-    new = node_info("new", Role.MIXED, protocol=DIALECTS)
-    router = Router(RoutingPolicy.ROUND_ROBIN, Attempts())
-    plain, dialect = RouteQuery("m"), RouteQuery("m", oldest_protocol=DIALECTS)
-    assert {router.choose(serving_of(old, new), plain).decode.name for _ in range(4)} == {"old", "new"}
-    assert {router.choose(serving_of(old, new), dialect).decode.name for _ in range(4)} == {"new"}
-    with pytest.raises(Unavailable, match="new enough"):
-        router.choose(serving_of(old), dialect)
 
 
 def test_nodes_that_come_and_go_between_picks_never_break_a_pick() -> None:
