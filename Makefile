@@ -20,7 +20,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
-# In the order of their names: what takes long does not begin last.
+# In the order that tests/conftest.py makes: what takes long begins first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 AGAIN = echo "What failed runs once more, alone." && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1
 STAMP := $(VENV)/.installed
