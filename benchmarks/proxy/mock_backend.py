@@ -19,7 +19,7 @@ from contextlib import suppress
 import uvloop
 
 from benchmarks.programs import study_program
-from pdserve.api.registration import Registration
+from pdserve.api.node.registration import Registration
 from pdserve.process import die_with_parent
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.ids import new_id

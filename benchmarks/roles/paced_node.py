@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.programs import study_program
 from benchmarks.roles.pace import Pace
-from pdserve.api.server import serve
+from pdserve.api.node.server import serve
 from pdserve.config import NodeConfig
 from pdserve.process import die_with_parent
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder

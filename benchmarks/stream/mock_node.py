@@ -12,7 +12,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 
 from benchmarks.programs import study_program
-from pdserve.api.server import serve
+from pdserve.api.node.server import serve
 from pdserve.config import NodeConfig
 from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.process import die_with_parent

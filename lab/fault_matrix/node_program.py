@@ -7,7 +7,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from pdserve.api.server import serve
+from pdserve.api.node.server import serve
 from pdserve.config import NodeConfig
 from pdserve.process import die_with_parent
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder

@@ -20,7 +20,7 @@ import uvloop
 import zmq
 
 from benchmarks.proxy.mock_backend import BackendConnection
-from pdserve.api.proxy_link import ProxyLink
+from pdserve.api.node.proxy_link import ProxyLink
 from pdserve.config import CacheConfig, RegistryConfig
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.process import allow_open_files, die_with_parent

@@ -14,7 +14,7 @@ import httptools
 
 from lab.simulation.plan import Manner, PlannedRequest
 from lab.simulation.reference import Answer, ranks_of, text_of, tokens_of
-from pdserve.api.completions import owned_salt
+from pdserve.api.routes.completions import owned_salt
 
 MODEL = "simulated"
 ROUTE = "/v1/completions"

@@ -43,9 +43,9 @@ from lab.simulation.plan import PlannedRequest, Shape
 from lab.simulation.reference import EOS, MAX_MODEL_LEN, VOCAB
 from lab.simulation.returning_client import ask_until_complete
 from lab.simulation.transfer_states import TransferState, watched_transfers
-from pdserve.api.engine_client import ENGINE_COMMAND
+from pdserve.api.generation.engine_client import ENGINE_COMMAND
+from pdserve.api.node.server import NodeServer
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.api.server import NodeServer
 from pdserve.config import (
     AdmissionConfig,
     CacheConfig,
@@ -670,13 +670,13 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                     worker.WORKER_COMMAND: cluster.work,
                 },
                 lambda: cluster.clocks.wrong_s(present_process().host),
-                pdserve__api__server__load_tokenizer=lambda *_: tokenizer(),
-                pdserve__api__server__TicketGate=cluster.witness.gate(),
+                pdserve__api__node__server__load_tokenizer=lambda *_: tokenizer(),
+                pdserve__api__node__server__TicketGate=cluster.witness.gate(),
                 pdserve_proxy__requests__admission_queue__AdmissionQueue=cluster.witness.queue(),
                 pdserve_proxy__serving__TicketSigner=cluster.witness.signer(),
                 pdserve_proxy__relay__relay__Dispatch=cluster.witness.dispatch(),
                 pdserve__engine__placement__placement__PrefillNode=watched_prefill_node(cluster),
-                pdserve__api__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
+                pdserve__api__node__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
                 pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, rank, **__: partial(
                     LinkTransport, cluster.fabric, rank
                 ),

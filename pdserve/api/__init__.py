@@ -1,6 +1,5 @@
 """The API process of a node.
 
-Its life is in server; a request comes in at app and completions, becomes prompts and sampling parameters in
-requests, goes to the engine through engine_client, and comes back as text, chunks and events in answers.
-registration keeps the node known to its proxies.
+Its life is in node; a request comes in at routes, becomes prompts and sampling parameters in requests, goes to the
+engine through generation, and comes back as text, chunks and events in answers.
 """

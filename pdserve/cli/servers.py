@@ -78,7 +78,7 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     name = config.model.served_model_name or found.name
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_model_name=name))
 
-    from pdserve.api.server import serve
+    from pdserve.api.node.server import serve
 
     return serve(role, config, secret, found.path, cache_dir, read_secret=read_secret)
 

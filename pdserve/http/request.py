@@ -67,7 +67,7 @@ class BodyBounds(Protocol):
 
 
 class Reply(Protocol):
-    """Where the response to a request goes: to its client, or to a log that clients read (``api.kept_answers``)."""
+    """Where the response to a request goes: to its client, or to a log that clients read (``pdserve.api.replay``)."""
 
     label: str
     path: str

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.api.server import serve
+from pdserve.api.node.server import serve
 from pdserve.config import NodeConfig
 from pdserve.http.guard import GuardedHttp
 from pdserve.settings import resolve_secret

@@ -18,15 +18,15 @@ from typing import Any, cast
 import numpy as np
 from llguidance import LLTokenizer
 
-from pdserve.api.app import create_app
-from pdserve.api.engine_client import EngineClient, EngineState, PromptChoices
-from pdserve.api.generation import Generation
-from pdserve.api.kept_answers import KeptAnswers, KeptLimits
+from pdserve.api.generation.engine_client import EngineClient, EngineState, PromptChoices
+from pdserve.api.generation.generation import Generation
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.node.serving_node import ServingNode, TicketGate
+from pdserve.api.replay.replayable_answers import KeptAnswers, KeptLimits
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.api.serving_node import ServingNode, TicketGate
+from pdserve.api.routes.app import create_app
 from pdserve.config import GrammarConfig, StreamConfig
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import EngineGone

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pdserve.api.commands import CommandGate, check_role, is_confined
+from pdserve.api.node.commands import CommandGate, check_role, is_confined
 from pdserve.config import DiscoveryConfig, TransferConfig
 from pdserve.errors import InvalidRequest, Unauthorized
 from pdserve.wire.command import Command, CommandSigner, Drain, Recall, SetRole

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pdserve.api.app import create_app
-from pdserve.api.engine_client import EngineClient
+from pdserve.api.generation.engine_client import EngineClient
 from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.node.serving_node import ServingNode
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import WORKERS
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
-from pdserve.api.serving_node import ServingNode
+from pdserve.api.routes.app import create_app
 from pdserve.config import (
     CacheConfig,
     CpuConfig,

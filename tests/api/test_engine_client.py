@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.api.engine_client import EngineChannel, EngineClient, EngineState, PromptChoices, WantedChoice
-from pdserve.api.generation import DEADLINE_GRACE_S, Generation
+from pdserve.api.generation.engine_client import EngineChannel, EngineClient, EngineState, PromptChoices, WantedChoice
+from pdserve.api.generation.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import ParallelConfig, SchedulerConfig, StreamConfig
 from pdserve.errors import ConfigError, EngineError, InvalidRequest, Unavailable
 from pdserve.liveness import loop_names

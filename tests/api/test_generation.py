@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.generation import Generation, merge_outputs
+from pdserve.api.generation.generation import Generation, merge_outputs
 from pdserve.errors import Internal
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.sampling_params import TokenLogprobs

@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.generation import BatchNotify, Generation
+from pdserve.api.generation.generation import BatchNotify, Generation
 from pdserve.wire.engine import FinishReason, RequestOutput
 from tests.api.node import WAIT_S
 from tests.examples import examples

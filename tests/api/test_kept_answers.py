@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from pdserve.api.completions import RequestBody
-from pdserve.api.kept_answers import SHARE, KeptAnswers, KeptLimits
-from pdserve.api.kept_log import MAX_READERS, OVERHEAD_BYTES, SMALL_BYTES, KeptAnswer
+from pdserve.api.replay.answer_log import MAX_READERS, OVERHEAD_BYTES, SMALL_BYTES, KeptAnswer
+from pdserve.api.replay.replayable_answers import SHARE, KeptAnswers, KeptLimits
 from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.api.routes.completions import RequestBody
 from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest
 from pdserve.wire.journal import cut, digest

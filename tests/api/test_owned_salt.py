@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.api.completions import owned_salt
+from pdserve.api.routes.completions import owned_salt
 
 OWNERS = st.sampled_from([b"", b"o" * 16, b"p" * 16, bytes(16)])
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pdserve.api.proxy_link import JITTER, MISSED_ACKS, ProxyLink, RegistrationState
-from pdserve.api.registration import Registration
+from pdserve.api.node.proxy_link import JITTER, MISSED_ACKS, ProxyLink, RegistrationState
+from pdserve.api.node.registration import Registration
 from pdserve.errors import ConfigError, WrongReceiver
 from pdserve.wire.discovery import (
     Ack,

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from pdserve.api.outcome import ChoiceOutcome
-from pdserve.api.request_log import RequestRecord, log_request
+from pdserve.api.generation.outcome import ChoiceOutcome
+from pdserve.api.generation.request_log import RequestRecord, log_request
 from pdserve.wire.engine import PrefillReason, PrefillSource, RequestReport
 
 

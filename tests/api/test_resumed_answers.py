@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.engine_client import EngineState
-from pdserve.api.generation import Generation
+from pdserve.api.generation.engine_client import EngineState
+from pdserve.api.generation.generation import Generation
 from pdserve.api.requests.preparing import INLINE_BYTES
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.http.errors import ENGINE_GONE_HEADER

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from pdserve.api.proxy_link import RegistrationStatus
-from pdserve.api.server import NodeServer, answers_hash
+from pdserve.api.node.proxy_link import RegistrationStatus
+from pdserve.api.node.server import NodeServer, answers_hash
 from pdserve.config import (
     CacheConfig,
     DiscoveryConfig,

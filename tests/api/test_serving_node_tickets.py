@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pdserve.api.serving_node import TicketGate
+from pdserve.api.node.serving_node import TicketGate
 from pdserve.errors import Unauthorized
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.api.answers.chunks import FullChunks, PlainChunks
-from pdserve.api.engine_client import EngineClient
+from pdserve.api.generation.engine_client import EngineClient
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.config import HttpConfig, StreamConfig, Switch
 from tests.api.behaviour import Behaviour

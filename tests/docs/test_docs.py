@@ -26,8 +26,8 @@ from lab.scale import page as scale_page
 from lab.simulation.scale.figures import read as read_scale
 from lab.soak import page as soak_page
 from lab.soak.report import read as read_soak
-from pdserve.api.kept_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.replay.replayable_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.report import Better, Report, Unit, changes, read_report
 from pdserve.cli.bench import compare_flags

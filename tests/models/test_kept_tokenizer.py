@@ -169,7 +169,7 @@ def test_what_cannot_be_made_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_an_api_process_needs_neither_transformers_nor_torch(demo_model: Path, tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib, pdserve.api.server, pdserve.api.requests.tokenizer as t\n"
+        "import sys, pathlib, pdserve.api.node.server, pdserve.api.requests.tokenizer as t\n"
         "for model in sys.argv[2:]:\n"
         "    k = t.load_tokenizer(pathlib.Path(model), pathlib.Path(sys.argv[1]))\n"
         "    k.render_chat([{'role': 'user', 'content': 'x'}], add_generation_prompt=True,\n"

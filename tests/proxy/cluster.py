@@ -16,7 +16,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from pdserve.api.registration import Registration
+from pdserve.api.node.registration import Registration
 from pdserve.config import (
     HttpConfig,
     PrefillAnswers,

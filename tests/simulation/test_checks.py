@@ -18,7 +18,7 @@ from lab.simulation.machine.network import Network
 from lab.simulation.machine.virtual_time import Events, SimLoop, SimProcess
 from lab.simulation.plan import Fault, FaultKind, Plan, PlannedRequest, Shape
 from lab.simulation.run import LIMIT_S, Run, run_plan
-from pdserve.api.server import NodeServer
+from pdserve.api.node.server import NodeServer
 from pdserve.errors import PdserveError
 from pdserve_proxy import server as proxy_server
 

@@ -51,7 +51,7 @@ NOTICED = (
         Mutant(
             "a client that comes back misses an event",
             1,
-            "pdserve.api.kept_answers.KeptAnswer",
+            "pdserve.api.replay.replayable_answers.KeptAnswer",
             "_position",
             "return after.events",
             "return after.events + 1",
@@ -63,7 +63,7 @@ NOTICED = (
         Mutant(
             "an answer is kept for ever",
             1,
-            "pdserve.api.kept_answers.KeptAnswers",
+            "pdserve.api.replay.replayable_answers.KeptAnswers",
             "_keep_for_a_while",
             ", self._limits.keep_s,",
             ", 100 * self._limits.keep_s,",

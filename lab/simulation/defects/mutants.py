@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "a ticket for another node is taken",
         6,
-        "pdserve.api.serving_node.TicketGate",
+        "pdserve.api.node.serving_node.TicketGate",
         "admit",
         "if ticket.node != self._boot_id:",
         "if False:",

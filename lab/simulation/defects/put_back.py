@@ -64,7 +64,7 @@ PUT_BACK = (
     Mutant(
         "a node tokenises without a ticket",
         139,
-        "pdserve.api.app.TokenizerRoutes",
+        "pdserve.api.routes.app.TokenizerRoutes",
         "_admit",
         "admit_ticket(request, self._node)",
         "None",
@@ -129,7 +129,7 @@ PUT_BACK = (
     Mutant(
         "a node that no proxy has accepted is ready",
         391,
-        "pdserve.api.serving_node.ServingNode",
+        "pdserve.api.node.serving_node.ServingNode",
         "unready",
         'return None if unaccepted is None else ("unregistered", unaccepted)',
         "return None",
@@ -153,7 +153,7 @@ PUT_BACK = (
     Mutant(
         "a node beats as it was configured and not as its proxy has told it",
         139,
-        "pdserve.api.proxy_link.ProxyLink",
+        "pdserve.api.node.proxy_link.ProxyLink",
         "_on_welcome",
         "self._heartbeat_s = welcome.heartbeat_ms / 1000",
         "pass",

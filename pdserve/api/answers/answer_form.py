@@ -35,8 +35,8 @@ from pdserve.api.answers.openai_response import (
     ToolCallDelta,
 )
 from pdserve.api.answers.text_generation import TextDelta
+from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.api.message.parts import CallPiece, MessageParts
-from pdserve.api.outcome import ChoiceOutcome
 from pdserve.wire.journal import Journal
 from pdserve.wire.ticket import AnswerIdentity
 

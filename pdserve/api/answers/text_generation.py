@@ -21,13 +21,13 @@ from pdserve.api.answers.detokenizer import Detokenizer
 from pdserve.api.answers.logprobs import ShownToken, ShownTokens
 from pdserve.api.answers.openai_response import StopReason
 from pdserve.api.answers.parsed_tokens import ParsedTokens, cut_at_tokens
-from pdserve.api.generation import TURN_TOKENS, ChoiceOutput, Generation
+from pdserve.api.generation.generation import TURN_TOKENS, ChoiceOutput, Generation
+from pdserve.api.generation.outcome import ChoiceOutcome, failure_of, outcome_of
+from pdserve.api.generation.request_log import RequestRecord, keep_lane, log_request
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import CallPiece, MessageParts, Piece, joined
 from pdserve.api.message.reasoning_tokens import ReasoningTokens
 from pdserve.api.metrics.request_metrics import RequestMetrics
-from pdserve.api.outcome import ChoiceOutcome, failure_of, outcome_of
-from pdserve.api.request_log import RequestRecord, keep_lane, log_request
 from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
 from pdserve.wire.journal import JournaledChoice

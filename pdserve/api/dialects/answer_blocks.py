@@ -13,8 +13,8 @@ from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.logprobs import ShownToken
 from pdserve.api.answers.openai_response import ChatTokenLogprob, Usage
 from pdserve.api.answers.text_generation import TextDelta
+from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.api.message.parts import CallPiece, TextPiece
-from pdserve.api.outcome import ChoiceOutcome
 from pdserve.errors import RequestError
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.api.outcome import ChoiceOutcome
-from pdserve.api.request_log import RequestRecord
+from pdserve.api.generation.outcome import ChoiceOutcome
+from pdserve.api.generation.request_log import RequestRecord
 from pdserve.api.requests.prompts import Prompt
 from pdserve.metrics.histogram import BucketCounts, seconds_to, tokens_to
 from pdserve.wire.discovery import GapCounts

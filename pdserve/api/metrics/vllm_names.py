@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.api.outcome import ChoiceOutcome
+from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.config import MetricsNames
 
 ENGINE = "0"

@@ -16,10 +16,10 @@ from pdserve.api.answers.answer_form import CHAT_FORM, AnswerOptions, PlainChoic
 from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, byte_level_bytes
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
-from pdserve.api.generation import DEADLINE_GRACE_S, Generation
+from pdserve.api.generation.generation import DEADLINE_GRACE_S, Generation
+from pdserve.api.generation.outcome import shutting_down
+from pdserve.api.generation.request_log import RequestRecord
 from pdserve.api.metrics.node_metrics import NodeMetrics
-from pdserve.api.outcome import shutting_down
-from pdserve.api.request_log import RequestRecord
 from pdserve.errors import Internal
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput
 from pdserve.wire.ticket import AnswerIdentity

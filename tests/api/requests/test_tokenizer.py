@@ -119,7 +119,7 @@ def test_a_template_that_asks_for_the_date_gets_that_of_the_request(model_dir: P
 @pytest.mark.integration
 def test_api_process_never_imports_torch(model_dir: Path) -> None:
     program = (
-        "import sys, pathlib, pdserve.api.server, pdserve.api.requests.tokenizer as t\n"
+        "import sys, pathlib, pdserve.api.node.server, pdserve.api.requests.tokenizer as t\n"
         "k = t.load_tokenizer(pathlib.Path(sys.argv[1]))\n"
         "k.render_chat([{'role': 'user', 'content': 'x'}], add_generation_prompt=True,\n"
         "              continue_final_message=False, created=0, template_kwargs={})\n"

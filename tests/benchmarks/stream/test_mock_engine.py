@@ -12,8 +12,8 @@ import msgspec
 from benchmarks.programs import study_program
 from benchmarks.stream.credit import credit_to
 from benchmarks.stream.mock_engine import MockEngine, Script
-from pdserve.api.engine_client import EngineClient, PromptChoices, WantedChoice
-from pdserve.api.generation import Generation
+from pdserve.api.generation.engine_client import EngineClient, PromptChoices, WantedChoice
+from pdserve.api.generation.generation import Generation
 from pdserve.config import StreamConfig
 from pdserve.wire.engine import Abort, FinishReason, RequestOutput, Submit
 from pdserve.wire.sampling_params import SamplingParams

@@ -15,8 +15,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pdserve.api.proxy_link import RegistrationStatus
-from pdserve.api.registration import Registration
+from pdserve.api.node.proxy_link import RegistrationStatus
+from pdserve.api.node.registration import Registration
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeLoad, Register, Role
 from pdserve.wire.frame import Opener, Purpose, Sealer
@@ -238,7 +238,7 @@ async def test_a_node_whose_event_loop_is_blocked_falls_silent_sooner_than_a_bus
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A log that nobody reads, or a disk that hangs, blocks it within one call."""
-    monkeypatch.setattr("pdserve.api.registration.STILL_S", 0.5)
+    monkeypatch.setattr("pdserve.api.node.registration.STILL_S", 0.5)
     with listening_in_a_thread(heartbeat_s=0.05) as ear:
         node = asyncio.create_task(Registration(NODE, (ear.control,), SECRET, 20, NodeLoad).run())
         await eventually(lambda: ear.names() == ["d0"], "its registration")

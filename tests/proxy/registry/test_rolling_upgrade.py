@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from pdserve.api.registration import Registration
+from pdserve.api.node.registration import Registration
 from pdserve.wire.discovery import (
     Ack,
     FromProxy,

@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from pdserve.api.commands import CommandGate
-from pdserve.api.registration import Registration
+from pdserve.api.node.commands import CommandGate
+from pdserve.api.node.registration import Registration
 from pdserve.config import RoleChoice, RolesConfig, WorkersConfig
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandResult, SetRole
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.api.commands import CommandGate
+from pdserve.api.node.commands import CommandGate
 from pdserve.config import AdmissionConfig, ProxyConfig, StatusConfig, StatusPage, WorkersConfig
 from pdserve.errors import Unavailable
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, Drain, SetRole

@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from pdserve.api.registration import STUCK_S
+from pdserve.api.node.registration import STUCK_S
 from pdserve.errors import Unavailable
 from pdserve_proxy.upstream import node_pool
 from pdserve_proxy.upstream.node_connection import (

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdserve.api.outcome import ChoiceOutcome
+from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.tracing.lane_notes import GapNotes, LaneNotes
 from pdserve.wire.engine import RequestReport
 from pdserve.wire.timeline import MomentKind, RequestLane

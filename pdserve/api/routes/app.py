@@ -10,20 +10,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response
 
 from pdserve.api.answers.openai_response import DetokenizeResponse, TokenizeResponse
-from pdserve.api.commands import NodeCommands
-from pdserve.api.completions import (
-    admit_ticket,
-    chat_route,
-    check_model,
-    client_of,
-    messages_route,
-    prepare,
-    responses_route,
-    text_route,
-)
 from pdserve.api.dialects.dialect_answers import DialectParser
 from pdserve.api.dialects.messages_answer import TokenCount
 from pdserve.api.dialects.messages_request import PromptRequest, chat_of_messages
+from pdserve.api.node.commands import NodeCommands
+from pdserve.api.node.serving_node import ServingNode
 from pdserve.api.requests.chat_messages import render_chat
 from pdserve.api.requests.openai_request import (
     BodyParser,
@@ -33,7 +24,16 @@ from pdserve.api.requests.openai_request import (
 )
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.api.serving_node import ServingNode
+from pdserve.api.routes.completions import (
+    admit_ticket,
+    chat_route,
+    check_model,
+    client_of,
+    messages_route,
+    prepare,
+    responses_route,
+    text_route,
+)
 from pdserve.errors import InvalidRequest
 from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList, model_in_query

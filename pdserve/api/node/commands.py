@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdserve.api.serving_node import NodePhase, ServingNode
+from pdserve.api.node.serving_node import NodePhase, ServingNode
 from pdserve.config import DiscoveryConfig, TransferConfig
 from pdserve.errors import InvalidRequest, Unauthorized, WireError
 from pdserve.http.request import JSON, HttpRequest

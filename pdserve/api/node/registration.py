@@ -30,8 +30,8 @@ from typing import cast
 import msgspec
 import zmq
 
-from pdserve.api.proxy_link import MISSED_ACKS, ProxyLink, ProxyView, RegistrationStatus
-from pdserve.api.proxy_names import LookUp, ProxyNames, is_name, look_up
+from pdserve.api.node.proxy_link import MISSED_ACKS, ProxyLink, ProxyView, RegistrationStatus
+from pdserve.api.node.proxy_names import LookUp, ProxyNames, is_name, look_up
 from pdserve.errors import ConfigError, WireError
 from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.log_throttle import LogThrottle

@@ -18,19 +18,19 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from pdserve.api.app import create_app
-from pdserve.api.commands import CommandGate, NodeCommands, is_confined
-from pdserve.api.engine_client import ENGINE_COMMAND, EngineClient
-from pdserve.api.kept_answers import UNREAD_SHARE, KeptAnswers, KeptAnswersMetrics, KeptLimits
+from pdserve.api.generation.engine_client import ENGINE_COMMAND, EngineClient
+from pdserve.api.generation.outcome import shutting_down
 from pdserve.api.message.formats import formats_of
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.metrics.request_metrics import MetricsScale
-from pdserve.api.outcome import shutting_down
+from pdserve.api.node.commands import CommandGate, NodeCommands, is_confined
+from pdserve.api.node.registration import Registration
+from pdserve.api.node.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.api.reach import out_of_reach
-from pdserve.api.registration import Registration
+from pdserve.api.replay.replayable_answers import UNREAD_SHARE, KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
-from pdserve.api.serving_node import NodePhase, ServingNode, TicketGate
+from pdserve.api.routes.app import create_app
 from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of

@@ -15,8 +15,8 @@ from typing import Any, cast
 import msgspec
 import zmq
 
-from pdserve.api.generation import TURN_TOKENS, BatchNotify, Generation
-from pdserve.api.outcome import shutting_down
+from pdserve.api.generation.generation import TURN_TOKENS, BatchNotify, Generation
+from pdserve.api.generation.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch, LivenessConfig
 from pdserve.errors import ConfigError, EngineError, EngineGone, InvalidRequest, RequestError, Unavailable
 from pdserve.liveness import LifeBoard, LifeWatch, loop_names, motion_of

@@ -25,12 +25,13 @@ from pdserve.api.dialects.dialect_request import TranslatedChat
 from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages, unheeded_fields_of_messages
 from pdserve.api.dialects.own_names import MESSAGES_NAMES, RESPONSES_NAMES, in_own_names, own_name
 from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
-from pdserve.api.engine_client import PromptChoices, WantedChoice
-from pdserve.api.generation import TURN_TOKENS, Generation
-from pdserve.api.kept_log import KeptAnswer
+from pdserve.api.generation.engine_client import PromptChoices, WantedChoice
+from pdserve.api.generation.generation import TURN_TOKENS, Generation
+from pdserve.api.generation.outcome import failure_of
+from pdserve.api.generation.request_log import NodeNotes, RequestRecord
 from pdserve.api.message.message_parser import MessageParser
-from pdserve.api.outcome import failure_of
-from pdserve.api.request_log import NodeNotes, RequestRecord
+from pdserve.api.node.serving_node import ServingNode
+from pdserve.api.replay.answer_log import KeptAnswer
 from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
 from pdserve.api.requests.chat_messages import unheeded_fields, unread_part_fields
 from pdserve.api.requests.grammar_check import WantedGrammar
@@ -58,7 +59,6 @@ from pdserve.api.requests.sampling_fields import (
 )
 from pdserve.api.requests.structured_outputs import wanted_calls, wanted_grammar
 from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
-from pdserve.api.serving_node import ServingNode
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, Reply, request_label

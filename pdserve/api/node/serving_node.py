@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdserve.api.engine_client import EngineClient, EngineState
+from pdserve.api.generation.engine_client import EngineClient, EngineState
 from pdserve.api.ignored_fields import IgnoredFields
-from pdserve.api.kept_answers import KeptAnswers, KeptLimits
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.replay.replayable_answers import KeptAnswers, KeptLimits
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import Preparer
 from pdserve.api.requests.prompts import ModelLimits

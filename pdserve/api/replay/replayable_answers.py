@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.api.kept_log import KeptAnswer, not_kept
+from pdserve.api.replay.answer_log import KeptAnswer, not_kept
 from pdserve.errors import KeyReused, Unavailable
 from pdserve.patience import PatientTimer
 from pdserve.wire.ticket import AnswerIdentity, Keep

@@ -1,0 +1,1 @@
+"""The way of a request to the engine process and of its tokens back, and how it ended."""

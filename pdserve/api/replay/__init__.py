@@ -1,0 +1,1 @@
+"""Answers that are written to a log, which clients may read again."""
