@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.api.answers.content_stops import ContentStops
 from pdserve.api.answers.detokenizer import (
     BytesDetokenizer,
     Detokenizer,
@@ -20,15 +19,14 @@ from pdserve.api.answers.detokenizer import (
     WindowDetokenizer,
     byte_level_bytes,
 )
-from pdserve.api.answers.stop_strings import StopStrings, StopTable
+from pdserve.api.answers.stop_strings import ContentStops, StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText
 from pdserve.api.call_grammars.tool_grammar import tool_grammar
 from pdserve.api.message.formats import MessageFormats
 from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.api.requests.answer_reading import AnswerReading
+from pdserve.api.requests.structural_tags import JsonSchemaPart, StructuralTag, Tag, TriggeredTags, tag_grammar
 from pdserve.api.requests.tools import ToolUse
-from pdserve.api.structural_tags.tag_formats import JsonSchemaPart, StructuralTag, Tag, TriggeredTags
-from pdserve.api.structural_tags.tag_grammar import tag_grammar
 from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.wire.engine import RequestOutput
 from pdserve.wire.sampling_params import TokenLogprobs

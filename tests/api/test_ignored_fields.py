@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdserve.api.ignored_fields import MAX_CLIENTS, MAX_FIELDS, IgnoredFields
+from pdserve.api.node.serving_node import MAX_CLIENTS, MAX_FIELDS, IgnoredFields
 from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import post
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.api.reach import out_of_reach
+from pdserve.api.node.server import out_of_reach
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.version import SPOKEN
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.answers import journaled_answer, text_generation
+from pdserve.api.answers import answer, text_generation
 from pdserve.api.answers.answer import WholeAnswer
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.requests.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ ROUTES = st.sampled_from(
     ]
 )
 
-slow = patch.object(journaled_answer, "JOURNAL_INTERVAL_S", 0.0)
+slow = patch.object(answer, "JOURNAL_INTERVAL_S", 0.0)
 """While it is entered, every answer takes long."""
 
 

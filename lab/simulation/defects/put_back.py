@@ -183,7 +183,7 @@ PUT_BACK = (
         "pass",
         (
             Change("pdserve.http.routes", "error_headers", RETRIED, "pass"),
-            Change("pdserve.api.answers.journaled_answer", "error_headers", RETRIED, "pass"),
+            Change("pdserve.api.answers.answer", "error_headers", RETRIED, "pass"),
         ),
     ),
     Mutant(

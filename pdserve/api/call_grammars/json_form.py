@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.api.call_grammars.call_form import CallForm, MarkerTokens, marker, triggers_of
-from pdserve.api.call_grammars.rules import SPACES, RuleBook, quoted
+from pdserve.api.call_grammars.rules import SPACES, CallForm, MarkerTokens, RuleBook, marker, quoted, triggers_of
 from pdserve.api.call_grammars.schema_parts import SchemaParts, argument_schema
 from pdserve.api.message.call_parser import CallMarkers
 from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL

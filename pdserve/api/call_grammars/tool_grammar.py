@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdserve.api.call_grammars.call_form import CallForm, MarkerTokens, SpecialId, TextToken, marker, no_token
 from pdserve.api.call_grammars.json_form import hermes_form, llama_form, mistral_form
 from pdserve.api.call_grammars.python_form import gemma_form, pythonic_form
-from pdserve.api.call_grammars.rules import SPACES, one_of, quoted
+from pdserve.api.call_grammars.rules import (
+    SPACES,
+    CallForm,
+    MarkerTokens,
+    SpecialId,
+    TextToken,
+    marker,
+    no_token,
+    one_of,
+    quoted,
+)
 from pdserve.api.call_grammars.xml_form import xml_form
 from pdserve.api.message.reasoning import ReasoningMarkers, ReasoningStart
 from pdserve.api.requests.answer_reading import AnswerReading

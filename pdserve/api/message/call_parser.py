@@ -1,5 +1,7 @@
 """The state machine that all formats of tool calls share: content, and regions in it that hold calls.
 
+``find_marker`` finds markers like ``<tool_call>`` in text that comes in pieces.
+
 A region begins with a marker, such as ``<tool_call>``, or where the whole answer begins with a character that no
 ordinary text of the format begins with. A format may also know a call by its own beginning. Each format says how one
 call of a region reads. What is no call of a function that the request has becomes content, with the marker before it.
@@ -9,12 +11,49 @@ A call whose arguments have begun stays a call, as far as it is one, because the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from pdserve.api.message.markers import MAX_BLANK, begins, find_marker
 from pdserve.api.message.parts import PartsBuilder
 from pdserve.api.message.tool_schemas import ToolSchema
+
+MAX_BLANK = 64
+"""How many spaces before a marker are held back, to be left out if it comes."""
+
+
+class Found(NamedTuple):
+    """The first marker of a text, or none."""
+
+    start: int
+    """Where the marker begins; without one, where the text begins that may become one."""
+    marker: str
+    """Empty if the text has no marker."""
+
+
+def find_marker(text: str, markers: Sequence[str]) -> Found:
+    """Returns the marker that begins first."""
+    starts = [(start, marker) for marker in markers if (start := text.find(marker)) >= 0]
+    if starts:
+        return Found(*min(starts))
+    return Found(len(text) - _held(text, markers), "")
+
+
+def begins(text: str, marker: str) -> bool | None:
+    """Returns whether ``text`` begins with ``marker``; None if it is too short to say."""
+    if text.startswith(marker):
+        return True
+    return None if marker.startswith(text) else False
+
+
+def _held(text: str, markers: Sequence[str]) -> int:
+    """Returns how many of the last characters may be the beginning of a marker."""
+    longest = max(map(len, markers), default=1) - 1
+    for start in range(max(len(text) - longest, 0), len(text)):
+        if any(marker.startswith(text[start:]) for marker in markers):
+            return len(text) - start
+    return 0
+
 
 MAX_HELD = 65_536
 """How many characters of something that may be a call are held back. More become content."""

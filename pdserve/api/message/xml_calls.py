@@ -20,11 +20,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdserve.api.message.call_parser import MAX_HELD, CallMarkers, CallParser
+from pdserve.api.message.call_parser import MAX_HELD, CallMarkers, CallParser, begins, find_marker
 from pdserve.api.message.json_text import JsonText, as_json
-from pdserve.api.message.markers import begins, find_marker
-from pdserve.api.message.schema_kinds import BOOLEAN, NULL, STRING, PlainString, SchemaKinds, kind_of
-from pdserve.api.message.tool_schemas import ToolSchema
+from pdserve.api.message.tool_schemas import BOOLEAN, NULL, STRING, PlainString, SchemaKinds, ToolSchema, kind_of
 
 QWEN_XML = CallMarkers(("<tool_call>",), "</tool_call>", unwrapped="<function=")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
@@ -21,12 +22,10 @@ import uvloop
 from pdserve.api.generation.engine_client import ENGINE_COMMAND, EngineClient
 from pdserve.api.generation.outcome import shutting_down
 from pdserve.api.message.formats import formats_of
-from pdserve.api.metrics.node_metrics import NodeMetrics
-from pdserve.api.metrics.request_metrics import MetricsScale
+from pdserve.api.metrics.node_metrics import MetricsScale, NodeMetrics
 from pdserve.api.node.commands import CommandGate, NodeCommands, is_confined
 from pdserve.api.node.registration import Registration
 from pdserve.api.node.serving_node import NodePhase, ServingNode, TicketGate
-from pdserve.api.reach import out_of_reach
 from pdserve.api.replay.replayable_answers import UNREAD_SHARE, KeptAnswers, KeptAnswersMetrics, KeptLimits
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
@@ -412,3 +411,26 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
     """Cancels the task and waits for its end, for at most ``DEREGISTER_S``."""
     task.cancel()
     await asyncio.wait([task], timeout=DEREGISTER_S)
+
+
+def out_of_reach(node: NodeInfo, proxies: Sequence[str]) -> list[str]:
+    """Returns a warning for each address of the node on loopback, if a proxy has an address that is not there."""
+    elsewhere = [proxy for proxy in proxies if not is_loopback(_host(proxy))]
+    if not elsewhere:
+        return []
+    found = []
+    if is_loopback(_host(node.url)):
+        found.append(
+            f"proxies will send requests to {node.url}, which only this machine reaches, and {elsewhere[0]} may be on "
+            "another: give --host (0.0.0.0 is all addresses), and --advertise if they know this machine by another name"
+        )
+    if node.role.prefills and is_loopback(_host(node.control)):
+        found.append(
+            f"decode nodes will fetch KV blocks from {node.control}, which only this machine reaches: give "
+            "--transfer-host, and --transfer-advertise if they know this machine by another name"
+        )
+    return found
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or ""

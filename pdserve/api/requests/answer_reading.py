@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.message.message_parser import MessageParser
-from pdserve.api.message.reasoning import ReasoningParser
-from pdserve.api.message.reasoning_tokens import ReasoningTokens
+from pdserve.api.message.reasoning import ReasoningParser, ReasoningTokens
 from pdserve.api.requests.openai_request import ChatRequest, GenerationRequest
 from pdserve.api.requests.tools import NO_TOOLS, ToolUse, tool_use
 from pdserve.config import ReasoningFormat, ToolFormat

@@ -8,12 +8,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pdserve.api.call_grammars.schema_parts import schema_parts
-from pdserve.api.requests.closed_schemas import closed_schema
+from pdserve.api.call_grammars.schema_parts import closed_schema, schema_parts
 from pdserve.api.requests.grammar_check import GrammarPart, WantedGrammar
+from pdserve.api.requests.structural_tags import Format, StructuralTag, Structures, Triggers, tag_grammar
 from pdserve.api.requests.tools import ToolUse
-from pdserve.api.structural_tags.tag_formats import Format, StructuralTag, Structures, Triggers
-from pdserve.api.structural_tags.tag_grammar import tag_grammar
 from pdserve.errors import InvalidRequest
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial
 

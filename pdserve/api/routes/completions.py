@@ -13,17 +13,14 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from pdserve.api.answers.answer import OpenAiAnswers, WholeAnswer, whole_answer
+from pdserve.api.answers.answer import OpenAiAnswers, WholeAnswer, respond_journaled, whole_answer
 from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerOptions, PlainChoices
-from pdserve.api.answers.content_stops import ContentStops, Stops
-from pdserve.api.answers.journaled_answer import respond_journaled
-from pdserve.api.answers.stop_strings import StopStrings, StopTable
+from pdserve.api.answers.stop_strings import ContentStops, Stops, StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta, TextGeneration
 from pdserve.api.call_grammars.tool_grammar import tool_grammar
 from pdserve.api.dialects.dialect_answers import DialectParser, MessagesAnswers, ResponsesAnswers
-from pdserve.api.dialects.dialect_request import TranslatedChat
+from pdserve.api.dialects.dialect_request import MESSAGES_NAMES, RESPONSES_NAMES, TranslatedChat, in_own_names, own_name
 from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages, unheeded_fields_of_messages
-from pdserve.api.dialects.own_names import MESSAGES_NAMES, RESPONSES_NAMES, in_own_names, own_name
 from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
 from pdserve.api.generation.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation.generation import TURN_TOKENS, Generation
@@ -174,7 +171,7 @@ class Answers(Protocol[R_contra]):
     """The answers of one route."""
 
     grouped: bool
-    """Whether a stream is made of event groups (``pdserve.api.dialects.event_groups``)."""
+    """Whether a stream is made of event groups (``pdserve.api.dialects.dialect_answers``)."""
 
     def stream(
         self, body: R_contra, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.answers.content_stops import ContentStops
-from pdserve.api.answers.stop_strings import StopTable
+from pdserve.api.answers.stop_strings import ContentStops, StopTable
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import MessageParts, joined
 from pdserve.config import ToolFormat

@@ -16,8 +16,7 @@ from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import MessageParts, joined
 from pdserve.api.message.python_calls import PYTHONIC, PythonCallParser
 from pdserve.api.message.reasoning import ReasoningParser, ReasoningStart
-from pdserve.api.message.schema_kinds import SchemaKinds
-from pdserve.api.message.tool_schemas import ToolSchema
+from pdserve.api.message.tool_schemas import SchemaKinds, ToolSchema
 from pdserve.api.message.xml_calls import plain_text
 from pdserve.config import ReasoningFormat, ToolFormat
 from tests.examples import examples

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.api.message.reasoning import THINK, ReasoningStart
-from pdserve.api.message.reasoning_tokens import ReasoningTokens
+from pdserve.api.message.reasoning import THINK, ReasoningStart, ReasoningTokens
 
 
 def count(tokens: list[str], start: ReasoningStart = ReasoningStart.BEFORE, group: int = 1) -> int:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.api.call_grammars.call_form import MarkerTokens, no_token
+from pdserve.api.call_grammars.rules import MarkerTokens, no_token
 from pdserve.api.call_grammars.xml_form import xml_form
-from pdserve.api.message.schema_kinds import KINDS, MAX_VALUES, NULL, STRING, SchemaKinds
-from pdserve.api.message.tool_schemas import ToolSchema
+from pdserve.api.message.tool_schemas import KINDS, MAX_VALUES, NULL, STRING, SchemaKinds, ToolSchema
 
 REFERENCES = 2_000
 ITEMS = 20_000

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.api.requests.closed_schemas import MAX_DEPTH
+from pdserve.api.call_grammars.schema_parts import MAX_DEPTH
 from pdserve.api.requests.structured_outputs import StructuredFields, wanted_grammar
 from pdserve.errors import InvalidRequest
 from pdserve.wire.grammar import GrammarKind

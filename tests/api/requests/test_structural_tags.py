@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from llguidance import LLTokenizer
 
-from pdserve.api.requests.closed_schemas import MAX_DEPTH
+from pdserve.api.call_grammars.schema_parts import MAX_DEPTH
+from pdserve.api.requests.structural_tags import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from pdserve.api.requests.structured_outputs import StructuredFields, wanted_grammar
-from pdserve.api.structural_tags.tag_formats import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from pdserve.errors import GrammarRefused, InvalidRequest
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar

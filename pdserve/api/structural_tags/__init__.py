@@ -1,1 +1,0 @@
-"""Answers that are partly free and partly bound, as clients of vLLM and SGLang describe them (``structural_tag``)."""
