@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from pdserve.api.requests.openai_request import MAX_MESSAGES
+from pdserve.api.requests.request_fields import MAX_MESSAGES
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import Answer, get, post, send

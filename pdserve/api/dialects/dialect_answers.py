@@ -30,7 +30,7 @@ from pdserve.api.answers.logprobs import ShownToken
 from pdserve.api.answers.openai_response import Usage
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration
 from pdserve.api.dialects.answer_blocks import AnswerBlocks, BlockEvents, answer_end
-from pdserve.api.dialects.dialect_request import SamplingRequest, TranslatedChat
+from pdserve.api.dialects.dialect_request import DialectRequest, TranslatedChat
 from pdserve.api.dialects.messages_answer import MessageEvents
 from pdserve.api.dialects.responses_answer import ResponseEvents
 from pdserve.api.requests.openai_request import BodyParser, Parsed
@@ -136,7 +136,7 @@ def _failed(error: RequestError, blocks: AnswerBlocks, groups: EventGroups, form
     return groups.write_unjournaled(blocks.fail(error)) or error_event(error, form, groups.number, label)
 
 
-S = TypeVar("S", bound=SamplingRequest)
+S = TypeVar("S", bound=DialectRequest)
 
 
 class DialectParser(Generic[S]):

@@ -7,51 +7,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from pdserve.api.requests.chat_messages import not_text
-from pdserve.api.requests.openai_request import Bias, ChatRequest, Penalty, Positive, TokenId, invalid_field
+from pdserve.api.requests.openai_request import ChatRequest, invalid_field
+from pdserve.api.requests.request_fields import SharedFields, unsupported
 from pdserve.errors import InvalidRequest
-from pdserve.wire.priority import Priority
-from pdserve.wire.request_targets import ItlMs, TtftMs
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_PARTS = 4_096
 """The most parts that one message may have."""
+MAX_TOOLS = 1_024
+Parts: TypeAlias = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
+ToolEntries: TypeAlias = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+"""Tools, each of which is checked as it is translated."""
 MEDIA = ("image", "input_image", "image_url", "input_audio", "input_file", "document", "file", "video_url", "audio_url")
 """The types of parts, in all dialects, that are something else than text: images, sound and files."""
 
 
-class SamplingRequest(msgspec.Struct, kw_only=True):
-    """The fields that a dialect's request and the chat request have under the same names.
+class DialectRequest(SharedFields, kw_only=True):
+    """The fields that a dialect's request and the chat request have under the same names."""
 
-    Beside the dialects' own there are those of pdserve's chat that say how tokens are chosen.
-    """
-
-    model: str | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1_024)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    stream_interval: Positive | None = None
-    priority: Priority | None = None
-    target_ttft_ms: TtftMs | None = None
-    target_itl_ms: ItlMs | None = None
-    cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -62,11 +42,11 @@ class TranslatedChat(ChatRequest, kw_only=True):
     """The dialect's own request."""
 
 
-_SHARED = [field.name for field in msgspec.structs.fields(SamplingRequest)]
+_SHARED = [field.name for field in msgspec.structs.fields(DialectRequest)]
 _CHAT = {field.name for field in msgspec.structs.fields(ChatRequest)}
 
 
-def translated(request: SamplingRequest, messages: Sequence[Mapping[str, Any]], **fields: Any) -> TranslatedChat:
+def translated(request: DialectRequest, messages: Sequence[Mapping[str, Any]], **fields: Any) -> TranslatedChat:
     """Returns the chat request with these messages and ``fields``, of which those that are None are left out.
 
     Raises InvalidRequest for a field that this model's chat does not have.
@@ -76,7 +56,7 @@ def translated(request: SamplingRequest, messages: Sequence[Mapping[str, Any]], 
     given = {name: value for name, value in fields.items() if value is not None}
     for name in given:
         if name not in _CHAT:
-            raise InvalidRequest(f"{name!r} is not supported by pdserve", param=name, code="unsupported_parameter")
+            raise unsupported(name)
     shared = {name: getattr(request, name) for name in _SHARED}
     try:
         return msgspec.convert({**shared, **given, "messages": list(messages), "source": request}, TranslatedChat)

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from pdserve.api.dialects.dialect_request import (
-    MAX_PARTS,
-    SamplingRequest,
+    DialectRequest,
+    Parts,
+    ToolEntries,
     TranslatedChat,
     drop_nulls,
     read_part,
     translated,
 )
 from pdserve.api.requests.chat_messages import unknown_role
-from pdserve.api.requests.openai_request import MAX_MESSAGES, MAX_STOPS, Positive, StopString
+from pdserve.api.requests.request_fields import MAX_MESSAGES, Positive, StopList, unsupported
 from pdserve.errors import InvalidRequest
-
-ContentBlocks: TypeAlias = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
-
 
 _ROLES = ("user", "assistant", "system")
 
@@ -33,7 +31,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
     role: Annotated[str, Meta(extra_json_schema={"enum": [*_ROLES]})]
     """What an operator says within the conversation has the role ``system``."""
-    content: str | ContentBlocks
+    content: str | Parts
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -43,12 +41,12 @@ class Thinking(msgspec.Struct, kw_only=True):
     """Whether the answer shows what the model thinks. It does if missing."""
 
 
-class PromptRequest(SamplingRequest, kw_only=True):
+class PromptRequest(DialectRequest, kw_only=True):
     """The part of a request to ``/v1/messages`` that becomes the prompt: the body of its ``/count_tokens``."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | ContentBlocks | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=1_024)] | None = None
+    system: str | Parts | None = None
+    tools: ToolEntries | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
 
@@ -69,7 +67,7 @@ class MessagesRequest(PromptRequest, kw_only=True):
     """The body of ``POST /v1/messages``."""
 
     max_tokens: Positive
-    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_sequences: StopList | None = None
     output_config: OutputSettings | None = None
     metadata: dict[str, Any] | None = None
     container: Any = None
@@ -96,7 +94,7 @@ class ToolUseBlock(msgspec.Struct, kw_only=True):
 
 class ToolResultBlock(msgspec.Struct, kw_only=True):
     tool_use_id: str
-    content: str | ContentBlocks | None = None
+    content: str | Parts | None = None
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
@@ -191,7 +189,7 @@ def unheeded_fields_of_messages(request: MessagesRequest) -> tuple[str, ...]:
 def _refuse_others(request: MessagesRequest) -> None:
     for name, asked in (("container", request.container), ("mcp_servers", request.mcp_servers)):
         if asked:
-            raise InvalidRequest(f"{name!r} is not supported by pdserve", param=name, code="unsupported_parameter")
+            raise unsupported(name)
 
 
 def _response_format(wanted: OutputFormat) -> dict[str, Any]:

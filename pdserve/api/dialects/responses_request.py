@@ -10,24 +10,25 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.api.dialects.dialect_request import (
-    MAX_PARTS,
-    SamplingRequest,
+    MAX_TOOLS,
+    DialectRequest,
+    Parts,
+    ToolEntries,
     TranslatedChat,
     drop_nulls,
     read_part,
     translated,
 )
 from pdserve.api.requests.chat_messages import unknown_role
-from pdserve.api.requests.openai_request import MAX_MESSAGES, Positive, StopString, check_values
+from pdserve.api.requests.openai_request import check_values
+from pdserve.api.requests.request_fields import MAX_MESSAGES, Positive, StopList, StopString, TopCount, unsupported
 from pdserve.api.requests.tools import NAME_PATTERN
 from pdserve.errors import InvalidRequest
 
-MAX_TOOLS = 1_024
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 """What ``include`` says of log probabilities."""
 
-Parts: TypeAlias = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
 Items: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -56,13 +57,13 @@ class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(SamplingRequest, kw_only=True):
+class ResponsesRequest(DialectRequest, kw_only=True):
     """The body of ``POST /v1/responses``. The items of its ``input`` are checked as they are translated."""
 
     input: str | Items
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: ToolEntries | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
@@ -75,12 +76,12 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
         | None
     ) = None
     stream_options: ResponsesStreamOptions | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop: StopString | StopList | None = None
     user: Annotated[str, Meta(max_length=1_024)] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopCount | None = None
     include: Annotated[list[str], Meta(max_length=16)] | None = None
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
@@ -146,7 +147,7 @@ class NamedFunction(msgspec.Struct, kw_only=True):
 
 class AllowedFunctions(msgspec.Struct, kw_only=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+    tools: ToolEntries
 
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -213,10 +214,7 @@ def _refuse_others(request: ResponsesRequest, *, stored: bool) -> None:
     }
     for name, asked in refused.items():
         if asked:
-            advice = _ADVICE.get(name, "")
-            raise InvalidRequest(
-                f"{name!r} is not supported by pdserve{advice}", param=name, code="unsupported_parameter"
-            )
+            raise unsupported(name, _ADVICE.get(name, ""))
 
 
 _ADVICE = {

@@ -1,6 +1,6 @@
 """Splits what a model thinks from what it says: ``<think>…</think>`` before the content.
 
-``ReasoningTokens`` counts its tokens by their own bytes, and not by the shown text: stop strings hold some of that back.
+``ReasoningTokens`` counts its tokens by their own bytes, and not by the shown text, which stop strings hold back.
 """
 
 from __future__ import annotations

@@ -18,12 +18,24 @@ from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pdserve.api.requests.request_fields import (
+    MAX_BIASES,
+    MAX_MESSAGES,
+    WITHOUT_EFFECT,
+    Bias,
+    Count,
+    CountOrAll,
+    Positive,
+    ReasoningEffort,
+    StopList,
+    StopString,
+    TokenId,
+    TopCount,
+    refuse_unsupported,
+)
 from pdserve.api.requests.structured_outputs import ResponseFormat, StructuredFields, StructuredOutputs
 from pdserve.api.requests.tools import ToolChoice, Tools
-from pdserve.api.requests.unsupported_fields import WITHOUT_EFFECT, refuse_unsupported
 from pdserve.errors import InvalidRequest
-from pdserve.wire.priority import Priority
-from pdserve.wire.request_targets import ItlMs, TtftMs
 from pdserve.wire.whole_number import as_whole
 
 UNCOUNTED_BYTES = 100_000
@@ -64,15 +76,11 @@ def _piece(body: bytes, start: int) -> bytes:
     return piece + body[start + len(piece) : start + len(piece) + 1] if backslashes % 2 else piece
 
 
-MAX_STOPS = 16
 MAX_CHOICES = 1_024
-MAX_MESSAGES = 4_096
-MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 MAX_BEST_OF = 20
 TEXT_TOKENS = 16
 """How many tokens a text completion has whose request does not say, as OpenAI and vLLM have it."""
-MAX_BIASES = 1_024
 NAMED_BIASES = 8
 """An error names at most this many wrong keys of ``logit_bias``."""
 MAX_ALLOWED = 16_384
@@ -81,14 +89,7 @@ SEARCHED_BYTES = 65_536
 """How many bytes of a body that is no JSON are searched for the reason."""
 
 T = TypeVar("T", bound=msgspec.Struct)
-Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Messages: TypeAlias = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
-StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1_024)]
-TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
-TopCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -101,35 +102,16 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationRequest(StructuredFields, kw_only=True):
-    """The fields that chat and text completions share. ``None`` is OpenAI's ``null``, the same as no field."""
+    """The fields that chat and text completions share."""
 
-    model: str | None = None
-    """It may be missing, as there is one model here. A proxy asks for it where its cluster has several."""
     max_tokens: Positive | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """How many of the likeliest tokens may be chosen. 0 and -1 are no limit."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
-    ignore_eos: bool | None = None
+    stop: StopString | StopList | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stream_interval: Positive | None = None
-    """How many tokens a chunk of a stream has. The first token comes at once."""
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncate_prompt_tokens: CountOrAll | None = None
     """How many tokens of the prompt are kept. -1 keeps as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """The side that ``truncate_prompt_tokens`` cuts off. It is the left one, the prompt's beginning, if missing."""
@@ -142,14 +124,6 @@ class GenerationRequest(StructuredFields, kw_only=True):
     """The tokens that are reported beside each chosen one, in place of the likeliest."""
     prompt_logprobs: TopCount | None = None
     """How many of the likeliest tokens are reported beside each token of the prompt."""
-    priority: Priority | None = None
-    """Requests with a lower number get their places first."""
-    target_ttft_ms: TtftMs | None = None
-    """The first token should come within this many milliseconds. The node's target holds if missing."""
-    target_itl_ms: ItlMs | None = None
-    """Each later token should come within this many milliseconds. The node's target holds if missing."""
-    cache_salt: Annotated[str, Meta(max_length=1_024)] | None = None
-    """Prompts find each other's blocks in prefix caches only under the same salt."""
 
     @property
     def stops(self) -> list[str]:
@@ -255,7 +229,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """The body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Count | None = None
     """0 asks for the prompt's log probabilities alone."""
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None = None

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from pdserve.api.call_grammars.schema_parts import closed_schema, schema_parts
 from pdserve.api.requests.grammar_check import GrammarPart, WantedGrammar
+from pdserve.api.requests.request_fields import SharedFields
 from pdserve.api.requests.structural_tags import Format, StructuralTag, Structures, Triggers, tag_grammar
 from pdserve.api.requests.tools import ToolUse
 from pdserve.errors import InvalidRequest
@@ -60,8 +61,8 @@ class StructuredOutputs(msgspec.Struct):
     whitespace_pattern: str | None = None
 
 
-class StructuredFields(msgspec.Struct, kw_only=True):
-    """The fields of both routes that ask for a structured answer."""
+class StructuredFields(SharedFields, kw_only=True):
+    """The fields of both of OpenAI's older routes that ask for a structured answer."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
