@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.api.routes.description import render
 from tests.processes import clean_environ, running
 from tests.test_dependencies import declared, names_in, undeclared
 from tests.test_packages import PACKAGES, ROOT
@@ -30,6 +31,7 @@ build_meta.build_sdist(out)
 """
 QUESTION = "What is the capital of France? Answer in one sentence."
 _GENERATED = {"__pycache__", ".mypy_cache", ".ruff_cache"}
+DESCRIPTION = "pdserve/http/openapi.json"
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,16 @@ def test_both_hold_every_file_of_the_product(built: tuple[Path, Path]) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert wanted <= {name.removeprefix(f"{root}/") for root in ("proxy", "kvtransfer", "kernels") for name in held}
+
+
+def test_both_have_the_description_of_the_http_interface(built: tuple[Path, Path]) -> None:
+    wheel, sdist = built
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(DESCRIPTION).decode() == render()
+    with tarfile.open(sdist) as source:
+        (member,) = [member for member in source.getmembers() if member.name.partition("/")[2] == DESCRIPTION]
+        file = source.extractfile(member)
+        assert file is not None and file.read().decode() == render()
 
 
 def metadata_of(wheel: Path) -> Message:

@@ -1,18 +1,28 @@
 """Serves the description of the HTTP interface: ``/openapi.json`` for programs, and ``/docs`` for people.
 
-``openapi.json`` beside this module is made of the types that validate requests
-(``python -m tests.docs.openapi_document``). The page is made of it here, and loads nothing else.
+A wheel has the description in a file beside this module. In a source tree a process of its own makes it of the types
+that validate requests, when somebody asks for it first. The page is made of it here, and loads nothing else.
 """
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from quart import Quart, Response
 
+from pdserve.process import ChildDied, ChildProcess, python_program
+
+if TYPE_CHECKING:  # A build that describes the interface has no Quart.
+    from quart import Quart, Response
+
+FILE = "openapi.json"
+DESCRIBER = "pdserve.api.routes.description"
+"""The module that prints the description. It is run and not imported: a proxy imports none of a node's code."""
+DESCRIBE_S = 60.0
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 """A browser runs no script on the page and loads nothing from elsewhere."""
 ONLY = "x-pdserve-process"
@@ -30,26 +40,56 @@ class PathDescription(msgspec.Struct, rename={"only": ONLY}):
     only: str | None = None
 
 
-def openapi_document(process: str) -> dict[str, Any]:
-    """Returns the description of the routes of ``process``, which is ``node`` or ``proxy``."""
-    document: dict[str, Any] = msgspec.json.decode(files("pdserve.http").joinpath("openapi.json").read_bytes())
-    paths = document["paths"]
-    document["paths"] = {path: one for path, one in paths.items() if one.get(ONLY, process) == process}
-    return document
+class Documentation:
+    """The description of the routes of ``process``, which is ``node`` or ``proxy``."""
+
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._turn = asyncio.Lock()
+        self._made: tuple[bytes, str] | None = None
+
+    async def document_and_page(self) -> tuple[bytes, str]:
+        """Returns the description, as JSON and as a page. Raises ChildDied or TimeoutError if nothing makes it."""
+        async with self._turn:
+            if self._made is None:
+                document = msgspec.json.decode(await description())
+                paths = document["paths"]
+                document["paths"] = {
+                    path: one for path, one in paths.items() if one.get(ONLY, self._process) == self._process
+                }
+                self._made = msgspec.json.encode(document), _page(document)
+            return self._made
+
+
+async def description() -> bytes:
+    """Returns the description of all routes. Raises ChildDied or TimeoutError if nothing makes it."""
+    file = files("pdserve.http").joinpath(FILE)
+    if file.is_file():
+        return file.read_bytes()
+    child = ChildProcess("what describes the HTTP interface", python_program(DESCRIBER), stdout=subprocess.PIPE)
+    try:
+        async with asyncio.timeout(DESCRIBE_S):
+            made = await child.output()
+            status = await child.wait()
+    finally:
+        await child.end(0.0)
+    if status != 0:
+        raise ChildDied(child.describe_end())
+    return made
 
 
 def add_documentation(app: Quart, process: str) -> None:
     """Adds ``/openapi.json`` and ``/docs`` to an application of ``process``."""
-    document = openapi_document(process)
-    data, page = msgspec.json.encode(document), _page(document)
+    documentation = Documentation(process)
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
-        return Response(data, content_type="application/json")
+        return app.response_class((await documentation.document_and_page())[0], content_type="application/json")
 
     @app.get("/docs")
     async def docs() -> Response:
-        return Response(page, headers=PAGE_HEADERS, content_type="text/html; charset=utf-8")
+        page = (await documentation.document_and_page())[1]
+        return app.response_class(page, headers=PAGE_HEADERS, content_type="text/html; charset=utf-8")
 
 
 def _page(document: dict[str, Any]) -> str:

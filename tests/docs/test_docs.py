@@ -48,9 +48,6 @@ from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.registry import Registry
 from tests.benchmarks.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
-from tests.docs import (
-    openapi_document,
-)
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
@@ -101,12 +98,6 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert PAGE.read_text() == render(), "python -m tests.docs.configuration_table writes it anew"
     for setting in (setting for root in ROOTS for setting in settings_of(root)):
         assert f"`--{setting.flag}` | `{setting.env}`" in PAGE.read_text()
-
-
-def test_the_description_of_the_http_interface_is_up_to_date() -> None:
-    assert openapi_document.FILE.read_text() == openapi_document.render(), (
-        "python -m tests.docs.openapi_document writes it anew"
-    )
 
 
 def test_its_example_file_is_taken(tmp_path: Path) -> None:

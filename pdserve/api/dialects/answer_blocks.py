@@ -5,17 +5,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from pdserve.api.answers.answer_form import AnswerOptions
-from pdserve.api.answers.logprobs import ShownToken
 from pdserve.api.answers.openai_response import ChatTokenLogprob, Usage
-from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.api.message.parts import CallPiece, TextPiece
 from pdserve.errors import RequestError
+
+if TYPE_CHECKING:  # A build that describes the interface has no tokeniser.
+    from pdserve.api.answers.answer_form import AnswerOptions
+    from pdserve.api.answers.logprobs import ShownToken
+    from pdserve.api.answers.text_generation import TextDelta
 
 
 class BlockKind(enum.Enum):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.openai_response import (
     ChatTokenLogprob,
     Usage,
@@ -15,6 +14,9 @@ from pdserve.api.answers.openai_response import (
 from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind
 from pdserve.api.message.json_text import as_object
 from pdserve.errors import RequestError
+
+if TYPE_CHECKING:  # A build that describes the interface has no tokeniser.
+    from pdserve.api.answers.answer_form import AnswerOptions
 
 StopCause: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

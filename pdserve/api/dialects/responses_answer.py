@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pdserve.api.answers.answer_form import AnswerOptions
 from pdserve.api.answers.openai_response import ChatTokenLogprob, Usage
 from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind
 from pdserve.api.dialects.responses_request import (
@@ -19,6 +18,9 @@ from pdserve.api.dialects.responses_request import (
     namespaces_of,
 )
 from pdserve.errors import RequestError
+
+if TYPE_CHECKING:  # A build that describes the interface has no tokeniser.
+    from pdserve.api.answers.answer_form import AnswerOptions
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pdserve.api.message.json_text import as_object
 from pdserve.api.requests.openai_request import ChatRequest, TokenizeRequest
-from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.requests.tools import Tool, tool_use
 from pdserve.errors import InvalidRequest
+
+if TYPE_CHECKING:  # A build that describes the interface has no tokeniser.
+    from pdserve.api.requests.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles of every chat. A template that names another one in quotes has that role too."""

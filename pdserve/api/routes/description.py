@@ -1,10 +1,14 @@
-"""Writes ``pdserve/http/openapi.json`` from the types that validate: ``python -m tests.docs.openapi_document``."""
+"""Describes the HTTP interface, in the form of OpenAPI, from the types that validate requests.
+
+``setup.py`` writes the description into a wheel and a source distribution, as ``pdserve/http/openapi.json``. A source
+tree has no such file: there ``pdserve.http.documentation`` runs this module, which prints it. Of other packages this
+module needs msgspec alone, because a build has no more.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,11 +27,10 @@ from pdserve.api.dialects.messages_request import MessagesRequest, PromptRequest
 from pdserve.api.dialects.responses_answer import ResponseObject
 from pdserve.api.dialects.responses_request import ResponsesRequest
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from pdserve.http import documentation, errors
+from pdserve.http import errors
+from pdserve.http.documentation import ONLY
 from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.wire.timeline import Timeline
-
-FILE = Path(documentation.__file__).with_name("openapi.json")
 
 _TYPES = (
     *(ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, PromptRequest),
@@ -57,7 +60,7 @@ _GET_STATUSES = (400, 401, 403, 404, 405, 408, 414, 431, 500, 503)
 
 
 def _completion(choice: str) -> dict[str, Any]:
-    """Returns the schema of a whole completion."""
+    """Returns the schema of a complete completion."""
     properties = {
         "choices": {"type": "array", "items": _ref(choice)},
         "usage": _ref("Usage"),
@@ -105,8 +108,8 @@ def _get(summary: str, content_type: str = "application/json", schema: dict[str,
     return {"get": {"summary": summary, "responses": responses}}
 
 
-def _kept(summary: str, answer: dict[str, Any], parameters: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Returns a method of a response that a proxy keeps."""
+def _stored(summary: str, answer: dict[str, Any], parameters: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Returns a method of a response that a proxy stores."""
     described = _get(summary, schema=answer)["get"]
     form = {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"}
     name = {"name": "response_id", "in": "path", "required": True, "schema": form}
@@ -137,13 +140,13 @@ def _stored_paths() -> dict[str, Any]:
     }
     return {
         "/v1/responses/{response_id}": {
-            "get": _kept("A response that the proxy keeps.", _ref("ResponseObject")),
-            "delete": _kept("Deletes a response that the proxy keeps.", deleted),
-            documentation.ONLY: "proxy",
+            "get": _stored("A response that the proxy stores.", _ref("ResponseObject")),
+            "delete": _stored("Deletes a response that the proxy stores.", deleted),
+            ONLY: "proxy",
         },
         "/v1/responses/{response_id}/input_items": {
-            "get": _kept("The items of which it was made.", items, pages),
-            documentation.ONLY: "proxy",
+            "get": _stored("The items of which it was made.", items, pages),
+            ONLY: "proxy",
         },
     }
 
@@ -169,12 +172,12 @@ def _paths() -> dict[str, Any]:
     count = _post(
         "The number of a prompt's tokens.", "PromptRequest", _ref("TokenCount"), streams=False, form="AnthropicError"
     )
-    instances = {**_get("The nodes that are registered."), documentation.ONLY: "proxy"}
+    instances = {**_get("The nodes that are registered."), ONLY: "proxy"}
     status = {
         **_get("The nodes, the requests and what went wrong: what the page at / shows."),
-        documentation.ONLY: "proxy",
+        ONLY: "proxy",
     }
-    timeline = {**_get("What happened to a request, and when.", schema=_ref("Timeline")), documentation.ONLY: "proxy"}
+    timeline = {**_get("What happened to a request, and when.", schema=_ref("Timeline")), ONLY: "proxy"}
     timeline["get"]["parameters"] = [{**place, "name": "request_id"}]
     timeline["get"]["responses"] |= _errors((429,), "OpenAiError")
     return {
@@ -242,4 +245,4 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(render())
+    print(render(), end="")
