@@ -20,8 +20,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from pdserve.log_throttle import LogThrottle
 from pdserve.metrics.processes import installed
 from pdserve.tracing.bounded_session import BoundedSession
-from pdserve.tracing.span_counts import SpanCounts
 from pdserve.tracing.spans import SpanMaker
+from pdserve.tracing.tracing import SpanCounts
 from pdserve.wire.timeline import RequestLane
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class SpanExport:
         self._throttle = LogThrottle(WARN_EVERY_S)
         self._overflowed = 0
         """The lanes for which there was no room. Only ``add`` counts, and only the thread compares."""
-        self._told_overflow = 0
+        self._reported_overflow = 0
         self._tell_overflow_s = 0.0
         self._queue: deque[RequestLane] = deque()
         self._news = threading.Event()
@@ -91,10 +91,10 @@ class SpanExport:
                 return
 
     def _warn_of_overflow(self, now: float) -> None:
-        lost = self._overflowed - self._told_overflow
+        lost = self._overflowed - self._reported_overflow
         if not lost or now < self._tell_overflow_s:
             return
-        self._told_overflow += lost
+        self._reported_overflow += lost
         self._tell_overflow_s = now + WARN_EVERY_S
         log.warning(
             "%s takes spans too slowly: the spans of %d requests were dropped, because %d others wait",

@@ -4,13 +4,91 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from typing import Protocol
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from pdserve.config import TraceConfig
-from pdserve.tracing.kept_lanes import KeptLanes
-from pdserve.tracing.span_counts import SpanCounts
+from pdserve.wire.timeline import RequestLane
 from pdserve.wire.trace_context import TraceContext, new_trace_id, read_traceparent
+
+MAX_RECALLED = 64
+"""The most lanes with one id that are looked up: ids are the clients', and may be all alike."""
+
+
+class LaneRecord(Protocol):
+    """Something of which a lane can be made."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def lane(self) -> RequestLane:
+        """Returns the lane."""
+
+
+class RecentLanes:
+    """The newest lanes. Used by one thread."""
+
+    def __init__(self, count: int) -> None:
+        """Keeps ``count`` lanes."""
+        self._lanes: deque[RequestLane | LaneRecord] = deque(maxlen=count)
+        self.export: Callable[[RequestLane], None] | None = None
+        """Gets each lane that belongs to a trace."""
+
+        self.live: Callable[[str], Iterable[RequestLane]] = lambda _: ()
+        """Returns the lanes of requests with this id that are under way."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether lanes are of any use: if not, nothing is to be noted."""
+        return bool(self._lanes.maxlen) or self.export is not None
+
+    def add(self, lane: RequestLane) -> None:
+        self._lanes.append(lane)
+        if self.export is not None and lane.trace is not None:
+            self.export(lane)
+
+    def add_record(self, record: LaneRecord, *, traced: bool) -> None:
+        """Does what ``add`` does with the lane of ``record``, which is made only if somebody wants it.
+
+        ``traced`` says whether the lane belongs to a trace.
+        """
+        if traced and self.export is not None:
+            self.add(record.lane())
+        else:
+            self._lanes.append(record)
+
+    def recall(self, request_id: str) -> tuple[RequestLane, ...]:
+        """Returns the lanes of the requests with this id, the newest ``MAX_RECALLED`` of them."""
+        kept = [one for one in self._lanes if one.request_id == request_id]
+        found = [one if isinstance(one, RequestLane) else one.lane() for one in kept[-MAX_RECALLED:]]
+        found += self.live(request_id)
+        return tuple(found[-MAX_RECALLED:])
+
+
+class SpanCounts(Collector):
+    """The counts of one process; each has one writer but at the end."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.exported = 0
+        self.dropped = 0
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            f"{self._prefix}_traced_requests",
+            "Requests whose spans were to be exported, by what became of them.",
+            labels=["outcome"],
+        )
+        family.add_metric(["exported"], self.exported)
+        family.add_metric(["dropped"], self.dropped)
+        yield family
+
 
 NO_PARENT = bytes(8)
 """The span id of a context that begins a trace."""
@@ -24,7 +102,7 @@ class Tracing:
     def __init__(self, config: TraceConfig | None = None) -> None:
         """Without ``config`` nothing is kept, and nothing is exported."""
         self._config = config or TraceConfig(kept_lanes=0)
-        self.lanes = KeptLanes(self._config.kept_lanes)
+        self.lanes = RecentLanes(self._config.kept_lanes)
 
     @property
     def exports(self) -> bool:

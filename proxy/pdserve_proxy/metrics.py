@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.metrics.text import text_of
-from pdserve.tracing.span_counts import SpanCounts
+from pdserve.tracing.tracing import SpanCounts
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import ClockSkew
 from pdserve.wire.proxy_workers import Family, Sample

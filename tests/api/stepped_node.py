@@ -23,7 +23,7 @@ from pdserve.api.generation.generation import Generation
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics.node_metrics import NodeMetrics
 from pdserve.api.node.serving_node import ServingNode, TicketGate
-from pdserve.api.replay.replayable_answers import KeptAnswers, KeptLimits
+from pdserve.api.replay.replayable_answers import ReplayableAnswers, ReplayLimits
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.routes.app import create_app
@@ -48,7 +48,7 @@ VOCAB_SIZE = 49_152
 MAX_BODY_BYTES = 10_000
 ANSWER = AnswerIdentity(bytes(range(16)), 1_700_000_000)
 ROOM = 912
-NOTHING_KEPT = KeptLimits(0, 0, 0.0)
+NOTHING_STORED = ReplayLimits(0, 0, 0.0)
 TURNS = 8
 """The turns of the event loop that a reader needs at most to take a step."""
 REPORT = RequestReport(
@@ -266,7 +266,7 @@ class SteppedNode:
     engine: SteppedEngine
     metrics: NodeMetrics
     boot_id: bytes
-    kept: KeptAnswers
+    replayable: ReplayableAnswers
     sealer: Sealer = field(default_factory=lambda: Sealer(SECRET, Purpose.TICKET, new_id()))
 
     def ticket(self, **more: Any) -> Ticket:
@@ -332,7 +332,7 @@ async def stepped_node(
     *,
     formats: MessageFormats = NO_FORMATS,
     model_dir: Path = Path(),
-    limits: KeptLimits = NOTHING_KEPT,
+    limits: ReplayLimits = NOTHING_STORED,
     **engine_fields: Any,
 ) -> AsyncIterator[SteppedNode]:
     engine, boot_id = SteppedEngine(alphabet, group, **engine_fields), new_id()
@@ -359,11 +359,11 @@ async def stepped_node(
         stream=StreamConfig(),
         formats=formats,
         grammars=GrammarCheck(model_dir, GrammarConfig()),
-        kept=KeptAnswers(limits),
+        replayable=ReplayableAnswers(limits),
     )
     try:
-        yield SteppedNode(create_app(node), engine, node.metrics, boot_id, node.kept)
+        yield SteppedNode(create_app(node), engine, node.metrics, boot_id, node.replayable)
     finally:
-        node.kept.drain()
+        node.replayable.drain()
         node.preparer.close()
         node.grammars.close()

@@ -27,7 +27,7 @@ from lab.simulation.scale.figures import read as read_scale
 from lab.soak import page as soak_page
 from lab.soak.report import read as read_soak
 from pdserve.api.metrics.node_metrics import NodeMetrics
-from pdserve.api.replay.replayable_answers import KeptAnswers, KeptAnswersMetrics, KeptLimits
+from pdserve.api.replay.replayable_answers import ReplayableAnswers, ReplayLimits, ReplayMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.report import Better, Report, Unit, changes, read_report
 from pdserve.cli.bench import compare_flags
@@ -41,7 +41,7 @@ from pdserve.models.runner import kv_layout
 from pdserve.settings import ROOTS, load
 from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
-from pdserve.tracing.span_counts import SpanCounts
+from pdserve.tracing.tracing import SpanCounts
 from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics, render_families
@@ -346,7 +346,7 @@ def test_every_metric_is_named_and_every_name_is_one() -> None:
     others = (
         own_process("api"),
         BuildInfo(),
-        KeptAnswersMetrics(KeptAnswers(KeptLimits(0, 0, 0.0))),
+        ReplayMetrics(ReplayableAnswers(ReplayLimits(0, 0, 0.0))),
         SpanCounts("pdserve"),
     )
     shown = asyncio.run(NodeMetrics(EngineStats, others=others).render())

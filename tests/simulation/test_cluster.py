@@ -51,7 +51,7 @@ NOTICED = (
         Mutant(
             "a client that comes back misses an event",
             1,
-            "pdserve.api.replay.replayable_answers.KeptAnswer",
+            "pdserve.api.replay.replayable_answers.ReplayableAnswer",
             "_position",
             "return after.events",
             "return after.events + 1",
@@ -63,13 +63,13 @@ NOTICED = (
         Mutant(
             "an answer is kept for ever",
             1,
-            "pdserve.api.replay.replayable_answers.KeptAnswers",
-            "_keep_for_a_while",
+            "pdserve.api.replay.replayable_answers.ReplayableAnswers",
+            "_store_for_a_while",
             ", self._limits.keep_s,",
             ", 100 * self._limits.keep_s,",
         ),
         _TWO_PROXIES,
-        "of the timer _keep_for_a_while",
+        "of the timer _store_for_a_while",
     ),
     Noticed(
         Mutant(

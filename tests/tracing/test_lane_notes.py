@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.tracing.kept_lanes import MAX_RECALLED, KeptLanes
 from pdserve.tracing.lane_notes import LONGEST_GAPS, MAX_MOMENTS, MAX_PHASES, GapNotes, LaneNotes
+from pdserve.tracing.tracing import MAX_RECALLED, RecentLanes
 from pdserve.wire.timeline import Gap, MomentKind, PhaseKind, ProcessKind, RequestLane
 from pdserve.wire.trace_context import TraceContext
 
@@ -115,7 +115,7 @@ def test_no_token_has_no_gap() -> None:
 
 
 def test_only_the_newest_lanes_are_kept() -> None:
-    kept = KeptLanes(3)
+    kept = RecentLanes(3)
     for request_id in "abcd":
         kept.add(lane(request_id))
     assert kept.recall("a") == ()
@@ -126,7 +126,7 @@ def test_only_the_newest_lanes_are_kept() -> None:
 
 
 def test_an_id_that_everybody_uses_is_recalled_within_bounds() -> None:
-    kept = KeptLanes(10 * MAX_RECALLED)
+    kept = RecentLanes(10 * MAX_RECALLED)
     for _ in range(5 * MAX_RECALLED):
         kept.add(lane("same"))
     assert len(kept.recall("same")) == MAX_RECALLED
@@ -134,7 +134,7 @@ def test_an_id_that_everybody_uses_is_recalled_within_bounds() -> None:
 
 def test_lanes_of_a_trace_are_exported_and_no_others() -> None:
     exported: list[RequestLane] = []
-    kept = KeptLanes(0)
+    kept = RecentLanes(0)
     assert not kept.wanted
     kept.export = exported.append
     kept.add(lane("a"))

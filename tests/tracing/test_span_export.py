@@ -16,9 +16,8 @@ from pdserve.errors import ConfigError
 from pdserve.settings.checks import check
 from pdserve.tracing.bounded_session import BoundedSession
 from pdserve.tracing.lane_notes import LaneNotes
-from pdserve.tracing.span_counts import SpanCounts
 from pdserve.tracing.span_export import MAX_QUEUED, SpanExport, traces_url
-from pdserve.tracing.tracing import NO_PARENT, Tracing
+from pdserve.tracing.tracing import NO_PARENT, SpanCounts, Tracing
 from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane
 from pdserve.wire.trace_context import TraceContext
 from tests.tracing.receiver import receiver

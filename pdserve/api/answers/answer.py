@@ -13,7 +13,7 @@ import msgspec
 
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
 from pdserve.api.answers.chunks import DONE, ChunkEncoder, chunk_stream
-from pdserve.api.answers.logprobs import ShownToken, WholeLogprobs, without_infinity
+from pdserve.api.answers.logprobs import CompleteLogprobs, ShownToken, without_infinity
 from pdserve.api.answers.openai_response import (
     Choice,
     Completion,
@@ -40,7 +40,7 @@ ENTRY_TOKENS = 256
 log = logging.getLogger(__name__)
 
 
-class WholeAnswer:
+class CompleteAnswer:
     """An answer that goes out in one piece, as far as its deltas have come."""
 
     def __init__(self, form: AnswerForm, options: AnswerOptions) -> None:
@@ -53,7 +53,7 @@ class WholeAnswer:
         for message, echo in zip(self._messages, options.echoes, strict=True):
             message.content(echo)
         self._ids: list[list[int]] = [[] for _ in self._messages]
-        self._logprobs = [WholeLogprobs() for _ in self._messages]
+        self._logprobs = [CompleteLogprobs() for _ in self._messages]
         self._finishes: dict[int, Finish] = {}
         self._stop_reasons: dict[int, StopReason] = {}
         self._matched_stops: dict[int, StopReason] = {}
@@ -170,11 +170,11 @@ class OpenAiAnswers:
     ) -> AsyncGenerator[bytes, None]:
         return streamed_answer(self._form, generation, first, options)
 
-    def whole(self, body: GenerationRequest, options: AnswerOptions) -> WholeAnswer:
-        return WholeAnswer(self._form, options)
+    def complete(self, body: GenerationRequest, options: AnswerOptions) -> CompleteAnswer:
+        return CompleteAnswer(self._form, options)
 
 
-async def whole_answer(answer: WholeAnswer, generation: TextGeneration, first: Sequence[TextDelta]) -> bytes:
+async def complete_answer(answer: CompleteAnswer, generation: TextGeneration, first: Sequence[TextDelta]) -> bytes:
     """Waits until ``answer`` is whole and returns it as JSON. Raises RequestError if there is none."""
     answer.add(first)
     while not (generation.done and generation.failure is None):
@@ -263,7 +263,7 @@ async def respond_journaled(
     headers: Mapping[str, str],
     generation: TextGeneration,
     first: Sequence[TextDelta],
-    answer: WholeAnswer,
+    answer: CompleteAnswer,
 ) -> None:
     """Sends the whole answer with ``headers``, and before it a journal if it takes long.
 
@@ -285,7 +285,7 @@ async def _end_within(
     request: Reply,
     headers: Mapping[str, str],
     generation: TextGeneration,
-    answer: WholeAnswer,
+    answer: CompleteAnswer,
 ) -> Ended | None:
     """Adds what comes in so many seconds to ``answer``. Returns the end of the answer if that comes too."""
     until = time.monotonic() + seconds

@@ -239,8 +239,8 @@ class AnswerOptions:
     """The same in the list of ``prompt_logprobs``."""
     cached_block: int = 0
     """How many tokens each block has that a prefix cache keeps of the prompt; 0 if there is no cache."""
-    kept: bool = False
-    """Whether the proxy keeps the answer, so that the client can ask for it again."""
+    stored: bool = False
+    """Whether the proxy stores the response, so that the client can ask for it again."""
     detokenizer: Callable[[int], Detokenizer] = _no_detokenizer
     """Returns a detokenizer for the echoed prompt of a choice."""
 

@@ -131,7 +131,7 @@ class ShownLogprobs:
         return text if _is_text(data) else f"bytes:{text}"
 
 
-class WholeLogprobs:
+class CompleteLogprobs:
     """Encodes the log probabilities of one choice of a whole answer as its tokens come.
 
     Encoding all of them at the end would hold up other requests' tokens.
@@ -150,13 +150,13 @@ class WholeLogprobs:
             elif value:
                 pieces.append(_encoder.encode(value)[1:-1])
 
-    def copy(self) -> WholeLogprobs:
+    def copy(self) -> CompleteLogprobs:
         """Returns what was added so far, which goes on by itself."""
-        copy = WholeLogprobs()
+        copy = CompleteLogprobs()
         copy._fields = {name: list(pieces) for name, pieces in self._fields.items()}
         return copy
 
-    def extend(self, later: WholeLogprobs) -> None:
+    def extend(self, later: CompleteLogprobs) -> None:
         """Adds all parts of ``later``."""
         for name, pieces in later._fields.items():
             self._fields.setdefault(name, []).extend(pieces)

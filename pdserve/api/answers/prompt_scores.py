@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
-from pdserve.api.answers.logprobs import ShownToken, WholeLogprobs, finite
+from pdserve.api.answers.logprobs import CompleteLogprobs, ShownToken, finite
 from pdserve.api.answers.openai_response import ChatLogprobs, PromptTokenLogprob, TextLogprobs
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.wire.prompt_logprobs import PromptLogprobs
@@ -33,7 +33,7 @@ class PromptScores:
         self._options = options
         self._packed: dict[int, PromptLogprobs] = {}
         """Those that are not encoded yet, by a choice of the prompt. JSON takes ten times their memory."""
-        self._echoed: dict[int, WholeLogprobs] = {}
+        self._echoed: dict[int, CompleteLogprobs] = {}
         self._listed: dict[int, msgspec.Raw] = {}
 
     def take(self, deltas: Sequence[TextDelta]) -> None:
@@ -47,7 +47,7 @@ class PromptScores:
         while self._packed:
             await self._encode(*self._packed.popitem())
 
-    def echoed(self, choice: int) -> WholeLogprobs | None:
+    def echoed(self, choice: int) -> CompleteLogprobs | None:
         """Returns the log probabilities of the choice's echoed prompt, to be continued; None if they are not shown."""
         options = self._options
         if options.echo_logprobs is None:
@@ -55,7 +55,7 @@ class PromptScores:
         prompt = options.prompt_of(choice)
         if prompt not in self._echoed:
             # A prompt of one token has no log probability, and the engine sends none.
-            self._echoed[prompt] = WholeLogprobs()
+            self._echoed[prompt] = CompleteLogprobs()
             self._echoed[prompt].add(self._shown(choice, [ShownToken(options.prompt_ids[choice][0], None, 0)]))
         return self._echoed[prompt].copy()
 
@@ -72,7 +72,7 @@ class PromptScores:
         options = self._options
         token_ids, echo = options.prompt_ids[choice], len(options.echoes[choice])
         detokenizer, chars = options.detokenizer(choice), 0
-        whole, listed = WholeLogprobs(), [b"null"]
+        whole, listed = CompleteLogprobs(), [b"null"]
         for start in range(0, len(token_ids), size := max(_PIECE_ENTRIES // (1 + logprobs.top_count), 1)):
             ids = token_ids[start : start + size]
             # The first token has none: what is known of a token stands one place before it.

@@ -75,7 +75,7 @@ class BlockEvents(Protocol):
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
         """Returns what follows all blocks."""
 
-    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
+    def complete(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
         """Returns the answer in one piece."""
 
     def fail(self, blocks: Sequence[Block], error: RequestError) -> list[msgspec.Struct]:
@@ -111,7 +111,7 @@ class AnswerBlocks:
         events += self._events.close(self._blocks[-1], cut=end.cut)
         return events + self._events.end(self._blocks, end)
 
-    def whole(self) -> Sequence[Block]:
+    def complete(self) -> Sequence[Block]:
         """Returns the blocks of an answer that has ended and goes out in one piece."""
         if not self._blocks:
             self._open(BlockKind.TEXT)

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pdserve.api.answers.answer import WholeAnswer, usage_of
+from pdserve.api.answers.answer import CompleteAnswer, usage_of
 from pdserve.api.answers.answer_form import CHAT_FORM, AnswerOptions
 from pdserve.api.answers.logprobs import ShownToken
 from pdserve.api.answers.openai_response import Usage
@@ -159,7 +159,7 @@ class DialectParser(Generic[S]):
             raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
 
 
-class TranslatedAnswer(WholeAnswer):
+class TranslatedAnswer(CompleteAnswer):
     """An answer in one piece, which goes out in a dialect. It has the blocks that its stream would have."""
 
     def __init__(self, options: AnswerOptions, events: BlockEvents) -> None:
@@ -179,7 +179,7 @@ class TranslatedAnswer(WholeAnswer):
 
     def encoded(self, usage: Usage) -> bytes:
         assert self._last is not None
-        return msgspec.json.encode(self._events.whole(self._blocks.whole(), answer_end(self._last, usage)))
+        return msgspec.json.encode(self._events.complete(self._blocks.complete(), answer_end(self._last, usage)))
 
 
 class ResponsesAnswers:
@@ -193,7 +193,7 @@ class ResponsesAnswers:
         events = ResponseEvents(body.source, options)
         return _dialect_stream(events, ErrorForm.RESPONSES, generation, first, options)
 
-    def whole(self, body: TranslatedChat, options: AnswerOptions) -> WholeAnswer:
+    def complete(self, body: TranslatedChat, options: AnswerOptions) -> CompleteAnswer:
         return TranslatedAnswer(options, ResponseEvents(body.source, options))
 
 
@@ -211,5 +211,5 @@ class MessagesAnswers:
     ) -> AsyncGenerator[bytes, None]:
         return _dialect_stream(MessageEvents(options), ErrorForm.ANTHROPIC, generation, first, options)
 
-    def whole(self, body: TranslatedChat, options: AnswerOptions) -> WholeAnswer:
+    def complete(self, body: TranslatedChat, options: AnswerOptions) -> CompleteAnswer:
         return TranslatedAnswer(options, MessageEvents(options))

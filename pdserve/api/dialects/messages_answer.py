@@ -145,7 +145,7 @@ class MessageEvents:
         return [ContentBlockStop(block.index)]
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
-        answer = self.whole(blocks, end)
+        answer = self.complete(blocks, end)
         assert answer.stop_reason is not None
         change = AnswerChange(answer.stop_reason, answer.stop_sequence)
         return [MessageDelta(change, answer.usage), MessageStop()]
@@ -153,7 +153,7 @@ class MessageEvents:
     def fail(self, blocks: Sequence[Block], error: RequestError) -> list[msgspec.Struct]:
         return []
 
-    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> AnthropicAnswer:
+    def complete(self, blocks: Sequence[Block], end: AnswerEnd) -> AnthropicAnswer:
         """Returns the message when it has ended."""
         content = [_block(block, cut=end.cut and block is blocks[-1]) for block in blocks]
         return self._answer(content, _stop_cause(blocks, end), end.stop_string, self._usage(end.usage))

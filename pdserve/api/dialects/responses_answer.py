@@ -256,7 +256,7 @@ class ResponseEvents:
         return [*done, OutputItemDone(block.index, item)]
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> list[msgspec.Struct]:
-        response = self.whole(blocks, end)
+        response = self.complete(blocks, end)
         return [ResponseIncomplete(response) if end.cut else ResponseCompleted(response)]
 
     def fail(self, blocks: Sequence[Block], error: RequestError) -> list[msgspec.Struct]:
@@ -265,7 +265,7 @@ class ResponseEvents:
         response.error = ResponseError(_error_code(error), error.message)
         return [ResponseFailed(response)]
 
-    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> ResponseObject:
+    def complete(self, blocks: Sequence[Block], end: AnswerEnd) -> ResponseObject:
         """Returns the response when it has ended."""
         items = [self._item(block, _status(cut=end.cut and block is blocks[-1])) for block in blocks]
         return self._response(_status(cut=end.cut), items, _usage(end.usage))
@@ -307,7 +307,7 @@ class ResponseEvents:
             user=request.user,
             max_tool_calls=request.max_tool_calls,
             previous_response_id=request.previous_response_id,
-            store=self._options.kept,
+            store=self._options.stored,
             top_logprobs=request.top_logprobs or 0,
         )
 

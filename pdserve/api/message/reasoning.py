@@ -144,7 +144,7 @@ class ReasoningTokens:
         self._opening, self._closing = markers.opening.encode(), markers.closing.encode()
         self._token_bytes = token_bytes
         self._phase = _Phase.INSIDE if start is ReasoningStart.INSIDE else _Phase.BEFORE
-        self._seen = b""
+        self._read = b""
         """Before the reasoning, all bytes so far; inside, the last ones, which may begin the closing marker."""
         self._waiting = 0
         """The tokens before the reasoning, which count if it comes."""
@@ -155,24 +155,24 @@ class ReasoningTokens:
         if self._phase is _Phase.OVER:
             return
         for token_id in token_ids:
-            self._seen += self._token_bytes(token_id)
+            self._read += self._token_bytes(token_id)
             self._phase = self._before() if self._phase is _Phase.BEFORE else self._inside()
             if self._phase is _Phase.OVER:
                 return
 
     def _before(self) -> _Phase:
         self._waiting += 1
-        begun = self._seen.lstrip()
-        if len(self._seen) - len(begun) > MAX_BLANK:
+        begun = self._read.lstrip()
+        if len(self._read) - len(begun) > MAX_BLANK:
             return _Phase.OVER
         if begun.startswith(self._opening):
-            self._seen, self.count = begun[len(self._opening) :], self._waiting - 1
+            self._read, self.count = begun[len(self._opening) :], self._waiting - 1
             return self._inside()
         return _Phase.BEFORE if self._opening.startswith(begun) else _Phase.OVER
 
     def _inside(self) -> _Phase:
         self.count += 1
-        if self._closing in self._seen:
+        if self._closing in self._read:
             return _Phase.OVER
-        self._seen = self._seen[1 - len(self._closing) :]
+        self._read = self._read[1 - len(self._closing) :]
         return _Phase.INSIDE

@@ -63,7 +63,7 @@ class ProxyNames:
         self._look_up = look_up
         self._found: dict[str, tuple[str, ...]] = {proxy: () for proxy in proxies if is_name(proxy)}
         self._failures: dict[str, str] = {}
-        self._told: tuple[str, ...] = ()
+        self._reported: tuple[str, ...] = ()
         self._stopping = threading.Event()
         # A daemon, since nothing ends a look-up that hangs.
         self._thread = threading.Thread(target=self._run, name="proxy-names", daemon=True)
@@ -107,11 +107,11 @@ class ProxyNames:
 
     def _tell_change(self) -> None:
         addresses = addresses_of(self._proxies, self._found)
-        if addresses == self._told or self._stopping.is_set():
+        if addresses == self._reported or self._stopping.is_set():
             return
         if len(addresses) > MAX_PROXIES:
             log.warning("--proxy names %d addresses: the node registers at %d of them", len(addresses), MAX_PROXIES)
-        self._told = addresses
+        self._reported = addresses
         self._tell(addresses[:MAX_PROXIES])
 
 

@@ -26,7 +26,7 @@ from pdserve.api.metrics.node_metrics import MetricsScale, NodeMetrics
 from pdserve.api.node.commands import CommandGate, NodeCommands, is_confined
 from pdserve.api.node.registration import Registration
 from pdserve.api.node.serving_node import NodePhase, ServingNode, TicketGate
-from pdserve.api.replay.replayable_answers import UNREAD_SHARE, KeptAnswers, KeptAnswersMetrics, KeptLimits
+from pdserve.api.replay.replayable_answers import UNREAD_SHARE, ReplayableAnswers, ReplayLimits, ReplayMetrics
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.routes.app import create_app
@@ -42,8 +42,7 @@ from pdserve.models.checkpoint.weight_form import weights_words
 from pdserve.process import set_up_logging, share_interpreter
 from pdserve.settings import is_loopback
 from pdserve.signals import Reread, StopSignals, on_hangup, stop_signals
-from pdserve.tracing.span_counts import SpanCounts
-from pdserve.tracing.tracing import Tracing
+from pdserve.tracing.tracing import SpanCounts, Tracing
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.frame import Secrets
@@ -153,14 +152,14 @@ class NodeServer:
     ) -> None:
         url = self.config.http.advertise.rstrip("/") or url_of(listener, wildcard=socket.gethostname())
         info = self._info(ready, tokenizer, boot_id, url)
-        keeping, places = self.config.kept, ready.max_running // UNREAD_SHARE
-        kept = KeptAnswers(KeptLimits(keeping.answers, keeping.memory_mib * 2**20, keeping.keep_s, places))
+        kept, places = self.config.kept, ready.max_running // UNREAD_SHARE
+        replayable = ReplayableAnswers(ReplayLimits(kept.answers, kept.memory_mib * 2**20, kept.keep_s, places))
         name_node(info.name)
         spans = SpanCounts("pdserve")
         grammars = GrammarCheck(self.model_dir, self.config.grammar, cache_dir=self.cache_dir)
-        metrics = self._metrics(info, engine, ready, kept, spans, grammars)
+        metrics = self._metrics(info, engine, ready, replayable, spans, grammars)
         registering = self._registration(info, engine, metrics, secrets)
-        state = self._state(info, engine, ready, tokenizer, metrics, grammars, registering, secrets, kept)
+        state = self._state(info, engine, ready, tokenizer, metrics, grammars, registering, secrets, replayable)
         engine.on_lane = state.keep_engine_lane
         commands, commanded = None, asyncio.Event()
         if registering is not None:
@@ -184,7 +183,7 @@ class NodeServer:
                 drains = _first(signals.drain.wait(), commanded.wait())
                 await _first(drains, engine.wait_lost(), _ended(serving), _ended(registration))
                 state.phase = NodePhase.DRAINING
-                state.kept.drain()
+                state.replayable.drain()
                 if not (signals.drain.is_set() or commanded.is_set()):
                     await _cancelled(registration)
                     self._raise_failure(engine, registration)
@@ -306,7 +305,7 @@ class NodeServer:
         grammars: GrammarCheck,
         registration: Registration | None,
         secrets: Secrets,
-        kept: KeptAnswers,
+        replayable: ReplayableAnswers,
     ) -> ServingNode:
         return ServingNode(
             name=info.name,
@@ -325,7 +324,7 @@ class NodeServer:
             grammars=grammars,
             prefix_cache=self.config.cache.prefix_cache,
             tracing=Tracing(self.config.trace),
-            kept=kept,
+            replayable=replayable,
             unaccepted=lambda: None if registration is None else registration.unaccepted,
         )
 
@@ -348,7 +347,7 @@ class NodeServer:
         info: NodeInfo,
         engine: EngineClient,
         ready: Ready,
-        kept: KeptAnswers,
+        replayable: ReplayableAnswers,
         spans: SpanCounts,
         grammars: GrammarCheck,
     ) -> NodeMetrics:
@@ -362,7 +361,7 @@ class NodeServer:
             torch=installed("torch"), ucx=ready.ucx, transports=self.config.transfer.ucx_tls, kernels=ready.kernels
         )
         scale = MetricsScale(self.config.request.timeout_s, ready.max_model_len)
-        others = (ProcessMetrics(processes), build, KeptAnswersMetrics(kept), spans)
+        others = (ProcessMetrics(processes), build, ReplayMetrics(replayable), spans)
         return NodeMetrics(lambda: engine.stats, info.model, scale, self.config.metrics.names, others)
 
 

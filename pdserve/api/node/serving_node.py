@@ -17,7 +17,7 @@ import msgspec
 from pdserve.api.generation.engine_client import EngineClient, EngineState
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.metrics.node_metrics import NodeMetrics
-from pdserve.api.replay.replayable_answers import KeptAnswers, KeptLimits
+from pdserve.api.replay.replayable_answers import ReplayableAnswers, ReplayLimits
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import Preparer
 from pdserve.api.requests.prompts import ModelLimits
@@ -132,8 +132,8 @@ class ServingNode:
     prefix_cache: Switch = Switch.ON
     unaccepted: Callable[[], str | None] = lambda: None
     """Returns why no proxy sends requests to this node, or None if one does, or if it belongs to none."""
-    kept: KeptAnswers = field(default_factory=lambda: KeptAnswers(KeptLimits(0, 0, 0.0)))
-    """The answers that are kept for clients that may ask again."""
+    replayable: ReplayableAnswers = field(default_factory=lambda: ReplayableAnswers(ReplayLimits(0, 0, 0.0)))
+    """The answers that are stored for clients that may ask again."""
     preparer: Preparer = field(default_factory=Preparer)
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     started: int = field(default_factory=lambda: int(time.time()))

@@ -1,7 +1,7 @@
-"""The log of one kept answer: its producer writes to it as to a client, and each client reads it at its own speed.
+"""The log of one replayable answer: its producer writes to it as to a client, and clients read it at their own speed.
 
 A client gets so many bytes at a time as its connection takes, and the producer waits where the log is long and a reader
-is slow. A log that is too long drops its beginning, of which it keeps the journal's entries, or is kept no longer.
+is slow. A log that is too long drops its beginning, of which the journal's entries stay, or is stored no longer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_READERS = 8
 _ROOM = b":room "
 
 
-class Keeper(Protocol):
-    """Who keeps the answers of a node, as far as one of them needs to know."""
+class AnswerStore(Protocol):
+    """What stores the answers of a node, as far as one of them needs to know."""
 
     @property
     def share_bytes(self) -> int:
@@ -44,17 +44,17 @@ class Keeper(Protocol):
     def overdrawn(self) -> bool:
         """Whether answers take more memory than they may."""
 
-    def grew(self, answer: KeptAnswer, size: int) -> None:
+    def grew(self, answer: ReplayableAnswer, size: int) -> None:
         """Counts ``size`` more bytes of ``answer``."""
 
-    def read(self, answer: KeptAnswer) -> None:
+    def read(self, answer: ReplayableAnswer) -> None:
         """Notes that somebody reads ``answer``."""
 
-    def left(self, answer: KeptAnswer) -> None:
+    def left(self, answer: ReplayableAnswer) -> None:
         """Notes that nobody reads ``answer`` any more."""
 
-    def discard(self, answer: KeptAnswer) -> None:
-        """Keeps ``answer`` no longer. It goes on only while somebody reads it."""
+    def discard(self, answer: ReplayableAnswer) -> None:
+        """Stores ``answer`` no longer. It goes on only while somebody reads it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,11 +67,11 @@ class _Reader:
     """How many wishes for room it has heard of."""
 
 
-class KeptAnswer(Reply):
+class ReplayableAnswer(Reply):
     """The log of one answer: what its producer writes, as a ``Reply``, and what readers get of it."""
 
     def __init__(
-        self, keep: Keep, answer: AnswerIdentity, label: str, path: str, client: bytes, keeper: Keeper
+        self, keep: Keep, answer: AnswerIdentity, label: str, path: str, client: bytes, store: AnswerStore
     ) -> None:
         """``client`` stands for the one for whom it is computed."""
         self.keep = keep
@@ -91,13 +91,13 @@ class KeptAnswer(Reply):
         self.timer: PatientTimer | None = None
         self.readers: set[_Reader] = set()
         self._answer = answer
-        self._keeper = keeper
+        self._store = store
         self._loop = asyncio.get_running_loop()
         self._tag = secrets.token_hex(2)
         self._ids = event_id_start(keep.key, self._tag)
         self._journaled = False
-        self._unkept = False
-        """Whether it is too long to be kept: what its readers have is dropped, and nobody can ask for it again."""
+        self._too_long = False
+        """Whether it is too long to be stored: what its readers have is dropped, and nobody can ask for it again."""
         self._start = 0
         self._first = 0
         """How many events, or pieces, come before the first one in ``_pieces``."""
@@ -106,7 +106,7 @@ class KeptAnswer(Reply):
         """The journal's entries of the events before the first piece."""
         self._status = 0
         self._headers: Mapping[str, str] = {}
-        self._whole: bytes | None = None
+        self._complete: bytes | None = None
         self._streamed = False
         self._failure: Exception | None = None
         self._wish = b""
@@ -116,7 +116,7 @@ class KeptAnswer(Reply):
     @property
     def full(self) -> bool:
         """Whether its producer should wait until readers have taken some of it."""
-        return self.size > self._keeper.share_bytes or (self._keeper.overdrawn and self.size > SMALL_BYTES)
+        return self.size > self._store.share_bytes or (self._store.overdrawn and self.size > SMALL_BYTES)
 
     @property
     def begins_late(self) -> bool:
@@ -132,7 +132,7 @@ class KeptAnswer(Reply):
         """
         self.places = places
         if not self.readers:
-            self._keeper.left(self)  # again, now that it is known to be so large
+            self._store.left(self)  # again, now that it is known to be so large
         self._journaled = journaled
         self._start = self._first = events
         self._before += b"".join([b":%b\n" % line for line in entries.splitlines()])
@@ -160,9 +160,9 @@ class KeptAnswer(Reply):
 
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.answered = True
-        self._status, self._headers, self._whole = status, headers, body
-        if self.size + len(body) > self._keeper.share_bytes:
-            self._keeper.discard(self)  # those who read it now get it; it would push out what others have
+        self._status, self._headers, self._complete = status, headers, body
+        if self.size + len(body) > self._store.share_bytes:
+            self._store.discard(self)  # those who read it now get it; it would push out what others have
         else:
             self._grow(len(body))
         self._end(False)
@@ -170,14 +170,14 @@ class KeptAnswer(Reply):
     async def drain(self) -> None:
         """Waits until readers have taken so much that the log has room again. Without readers it is given up.
 
-        An answer that takes too much although its readers have all of it is kept no longer, or it would never go on.
+        An answer that takes too much although its readers have all of it is stored no longer, or it would never go on.
         """
         while self.full and not self._trim():
             if not self.readers:
-                self._keeper.discard(self)
+                self._store.discard(self)
                 await asyncio.sleep(0)  # which is where this task is cancelled
-            elif not self._unkept and not self._has_unread:
-                self._stop_keeping()
+            elif not self._too_long and not self._has_unread:
+                self._stop_storing()
                 continue
             await self._wait()
 
@@ -215,19 +215,19 @@ class KeptAnswer(Reply):
 
     def _grow(self, size: int) -> None:
         self.size += size
-        self._keeper.grew(self, size)
+        self._store.grew(self, size)
 
     def _trim(self) -> bool:
         """Drops the oldest events that all readers have, while they take too much. Returns whether there is room."""
-        if not (self._streamed or self._unkept) or not self.readers:
+        if not (self._streamed or self._too_long) or not self.readers:
             return False
-        least = SMALL_BYTES // 2 if self._keeper.overdrawn else self._keeper.share_bytes // 2
+        least = SMALL_BYTES // 2 if self._store.overdrawn else self._store.share_bytes // 2
         read = min(reader.position for reader in self.readers) - self._first
         count = dropped = 0
         while count < read and self.size - dropped > least:
             dropped += len(self._pieces[count])
             count += 1
-        entries = b"" if self._unkept else self._entries(count)
+        entries = b"" if self._too_long else self._entries(count)
         self._before += entries
         del self._pieces[:count]
         self._first += count
@@ -239,9 +239,9 @@ class KeptAnswer(Reply):
         """Whether a reader does not have all of it."""
         return min(reader.position for reader in self.readers) < self._first + len(self._pieces)
 
-    def _stop_keeping(self) -> None:
-        self._unkept = True
-        self._keeper.discard(self)
+    def _stop_storing(self) -> None:
+        self._too_long = True
+        self._store.discard(self)
         self._grow(-len(self._before))
         self._before.clear()
 
@@ -267,14 +267,14 @@ class KeptAnswer(Reply):
             log.info("request_id=%s gets the answer of request_id=%s", request.label, self.label)
         reader = _Reader()
         self.readers.add(reader)
-        self._keeper.read(self)
+        self._store.read(self)
         try:
             await self._follow(request, reader, after, first=first)
         finally:
             self.readers.discard(reader)
             self.wake()
             if not self.readers:
-                self._keeper.left(self)
+                self._store.left(self)
 
     async def _follow(self, request: HttpRequest, reader: _Reader, after: EventPlace | None, *, first: bool) -> None:
         while not self.answered and not self.over:
@@ -282,8 +282,8 @@ class KeptAnswer(Reply):
         if not self.answered:
             assert self._failure is not None
             raise self._failure
-        if self._whole is not None:
-            await request.respond(self._status, self._headers, self._whole)
+        if self._complete is not None:
+            await request.respond(self._status, self._headers, self._complete)
             return
         reader.position = self._first if first else self._position(after)
         if first:
@@ -309,14 +309,14 @@ class KeptAnswer(Reply):
         replay = Replay(self._answer, len(entries) if self._streamed else 0)
         headers = {**self._headers, KEPT_HEADER: replay.header()}
         # This reader's copy of them takes memory, but the log is no longer for it: the producer does not wait for that.
-        self._keeper.grew(self, len(entries))
+        self._store.grew(self, len(entries))
         try:
             await request.begin(self._status, headers, entries[:PIECE_BYTES], more=True)
             for start in range(PIECE_BYTES, len(entries), PIECE_BYTES):
                 if not request.write(entries[start : start + PIECE_BYTES]):
                     await request.drain()
         finally:
-            self._keeper.grew(self, -len(entries))
+            self._store.grew(self, -len(entries))
 
     def _position(self, after: EventPlace | None) -> int:
         """Returns how many events a client has that asks for those behind ``after``. Raises Gone and Unavailable."""
@@ -329,7 +329,7 @@ class KeptAnswer(Reply):
         known = self._first <= after.events <= self._first + len(self._pieces)
         # What a log begins behind is in the logs before it, under their tags.
         if not known or (after.tag != self._tag and after.events != self._start):
-            raise not_kept()
+            raise events_gone()
         return after.events
 
     def _next(self, reader: _Reader) -> bytes:
@@ -365,7 +365,7 @@ class KeptAnswer(Reply):
             self._news.discard(waiter)
 
 
-def not_kept() -> Gone:
+def events_gone() -> Gone:
     """Returns the error for a client whose events cannot be found."""
     return Gone(
         "the events behind this Last-Event-ID are not kept any more: send the request without it",

@@ -1,9 +1,9 @@
-"""Keeps answers for clients that may ask again: the answer is written to a log, and each client reads the log.
+"""Stores answers for clients that may ask again: the answer is written to a log, and each client reads the log.
 
     find ──▶ none ──▶ open ──▶ follow …             a new request: its answer is computed in a task of its own
     find ──▶ an answer ──▶ follow …                 the client asks again: it gets what it lacks, and then goes on live
              follow ──▶ its client, or the client's proxy, is gone ──▶ the answer is computed on, for ``keep_s``
-             follow ──▶ the answer is over ──▶ it is kept for ``keep_s``
+             follow ──▶ the answer is over ──▶ it is stored for ``keep_s``
 
 Only requests that say so have such a log (``pdserve.wire.kept_answer``): any other ends with its client, at once.
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.api.replay.answer_log import KeptAnswer, not_kept
+from pdserve.api.replay.answer_log import ReplayableAnswer, events_gone
 from pdserve.errors import KeyReused, Unavailable
 from pdserve.patience import PatientTimer
 from pdserve.wire.ticket import AnswerIdentity, Keep
@@ -38,8 +38,8 @@ may have twice as much: beyond that, the client who has most gives up its oldest
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLimits:
-    """The bounds of what a node keeps."""
+class ReplayLimits:
+    """The bounds of what a node stores."""
 
     answers: int
     memory_bytes: int
@@ -69,22 +69,22 @@ class _Tally:
         self.all = 0
         self.of: Counter[bytes] = Counter()
         """The sums, by client."""
-        self._counts: defaultdict[bytes, dict[KeptAnswer, int]] = defaultdict(dict)
+        self._counts: defaultdict[bytes, dict[ReplayableAnswer, int]] = defaultdict(dict)
         """The answers by client, in the order in which they came."""
 
-    def add(self, client: bytes, answer: KeptAnswer, count: int) -> None:
+    def add(self, client: bytes, answer: ReplayableAnswer, count: int) -> None:
         self._counts[client][answer] = count
         self.of[client] += count
         self.all += count
 
-    def remove(self, client: bytes, answer: KeptAnswer) -> None:
+    def remove(self, client: bytes, answer: ReplayableAnswer) -> None:
         count = self._counts[client].pop(answer)
         self.of[client] -= count
         self.all -= count
         if not self._counts[client]:
             del self._counts[client], self.of[client]
 
-    def oldest_of_largest(self) -> KeptAnswer | None:
+    def oldest_of_largest(self) -> ReplayableAnswer | None:
         """Returns the oldest answer of the client whose answers count for most; None if there is none."""
         if not self._counts:
             return None
@@ -95,13 +95,13 @@ class _Ledger:
     """Counts the answers that nobody reads, so that nothing has to look at all of them."""
 
     def __init__(self) -> None:
-        self._uses: dict[KeptAnswer, AnswerUse] = {}
+        self._uses: dict[ReplayableAnswer, AnswerUse] = {}
         self.computed = _Tally()
         """The places of the answers that are computed and not read."""
         self.idle = _Tally()
         """The sizes of the idle answers. Here, a client is the owner."""
 
-    def move(self, answer: KeptAnswer, to: AnswerUse) -> None:
+    def move(self, answer: ReplayableAnswer, to: AnswerUse) -> None:
         was = self._uses.pop(answer, None)
         if was is AnswerUse.COMPUTED:
             self.computed.remove(answer.client, answer)
@@ -115,19 +115,19 @@ class _Ledger:
             self.idle.add(answer.keep.owner, answer, answer.size)
 
 
-class KeptAnswers:
-    """The answers that one node keeps."""
+class ReplayableAnswers:
+    """The answers that one node stores."""
 
-    def __init__(self, limits: KeptLimits) -> None:
+    def __init__(self, limits: ReplayLimits) -> None:
         self._limits = limits
         self.share_bytes = limits.memory_bytes // SHARE
         self.taken_bytes = 0
         self.replayed = 0
         """How many times a client has asked again and got the answer."""
-        self._answers: dict[bytes, KeptAnswer] = {}
+        self._answers: dict[bytes, ReplayableAnswer] = {}
         """The answers by their keys."""
-        self._logs: set[KeptAnswer] = set()
-        """Those, and the ones that are read although they are not kept any more."""
+        self._logs: set[ReplayableAnswer] = set()
+        """Those, and the ones that are read although they are not stored any more."""
         self._ledger = _Ledger()
         self._draining = False
 
@@ -139,13 +139,13 @@ class KeptAnswers:
         """Whether answers take more memory than they may."""
         return self.taken_bytes > self._limits.memory_bytes
 
-    def find(self, keep: Keep, *, resumed: bool) -> KeptAnswer | None:
+    def find(self, keep: Keep, *, resumed: bool) -> ReplayableAnswer | None:
         """Returns the answer that a client asks for again; None if it is to be computed.
 
         An answer that is ``resumed`` here takes the place of what this node had of it before.
 
         Raises KeyReused for another request with the same key, and Gone if the client has events of an answer that is
-        not kept here.
+        not stored here.
         """
         found = self._answers.get(keep.key)
         if found is not None and found.keep.owner != keep.owner:
@@ -158,7 +158,7 @@ class KeptAnswers:
             return None
         if found is None:
             if keep.after is not None:
-                raise not_kept()
+                raise events_gone()
             return None
         if found.keep.body != keep.body:
             raise KeyReused(
@@ -178,23 +178,23 @@ class KeptAnswers:
         label: str,
         path: str,
         client: bytes,
-        produce: Callable[[KeptAnswer], Awaitable[None]],
-    ) -> KeptAnswer | None:
-        """Begins an answer that ``produce`` writes, in a task of its own; None if no more can be kept.
+        produce: Callable[[ReplayableAnswer], Awaitable[None]],
+    ) -> ReplayableAnswer | None:
+        """Begins an answer that ``produce`` writes, in a task of its own; None if no more can be stored.
 
         ``client`` stands for the one for whom it is computed.
         """
         if len(self._answers) >= self._limits.answers and not self._evict():
             return None
-        kept = KeptAnswer(keep, answer, label, path, client, self)
-        self._answers[keep.key] = kept
-        self._logs.add(kept)
-        self._ledger.move(kept, AnswerUse.READ)
-        self.grew(kept, kept.size)
-        kept.task = asyncio.get_running_loop().create_task(self._produce(kept, produce))
-        return kept
+        opened = ReplayableAnswer(keep, answer, label, path, client, self)
+        self._answers[keep.key] = opened
+        self._logs.add(opened)
+        self._ledger.move(opened, AnswerUse.READ)
+        self.grew(opened, opened.size)
+        opened.task = asyncio.get_running_loop().create_task(self._produce(opened, produce))
+        return opened
 
-    def grew(self, answer: KeptAnswer, size: int) -> None:
+    def grew(self, answer: ReplayableAnswer, size: int) -> None:
         """Counts ``size`` more bytes of ``answer``. The oldest answers that are over make room for them."""
         if answer not in self._logs:
             return
@@ -202,7 +202,7 @@ class KeptAnswers:
         while self.overdrawn and self._evict():
             pass
 
-    def read(self, answer: KeptAnswer) -> None:
+    def read(self, answer: ReplayableAnswer) -> None:
         """Notes that somebody reads ``answer``."""
         if answer.timer is not None:
             answer.timer.cancel()
@@ -210,24 +210,24 @@ class KeptAnswers:
         if answer in self._logs:
             self._ledger.move(answer, AnswerUse.READ)
 
-    def left(self, answer: KeptAnswer) -> None:
-        """Notes that nobody reads ``answer`` now. It is kept for a while, and computed on if that is not too much."""
+    def left(self, answer: ReplayableAnswer) -> None:
+        """Notes that nobody reads ``answer`` now. It is stored for a while, and computed on if that is not too much."""
         if self._answers.get(answer.keep.key) is not answer:
             self._release(answer)
         elif answer.over:
-            self._keep_for_a_while(answer, AnswerUse.IDLE)
+            self._store_for_a_while(answer, AnswerUse.IDLE)
         elif self._draining or answer.leaves:
             self.discard(answer)
         else:
-            self._keep_for_a_while(answer, AnswerUse.COMPUTED)
+            self._store_for_a_while(answer, AnswerUse.COMPUTED)
             each, computed = self._limits.unread_places, self._ledger.computed
             if computed.of[answer.client] > max(each, 1):
                 self.discard(answer)
             while computed.all > max(2 * each, 1) and (oldest := computed.oldest_of_largest()):
                 self.discard(oldest)
 
-    def discard(self, answer: KeptAnswer) -> None:
-        """Keeps ``answer`` no longer. It goes on only while somebody reads it."""
+    def discard(self, answer: ReplayableAnswer) -> None:
+        """Stores ``answer`` no longer. It goes on only while somebody reads it."""
         if self._answers.get(answer.keep.key) is answer:
             del self._answers[answer.keep.key]
         if not answer.readers:
@@ -240,7 +240,7 @@ class KeptAnswers:
             if not answer.readers:
                 self.discard(answer)
 
-    async def _produce(self, answer: KeptAnswer, produce: Callable[[KeptAnswer], Awaitable[None]]) -> None:
+    async def _produce(self, answer: ReplayableAnswer, produce: Callable[[ReplayableAnswer], Awaitable[None]]) -> None:
         try:
             await produce(answer)
         except asyncio.CancelledError:
@@ -255,7 +255,7 @@ class KeptAnswers:
             elif not answer.readers:
                 self.left(answer)
 
-    def _keep_for_a_while(self, answer: KeptAnswer, use: AnswerUse) -> None:
+    def _store_for_a_while(self, answer: ReplayableAnswer, use: AnswerUse) -> None:
         if answer.timer is not None:
             answer.timer.cancel()
         answer.timer = PatientTimer(asyncio.get_running_loop(), self._limits.keep_s, lambda: self.discard(answer))
@@ -269,7 +269,7 @@ class KeptAnswers:
         self.discard(oldest)
         return True
 
-    def _release(self, answer: KeptAnswer) -> None:
+    def _release(self, answer: ReplayableAnswer) -> None:
         """Frees what ``answer`` takes, and ends its task."""
         if answer not in self._logs:
             return
@@ -289,16 +289,16 @@ class KeptAnswers:
                 other.wake()  # its producer may have waited for this
 
 
-class KeptAnswersMetrics(Collector):
-    """Shows Prometheus the answers that a node keeps."""
+class ReplayMetrics(Collector):
+    """Shows Prometheus the answers that a node stores."""
 
-    def __init__(self, kept: KeptAnswers) -> None:
-        self._kept = kept
+    def __init__(self, answers: ReplayableAnswers) -> None:
+        self._answers = answers
 
     def collect(self) -> Iterable[Metric]:
-        kept = self._kept
+        answers = self._answers
         yield GaugeMetricFamily(
-            "pdserve_kept_answers", "answers kept for clients that ask again, those under way too", len(kept)
+            "pdserve_kept_answers", "answers kept for clients that ask again, those under way too", len(answers)
         )
-        yield GaugeMetricFamily("pdserve_kept_answers_bytes", "memory that kept answers take", kept.taken_bytes)
-        yield CounterMetricFamily("pdserve_kept_answers_replayed", "requests that got a kept answer", kept.replayed)
+        yield GaugeMetricFamily("pdserve_kept_answers_bytes", "memory that kept answers take", answers.taken_bytes)
+        yield CounterMetricFamily("pdserve_kept_answers_replayed", "requests that got a kept answer", answers.replayed)

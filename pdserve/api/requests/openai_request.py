@@ -190,7 +190,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
         return False
 
     @property
-    def has_whole_journal(self) -> bool:
+    def has_complete_journal(self) -> bool:
         """Whether another node can go on with the answer in one piece: it cannot choose among several answers."""
         return self.choices == self.shown_choices
 

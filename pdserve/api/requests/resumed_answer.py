@@ -46,7 +46,7 @@ def read_journal(entries: bytes, request: GenerationRequest, prompts: Sequence[P
 
     Raises InvalidRequest if ``entries`` cannot be the journal of its answer.
     """
-    if not request.stream and not request.has_whole_journal:
+    if not request.stream and not request.has_complete_journal:
         raise _foreign("an answer that is chosen among several has none")
     try:
         journal = parse(entries, len(prompts) * request.choices, vocab_size)

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from pdserve.api.answers.answer import OpenAiAnswers, WholeAnswer, respond_journaled, whole_answer
+from pdserve.api.answers.answer import CompleteAnswer, OpenAiAnswers, complete_answer, respond_journaled
 from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerOptions, PlainChoices
 from pdserve.api.answers.stop_strings import ContentStops, Stops, StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta, TextGeneration
@@ -28,7 +28,7 @@ from pdserve.api.generation.outcome import failure_of
 from pdserve.api.generation.request_log import NodeNotes, RequestRecord
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.node.serving_node import ServingNode
-from pdserve.api.replay.answer_log import KeptAnswer
+from pdserve.api.replay.answer_log import ReplayableAnswer
 from pdserve.api.requests.answer_reading import AnswerReading, answer_reading
 from pdserve.api.requests.chat_messages import unheeded_fields, unread_part_fields
 from pdserve.api.requests.grammar_check import WantedGrammar
@@ -112,7 +112,7 @@ class RequestTerms:
     trace: TraceContext | None = None
     """The span that this node's hang from; None if nobody exports it."""
     keep: Keep | None = None
-    """Has the answer be kept for a client that may ask again; None if it will not."""
+    """Has the answer be stored for a client that may ask again; None if it will not."""
     gives_back: bool = False
     """Whether the proxy gets the request back when a prefill node is lost with it."""
 
@@ -178,7 +178,7 @@ class Answers(Protocol[R_contra]):
     ) -> AsyncGenerator[bytes, None]:
         """Returns the events of the answer to ``body``, as ``streamed_answer`` does."""
 
-    def whole(self, body: R_contra, options: AnswerOptions) -> WholeAnswer:
+    def complete(self, body: R_contra, options: AnswerOptions) -> CompleteAnswer:
         """Returns the answer to ``body``, of which nothing has come yet."""
 
 
@@ -212,7 +212,7 @@ class CompletionRoute(Generic[R]):
         tokenizer = self._admit()
         terms = self._terms(request, arrived)
         if terms.keep is not None:
-            await self._answer_kept(request, terms.keep, terms, tokenizer, arrived)
+            await self._answer_replayably(request, terms.keep, terms, tokenizer, arrived)
             return
         prepared = await self._prepared(request, await self._read(request, terms), terms, tokenizer)
         if terms.resume is not None and terms.resume.prepare:
@@ -221,11 +221,11 @@ class CompletionRoute(Generic[R]):
         with closing(self._start(prepared, request, terms, arrived)) as generation:
             await self._answer(request, generation, prepared, terms, tokenizer)
 
-    async def _answer_kept(
+    async def _answer_replayably(
         self, request: HttpRequest, keep: Keep, terms: RequestTerms, tokenizer: Tokenizer, arrived: float
     ) -> None:
         """Answers a request whose client may ask again: with the answer that it has asked for before, or a new one."""
-        body, answers = await self._read(request, terms), self._node.kept
+        body, answers = await self._read(request, terms), self._node.replayable
         found = answers.find(keep, resumed=terms.resume is not None)
         if found is not None:
             body.take()  # the answer is there: nothing is read of the request any more
@@ -235,7 +235,7 @@ class CompletionRoute(Generic[R]):
 
         async def produce(reply: Reply) -> None:
             prepared = await self._prepared(reply, body, terms, tokenizer)
-            if isinstance(reply, KeptAnswer):
+            if isinstance(reply, ReplayableAnswer):
                 reply.describe(
                     journaled=self._journaled(prepared.parsed.request, terms),
                     events=prepared.journal.events,
@@ -244,14 +244,14 @@ class CompletionRoute(Generic[R]):
                 )
             with closing(self._start(prepared, request, terms, arrived)) as generation:
                 await self._answer(reply, generation, prepared, terms, tokenizer)
-                if isinstance(reply, KeptAnswer):
+                if isinstance(reply, ReplayableAnswer):
                     reply.spoilt = generation.failure is not None
 
-        kept = answers.open(keep, terms.answer, request.label, request.path, terms.client or keep.owner, produce)
-        if kept is None:
+        opened = answers.open(keep, terms.answer, request.label, request.path, terms.client or keep.owner, produce)
+        if opened is None:
             await produce(request)
         else:
-            await kept.follow(request, None, first=True)
+            await opened.follow(request, None, first=True)
 
     async def _read(self, request: HttpRequest, terms: RequestTerms) -> RequestBody:
         return RequestBody(await request.body(self._node.max_body_bytes + terms.appended_bytes))
@@ -411,7 +411,9 @@ class CompletionRoute(Generic[R]):
             prefill=terms.prefill,
             holders=terms.holders,
             fetch_only=fetch_only,
-            movable=self._journaled(body, terms) and not fetch_only and (bool(body.stream) or body.has_whole_journal),
+            movable=self._journaled(body, terms)
+            and not fetch_only
+            and (bool(body.stream) or body.has_complete_journal),
             # The client of several prompts may have tokens of one when the prefill node of another is lost.
             gives_back=terms.gives_back and len(prepared.submits) == 1 and not fetch_only,
             cache_salt=owned_salt(terms.cache_owner, body.cache_salt or ""),
@@ -474,7 +476,7 @@ class CompletionRoute(Generic[R]):
             choices=body.choices,
             shown_choices=body.shown_choices,
             cached_block=self._node.cached_block,
-            kept=terms.storing is not None and terms.storing.kept,
+            stored=terms.storing is not None and terms.storing.kept,
             echo_logprobs=body.echo_logprobs,
             prompt_logprobs=body.prompt_logprobs,
             detokenizer=lambda choice: tokenizer.detokenizer(skip_special_tokens=not per_choice[choice].echoes_special),
@@ -490,11 +492,11 @@ class CompletionRoute(Generic[R]):
             events = self._answers.stream(body, generation, first, options)
             await _send_stream(request, {**EVENT_STREAM, **named}, events, generation)
             return
-        answer = self._answers.whole(body, options)
-        if options.journaled and body.has_whole_journal:
+        answer = self._answers.complete(body, options)
+        if options.journaled and body.has_complete_journal:
             await respond_journaled(request, named, generation, first, answer)
         else:
-            data = await whole_answer(answer, generation, first)
+            data = await complete_answer(answer, generation, first)
             await request.respond(200, {**JSON, **named}, data)
 
 

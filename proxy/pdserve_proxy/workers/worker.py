@@ -27,8 +27,7 @@ from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup, stop_signals
-from pdserve.tracing.kept_lanes import KeptLanes
-from pdserve.tracing.tracing import Tracing
+from pdserve.tracing.tracing import RecentLanes, Tracing
 from pdserve.wire.proxy_workers import (
     NO_QUESTION,
     AbandonResponse,
@@ -111,7 +110,7 @@ class SupervisorChannel:
         mirror: RegistryMirror,
         metrics: ProxyMetrics,
         credentials: LiveCredentials,
-        kept: KeptLanes,
+        kept: RecentLanes,
         suspects: Suspects,
     ) -> None:
         self._kept = kept

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.answers.answer import WholeAnswer, streamed_answer, whole_answer
+from pdserve.api.answers.answer import CompleteAnswer, complete_answer, streamed_answer
 from pdserve.api.answers.answer_form import CHAT_FORM, AnswerOptions, PlainChoices
 from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, byte_level_bytes
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
@@ -175,11 +175,11 @@ def test_an_answer_is_the_same_whatever_the_interval_and_the_readers_pace(
         texts = {choice: "".join(text or "" for i, text, _ in events if i == choice) for choice in range(len(answers))}
         return texts, rig.record.output_tokens
 
-    async def whole() -> tuple[dict[int, str], int]:
+    async def complete() -> tuple[dict[int, str], int]:
         rig = Rig(len(answers), 1_000, stops)
         for choice, tokens in enumerate(answers):
             rig.generation.deliver(RequestOutput(choice, [*tokens, EOS], FinishReason.STOP))
-        answer = await whole_answer(WholeAnswer(CHAT_FORM, rig.options), rig.run, [])
+        answer = await complete_answer(CompleteAnswer(CHAT_FORM, rig.options), rig.run, [])
         rig.run.close()
         read = json.loads(answer)
         texts = {choice["index"]: choice["message"]["content"] for choice in read["choices"]}
@@ -187,7 +187,7 @@ def test_an_answer_is_the_same_whatever_the_interval_and_the_readers_pace(
 
     expected = asyncio.run(streamed(1, [True] * 200))
     assert asyncio.run(streamed(interval, pauses)) == expected
-    assert asyncio.run(whole()) == expected
+    assert asyncio.run(complete()) == expected
 
 
 async def test_gaps_are_counted_for_each_token() -> None:

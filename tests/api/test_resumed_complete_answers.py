@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.api.answers import answer, text_generation
-from pdserve.api.answers.answer import WholeAnswer
+from pdserve.api.answers.answer import CompleteAnswer
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.wire.engine import RequestOutput
@@ -182,7 +182,7 @@ async def test_a_defect_behind_the_journal_is_the_answers_end(
     def fail(*_: object) -> None:
         raise ValueError
 
-    monkeypatch.setattr(WholeAnswer, "completion", fail)
+    monkeypatch.setattr(CompleteAnswer, "completion", fail)
     async with stepped_node(tokenizer, words(tokenizer)) as node:
         _, head, whole = read(await node.begin(TEXT, PLAIN))
     assert head == AnswerHead(500, JSON)

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from pdserve.api.replay.answer_log import MAX_READERS, OVERHEAD_BYTES, SMALL_BYTES, KeptAnswer
-from pdserve.api.replay.replayable_answers import SHARE, KeptAnswers, KeptLimits
+from pdserve.api.replay.answer_log import MAX_READERS, OVERHEAD_BYTES, SMALL_BYTES, ReplayableAnswer
+from pdserve.api.replay.replayable_answers import SHARE, ReplayableAnswers, ReplayLimits
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.routes.completions import RequestBody
 from pdserve.errors import Gone, TooManyRequests, Unavailable
@@ -27,7 +27,7 @@ from tests.api.stepped_node import ANSWER, Reply, SteppedNode, stepped_node
 from tests.api.test_resumed_answers import CHAT, MESSAGES, PLAIN, TEXT, events_of, journal_of, words
 from tests.proxy.cluster import eventually
 
-LIMITS = KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0)
+LIMITS = ReplayLimits(answers=8, memory_bytes=2**20, keep_s=60.0)
 CLIENT = b"client"
 KEEP = Keep(b"k" * 16, b"o" * 16, b"b" * 16)
 ID = re.compile(rb"(?m)^id: (.*)\n")
@@ -112,7 +112,7 @@ async def test_what_a_client_left_is_computed_on_and_read_by_several_at_once(tok
         assert one.body == other.body
         assert cut(ID.sub(b"", replayed(one)[1]))[0].endswith(b"data: [DONE]\n\n")
         assert len(node.engine.opened) == 1
-        assert node.kept.replayed == 2
+        assert node.replayable.replayed == 2
 
 
 async def test_others_get_nothing_and_neither_does_another_request(tokenizer: Tokenizer) -> None:
@@ -159,15 +159,15 @@ async def test_a_failed_answer_is_not_kept(engine: dict[str, Any], tokenizer: To
         for turn in range(1, 3):
             await ask(node, PLAIN, KEEP)
             assert len(node.engine.opened) == turn
-            assert len(node.kept) == 0
-            assert node.kept.taken_bytes == 0
+            assert len(node.replayable) == 0
+            assert node.replayable.taken_bytes == 0
 
 
 async def test_a_request_that_is_none_is_refused_as_without_a_key(tokenizer: Tokenizer) -> None:
     async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
         reply = await ask(node, {**PLAIN, "temperature": "hot"}, KEEP)
         assert (reply.status, reply.error["param"]) == (400, "temperature")
-        assert len(node.kept) == 0
+        assert len(node.replayable) == 0
         assert (await ask(node, PLAIN, keep(body=b"x" * 16))).status == 200, "the key is free again"
 
 
@@ -212,25 +212,27 @@ class Client:
 
 
 def follow(
-    answer: KeptAnswer, client: Client, after: EventPlace | None = None, *, first: bool = True
+    answer: ReplayableAnswer, client: Client, after: EventPlace | None = None, *, first: bool = True
 ) -> asyncio.Task[None]:
     return asyncio.create_task(answer.follow(cast("HttpRequest", client), after, first=first))
 
 
-def begin(table: KeptAnswers, number: int, owner: bytes = b"o" * 16, event: bytes = b"x") -> KeptAnswer | None:
+def begin(
+    table: ReplayableAnswers, number: int, owner: bytes = b"o" * 16, event: bytes = b"x"
+) -> ReplayableAnswer | None:
     """Begins an answer of one event."""
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         await answer.begin(200, {}, b"data: %b\n\n" % event, more=False)
 
     wanted = Keep(number.to_bytes(16, "big"), owner, b"b" * 16)
     return table.open(wanted, AnswerIdentity(bytes(16), 1), "r", TEXT, CLIENT, produce)
 
 
-def forever(table: KeptAnswers, number: int, client: bytes = CLIENT) -> KeptAnswer:
+def forever(table: ReplayableAnswers, number: int, client: bytes = CLIENT) -> ReplayableAnswer:
     """Begins an answer that never says anything."""
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         await asyncio.Event().wait()
 
     answer = table.open(Keep(bytes([number]) * 16, b"o" * 16, b"b" * 16), ANSWER, "r", TEXT, client, produce)
@@ -238,7 +240,7 @@ def forever(table: KeptAnswers, number: int, client: bytes = CLIENT) -> KeptAnsw
     return answer
 
 
-async def computed(answer: KeptAnswer | None) -> None:
+async def computed(answer: ReplayableAnswer | None) -> None:
     """Waits until ``answer`` is over."""
     assert answer is not None
     if answer.task is not None:
@@ -247,7 +249,7 @@ async def computed(answer: KeptAnswer | None) -> None:
 
 
 async def test_ten_thousand_keys_take_no_more_than_the_bounds() -> None:
-    table = KeptAnswers(KeptLimits(answers=20, memory_bytes=2**18, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=20, memory_bytes=2**18, keep_s=60.0))
     for number in range(10_000):
         await computed(begin(table, number, event=b"x" * 10_000))
         assert len(table) <= 20
@@ -258,7 +260,7 @@ async def test_ten_thousand_keys_take_no_more_than_the_bounds() -> None:
 
 
 async def test_many_answers_of_one_owner_push_out_its_own() -> None:
-    table = KeptAnswers(KeptLimits(answers=10, memory_bytes=2**20, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=10, memory_bytes=2**20, keep_s=60.0))
     mine = begin(table, 0, owner=b"m" * 16)
     await computed(mine)
     for number in range(1, 1000):
@@ -269,7 +271,7 @@ async def test_many_answers_of_one_owner_push_out_its_own() -> None:
 
 
 async def test_answers_that_are_under_way_are_not_pushed_out() -> None:
-    table = KeptAnswers(KeptLimits(answers=2, memory_bytes=2**20, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=2, memory_bytes=2**20, keep_s=60.0))
     going = forever(table, 1), forever(table, 2)
     assert begin(table, 3) is None
     table.discard(going[0])
@@ -277,7 +279,7 @@ async def test_answers_that_are_under_way_are_not_pushed_out() -> None:
     table.drain()
 
 
-async def leave_all(answers: list[KeptAnswer]) -> None:
+async def leave_all(answers: list[ReplayableAnswer]) -> None:
     """Has a client read each of ``answers``, and leave."""
     clients = [follow(answer, Client()) for answer in answers]
     await asyncio.sleep(0)
@@ -286,12 +288,12 @@ async def leave_all(answers: list[KeptAnswer]) -> None:
     await asyncio.wait(clients)
 
 
-def is_given_up(answer: KeptAnswer) -> bool:
+def is_given_up(answer: ReplayableAnswer) -> bool:
     return answer.task is None
 
 
 async def test_few_places_are_taken_by_answers_that_nobody_reads_for_one_client_and_for_all() -> None:
-    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=4))
+    table = ReplayableAnswers(ReplayLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=4))
     mine = [forever(table, number) for number in range(4)]
     await leave_all([*mine, *(forever(table, 4 + number) for number in range(4))])
     assert len(table) == 4
@@ -308,10 +310,10 @@ async def test_few_places_are_taken_by_answers_that_nobody_reads_for_one_client_
 
 
 async def test_an_answer_counts_as_many_places_as_it_takes_also_if_its_client_leaves_before_they_are_known() -> None:
-    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=4))
+    table = ReplayableAnswers(ReplayLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=4))
     left = asyncio.Event()
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         await left.wait()
         answer.describe(journaled=True, events=0, entries=b"", places=5)
         await asyncio.Event().wait()
@@ -328,7 +330,7 @@ async def test_an_answer_counts_as_many_places_as_it_takes_also_if_its_client_le
 
 
 async def test_a_client_that_comes_back_takes_its_answer_out_of_what_nobody_reads() -> None:
-    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=1))
+    table = ReplayableAnswers(ReplayLimits(answers=64, memory_bytes=2**20, keep_s=60.0, unread_places=1))
     answer = forever(table, 1)
     await leave_all([answer])
     reader = follow(answer, Client(), first=False)
@@ -342,7 +344,7 @@ async def test_a_client_that_comes_back_takes_its_answer_out_of_what_nobody_read
 
 
 async def test_a_reader_gets_small_pieces_and_no_more_before_it_has_taken_them() -> None:
-    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**26, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=8, memory_bytes=2**26, keep_s=60.0))
     answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, producing(5000, []))
     await computed(answer)
     assert answer is not None
@@ -360,7 +362,7 @@ async def test_a_reader_gets_small_pieces_and_no_more_before_it_has_taken_them()
 
 
 async def test_the_journal_of_what_a_client_has_goes_out_in_small_pieces_and_its_copies_count() -> None:
-    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**24, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=8, memory_bytes=2**24, keep_s=60.0))
     answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, journaling(5000))
     await computed(answer)
     assert answer is not None
@@ -384,10 +386,10 @@ async def test_the_journal_of_what_a_client_has_goes_out_in_small_pieces_and_its
 
 
 async def test_copies_of_the_journal_for_clients_that_read_nothing_do_not_hold_the_answer_up() -> None:
-    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**24, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=8, memory_bytes=2**24, keep_s=60.0))
     goes_on = asyncio.Event()
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         await journaling(4500, over=False)(answer)
         await goes_on.wait()
         await journaling(100)(answer)
@@ -414,7 +416,7 @@ async def test_copies_of_the_journal_for_clients_that_read_nothing_do_not_hold_t
 
 async def test_an_answer_goes_on_when_copies_for_other_clients_take_no_memory_any_more() -> None:
     memory = 2**22
-    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=memory, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=8, memory_bytes=memory, keep_s=60.0))
     other, written = forever(table, 1), list[int]()
     table.grew(other, memory)
     answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, producing(400, written))
@@ -432,7 +434,7 @@ async def test_an_answer_goes_on_when_copies_for_other_clients_take_no_memory_an
 
 
 async def test_so_many_connections_may_read_one_answer_and_others_are_told_so() -> None:
-    table = KeptAnswers(LIMITS)
+    table = ReplayableAnswers(LIMITS)
     answer = forever(table, 1)
     readers = [follow(answer, Client(), first=not number) for number in range(MAX_READERS)]
     await asyncio.sleep(0)
@@ -450,9 +452,9 @@ async def test_so_many_connections_may_read_one_answer_and_others_are_told_so() 
 
 
 async def test_an_answer_given_up_in_its_last_step_is_forgotten() -> None:
-    table = KeptAnswers(LIMITS)
+    table = ReplayableAnswers(LIMITS)
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         table.discard(answer)
         await answer.begin(200, {}, b"data: x\n\n", more=False)
 
@@ -473,7 +475,7 @@ async def test_a_client_that_asks_again_holds_no_body_while_it_reads(tokenizer: 
         first = asyncio.create_task(ask(node, body, KEEP))
         await eventually(lambda: bool(node.engine.opened), "the request at the engine")
         again = asyncio.create_task(ask(node, body, KEEP))
-        await eventually(lambda: node.kept.replayed == 1, "the second reader")
+        await eventually(lambda: node.replayable.replayed == 1, "the second reader")
         held = [one for one in gc.get_objects() if type(one) is RequestBody and one.last(2**20)]
         assert not held
         await asyncio.gather(first, again)
@@ -489,7 +491,7 @@ async def test_events_behind_an_id_need_no_body(tokenizer: Tokenizer) -> None:
 
 
 async def test_an_answer_is_given_up_when_nobody_asks_for_it_in_time() -> None:
-    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=0.01))
+    table = ReplayableAnswers(ReplayLimits(answers=8, memory_bytes=2**20, keep_s=0.01))
     going, over = forever(table, 1), begin(table, 2)
     reader, task = follow(going, Client()), going.task
     await computed(over)
@@ -504,9 +506,9 @@ async def test_an_answer_is_given_up_when_nobody_asks_for_it_in_time() -> None:
 
 @pytest.mark.parametrize("drains", [True, False])
 async def test_an_answer_that_leaves_its_node_ends_with_its_connection(drains: bool) -> None:
-    table = KeptAnswers(LIMITS)
+    table = ReplayableAnswers(LIMITS)
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         await answer.begin(200, {}, b":0 1\ndata: x\n\n", more=True)
         if not drains:
             answer.write(b":room 912\n\n")
@@ -527,7 +529,7 @@ async def test_an_answer_that_leaves_its_node_ends_with_its_connection(drains: b
 
 
 def producing(events: int, written: list[int]) -> Any:
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         await asyncio.sleep(0)  # so that it has its reader
         await answer.begin(200, {}, b"data: x\n\n", more=True)
         for number in range(events):
@@ -540,7 +542,7 @@ def producing(events: int, written: list[int]) -> Any:
 
 
 async def test_a_slow_reader_holds_its_own_answer_up_and_takes_bounded_memory() -> None:
-    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
     written: list[int] = []
     answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, producing(1000, written))
     assert answer is not None
@@ -568,7 +570,7 @@ async def test_a_slow_reader_holds_its_own_answer_up_and_takes_bounded_memory() 
 
 
 async def test_slow_readers_of_one_client_do_not_stop_the_answers_of_others() -> None:
-    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
     slow = []
     for number in range(16):
         keys = Keep(bytes([number]) * 16, b"s" * 16, b"b" * 16)
@@ -595,7 +597,7 @@ async def test_slow_readers_of_one_client_do_not_stop_the_answers_of_others() ->
 def journaling(events: int, *, whole: bool = False, over: bool = True) -> Any:
     """Writes an answer that is nearly all journal; the end of one if it has begun."""
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         await asyncio.sleep(0)  # so that it has its reader
         if not answer.answered:
             answer.describe(journaled=True, events=0, entries=b"")
@@ -614,7 +616,7 @@ def journaling(events: int, *, whole: bool = False, over: bool = True) -> Any:
 
 @pytest.mark.parametrize("whole", [False, True])
 async def test_an_answer_that_is_too_long_to_be_kept_comes_to_its_end_and_is_not_kept(whole: bool) -> None:
-    table = KeptAnswers(KeptLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=8, memory_bytes=2**20, keep_s=60.0))
     answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, journaling(2000, whole=whole))
     assert answer is not None
     client = Client()
@@ -627,7 +629,7 @@ async def test_an_answer_that_is_too_long_to_be_kept_comes_to_its_end_and_is_not
 
 
 async def test_a_long_answer_goes_on_when_others_take_no_memory_any_more() -> None:
-    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
     slow = []
     for number in range(16):
         made = table.open(
@@ -652,14 +654,14 @@ async def test_a_long_answer_goes_on_when_others_take_no_memory_any_more() -> No
 
 
 async def test_one_large_answer_leaves_those_of_others_alone() -> None:
-    table = KeptAnswers(KeptLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
+    table = ReplayableAnswers(ReplayLimits(answers=64, memory_bytes=2**20, keep_s=60.0))
     for number in range(8):
         begin(table, number)
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(table) == 8
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         await asyncio.sleep(0)
         await answer.respond(200, {}, bytes(2**20))
 
@@ -673,7 +675,7 @@ async def test_one_large_answer_leaves_those_of_others_alone() -> None:
 
 
 async def test_a_node_that_gives_a_request_up_before_it_begins_lets_another_one_take_it() -> None:
-    table = KeptAnswers(LIMITS)
+    table = ReplayableAnswers(LIMITS)
     answer = forever(table, 1)
     reader = follow(answer, Client())
     await asyncio.sleep(0)
@@ -684,9 +686,9 @@ async def test_a_node_that_gives_a_request_up_before_it_begins_lets_another_one_
 
 
 async def test_journaled_answers_in_one_piece_are_replayed_with_the_journal_of_the_node_before() -> None:
-    table = KeptAnswers(LIMITS)
+    table = ReplayableAnswers(LIMITS)
 
-    async def produce(answer: KeptAnswer) -> None:
+    async def produce(answer: ReplayableAnswer) -> None:
         answer.describe(journaled=True, events=1, entries=b"0 1 2\n")
         await answer.begin(200, {"content-type": JOURNALED_ANSWER}, b":0 3\n:room 5\n", more=True)
         await answer.send(b'{"status":200,"headers":{}}\n{}', more=False)
