@@ -21,7 +21,7 @@ from llguidance import LLTokenizer
 from pdserve.api.generation.engine_client import EngineClient, EngineState, PromptChoices
 from pdserve.api.generation.generation import Generation
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
-from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.api.node.serving_node import ServingNode, TicketGate
 from pdserve.api.replay.replayable_answers import ReplayableAnswers, ReplayLimits
 from pdserve.api.requests.grammar_check import GrammarCheck

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from pdserve.api.generation.engine_client import EngineClient
-from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.api.node.serving_node import ServingNode
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import WORKERS

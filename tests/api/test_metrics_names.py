@@ -9,8 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.api.generation.outcome import ChoiceOutcome
-from pdserve.api.metrics.node_metrics import MetricsScale, NodeMetrics
-from pdserve.api.metrics.vllm_names import OTHER_NAMES, SAME_NAMES
+from pdserve.api.node.node_metrics import OTHER_NAMES, SAME_NAMES, MetricsScale, NodeMetrics
 from pdserve.config import MetricsNames
 from pdserve.wire.engine import EngineStats
 

@@ -26,7 +26,7 @@ from lab.scale import page as scale_page
 from lab.simulation.scale.figures import read as read_scale
 from lab.soak import page as soak_page
 from lab.soak.report import read as read_soak
-from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.api.replay.replayable_answers import ReplayableAnswers, ReplayLimits, ReplayMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.report import Better, Report, Unit, changes, read_report

@@ -27,7 +27,7 @@ from pdserve.api.generation.request_log import RequestRecord, keep_lane, log_req
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import CallPiece, MessageParts, Piece, joined
 from pdserve.api.message.reasoning import ReasoningTokens
-from pdserve.api.metrics.node_metrics import RequestMetrics
+from pdserve.api.node.node_metrics import RequestMetrics
 from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
 from pdserve.wire.journal import JournaledChoice

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from pdserve.api.message.call_parser import CallMarkers
 from pdserve.errors import InvalidRequest
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES
 
@@ -152,4 +153,17 @@ def triggers_of(openings: Sequence[str], tokens: MarkerTokens, *, in_letters: bo
         tuple(special.values()),
         tuple(map(quoted, letters)),
         tuple(quoted(text) for text in openings if text not in letters),
+    )
+
+
+def tagged_form(markers: CallMarkers, rules: tuple[str, ...], tokens: MarkerTokens) -> CallForm:
+    """Returns the form of calls each of which has lines with tags around it."""
+    opening, closing = marker(markers.openings[0], tokens), marker(markers.closing, tokens)
+    return CallForm(
+        rules,
+        triggers_of(markers.openings, tokens, in_letters=True),
+        opening,
+        entry='"\\n"',
+        between=f'"\\n" {closing} "\\n" {opening} "\\n"',
+        closing=f'"\\n" {closing}',
     )

@@ -6,27 +6,74 @@ parser would take for a call is one in the grammar as well, wherever it stands i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from pdserve.api.call_grammars.json_form import hermes_form, llama_form, mistral_form
 from pdserve.api.call_grammars.python_form import gemma_form, pythonic_form
 from pdserve.api.call_grammars.rules import (
     SPACES,
     CallForm,
     MarkerTokens,
+    RuleBook,
     SpecialId,
     TextToken,
     marker,
     no_token,
     one_of,
     quoted,
+    tagged_form,
+    triggers_of,
 )
+from pdserve.api.call_grammars.schema_parts import SchemaParts, argument_schema
 from pdserve.api.call_grammars.xml_form import xml_form
+from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL
 from pdserve.api.message.reasoning import ReasoningMarkers, ReasoningStart
+from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.api.requests.answer_reading import AnswerReading
 from pdserve.config import ToolFormat
 from pdserve.errors import InvalidRequest
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+
+
+def hermes_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
+    return tagged_form(HERMES, _json_rules(tools, "arguments", forced=forced), tokens)
+
+
+def llama_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
+    return CallForm(
+        _json_rules(tools, "parameters", forced=forced),
+        triggers_of(LLAMA_JSON.openings, tokens, in_letters=False),
+        between='"; "',
+        bare_call="call",
+        not_first=f"{SPACES} {quoted(LLAMA_JSON.bare)}",
+        text_follows=False,
+    )
+
+
+def mistral_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
+    """Returns the form of models whose vocabulary has a token between name and arguments, or the older one."""
+    opening = marker(MISTRAL.openings[0], tokens)
+    triggers = triggers_of(MISTRAL.openings, tokens, in_letters=True)
+    if not tokens.has(MISTRAL.inner[0]):
+        rules = _json_rules(tools, "arguments", forced=forced)
+        return CallForm(rules, triggers, opening, '"["', '", "', '"]"', text_follows=False)
+    rules = _json_rules(tools, "", forced=forced, between=marker(MISTRAL.inner[0], tokens))
+    return CallForm(rules, triggers, opening, between=opening, text_follows=False)
+
+
+def _json_rules(tools: Sequence[ToolSchema], arguments: str, *, forced: bool, between: str = "") -> tuple[str, ...]:
+    """Returns the rules of calls. ``between`` stands between a name and its arguments where these have no names."""
+    book = RuleBook()
+    book.define("call", " | ".join(_json_call(tool, arguments, between, forced=forced) for tool in tools))
+    return tuple(book.lines)
+
+
+def _json_call(tool: ToolSchema, arguments: str, between: str, *, forced: bool) -> str:
+    parts = SchemaParts(argument_schema(tool, forced=forced), lenient=not tool.strict)
+    if between:
+        return f"{quoted(tool.name)} {between} {parts.whole()}"
+    head = f'{{"name": {quoted(tool.name)}, "{arguments}": '
+    return f'{quoted(head)} {parts.whole()} "}}"'
+
 
 _FORMS = {
     ToolFormat.HERMES: hermes_form,

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pdserve.api.call_grammars.json_form import tagged_form
-from pdserve.api.call_grammars.rules import CallForm, MarkerTokens, RuleBook, quoted
+from pdserve.api.call_grammars.rules import CallForm, MarkerTokens, RuleBook, quoted, tagged_form
 from pdserve.api.call_grammars.schema_parts import Member, SchemaParts, argument_schema, members
 from pdserve.api.message.tool_schemas import PlainString, SchemaKinds, ToolSchema
 from pdserve.api.message.xml_calls import FUNCTION_END, PARAMETER_END, PARAMETER_NAME, QWEN_XML, plain_text

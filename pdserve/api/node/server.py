@@ -22,8 +22,8 @@ import uvloop
 from pdserve.api.generation.engine_client import ENGINE_COMMAND, EngineClient
 from pdserve.api.generation.outcome import shutting_down
 from pdserve.api.message.formats import formats_of
-from pdserve.api.metrics.node_metrics import MetricsScale, NodeMetrics
 from pdserve.api.node.commands import CommandGate, NodeCommands, is_confined
+from pdserve.api.node.node_metrics import MetricsScale, NodeMetrics
 from pdserve.api.node.registration import Registration
 from pdserve.api.node.serving_node import NodePhase, ServingNode, TicketGate
 from pdserve.api.replay.replayable_answers import UNREAD_SHARE, ReplayableAnswers, ReplayLimits, ReplayMetrics

@@ -16,7 +16,7 @@ import msgspec
 
 from pdserve.api.generation.engine_client import EngineClient, EngineState
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
-from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.api.replay.replayable_answers import ReplayableAnswers, ReplayLimits
 from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.preparing import Preparer

@@ -19,7 +19,7 @@ from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
 from pdserve.api.generation.generation import DEADLINE_GRACE_S, Generation
 from pdserve.api.generation.outcome import shutting_down
 from pdserve.api.generation.request_log import RequestRecord
-from pdserve.api.metrics.node_metrics import NodeMetrics
+from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.errors import Internal
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput
 from pdserve.wire.ticket import AnswerIdentity

@@ -1,1 +1,0 @@
-"""The metrics of a node, under pdserve's names and vLLM's."""
