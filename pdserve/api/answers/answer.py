@@ -114,9 +114,9 @@ class CompleteAnswer:
         numbers = self._shown_numbers()
         choices = [self._choice(number, index) for index, number in enumerate(numbers)]
         head = _envelope(form.id_prefix, form.object, options)
-        whole = Completion(head.id, head.object, head.created, head.model, head.system_fingerprint, choices, usage)
+        complete = Completion(head.id, head.object, head.created, head.model, head.system_fingerprint, choices, usage)
         return form.completion(
-            whole,
+            complete,
             [options.prompt_ids[number] for number in numbers] if options.token_ids else None,
             [self._scores.listed(number) for number in numbers],
         )
@@ -175,7 +175,7 @@ class OpenAiAnswers:
 
 
 async def complete_answer(answer: CompleteAnswer, generation: TextGeneration, first: Sequence[TextDelta]) -> bytes:
-    """Waits until ``answer`` is whole and returns it as JSON. Raises RequestError if there is none."""
+    """Waits until ``answer`` is complete and returns it as JSON. Raises RequestError if there is none."""
     answer.add(first)
     while not (generation.done and generation.failure is None):
         answer.add(await generation.next())
@@ -265,7 +265,7 @@ async def respond_journaled(
     first: Sequence[TextDelta],
     answer: CompleteAnswer,
 ) -> None:
-    """Sends the whole answer with ``headers``, and before it a journal if it takes long.
+    """Sends the complete answer with ``headers``, and before it a journal if it takes long.
 
     The caller still has to close ``generation``. Raises RequestError if there is no answer and no byte has gone out.
     """

@@ -70,12 +70,12 @@ class ChatForm:
         return ChatChoice(index, message, finish, logprobs)
 
     def completion(
-        self, whole: Completion, prompt_ids: Sequence[list[int]] | None, scores: Sequence[msgspec.Raw | None]
+        self, complete: Completion, prompt_ids: Sequence[list[int]] | None, scores: Sequence[msgspec.Raw | None]
     ) -> Completion:
-        """Returns ``whole`` with its prompts' tokens and their log probabilities, given by choice, or with null."""
-        whole.prompt_token_ids = None if prompt_ids is None else prompt_ids[0]
-        whole.prompt_logprobs = scores[0]
-        return whole
+        """Returns ``complete`` with its prompts' tokens and their log probabilities, given by choice, or with null."""
+        complete.prompt_token_ids = None if prompt_ids is None else prompt_ids[0]
+        complete.prompt_logprobs = scores[0]
+        return complete
 
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
         delta = ChatDelta("assistant" if first else UNSET, text)
@@ -118,14 +118,14 @@ class TextForm:
         return TextChoice(index, parts.content, finish, logprobs)
 
     def completion(
-        self, whole: Completion, prompt_ids: Sequence[list[int]] | None, scores: Sequence[msgspec.Raw | None]
+        self, complete: Completion, prompt_ids: Sequence[list[int]] | None, scores: Sequence[msgspec.Raw | None]
     ) -> Completion:
-        """Returns ``whole`` with its prompts' tokens and their log probabilities, given by choice, or with null."""
-        for choice in whole.choices:
+        """Returns ``complete`` with its prompts' tokens and their log probabilities, given by choice, or with null."""
+        for choice in complete.choices:
             if isinstance(choice, TextChoice):
                 choice.prompt_token_ids = None if prompt_ids is None else prompt_ids[choice.index]
                 choice.prompt_logprobs = scores[choice.index]
-        return whole
+        return complete
 
     def chunk(self, index: int, text: str, logprobs: ShownLogprobs | None, *, first: bool) -> ChunkChoice:
         return TextChunkChoice(index, text, logprobs=None if logprobs is None else logprobs.for_text())

@@ -132,7 +132,7 @@ class ShownLogprobs:
 
 
 class CompleteLogprobs:
-    """Encodes the log probabilities of one choice of a whole answer as its tokens come.
+    """Encodes the log probabilities of one choice of a complete answer as its tokens come.
 
     Encoding all of them at the end would hold up other requests' tokens.
     """

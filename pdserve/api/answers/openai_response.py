@@ -177,7 +177,7 @@ ChunkChoice: TypeAlias = ChatChunkChoice | TextChunkChoice
 
 
 class Completion(msgspec.Struct):
-    """A whole response of either kind. What vLLM gives too is null where nothing is to be said."""
+    """A complete response of either kind. What vLLM gives too is null where nothing is to be said."""
 
     id: str
     object: str

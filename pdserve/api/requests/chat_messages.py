@@ -110,11 +110,11 @@ def without_developer(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
     What system and developer say at the beginning is one message, because many templates take no second one.
     """
-    told = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
-    head = list(takewhile(lambda one: one["role"] == "system", told))
+    rendered = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+    head = list(takewhile(lambda one: one["role"] == "system", rendered))
     if len(head) < 2 or all(one["role"] == "system" for one in messages[: len(head)]):
-        return told
-    return [{**head[0], "content": "\n\n".join(one["content"] for one in head)}, *told[len(head) :]]
+        return rendered
+    return [{**head[0], "content": "\n\n".join(one["content"] for one in head)}, *rendered[len(head) :]]
 
 
 def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -122,35 +122,35 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> li
 
     What was put in words is one message with its neighbours of the same role, as templates want turns to alternate.
     """
-    told: list[dict[str, Any]] = []
+    rendered: list[dict[str, Any]] = []
     texts: list[list[str]] = []
     joins = False
     for message in messages:
         worded = _in_words(message)
         joins_next = worded is not message
-        if told and told[-1]["role"] == worded["role"] and (joins or joins_next):
+        if rendered and rendered[-1]["role"] == worded["role"] and (joins or joins_next):
             texts[-1].append(worded["content"])
-            told[-1], joins_next = {**told[-1], **worded}, True
+            rendered[-1], joins_next = {**rendered[-1], **worded}, True
         else:
             texts.append([worded["content"]])
-            told.append(worded)
+            rendered.append(worded)
         joins = joins_next
     # Thousands of messages may be one: what has come of it is not copied with each of them.
-    told = [
+    rendered = [
         {**one, "content": "\n".join(filter(None, parts))} if len(parts) > 1 else one
-        for one, parts in zip(told, texts, strict=True)
+        for one, parts in zip(rendered, texts, strict=True)
     ]
     if not tools:
-        return told
+        return rendered
     lines = "\n".join(_encode(_shown(tool)) for tool in tools)
     words = (
         f"You can call these functions. Each line describes one, as JSON:\n{lines}\n\n"
         'To call a function, write <tool_call>\n{"name": its name, "arguments": an object of its arguments}\n'
         "</tool_call>. Results come back between <tool_response> and </tool_response>."
     )
-    if told and told[0]["role"] == "system":
-        return [{**told[0], "content": f"{told[0]['content']}\n\n{words}"}, *told[1:]]
-    return [{"role": "system", "content": words}, *told]
+    if rendered and rendered[0]["role"] == "system":
+        return [{**rendered[0], "content": f"{rendered[0]['content']}\n\n{words}"}, *rendered[1:]]
+    return [{"role": "system", "content": words}, *rendered]
 
 
 def _in_words(message: dict[str, Any]) -> dict[str, Any]:

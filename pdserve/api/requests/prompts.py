@@ -106,8 +106,8 @@ class ModelLimits:
                 param=param if count >= self.max_model_len else "max_tokens",
                 code="context_length_exceeded",
             )
-        room = self.max_model_len - count
-        max_tokens = min(request.default_tokens or room, room) if wanted is None else wanted
+        free = self.max_model_len - count
+        max_tokens = min(request.default_tokens or free, free) if wanted is None else wanted
         if (request.min_tokens or 0) > max_tokens:
             raise InvalidRequest(f"'min_tokens' is above the {max_tokens} tokens that may come", param="min_tokens")
         # A prompt whose log probabilities alone are wanted gets a token too, with its last step, that is not shown.

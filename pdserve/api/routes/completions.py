@@ -73,7 +73,7 @@ IGNORED_HEADER = "x-pdserve-ignored"
 MAX_IGNORED = 20
 EVENT_STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 WHOLE_INTERVAL = 256
-"""How many tokens of a whole answer become text at once. More would hold up the tokens of other requests."""
+"""How many tokens of a complete answer become text at once. More would hold up the tokens of other requests."""
 
 log = logging.getLogger(__name__)
 
