@@ -75,7 +75,7 @@ from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.tp.tp_ranks import RANK_COMMAND
 from pdserve.errors import RankLost
 from pdserve.http.tls import Trust
-from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer
+from pdserve.models.checkpoint.cached_tokenizer import KeptTokenizer
 from pdserve.wire.command import NodeChange
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.frame import Secrets

@@ -23,7 +23,7 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.models.runner import Score, StepRow
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_copies import to_device
 
 
 class StepRunner(Protocol):

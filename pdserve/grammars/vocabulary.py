@@ -13,8 +13,8 @@ import msgspec
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.cached_tokenizer import read_tokenizer
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.kept_tokenizer import read_tokenizer
 
 
 def load_vocabulary(model_dir: Path, eos_token_ids: Sequence[int], cache_dir: Path | None = None) -> LLTokenizer:

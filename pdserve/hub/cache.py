@@ -20,7 +20,7 @@ from pathlib import Path
 from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName
 from pdserve.hub.selection import label_of
-from pdserve.models.checkpoint.weight_list import INDEX, WHOLE, weight_files
+from pdserve.models.checkpoint.model_files import INDEX, WHOLE, weight_files
 
 _PREFIX = "models--"
 _COMMIT = re.compile("[0-9a-f]{40}")

@@ -17,7 +17,7 @@ from pdserve.hub.progress import in_gb
 from pdserve.hub.remote import Listing, RemoteFile, list_files, look_up
 from pdserve.hub.selection import Selection, select
 from pdserve.hub.suitability import check_gguf_start, check_listing, check_settings
-from pdserve.models.checkpoint.weight_list import INDEX, weight_files
+from pdserve.models.checkpoint.model_files import INDEX, weight_files
 from pdserve.printable import printable
 
 _REPORT_S = 0.2

@@ -9,8 +9,8 @@ from fnmatch import fnmatch
 
 from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName, is_inside
-from pdserve.models.checkpoint.kept_tokenizer import TOKENIZER_FILES
-from pdserve.models.checkpoint.weight_list import INDEX, SUFFIX, WHOLE
+from pdserve.models.checkpoint.cached_tokenizer import TOKENIZER_FILES
+from pdserve.models.checkpoint.model_files import INDEX, SUFFIX, WHOLE
 
 _LABEL = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d[A-Z0-9_]*|TQ\d_\d|MXFP4[A-Z0-9_]*|BF16|F16|FP16|F32|FP32))"

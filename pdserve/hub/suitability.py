@@ -10,7 +10,7 @@ from pdserve.hub.selection import Selection
 from pdserve.models.checkpoint.decoder_config import OutsideConfig, read_decoder_config
 from pdserve.models.checkpoint.gguf_config import MODEL_TYPES, gguf_settings
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf_start
-from pdserve.models.checkpoint.weight_list import PLAIN_FORMATS, WHOLE_FORMATS
+from pdserve.models.checkpoint.model_files import PLAIN_FORMATS, WHOLE_FORMATS
 
 
 def check_listing(name: HubName, selection: Selection, architecture: str) -> None:

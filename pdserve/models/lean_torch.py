@@ -4,7 +4,7 @@ torch imports that part (``torch._meta_registrations``: Python functions that te
 for compilers and for modules that are built without memory. An engine computes with memory from the beginning. Whoever
 needs the part later imports it, and gets it: nothing stays in its place. It has to come before anything that imports
 it in its turn (``torch._dynamo``, ``torch._decomp`` and so all models and quantisers of transformers): these modules
-import each other in a circle, which can only be entered here. So ``hf_decoder`` and ``outside_config``, which import
+import each other in a circle, which can only be entered here. So ``hf_decoder`` and ``fallback_config``, which import
 these parts of transformers, import this part first. ``tests/models/test_lean_torch.py`` imports every module of an
 engine before all others.
 """

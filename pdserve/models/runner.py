@@ -26,7 +26,7 @@ from pdserve.models.decoders.layers import Building
 from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
 from pdserve_kernels.contract import AttentionRow, BlockKernels, DecodeTables, GraphKernels, Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from pdserve_kernels.host_to_device import packed, packed_starts, to_device
+from pdserve_kernels.host_copies import packed, packed_starts, to_device
 from pdserve_kernels.kv_layout import KvLayout
 
 

@@ -14,7 +14,7 @@ from pdserve.models.checkpoint.decoder_config import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_copies import to_device
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels

@@ -16,8 +16,8 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint import cached_files
 from pdserve.models.checkpoint import content_digest as digests
-from pdserve.models.checkpoint import kept_files
 from pdserve.models.checkpoint.content_digest import PIECE, REMEMBERED, content_digest
 from pdserve.models.checkpoint.fingerprint import fingerprint, weights_fingerprint
 from tests.eventually import eventually
@@ -170,7 +170,7 @@ def test_engines_that_start_together_read_it_once(
 def test_a_long_read_shows_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine that reads says so, or its node would end it, and so does one that waits for another to read."""
     path = large(tmp_path / "a", 2 * PIECE + 1)
-    monkeypatch.setattr(kept_files, "_WAITS_S", 0.01)
+    monkeypatch.setattr(cached_files, "_WAITS_S", 0.01)
     begun, go_on, pieces, whole = threading.Event(), threading.Event(), list[int](), digests._read
 
     def slowly(fd: int, state: digests._State, path: Path, goes_on: Callable[[], None]) -> bytes:

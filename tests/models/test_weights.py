@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import read_decoder_config
-from pdserve.models.checkpoint.weight_list import weight_files
+from pdserve.models.checkpoint.model_files import weight_files
 from pdserve.models.checkpoint.weights import Checkpoint, SafetensorsFiles
 from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pdserve_kernels.contract import AttentionRow, DecodeTables
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Turns text into token ids and back, for one model.
 
-transformers is not loaded but for a tokenizer that is not in the cache yet (``kept_tokenizer``): the library
+transformers is not loaded but for a tokenizer that is not in the cache yet (``cached_tokenizer``): the library
 ``tokenizers`` encodes, and ``chat_template`` renders.
 """
 
@@ -27,7 +27,7 @@ from pdserve.api.answers.detokenizer import (
 from pdserve.api.answers.openai_response import AddedToken, TokenizerInfo
 from pdserve.api.requests.chat_template import RESERVED, ChatTemplate
 from pdserve.errors import InvalidRequest, ModelError
-from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer, read_tokenizer
+from pdserve.models.checkpoint.cached_tokenizer import KeptTokenizer, read_tokenizer
 
 LOGGED_CHARS = 500
 MAX_CUT_CHARS = 2**18

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve_kernels.host_to_device import array_to_device, to_device
+from pdserve_kernels.host_copies import array_to_device, to_device
 
 BEST_FEW = 64
 """Top-p looks at so many best tokens first; a wider nucleus takes about 5 times as long."""

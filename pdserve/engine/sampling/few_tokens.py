@@ -14,7 +14,7 @@ import torch
 
 from pdserve.engine.sampling.grammar_matcher import TokenBits
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_copies import to_device
 
 MAX_BYTES = 512
 """More bytes of a mask that name tokens do not count as few: these can name 4,096 tokens."""

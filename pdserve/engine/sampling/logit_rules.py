@@ -23,7 +23,7 @@ import torch
 
 from pdserve.engine.sampling.grammar_matcher import TokenBits
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve_kernels.host_to_device import array_to_device
+from pdserve_kernels.host_copies import array_to_device
 
 FORBIDDEN = float("-inf")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pdserve.engine.sampling.token_logprobs import likeliest
+from pdserve.engine.sampling.logprobs import likeliest
 from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ import torch
 
 from pdserve.engine.sampling.grammar_step import GrammarStep
 from pdserve.engine.sampling.logit_rules import closes_tokens
+from pdserve.engine.sampling.logprobs import PendingReports
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.sampling.token_choice import GREEDY_BELOW, TokenChoice
-from pdserve.engine.sampling.token_logprobs import PendingReports
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_copies import to_device
 
 
 def sample(

@@ -15,7 +15,7 @@ from pdserve.engine.sampling.grammar_matcher import TokenBits
 from pdserve.engine.sampling.logit_rules import apply_rules, has_own_rules, moves_logits
 from pdserve.engine.sampling.row_groups import row_groups
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_copies import to_device
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would give the same token, or overflow."""

@@ -20,7 +20,7 @@ from typing import Final
 import xxhash
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.kept_files import KeptFiles, tell_nobody
+from pdserve.models.checkpoint.cached_files import KeptFiles, tell_nobody
 
 log = logging.getLogger(__name__)
 

@@ -109,7 +109,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
     found = _family_and_text(path)
     if found is None:
         # This import loads what transformers needs to read a configuration: about 3 s, which other families do without.
-        from pdserve.models.checkpoint.outside_config import read_outside_config
+        from pdserve.models.checkpoint.fallback_config import read_outside_config
 
         outside = read_outside_config(path)
         return replace(outside, eos_token_ids=_eos_token_ids(getattr(outside.hf, "eos_token_id", None), path))

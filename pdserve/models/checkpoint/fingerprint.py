@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.cached_files import tell_nobody
+from pdserve.models.checkpoint.cached_tokenizer import tokenizer_files
 from pdserve.models.checkpoint.content_digest import content_digest
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.kept_files import tell_nobody
-from pdserve.models.checkpoint.kept_tokenizer import tokenizer_files
-from pdserve.models.checkpoint.weight_list import weight_files
+from pdserve.models.checkpoint.model_files import weight_files
 
 IN_BLOCKS = "blocks-"
 """The fingerprint of weights that are kept in blocks begins so: the same weights dequantised give other KV blocks."""

@@ -11,7 +11,7 @@ from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
-from pdserve.models.checkpoint.weight_list import weight_files
+from pdserve.models.checkpoint.model_files import weight_files
 from pdserve.models.sizes import ModelSize
 
 ITEM_BYTES = {Dtype.BF16: 2, Dtype.FP32: 4}

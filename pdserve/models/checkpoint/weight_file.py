@@ -35,7 +35,7 @@ from pdserve.machine.file_system import check_own, file_system, make_own_folder
 from pdserve.models.checkpoint.code_digest import code_digest
 from pdserve.models.checkpoint.fingerprint import weights_fingerprint
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.weight_list import weight_files
+from pdserve.models.checkpoint.model_files import weight_files
 from pdserve_kernels.cpu.weight_memory import LINE, PIECE, FilledMemory
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.weight_list import PLAIN_FORMATS, WHOLE_FORMATS, weight_files
+from pdserve.models.checkpoint.model_files import PLAIN_FORMATS, WHOLE_FORMATS, weight_files
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 ALL = slice(None)

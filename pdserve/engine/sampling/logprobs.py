@@ -14,7 +14,7 @@ from pdserve.engine.sampling.host_copy import HostCopy
 from pdserve.engine.sampling.row_groups import row_groups
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import TokenLogprobs
-from pdserve_kernels.host_to_device import to_device
+from pdserve_kernels.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import pytest
 
 from pdserve.api.requests.tokenizer import load_tokenizer
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint import kept_tokenizer
+from pdserve.models.checkpoint import cached_tokenizer
+from pdserve.models.checkpoint.cached_tokenizer import KeptTokenizer, read_tokenizer
 from pdserve.models.checkpoint.demo import packaged_gguf
-from pdserve.models.checkpoint.kept_tokenizer import KeptTokenizer, read_tokenizer
 from tests.machine.test_file_system import give_away
 
 TEXTS = ["Hello", "  The  capital, isn't it? 12345\n\n\tété 漢字 🙂", "<|im_start|>user\nhi<|im_end|>", ""]
@@ -27,13 +27,13 @@ TEXTS = ["Hello", "  The  capital, isn't it? 12345\n\n\tété 漢字 🙂", "<|i
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """Yields the models whose tokenizers transformers makes."""
     models: list[Path] = []
-    make = kept_tokenizer._made
+    make = cached_tokenizer._made
 
     def note(model: Path) -> KeptTokenizer:
         models.append(model)
         return make(model)
 
-    monkeypatch.setattr(kept_tokenizer, "_made", note)
+    monkeypatch.setattr(cached_tokenizer, "_made", note)
     yield models
 
 
@@ -78,7 +78,7 @@ def test_a_torn_file_is_not_read(keep: int, demo_model: Path, made: list[Path], 
 def test_only_the_last_ones_stay(
     demo_model: Path, made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_tokenizer, "_KEPT", 2)
+    monkeypatch.setattr(cached_tokenizer, "_KEPT", 2)
     folder = shutil.copytree(demo_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     for turn in range(3):
         (folder / "chat_template.jinja").write_text(str(turn))
@@ -125,7 +125,7 @@ def test_other_code_makes_another_one(
     demo_model: Path, made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = tmp_path / "code.py"
-    monkeypatch.setattr(kept_tokenizer, "_CODE", (code,))
+    monkeypatch.setattr(cached_tokenizer, "_CODE", (code,))
     for text in ("one", "two", "two"):
         code.write_text(text)
         read_tokenizer(demo_model, tmp_path)

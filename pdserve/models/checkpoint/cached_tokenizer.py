@@ -14,10 +14,10 @@ import msgspec
 import xxhash
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.cached_files import KeptFiles
 from pdserve.models.checkpoint.code_digest import code_digest
 from pdserve.models.checkpoint.content_digest import content_digest
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
-from pdserve.models.checkpoint.kept_files import KeptFiles
 
 log = logging.getLogger(__name__)
 
