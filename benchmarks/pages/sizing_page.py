@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.pages.page_part import markdown_table, with_part
 from pdserve.bench.plan.profiling import cache_geometry
 from pdserve.config.bench import PlanProfileConfig
-from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_family_config
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.settings import load
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -95,7 +96,7 @@ MODELS = (
 class Size:
     """What a model takes in bf16."""
 
-    config: DecoderConfig
+    config: FamilyConfig
     kv_bytes: int
     """The bytes of one token's KV cache on all ranks together."""
     weights: int
@@ -107,11 +108,11 @@ def size(model: Published) -> Size:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model.config))
         profile = load(PlanProfileConfig, [], {}, prog="pdserve plan profile")
-        geometry, config = cache_geometry(profile, Path(folder)), read_decoder_config(Path(folder))
+        geometry, config = cache_geometry(profile, Path(folder)), read_family_config(Path(folder))
     return Size(config, geometry.block_bytes // geometry.block_size, weights(config))
 
 
-def weights(config: DecoderConfig) -> int:
+def weights(config: FamilyConfig) -> int:
     """Returns the number of weights without those of norms and biases, which are less than a thousandth."""
     attention = config.hidden_size * config.head_dim * 2 * (config.heads + config.kv_heads)
     inner = config.intermediate_size

@@ -33,8 +33,8 @@ from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
 from pdserve.bench.streamed_answer import AnswerTargets, Stream, distribution
 from pdserve.config import RoleChoice
 from pdserve.errors import BenchError, ConfigError
+from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
 from pdserve.models.checkpoint.demo import packaged_gguf
-from pdserve.models.checkpoint.gguf_tokenizer import gguf_tokenizer
 from pdserve.process import pdserve_command
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role

@@ -75,7 +75,7 @@ from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.tp.tp_ranks import RANK_COMMAND
 from pdserve.errors import RankLost
 from pdserve.http.tls import Trust
-from pdserve.models.checkpoint.cached_tokenizer import KeptTokenizer
+from pdserve.models.checkpoint.cached_tokenizer import CachedTokenizer
 from pdserve.wire.command import NodeChange
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.frame import Secrets
@@ -729,4 +729,4 @@ def tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     end = chr(0x4E00 + EOS)
-    return Tokenizer(KeptTokenizer(backend.to_str(), {"eos_token": end}, "", split_special_tokens=False))
+    return Tokenizer(CachedTokenizer(backend.to_str(), {"eos_token": end}, "", split_special_tokens=False))

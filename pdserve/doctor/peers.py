@@ -16,10 +16,10 @@ from pdserve.config import CacheConfig, CpuKernels, ModelConfig
 from pdserve.doctor.finding import Finding, ok, problem, warning
 from pdserve.errors import HandshakeRefused, TransferError
 from pdserve.models.backend import choose_device
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.demo import resolve_model
 from pdserve.models.checkpoint.fingerprint import fingerprint
-from pdserve.models.checkpoint.kept_blocks import keeps_blocks
+from pdserve.models.checkpoint.gguf_tensors import stays_in_blocks
 from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
@@ -198,7 +198,7 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cach
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
-        fingerprint=fingerprint(folder, cache_dir, in_blocks=keeps_blocks(folder, model, kernels=compiled)),
+        fingerprint=fingerprint(folder, cache_dir, in_blocks=stays_in_blocks(folder, model, kernels=compiled)),
         dtype=model.dtype.short,
         block_size=cache.block_size,
         num_layers=decoder.num_layers,

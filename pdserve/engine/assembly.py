@@ -39,7 +39,8 @@ from pdserve.engine.wake_up import WakeUp
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.memory import give_freed_memory_back
-from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout

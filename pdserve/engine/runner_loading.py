@@ -14,8 +14,8 @@ from pdserve.compiled_library import BuildError
 from pdserve.config import CpuKernels, EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.models.backend import Backend, choose_device, open_backend
-from pdserve.models.checkpoint.decoder_config import DecoderConfig, OutsideConfig
-from pdserve.models.checkpoint.kept_blocks import keeps_blocks
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig
+from pdserve.models.checkpoint.gguf_tensors import stays_in_blocks
 from pdserve.models.checkpoint.weight_file import SMALLEST, kept_weights, weights_name
 from pdserve.models.runner import ModelRunner
 from pdserve.models.tp.shares import TpGroup
@@ -90,7 +90,7 @@ def packed_weights(
         yield
         return
     # Who has nothing to pack waits for nobody: engines that make a file load one after another.
-    if isinstance(decoder, OutsideConfig) or not (in_blocks or kernels.packs_linear):
+    if isinstance(decoder, FallbackConfig) or not (in_blocks or kernels.packs_linear):
         yield
         return
     model, cache_dir, dtype = Path(config.model_dir), Path(config.cache_dir), config.model.dtype
@@ -113,7 +113,7 @@ def packed_weights(
 def kept_block_kernels(config: EngineConfig, backend: Backend) -> BlockKernels | None:
     """Returns the kernels for weights that stay in the blocks of their file, or None if none do. Raises ModelError."""
     kernels = backend.block_kernels
-    return kernels if keeps_blocks(Path(config.model_dir), config.model, kernels=kernels is not None) else None
+    return kernels if stays_in_blocks(Path(config.model_dir), config.model, kernels=kernels is not None) else None
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

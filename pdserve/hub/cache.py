@@ -20,7 +20,7 @@ from pathlib import Path
 from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName
 from pdserve.hub.selection import label_of
-from pdserve.models.checkpoint.model_files import INDEX, WHOLE, weight_files
+from pdserve.models.checkpoint.model_files import INDEX, SINGLE_FILE, weight_files
 
 _PREFIX = "models--"
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -142,7 +142,7 @@ def is_complete(snapshot: Path) -> bool:
     """Returns whether a commit's folder has the weights and the tokenizer of a model. Weights are fetched last."""
     if not (snapshot / CONFIG).is_file() or not (snapshot / TOKENIZER).is_file():
         return False
-    if not (snapshot / INDEX).is_file() and not (snapshot / WHOLE).is_file():
+    if not (snapshot / INDEX).is_file() and not (snapshot / SINGLE_FILE).is_file():
         return False
     try:
         return all(file.is_file() for file in weight_files(snapshot))

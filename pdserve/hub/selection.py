@@ -9,8 +9,7 @@ from fnmatch import fnmatch
 
 from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName, is_inside
-from pdserve.models.checkpoint.cached_tokenizer import TOKENIZER_FILES
-from pdserve.models.checkpoint.model_files import INDEX, SUFFIX, WHOLE
+from pdserve.models.checkpoint.model_files import INDEX, SINGLE_FILE, SUFFIX, TOKENIZER_FILES
 
 _LABEL = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d[A-Z0-9_]*|TQ\d_\d|MXFP4[A-Z0-9_]*|BF16|F16|FP16|F32|FP32))"
@@ -48,8 +47,8 @@ def select(name: HubName, files: Set[str]) -> Selection:
     weights = sorted(file for file in files if file.endswith(SUFFIX) and "/" not in file)
     if weights and "config.json" in files:
         settings = tuple(sorted(file for file in files if any(fnmatch(file, kind) for kind in _settings_kinds(file))))
-        if INDEX not in files and WHOLE in files:
-            weights = [WHOLE]
+        if INDEX not in files and SINGLE_FILE in files:
+            weights = [SINGLE_FILE]
         if "tokenizer.json" not in files:
             raise ModelError(
                 f"{name.repository} cannot be served: it has no tokenizer.json, and other forms of a tokeniser are not "

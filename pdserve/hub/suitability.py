@@ -7,18 +7,18 @@ from pathlib import Path
 from pdserve.errors import ModelError
 from pdserve.hub.names import HubName
 from pdserve.hub.selection import Selection
-from pdserve.models.checkpoint.decoder_config import OutsideConfig, read_decoder_config
-from pdserve.models.checkpoint.gguf_config import MODEL_TYPES, gguf_settings
+from pdserve.models.checkpoint.config_reading import GGUF_MODEL_TYPES, gguf_settings, read_decoder_config
+from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf_start
-from pdserve.models.checkpoint.model_files import PLAIN_FORMATS, WHOLE_FORMATS
+from pdserve.models.checkpoint.model_files import INTEGER_FORMATS, PLAIN_FORMATS
 
 
 def check_listing(name: HubName, selection: Selection, architecture: str) -> None:
     """Raises ModelError if the ``architecture`` that the hub tells of a repository's GGUF files cannot be served."""
-    if selection.gguf and architecture and architecture not in MODEL_TYPES:
+    if selection.gguf and architecture and architecture not in GGUF_MODEL_TYPES:
         raise ModelError(
             f"{name} cannot be served: it is a model of architecture {architecture!r}; as GGUF files "
-            f"these work: {', '.join(sorted(MODEL_TYPES))}"
+            f"these work: {', '.join(sorted(GGUF_MODEL_TYPES))}"
         )
 
 
@@ -31,8 +31,8 @@ def check_settings(folder: Path, name: str, formats: frozenset[str] = frozenset(
         config = read_decoder_config(folder)
     except ModelError as exc:
         raise ModelError(str(exc).replace(str(folder), name)) from exc
-    unknown = sorted(formats - PLAIN_FORMATS - WHOLE_FORMATS)
-    if unknown and not isinstance(config, OutsideConfig):
+    unknown = sorted(formats - PLAIN_FORMATS - INTEGER_FORMATS)
+    if unknown and not isinstance(config, FallbackConfig):
         raise ModelError(
             f"{name} cannot be served: its weights are in {', '.join(unknown)}, and its configuration does not say how "
             f"they were quantised; weights in safetensors files have to be in {', '.join(sorted(PLAIN_FORMATS))}"

@@ -22,7 +22,7 @@ from pdserve.bench.report import read_report, to_json
 from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
 from pdserve.errors import BenchError, ConfigError
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
@@ -93,7 +93,7 @@ def test_a_folder_without_a_tokenizer_has_no_row_of_grammars(tmp_path: Path) -> 
 
 
 def test_the_linear_layers_are_all_of_the_models(tiny: Path) -> None:
-    products = products_of(read_decoder_config(tiny), {})
+    products = products_of(read_family_config(tiny), {})
     loaded = AutoModelForCausalLM.from_pretrained(tiny)
     linears = [module for module in loaded.modules() if isinstance(module, torch.nn.Linear)]
     assert products.parameters == sum(module.weight.numel() for module in linears)
@@ -101,7 +101,7 @@ def test_the_linear_layers_are_all_of_the_models(tiny: Path) -> None:
 
 
 def test_weights_in_blocks_count_as_they_are(tmp_path: Path) -> None:
-    config = read_decoder_config(save_tiny_model("llama", tmp_path / "model", **IN_BLOCKS))
+    config = read_family_config(save_tiny_model("llama", tmp_path / "model", **IN_BLOCKS))
     first = "model.layers.0.self_attn"
     formats = {
         f"{first}.q_proj.weight": BlockFormat.Q8_0,

@@ -17,7 +17,8 @@ from pdserve.engine import runner_loading
 from pdserve.engine.runner_loading import kept_block_kernels, load_runner, packed_weights
 from pdserve.models.backend import CPU, Backend
 from pdserve.models.checkpoint import weight_file
-from pdserve.models.checkpoint.decoder_config import OutsideConfig, read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig
 from pdserve.models.checkpoint.weights import SafetensorsFiles
 from pdserve.models.runner import StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
@@ -150,8 +151,8 @@ def test_who_packs_nothing_waits_for_nobody(reason: str, tmp_path: Path) -> None
     kernels, decoder = CompiledKernels(cache_folder(os.environ)), read_decoder_config(Path(config.model_dir))
     kernels.packs_linear = reason == "transformers computes"
     if kernels.packs_linear:
-        known = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
-        decoder = OutsideConfig(**known, hf=transformers.PretrainedConfig())
+        known = {field.name: getattr(decoder, field.name) for field in fields(DecoderConfig)}
+        decoder = FallbackConfig(**known, hf=transformers.PretrainedConfig())
     own = kernels.memory
     with packed_weights(config, decoder, ALONE, kernels, in_blocks=False):
         assert kernels.memory is own

@@ -10,7 +10,7 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.models import runner as runner_module
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import PrefillSource
 from pdserve.wire.prompt_logprobs import PromptLogprobs

@@ -15,7 +15,7 @@ from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Status
 from pdserve.engine.sampling import grammar_step
 from pdserve.grammars import compiling
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
 from pdserve.wire.engine import FinishReason, PrefillSource

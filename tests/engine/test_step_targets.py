@@ -13,7 +13,7 @@ import torch
 from pdserve.config import Dtype
 from pdserve.engine import step_loop
 from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner, Score, StepRow
 from pdserve.wire.discovery import Role
 from pdserve.wire.sampling_params import SamplingParams

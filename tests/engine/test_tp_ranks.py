@@ -28,7 +28,7 @@ from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner, joined_group
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.models.backend import CPU
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import StepRow
 from pdserve.models.tp.shares import ALONE
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Loaded, LoadModel, Numbered, Stop

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdserve.bench.engine.random_model import LLAMA_8B, write_random_model
+from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
 from pdserve.models.checkpoint.demo import packaged_gguf
-from pdserve.models.checkpoint.gguf_tokenizer import gguf_tokenizer
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pdserve.config import Dtype
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow

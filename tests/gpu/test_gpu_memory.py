@@ -13,7 +13,7 @@ from pdserve.engine.kv_cache.workspace import LIBRARY_BYTES, workspace_bytes
 from pdserve.engine.sampling.pending_tokens import DeviceTokens
 from pdserve.engine.sampling.prompt_scoring import PendingScores, ScoredTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.triton.triton_kernels import TritonKernels

@@ -11,7 +11,7 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.errors import RankLost
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve.models.tp.nccl_group import NcclGroup
 from pdserve.models.tp.rank_board import RankBoard

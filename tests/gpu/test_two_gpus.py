@@ -12,7 +12,7 @@ import torch
 
 from pdserve.config import Device
 from pdserve.engine.runner_loading import load_runner, rank_backend
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, StepRow
 from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.triton.triton_kernels import TritonKernels

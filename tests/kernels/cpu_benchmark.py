@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from pdserve.config import Dtype
-from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_family_config
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import Kernels, Linear
@@ -33,7 +34,7 @@ SECONDS_EACH = 2.0
 MAX_ROUNDS = 40
 
 
-def linear_layers(config: DecoderConfig, kernels: Kernels) -> Callable[[int, int], None]:
+def linear_layers(config: FamilyConfig, kernels: Kernels) -> Callable[[int, int], None]:
     """Returns a function that computes the model's products, for numbers of tokens and of rows with logits."""
 
     def random(outer: int, inner: int) -> Linear:
@@ -84,7 +85,7 @@ def main() -> None:
     cache = cache_folder(os.environ)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder: Path = demo_folder(cache)
-    config = read_decoder_config(folder)
+    config = read_family_config(folder)
     sets: dict[str, Kernels] = {"torch": TorchKernels(), "compiled": CompiledKernels(cache)}
     blocks = max(batch * -(-context // BLOCK_SIZE) for batch, context, _ in DECODE + PREFILL)
     runners = {

@@ -16,7 +16,7 @@ import torch
 from pdserve.config import Dtype
 from pdserve.engine.core_lending import LedgerCores
 from pdserve.machine.core_ledger import CoreLedger, CoreState, CoreWord
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.contract import AttentionRow, BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from pdserve.config import Dtype
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.greedy import greedy_tokens

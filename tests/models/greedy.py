@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.config import Dtype
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 

@@ -39,7 +39,7 @@ def answer(case: Case, cache: Path) -> list[int]:
     """Returns the greedy tokens after a prompt of two chunks."""
     # Imported at the top of this file, these would be there before every other module of an engine.
     from pdserve.config import Dtype
-    from pdserve.models.checkpoint.decoder_config import read_decoder_config
+    from pdserve.models.checkpoint.config_reading import read_decoder_config
     from pdserve.models.runner import ModelRunner
     from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
     from tests.models.greedy import greedy_tokens, small_runner

@@ -17,7 +17,7 @@ import torch
 
 from pdserve.config import Dtype, ParallelConfig, TpBackend
 from pdserve.errors import PdserveError
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.shares import ALONE, TpGroup

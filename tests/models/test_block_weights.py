@@ -11,10 +11,9 @@ import torch
 from gguf import GGMLQuantizationType
 
 from pdserve.config import Dtype, ModelConfig, Weights
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
-from pdserve.models.checkpoint.gguf_tensors import GgufTensors
-from pdserve.models.checkpoint.kept_blocks import keeps_blocks
+from pdserve.models.checkpoint.gguf_tensors import GgufTensors, stays_in_blocks
 from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building, Projection, SideBySide, column_parallel
@@ -142,12 +141,12 @@ def test_when_blocks_are_kept(tmp_path: Path) -> None:
     path = save_tiny_gguf(folder, tmp_path / "q.gguf", quantized=Q8_0, widths=(64,))
     plain = save_tiny_gguf(folder, tmp_path / "plain.gguf")
     usual = ModelConfig()
-    assert keeps_blocks(path, usual, kernels=True)
-    assert not keeps_blocks(path, usual, kernels=False)
-    assert not keeps_blocks(path, ModelConfig(dtype=Dtype.FP32), kernels=True)
-    assert not keeps_blocks(path, ModelConfig(weights=Weights.DEQUANTISE), kernels=True)
-    assert not keeps_blocks(plain, usual, kernels=True)
-    assert not keeps_blocks(folder, usual, kernels=True)
+    assert stays_in_blocks(path, usual, kernels=True)
+    assert not stays_in_blocks(path, usual, kernels=False)
+    assert not stays_in_blocks(path, ModelConfig(dtype=Dtype.FP32), kernels=True)
+    assert not stays_in_blocks(path, ModelConfig(weights=Weights.DEQUANTISE), kernels=True)
+    assert not stays_in_blocks(plain, usual, kernels=True)
+    assert not stays_in_blocks(folder, usual, kernels=True)
 
 
 def test_the_fingerprint_names_the_form(tmp_path: Path) -> None:

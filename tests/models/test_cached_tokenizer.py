@@ -16,7 +16,7 @@ import pytest
 from pdserve.api.requests.tokenizer import load_tokenizer
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint import cached_tokenizer
-from pdserve.models.checkpoint.cached_tokenizer import KeptTokenizer, read_tokenizer
+from pdserve.models.checkpoint.cached_tokenizer import CachedTokenizer, read_tokenizer
 from pdserve.models.checkpoint.demo import packaged_gguf
 from tests.machine.test_file_system import give_away
 
@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     models: list[Path] = []
     make = cached_tokenizer._made
 
-    def note(model: Path) -> KeptTokenizer:
+    def note(model: Path) -> CachedTokenizer:
         models.append(model)
         return make(model)
 
@@ -78,7 +78,7 @@ def test_a_torn_file_is_not_read(keep: int, demo_model: Path, made: list[Path], 
 def test_only_the_last_ones_stay(
     demo_model: Path, made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached_tokenizer, "_KEPT", 2)
+    monkeypatch.setattr(cached_tokenizer, "_MOST", 2)
     folder = shutil.copytree(demo_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     for turn in range(3):
         (folder / "chat_template.jinja").write_text(str(turn))

@@ -9,7 +9,7 @@ from transformers import MambaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from tests.tiny_models import FAMILIES, WINDOW, save_tiny_model
 
 

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pdserve.config import Dtype
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.demo import packaged_gguf
-from pdserve.models.checkpoint.gguf_tokenizer import gguf_tokenizer
 from pdserve.models.checkpoint.weights import Checkpoint, SafetensorsFiles
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder

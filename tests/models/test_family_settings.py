@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import DecoderConfig, OutsideConfig, read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
+from pdserve.models.checkpoint.decoder_config import FallbackConfig, FamilyConfig
 from pdserve.models.checkpoint.family_settings import SETTINGS, ExpertSettings, Rotary
 from pdserve.models.decoders.rotary import frequencies
 from tests.tiny_models import FAMILIES, OTHERS
@@ -131,10 +132,9 @@ def assert_frequencies(rotary: Rotary, head_dim: int, hf: PretrainedConfig, kind
     assert found_factor == factor
 
 
-def assert_like_transformers(found: DecoderConfig, hf: PretrainedConfig) -> None:
+def assert_like_transformers(found: FamilyConfig, hf: PretrainedConfig) -> None:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     ids = hf.eos_token_id if isinstance(hf.eos_token_id, list) else [hf.eos_token_id]
-    assert not isinstance(found, OutsideConfig)
     assert found.family == hf.model_type
     assert found.vocab_size == hf.vocab_size
     assert found.hidden_size == hf.hidden_size
@@ -161,16 +161,16 @@ def test_settings_are_read_as_transformers_reads_them(tmp_path: Path, family: st
         folder = written(tmp_path, {"model_type": family} | values)
         hf = AutoConfig.from_pretrained(folder)
         if hf.model_type != family:
-            assert isinstance(read_decoder_config(folder), OutsideConfig), values
+            assert isinstance(read_decoder_config(folder), FallbackConfig), values
             continue
-        assert_like_transformers(read_decoder_config(folder), hf)
+        assert_like_transformers(read_family_config(folder), hf)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES | OTHERS))
 def test_saved_configurations_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     (FAMILIES | OTHERS)[name].save_pretrained(tmp_path)
     hf = AutoConfig.from_pretrained(tmp_path)
-    assert_like_transformers(read_decoder_config(tmp_path), getattr(hf, "text_config", hf))
+    assert_like_transformers(read_family_config(tmp_path), getattr(hf, "text_config", hf))
 
 
 @pytest.mark.parametrize("own", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
@@ -179,7 +179,7 @@ def test_a_gemma3_with_images_is_tied_by_its_outer_setting(
     tmp_path: Path, own: dict[str, Any], outer: dict[str, Any]
 ) -> None:
     folder = written(tmp_path, {"model_type": "gemma3", "text_config": SMALL | own} | outer)
-    assert read_decoder_config(folder).tied_embeddings == AutoConfig.from_pretrained(folder).tie_word_embeddings
+    assert read_family_config(folder).tied_embeddings == AutoConfig.from_pretrained(folder).tie_word_embeddings
 
 
 def test_a_gemma3_with_images_has_its_outer_ends(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ import sys
 import pdserve.engine.assembly
 import pdserve.engine.process
 from pathlib import Path
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 read_decoder_config(Path(sys.argv[1]))
 print(sorted({"transformers", "torch._dynamo", "sympy"} & sys.modules.keys()))
 """

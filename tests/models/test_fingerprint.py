@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint import cached_files
-from pdserve.models.checkpoint import content_digest as digests
-from pdserve.models.checkpoint.content_digest import PIECE, REMEMBERED, content_digest
-from pdserve.models.checkpoint.fingerprint import fingerprint, weights_fingerprint
+from pdserve.models.checkpoint import fingerprint as digests
+from pdserve.models.checkpoint.fingerprint import PIECE, REMEMBERED, content_digest, fingerprint, weights_fingerprint
 from tests.eventually import eventually
 from tests.machine.test_file_system import give_away
 from tests.tiny_models import save_tiny_model

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.models.checkpoint.family_settings import LinearScaling
 from pdserve.models.checkpoint.fingerprint import fingerprint
@@ -47,7 +47,7 @@ def test_logits_are_those_of_the_folder(tmp_path: Path, family: str) -> None:
 def test_the_shape_is_read(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", {"tokenizer.ggml.eot_token_id": 7})
-    config = read_decoder_config(path)
+    config = read_family_config(path)
     assert (config.heads, config.kv_heads, config.head_dim, config.num_layers) == (6, 2, 10, 3)
     assert (config.max_positions, config.vocab_size, config.tied_embeddings) == (512, 512, True)
     assert config.eos_token_ids == {2, 7}
@@ -55,16 +55,16 @@ def test_the_shape_is_read(tmp_path: Path) -> None:
 
 def test_settings_that_change_nothing_are_read(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
-    plain = read_decoder_config(save_tiny_gguf(folder, tmp_path / "plain.gguf"))
+    plain = read_family_config(save_tiny_gguf(folder, tmp_path / "plain.gguf"))
     for window in (0, 512):
         extra = {"llama.attention.sliding_window": window, "llama.rope.scaling.factor": 1.0}
-        assert read_decoder_config(save_tiny_gguf(folder, tmp_path / f"{window}.gguf", extra)) == plain
+        assert read_family_config(save_tiny_gguf(folder, tmp_path / f"{window}.gguf", extra)) == plain
 
 
 def test_a_rotary_factor_alone_scales_linearly(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", {"llama.rope.scaling.factor": 4.0})
-    assert read_decoder_config(path).rotary.scaling == LinearScaling(4.0)
+    assert read_family_config(path).rotary.scaling == LinearScaling(4.0)
 
 
 def test_formats_and_tensors_are_checked_before_any_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,8 @@ def test_formats_and_tensors_are_checked_before_any_is_read(tmp_path: Path, monk
 
 def test_llama_3_divides_its_rotary_frequencies(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
-    plain = read_decoder_config(folder)
-    divided = read_decoder_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", rope_freqs=[1, 1, 2, 4, 8]))
+    plain = read_family_config(folder)
+    divided = read_family_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", rope_freqs=[1, 1, 2, 4, 8]))
     cos, _ = rotary_table(divided.rotary, divided.head_dim, 64, torch.float32, CPU)
     wanted, _ = rotary_table(plain.rotary, plain.head_dim, 64, torch.float32, CPU)
     for column, divisor in enumerate([1, 1, 2, 4, 8]):
@@ -148,13 +148,13 @@ def test_it_is_served_under_its_name(tmp_path: Path) -> None:
 def test_settings_that_would_be_wrong_are_refused(tmp_path: Path, extra: dict[str, int | str], match: str) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     with pytest.raises(ModelError, match=match):
-        read_decoder_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", extra))
+        read_family_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", extra))
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     with pytest.raises(ModelError, match=r"'mamba'.*gemma3.*llama"):
-        read_decoder_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", architecture="mamba"))
+        read_family_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", architecture="mamba"))
 
 
 def test_an_unknown_number_format_is_refused(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_damaged_header_is_refused_or_harmless(whole: Path, at: int, damage: b
     path, data = whole.with_name("damaged.gguf"), whole.read_bytes()
     path.write_bytes(data[:at] + damage + data[at + 1 :])
     with suppress(ModelError):
-        read_decoder_config(path)
+        read_family_config(path)
         tensors = GgufTensors(path)
         for name in tensors.names():
             tensors.read(name, slice(0, 1), ALL, torch.float32)

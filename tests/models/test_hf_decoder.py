@@ -31,7 +31,7 @@ from transformers import (
 
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoders.decoder import build_decoder
 from pdserve.models.decoders.layers import Building

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoders.layers import Building
 from pdserve.models.decoders.qwen3_moe import Experts
@@ -49,7 +49,7 @@ class Unsummed:
 
 def experts(folder: Path, tp: TpGroup) -> Experts:
     building = Building(Checkpoint(folder, torch.float32), TorchKernels(), tp)
-    config = read_decoder_config(folder)
+    config = read_family_config(folder)
     assert config.experts is not None
     return Experts(config.experts, config.hidden_size, building, "model.layers.0.mlp")
 

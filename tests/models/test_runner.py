@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve.config import Dtype
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.models.tp.shares import Alone
 from pdserve.settings import cache_folder
@@ -193,7 +193,7 @@ class Counted(Alone):
 
 def test_a_step_asks_its_device_for_nothing_but_through_the_group_of_ranks(folder: Path) -> None:
     """A wait for the device is one for the other ranks, which only the group can end. A meta tensor has no numbers."""
-    group, config = Counted(), read_decoder_config(folder)
+    group, config = Counted(), read_family_config(folder)
     meta = torch.device("meta")
     runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 256, TorchKernels(), meta, group)
     rows = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True, range(2))]

@@ -27,7 +27,7 @@ from pdserve.api.answers.detokenizer import (
 from pdserve.api.answers.openai_response import AddedToken, TokenizerInfo
 from pdserve.api.requests.chat_template import RESERVED, ChatTemplate
 from pdserve.errors import InvalidRequest, ModelError
-from pdserve.models.checkpoint.cached_tokenizer import KeptTokenizer, read_tokenizer
+from pdserve.models.checkpoint.cached_tokenizer import CachedTokenizer, read_tokenizer
 
 LOGGED_CHARS = 500
 MAX_CUT_CHARS = 2**18
@@ -38,7 +38,7 @@ tokenised, which takes half a second."""
 class Tokenizer:
     """Encodes prompts and makes a detokenizer for each output. All requests share it; it keeps no state of theirs."""
 
-    def __init__(self, kept: KeptTokenizer) -> None:
+    def __init__(self, kept: CachedTokenizer) -> None:
         """Raises ModelError if the library cannot read it."""
         try:
             self._backend = tokenizers.Tokenizer.from_str(kept.backend)

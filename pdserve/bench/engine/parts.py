@@ -16,7 +16,7 @@ from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.grammars.compiling import compile_grammar
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.runner import StepRow
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.contract import AttentionRow, BlockFormat, BlockKernels, BlockWeight, Kernels, Linear
@@ -67,7 +67,7 @@ class Products:
         return sum(product.nbytes(dtype) for layer in self.layers for product in layer) + self.head.nbytes(dtype)
 
 
-def products_of(config: DecoderConfig, formats: Mapping[str, BlockFormat]) -> Products:
+def products_of(config: FamilyConfig, formats: Mapping[str, BlockFormat]) -> Products:
     """Returns the products of a decoder with a gated MLP: projections that share their input and format are one.
 
     ``formats`` are those of the weights that stay in blocks, by transformers' names.

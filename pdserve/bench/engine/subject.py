@@ -12,9 +12,9 @@ import torch
 from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
-from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
-from pdserve.models.checkpoint.gguf_tensors import GgufTensors
-from pdserve.models.checkpoint.kept_blocks import keeps_blocks
+from pdserve.models.checkpoint.config_reading import read_family_config
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.checkpoint.gguf_tensors import GgufTensors, stays_in_blocks
 from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
 from pdserve_kernels.contract import BlockFormat, BlockKernels, Kernels
 from pdserve_kernels.kv_layout import KvLayout
@@ -37,7 +37,7 @@ class Subject:
     """One loaded model."""
 
     name: str
-    config: DecoderConfig
+    config: FamilyConfig
     runner: Runner
     kernels: Kernels
     """The kernel set that the runner computes with."""
@@ -95,14 +95,14 @@ def open_subject(
 ) -> Subject:
     """Opens the model of ``folder`` with a KV cache for the largest of ``steps``.
 
-    ``cpu_kernels`` makes the kernel set for a CPU. Raises ModelError, and ConfigError if the model knows fewer
-    positions or its device is not there.
+    ``cpu_kernels`` makes the kernel set for a CPU. Raises ModelError (also for a fallback model, whose
+    products are not known), and ConfigError if the model knows fewer positions or its device is not there.
     """
-    config = read_decoder_config(folder)
+    config = read_family_config(folder)
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
     backend = open_backend(choose_device(model.device), cpu_kernels)
-    in_blocks = keeps_blocks(folder, model, kernels=backend.block_kernels is not None)
+    in_blocks = stays_in_blocks(folder, model, kernels=backend.block_kernels is not None)
     block_kernels = backend.block_kernels if in_blocks else None
     formats = GgufTensors(folder).block_formats() if in_blocks else {}
     runner = ModelRunner(

@@ -26,9 +26,9 @@ from pdserve.config.bench import PlanProfileConfig, ProfilingConfig
 from pdserve.errors import BenchError, PlanError
 from pdserve.machine.core_ledger import private_ledger
 from pdserve.machine.memory import available_memory
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
-from pdserve.models.checkpoint.model_size import model_size
+from pdserve.models.checkpoint.weight_form import model_size
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.models.sizes import cpu_cache, cpu_scheduler
 from pdserve.plan.fit import fit, fixed_part, lone_prompt_s, spread_of

@@ -10,11 +10,9 @@ import torch
 from pdserve.config import CacheConfig
 from pdserve.errors import ConfigError
 from pdserve.models.checkpoint.weights import parameters
-from pdserve.models.sizes import GPU_ONLY, fitting_context, gpu_budget
+from pdserve.models.sizes import GPU_ONLY, MIB, fitting_context, gpu_budget
 
 log = logging.getLogger(__name__)
-
-MIB = 2**20
 
 
 def cache_blocks(

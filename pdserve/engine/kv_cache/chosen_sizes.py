@@ -11,7 +11,7 @@ from pdserve.config import EngineConfig, SchedulerConfig
 from pdserve.engine.kv_cache.workspace import workspace_bytes
 from pdserve.machine.memory import available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.checkpoint.model_size import weight_bytes
+from pdserve.models.checkpoint.weight_form import weight_bytes
 from pdserve.models.sizes import MIB, ModelSize, cpu_cache, cpu_scheduler, gpu_budget, gpu_scheduler, gpu_share
 from pdserve_kernels.kv_layout import KvLayout
 

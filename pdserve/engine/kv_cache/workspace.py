@@ -10,7 +10,7 @@ import torch
 
 from pdserve.config import SchedulerConfig
 from pdserve.engine.sampling.row_groups import sampling_bytes
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.runner import SCORED_LOGITS
 
 LIBRARY_BYTES = 2**30
@@ -59,9 +59,10 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
     # Ranks may share KV heads, so each holds at least one.
     heads, kv_heads = -(-decoder.heads // ranks), -(-decoder.kv_heads // ranks)
     attention = (3 * heads + 2 * kv_heads) * decoder.head_dim
-    widest = max(attention, 3 * -(-decoder.intermediate_size // ranks))
-    own = 0
-    if decoder.experts is not None:
+    widest, own = attention, 0
+    if isinstance(decoder, FamilyConfig):
+        widest = max(widest, 3 * -(-decoder.intermediate_size // ranks))
+    if isinstance(decoder, FamilyConfig) and decoder.experts is not None:
         widest = max(widest, 3 * -(-decoder.experts.channels // ranks) + decoder.hidden_size)
         # What the router gives each expert and each chosen one, and where the chosen ones are.
         own = decoder.experts.count * 3 * _FP32_BYTES + decoder.experts.chosen * 8 * _INDEX_BYTES

@@ -1,12 +1,16 @@
-"""Keeps small files in a folder of the user's cache: whole ones, those that were used last, and nobody else's."""
+"""Keeps small files in a folder of the user's cache: complete ones, those that were used last, and nobody else's.
+
+``code_digest`` tells which code makes such a file, so that other code does not take that file for its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +31,7 @@ def tell_nobody() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFiles:
+class CachedFiles:
     """The files of one kind. Each has a key, which names everything that its bytes depend on."""
 
     folder: Path
@@ -113,3 +117,22 @@ def _acquired(lock: FileLock, within_s: float) -> bool:
     except Timeout:
         return False
     return True
+
+
+def code_digest(sources: Iterable[Path], packages: Iterable[str] = ()) -> str:
+    """Returns a digest of these files and of the versions of pdserve and ``packages``. Raises OSError."""
+    digest = xxhash.xxh3_128()
+    for package in ("pdserve", *packages):
+        digest.update(f"{package} {_version(package)}\0".encode())
+    for source in sources:
+        data = source.read_bytes()
+        digest.update(f"{source.name} {len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

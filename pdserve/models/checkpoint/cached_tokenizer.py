@@ -1,36 +1,57 @@
 """Reads a model's tokenizer: with transformers the first time, and later from the user's cache.
 
 transformers knows what all the files and settings of a tokenizer mean, but takes a second to import, and another one to
-rebuild a GGUF file's tokenizer. What it makes of the files is kept as the one text that the library ``tokenizers``
+rebuild a GGUF file's tokenizer. What it makes of the files is cached as the one text that the library ``tokenizers``
 reads.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.cached_files import KeptFiles
-from pdserve.models.checkpoint.code_digest import code_digest
-from pdserve.models.checkpoint.content_digest import content_digest
-from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
+from pdserve.models.checkpoint.cached_files import CachedFiles, code_digest
+from pdserve.models.checkpoint.fingerprint import content_digest
+from pdserve.models.checkpoint.gguf_file import GgufFile, forget_gguf, is_gguf, read_gguf
+from pdserve.models.checkpoint.model_files import tokenizer_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 
-_CODE = (Path(__file__), Path(__file__).with_name("gguf_file.py"), Path(__file__).with_name("gguf_tokenizer.py"))
+_CODE = (Path(__file__), Path(__file__).with_name("gguf_file.py"))
 """What makes a tokenizer. Its bytes are part of each file's name, so that a change of the code makes another file."""
-_KEPT = 16
-"""So many tokenizers are kept, those that were used last."""
+_MOST = 16
+"""So many tokenizers are cached, those that were used last."""
 _LOCK_TIMEOUT_S = 60.0
-TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model")
-"""The files of a folder that a tokenizer may be made of."""
 
 
-class KeptTokenizer(msgspec.Struct, frozen=True):
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+PARTS = {
+    "tokenizer_type": "model",
+    "pre_tokenizer_type": "pre",
+    "tokens": "tokens",
+    "scores": "scores",
+    "token_type": "token_type",
+    "merges": "merges",
+    "add_prefix_space": "add_space_prefix",
+}
+"""transformers' names for what the file calls ``tokenizer.ggml.…``."""
+
+
+class CachedTokenizer(msgspec.Struct, frozen=True):
     """All that is needed of a tokenizer, without transformers."""
 
     backend: str
@@ -43,35 +64,30 @@ class KeptTokenizer(msgspec.Struct, frozen=True):
     """Whether special tokens that are written in a text are text."""
 
 
-def read_tokenizer(model: Path, cache_dir: Path | None = None) -> KeptTokenizer:
+def read_tokenizer(model: Path, cache_dir: Path | None = None) -> CachedTokenizer:
     """Returns the tokenizer of a Hugging Face folder or GGUF file, if possible from ``cache_dir``. Raises ModelError.
 
     Several processes may call this at the same time: one makes the tokenizer, and the others wait for a while.
     """
     if cache_dir is None:
         return _made(model)
-    kept = KeptFiles(cache_dir / "tokenizers", "tokenizer", _KEPT, _LOCK_TIMEOUT_S)
+    cached = CachedFiles(cache_dir / "tokenizers", "tokenizer", _MOST, _LOCK_TIMEOUT_S)
     try:
         key = _key(model, cache_dir)
-        if (found := _load(kept, key)) is not None:
+        if (found := _load(cached, key)) is not None:
             return found
-        with kept.locked(key):
-            found = _load(kept, key)
+        with cached.locked(key):
+            found = _load(cached, key)
             if found is None:
                 found = _made(model)
                 try:
-                    kept.save(key, msgspec.msgpack.encode(found))
+                    cached.save(key, msgspec.msgpack.encode(found))
                 except OSError as exc:
-                    log.warning("the tokenizer cannot be kept in %s: %s", kept.folder, exc)
+                    log.warning("the tokenizer cannot be cached in %s: %s", cached.folder, exc)
     except OSError as exc:
-        log.warning("tokenizers cannot be kept in %s: %s", kept.folder, exc)
+        log.warning("tokenizers cannot be cached in %s: %s", cached.folder, exc)
         return _made(model)
     return found
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Returns the files of a model's folder that its tokenizer and chat template may be made of."""
-    return sorted(found for kind in TOKENIZER_FILES for found in folder.glob(kind))
 
 
 def _key(model: Path, cache_dir: Path) -> str:
@@ -87,29 +103,27 @@ def _key(model: Path, cache_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def _load(kept: KeptFiles, key: str) -> KeptTokenizer | None:
-    body = kept.load(key)
+def _load(cached: CachedFiles, key: str) -> CachedTokenizer | None:
+    body = cached.load(key)
     try:
-        return None if body is None else msgspec.msgpack.decode(body, type=KeptTokenizer)
+        return None if body is None else msgspec.msgpack.decode(body, type=CachedTokenizer)
     except msgspec.MsgspecError:
         return None
 
 
-def _made(model: Path) -> KeptTokenizer:
+def _made(model: Path) -> CachedTokenizer:
     """Returns the tokenizer that transformers makes. Raises ModelError."""
     from transformers import PreTrainedTokenizerFast
 
     try:
         if is_gguf(model):
-            from pdserve.models.checkpoint.gguf_tokenizer import gguf_tokenizer
-
             made = gguf_tokenizer(model)
             forget_gguf()
         elif (model / "tokenizer.json").is_file():
             made = PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
         else:
             raise ModelError(f"{model} has no tokenizer.json")
-        return KeptTokenizer(
+        return CachedTokenizer(
             backend=made.backend_tokenizer.to_str(),
             special_tokens=dict(made.special_tokens_map),
             chat_template=made.get_chat_template() if made.chat_template else "",
@@ -117,3 +131,37 @@ def _made(model: Path) -> KeptTokenizer:
         )
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ModelError(f"cannot read the tokenizer in {model}: {exc}") from exc
+
+
+def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer. Raises ModelError if the file holds none that transformers can rebuild.
+
+    transformers' own reader of the file is not used, because it imports torch, which the API process can do without.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    file = read_gguf(path)
+    metadata = file.metadata
+    parts = {name: metadata[key] for name, part in PARTS.items() if (key := f"tokenizer.ggml.{part}") in metadata}
+    # The module has no types, and its package loads it lazily.
+    conversion: Any = importlib.import_module("transformers.integrations.gguf")
+    build: Any = PreTrainedTokenizerFast
+    try:
+        backend, settings = conversion.convert_gguf_tokenizer(file.architecture, parts)
+        tokenizer: PreTrainedTokenizerFast = build(tokenizer_object=backend, **settings, **_settings(file))
+    except (ValueError, KeyError, TypeError, IndexError) as exc:
+        raise ModelError(f"cannot read the tokenizer in {path}: {exc}") from exc
+    return tokenizer
+
+
+def _settings(file: GgufFile) -> dict[str, Any]:
+    tokens = file.get("tokenizer.ggml.tokens", list)
+    found = {name: file.metadata.get(f"tokenizer.ggml.{key}") for name, key in SPECIAL.items()}
+    # llama.cpp begins a sentencepiece prompt with BOS where the file says nothing.
+    sentencepiece = file.get("tokenizer.ggml.model", str) == "llama"
+    return {
+        **{name: tokens[token_id] for name, token_id in found.items() if isinstance(token_id, int)},
+        "add_bos_token": file.get("tokenizer.ggml.add_bos_token", bool, sentencepiece),
+        "add_eos_token": file.get("tokenizer.ggml.add_eos_token", bool, False),
+        "chat_template": file.get("tokenizer.chat_template", str, ""),
+    }

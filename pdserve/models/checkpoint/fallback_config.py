@@ -1,4 +1,4 @@
-"""Reads the shape of a decoder outside ``FAMILIES`` with transformers, which computes it, too."""
+"""Reads the shape of a fallback model with transformers, which computes it, too."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import FAMILIES, OutsideConfig
-from pdserve.models.checkpoint.family_settings import FULL, SLIDING, Rotary
-from pdserve.models.checkpoint.quantisation import refuse_unknown_quantisation
+from pdserve.models.checkpoint.decoder_config import FAMILIES, FallbackConfig
+from pdserve.models.checkpoint.family_settings import FULL, SLIDING
+from pdserve.models.checkpoint.model_files import refuse_unknown_quantisation
 
 STATES = ("state_size", "ssm_state_size", "mamba_d_state")
 """The settings that only models with state spaces have."""
@@ -36,7 +36,7 @@ LAYER_WORDS = {
 """What a kind of layer that cannot be served is called, for the kinds that transformers names otherwise."""
 
 
-def read_outside_config(folder: Path) -> OutsideConfig:
+def read_fallback_config(folder: Path) -> FallbackConfig:
     """Returns what the KV cache and the scheduler need to know, without end-of-sequence ids. Raises ModelError."""
     try:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -52,7 +52,7 @@ def read_outside_config(folder: Path) -> OutsideConfig:
     try:
         if other := _unlike_attention(hf):
             raise ModelError(other)
-        return _outside_config(hf)
+        return _fallback_config(hf)
     except ModelError as exc:
         raise ModelError(f"a {hf.model_type} model cannot be served: {exc}") from exc
 
@@ -95,33 +95,25 @@ def _unlike_attention(hf: PretrainedConfig) -> str:
     return ""
 
 
-def _outside_config(hf: PretrainedConfig) -> OutsideConfig:
+def _fallback_config(hf: PretrainedConfig) -> FallbackConfig:
     heads, hidden_size, layers = (
         _count(hf, name) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
     head_dim = _setting(hf, "head_dim") or hidden_size // heads
     if not isinstance(head_dim, int) or head_dim < 1:
         raise ModelError(f"{heads} heads cannot share {hidden_size} hidden channels")
-    return OutsideConfig(
+    return FallbackConfig(
         family=hf.model_type,
         vocab_size=_count(hf, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=0,
         num_layers=layers,
         heads=heads,
         kv_heads=heads if _setting(hf, "num_key_value_heads") is None else _count(hf, "num_key_value_heads"),
         head_dim=head_dim,
         attention_scale=head_dim**-0.5,
-        norm_eps=0.0,
-        biases=frozenset(),
-        head_norms=False,
-        tied_embeddings=bool(_setting(hf, "tie_word_embeddings")),
         windows=(None,) * layers,
         max_positions=_count(hf, "max_position_embeddings"),
         eos_token_ids=frozenset(),
-        rotary=Rotary(1.0),
-        window_rotary=Rotary(1.0),
-        experts=None,
         hf=hf,
     )
 

@@ -12,9 +12,10 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.gguf_config import ROTARY_DIVISORS, gguf_settings
-from pdserve.models.checkpoint.gguf_file import GgufTensor, read_gguf
+from pdserve.models.checkpoint.config_reading import ROTARY_DIVISORS, gguf_settings
+from pdserve.models.checkpoint.gguf_file import GgufTensor, is_gguf, read_gguf
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -151,6 +152,17 @@ class GgufTensors:
         if rows % self._head_dim:
             raise ModelError(f"tensor {name!r} of {self._path} has {rows} rows, not whole heads of {self._head_dim}")
         return np.arange(rows).reshape(-1, self._head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def stays_in_blocks(path: Path, model: ModelConfig, *, kernels: bool) -> bool:
+    """Returns whether the model at ``path`` is computed from its file's blocks, and not from dequantised weights.
+
+    ``kernels`` says whether there are kernels for that. They compute in bf16; in fp32, all of a token's numbers are to
+    be those of the dequantised weights. Raises ModelError if the file cannot be read.
+    """
+    if not kernels or model.weights is not Weights.AUTO or model.dtype is not Dtype.BF16 or not is_gguf(path):
+        return False
+    return any(tensor.kind in BLOCK_FORMATS and len(tensor.shape) == 2 for tensor in read_gguf(path).tensors.values())
 
 
 def _name(name: str, inner: dict[str, str]) -> str:

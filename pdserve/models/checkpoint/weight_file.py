@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 
 from pdserve.errors import ModelError
 from pdserve.machine.file_system import check_own, file_system, make_own_folder
-from pdserve.models.checkpoint.code_digest import code_digest
+from pdserve.models.checkpoint.cached_files import code_digest
 from pdserve.models.checkpoint.fingerprint import weights_fingerprint
 from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.checkpoint.model_files import weight_files

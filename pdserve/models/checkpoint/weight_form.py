@@ -1,12 +1,20 @@
-"""Says in which form a model's weights are, for people."""
+"""Says in which form a model's weights are, and how much memory a model takes, by its files' headers, without torch."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-from pdserve.config import ModelConfig, Weights
+from safetensors import SafetensorError, safe_open
+
+from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
+from pdserve.models.checkpoint.model_files import weight_files
+from pdserve.models.sizes import ModelSize
+
+ITEM_BYTES = {Dtype.BF16: 2, Dtype.FP32: 4}
 
 
 def weights_words(path: Path, model: ModelConfig) -> str:
@@ -24,3 +32,35 @@ def weights_words(path: Path, model: ModelConfig) -> str:
     named = [known.get(kind, f"type {kind}") for kind in sorted(kinds, key=lambda kind: -kinds[kind])[:3]]
     words = "GGUF, " + ", ".join(named)
     return words if model.weights is Weights.AUTO else f"{words}, widened to {model.dtype.value}"
+
+
+def model_size(path: Path, decoder: DecoderConfig, model: ModelConfig, kernels: CpuKernels) -> ModelSize:
+    """Returns what the model takes on a CPU. Raises ModelError if its files cannot be read."""
+    token = 2 * decoder.num_layers * decoder.kv_heads * decoder.head_dim * ITEM_BYTES[model.dtype]
+    return ModelSize(weight_bytes(path, model, kernels), token, decoder.max_positions)
+
+
+def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels, *, in_blocks: bool = True) -> int:
+    """Returns the bytes of the weights in memory. Raises ModelError if the files cannot be read.
+
+    A GGUF file's quantised weights stay as they are where a CPU computes ``in_blocks``, and are widened elsewhere.
+    """
+    stays = (
+        in_blocks and model.weights is Weights.AUTO and model.dtype is Dtype.BF16 and kernels is not CpuKernels.TORCH
+    )
+    if is_gguf(path):
+        if stays:
+            return path.stat().st_size
+        numbers = sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
+    else:
+        numbers = sum(_numbers(file) for file in weight_files(path))
+    return numbers * ITEM_BYTES[model.dtype]
+
+
+def _numbers(file: Path) -> int:
+    """Returns how many numbers a safetensors file holds, by its header."""
+    try:
+        with safe_open(file, "numpy") as opened:
+            return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118  # not a dict
+    except (OSError, SafetensorError) as exc:
+        raise ModelError(f"weights in {file.parent} cannot be read: {exc}") from exc

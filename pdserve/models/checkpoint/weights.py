@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.model_files import PLAIN_FORMATS, WHOLE_FORMATS, weight_files
+from pdserve.models.checkpoint.model_files import INTEGER_FORMATS, PLAIN_FORMATS, weight_files
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 ALL = slice(None)
@@ -65,7 +65,7 @@ class SafetensorsFiles:
         for name in self._where:
             with self._reading(name) as opened:
                 form: str = opened.get_slice(name).get_dtype()
-            if form in PLAIN_FORMATS or (form in WHOLE_FORMATS and not name.endswith("weight")):
+            if form in PLAIN_FORMATS or (form in INTEGER_FORMATS and not name.endswith("weight")):
                 continue
             stem = name.removesuffix("weight")
             scales = (other for other in self._where if other.startswith(stem) and "scale" in other[len(stem) :])

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import FAMILIES, GEMMA3, MOE, DecoderConfig, OutsideConfig
+from pdserve.models.checkpoint.decoder_config import FAMILIES, GEMMA3, MOE, DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.decoders.gemma3 import Gemma3Decoder
 from pdserve.models.decoders.layers import Building
 from pdserve.models.decoders.llama import LlamaDecoder, dense
@@ -32,28 +32,35 @@ class Decoder(Protocol):
 def build_decoder(config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> Decoder:
     """Returns this rank's part of the model, for contexts of up to ``max_positions``.
 
-    Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks, or if the
-    model is left to transformers and paged attention would change its tokens.
+    Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks, or if it is
+    a fallback model and paged attention would change its tokens.
     """
-    if isinstance(config, OutsideConfig):
-        if building.tp.size > 1:
-            raise ModelError(
-                f"--tensor-parallel-size {building.tp.size} is for {sorted(FAMILIES)}; "
-                f"a {config.family} model has one rank"
-            )
-        if building.checkpoint.device.type != "cpu":
-            raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
-        # This import loads the parts of transformers that compute: about 2 s, and other families do not need them.
-        from pdserve.models.decoders.hf_check import checked_hf_decoder
-
-        return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)
-    building.checkpoint.check_formats()
-    # Built without weights first: what is missing or unknown, or has another shape, shows before any weight is read.
-    _own_decoder(config, building.unread(), 1, dtype)
-    return _own_decoder(config, building, max_positions, dtype)
+    match config:
+        case FamilyConfig():
+            building.checkpoint.check_formats()
+            # Built without weights first: what is missing or unknown, or has another shape, shows before any is read.
+            _own_decoder(config, building.unread(), 1, dtype)
+            return _own_decoder(config, building, max_positions, dtype)
+        case FallbackConfig():
+            return _fallback_decoder(config, building, dtype)
+        case _:
+            raise TypeError(f"{type(config).__name__} has no decoder")
 
 
-def _own_decoder(config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> Decoder:
+def _fallback_decoder(config: FallbackConfig, building: Building, dtype: torch.dtype) -> Decoder:
+    if building.tp.size > 1:
+        raise ModelError(
+            f"--tensor-parallel-size {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank"
+        )
+    if building.checkpoint.device.type != "cpu":
+        raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
+    # This import loads the parts of transformers that compute: about 2 s, and other families do not need them.
+    from pdserve.models.decoders.hf_check import checked_hf_decoder
+
+    return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)
+
+
+def _own_decoder(config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype) -> Decoder:
     if config.family in GEMMA3:
         return Gemma3Decoder(config, building, max_positions, dtype)
     feed_forward = sparse_or_dense if config.family in MOE else dense

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.decoders.layers import (
     Building,
     GatedMlp,
@@ -29,7 +29,7 @@ class Gemma3Decoder:
 
     capturable = True
 
-    def __init__(self, config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
         """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
         checkpoint = building.checkpoint
         checkpoint.unwrap("language_model.", outside=("vision_tower.", "multi_modal_projector."))
@@ -63,7 +63,7 @@ class Gemma3Decoder:
 class Gemma3Layer:
     """One layer: attention and gated MLP, each between two norms, and each added to the residual."""
 
-    def __init__(self, config: DecoderConfig, building: Building, index: int) -> None:
+    def __init__(self, config: FamilyConfig, building: Building, index: int) -> None:
         prefix = f"model.layers.{index}"
         self._eps, self._kernels = config.norm_eps, building.kernels
         self._attention = SelfAttention(config, building, f"{prefix}.self_attn", index, NORM_OFFSET)

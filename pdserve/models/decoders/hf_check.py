@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import OutsideConfig
+from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.decoders.hf_decoder import HfDecoder, check_tensors, load_hf_model
 from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
@@ -35,7 +35,7 @@ TOLERANCE = 2e-3
 """The largest difference allowed, relative to the largest logit. Rounding in fp32 stays well below a tenth of it."""
 
 
-def checked_hf_decoder(folder: Path, config: OutsideConfig, kernels: Kernels, dtype: torch.dtype) -> HfDecoder:
+def checked_hf_decoder(folder: Path, config: FallbackConfig, kernels: Kernels, dtype: torch.dtype) -> HfDecoder:
     """Returns the model in ``folder``, after its logits in fp32 were found to be those of transformers.
 
     During the check the model is held in fp32. Raises ModelError, which says what does not fit.
@@ -55,7 +55,7 @@ def checked_hf_decoder(folder: Path, config: OutsideConfig, kernels: Kernels, dt
     return HfDecoder(config, load_hf_model(folder, copy.deepcopy(config.hf), dtype))
 
 
-def _refuse_what_short_prompts_hide(config: OutsideConfig) -> None:
+def _refuse_what_short_prompts_hide(config: FallbackConfig) -> None:
     parameters = getattr(config.hf, "rope_parameters", None) or {}
     for found in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if found.get("rope_type") in LENGTH_DEPENDENT:
@@ -63,7 +63,7 @@ def _refuse_what_short_prompts_hide(config: OutsideConfig) -> None:
 
 
 @torch.inference_mode()
-def _check(config: OutsideConfig, model: PreTrainedModel, kernels: Kernels) -> HfDecoder:
+def _check(config: FallbackConfig, model: PreTrainedModel, kernels: Kernels) -> HfDecoder:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(config.vocab_size, (length,), generator=generator) for length in (SHORT, LONG)]
     try:
@@ -89,7 +89,7 @@ def _check(config: OutsideConfig, model: PreTrainedModel, kernels: Kernels) -> H
 
 
 def _in_steps(
-    config: OutsideConfig, decoder: HfDecoder, prompts: Sequence[torch.Tensor], kernels: Kernels
+    config: FallbackConfig, decoder: HfDecoder, prompts: Sequence[torch.Tensor], kernels: Kernels
 ) -> list[torch.Tensor]:
     """Returns the logits of every token of each prompt, computed in steps as an engine does."""
     layout = KvLayout(config.kv_heads, config.num_layers, BLOCK_SIZE, config.head_dim, torch.float32)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.tp.shares import TpGroup, kv_share, share, spread, vocab_part, vocab_share
 from pdserve_kernels.contract import (
@@ -150,7 +150,7 @@ class RowParallel:
 class VocabParallelEmbedding:
     """The embedding. Each rank holds the vectors of a part of the vocabulary."""
 
-    def __init__(self, building: Building, name: str, config: DecoderConfig) -> None:
+    def __init__(self, building: Building, name: str, config: FamilyConfig) -> None:
         self._tp = building.tp
         self._part = vocab_share(self._tp, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
@@ -188,7 +188,7 @@ class VocabParallelHead:
 
 
 def vocab_parallel_head(
-    building: Building, embedding: VocabParallelEmbedding, config: DecoderConfig
+    building: Building, embedding: VocabParallelEmbedding, config: FamilyConfig
 ) -> VocabParallelHead:
     """Returns the head: with the embedding's weight if the configuration ties them, and otherwise with its own.
 
@@ -219,7 +219,7 @@ class SelfAttention:
     """This rank's heads of layer ``index``, whose tensors are named ``prefix``."""
 
     def __init__(
-        self, config: DecoderConfig, building: Building, prefix: str, index: int, norm_offset: float = 0.0
+        self, config: FamilyConfig, building: Building, prefix: str, index: int, norm_offset: float = 0.0
     ) -> None:
         """Takes the layer's tensors. ``norm_offset`` is added to the weights of the query and key norms, if any."""
         checkpoint, tp = building.checkpoint, building.tp
@@ -262,7 +262,7 @@ class GatedMlp:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: FamilyConfig,
         building: Building,
         prefix: str,
         activation: Callable[[torch.Tensor], torch.Tensor],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.decoders.layers import (
     Building,
     GatedMlp,
@@ -23,11 +23,11 @@ from pdserve_kernels.contract import Attention
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
 """Maps ``[tokens, hidden_size]`` to the same shape."""
 
-FeedForwardOf = Callable[[DecoderConfig, Building, str, int], FeedForward]
+FeedForwardOf = Callable[[FamilyConfig, Building, str, int], FeedForward]
 """Builds a layer's feed-forward part from ``(config, building, prefix of its tensors, index of the layer)``."""
 
 
-def dense(config: DecoderConfig, building: Building, prefix: str, index: int) -> FeedForward:
+def dense(config: FamilyConfig, building: Building, prefix: str, index: int) -> FeedForward:
     """Returns a gated MLP, which is the same in every layer."""
     return GatedMlp(config, building, prefix, building.kernels.silu_and_mul)
 
@@ -37,7 +37,7 @@ class LlamaDecoder:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: FamilyConfig,
         building: Building,
         max_positions: int,
         dtype: torch.dtype,
@@ -69,7 +69,7 @@ class LlamaDecoder:
 class LlamaLayer:
     """One layer: attention and feed-forward part, each after a norm, and each added to the residual."""
 
-    def __init__(self, config: DecoderConfig, building: Building, index: int, feed_forward: FeedForwardOf) -> None:
+    def __init__(self, config: FamilyConfig, building: Building, index: int, feed_forward: FeedForwardOf) -> None:
         checkpoint = building.checkpoint
         prefix = f"model.layers.{index}"
         self._eps, self._kernels = config.norm_eps, building.kernels

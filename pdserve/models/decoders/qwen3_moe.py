@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.family_settings import ExpertSettings
 from pdserve.models.decoders.layers import Building, column_parallel, gate_and_up
 from pdserve.models.decoders.llama import FeedForward, dense
@@ -17,7 +17,7 @@ from pdserve.models.tp.shares import share
 from pdserve_kernels.contract import Linear
 
 
-def sparse_or_dense(config: DecoderConfig, building: Building, prefix: str, index: int) -> FeedForward:
+def sparse_or_dense(config: FamilyConfig, building: Building, prefix: str, index: int) -> FeedForward:
     """Returns experts, or one gated MLP in the layers for which the configuration says so."""
     if config.experts is None or index not in config.experts.layers:
         return dense(config, building, prefix, index)

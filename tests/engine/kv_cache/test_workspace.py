@@ -23,7 +23,8 @@ from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.prompt_scoring import PendingScores, ScoredTokens
 from pdserve.engine.sampling.row_groups import sampling_bytes
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve.models.checkpoint.decoder_config import DecoderConfig, read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.family_settings import ExpertSettings
 from pdserve.models.checkpoint.weights import ALL
 from pdserve.models.decoders.decoder import build_decoder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdserve.config import Dtype
-from pdserve.models.checkpoint.decoder_config import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
