@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from pdserve.engine.sampling.drawing import draw, uniform
+from pdserve.engine.sampling.drawing import draw, is_drawn, uniform
 from pdserve.engine.sampling.grammar_step import GrammarStep
 from pdserve.engine.sampling.host_copy import HostCopy
 from pdserve.engine.sampling.logit_rules import has_own_rules, needs_last_token
@@ -25,7 +25,7 @@ from pdserve.engine.sampling.logprobs import PendingReports
 from pdserve.engine.sampling.row_groups import row_groups
 from pdserve.engine.sampling.sampler import choose_instead, proposes, reports_of, sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve.engine.sampling.token_choice import GREEDY_BELOW, TokenChoice, after_rules, group_logits
+from pdserve.engine.sampling.token_choice import TokenChoice, after_rules, group_logits
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
 from pdserve_kernels.host_copies import to_device
 
@@ -95,7 +95,7 @@ class DeviceTokens:
         (from_row,) = to_device([sources], logits.device)
         self.tokens: torch.Tensor = best.indices.index_select(0, from_row)
         finite = best.values.isfinite().index_select(0, from_row)
-        drawn = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
+        drawn = [index for index, row in enumerate(rows) if is_drawn(row.sampling)]
         ruled = [index for index, row in enumerate(rows) if has_own_rules(row)]
         for group in (*row_groups(sorted(set(ruled).difference(drawn)), logits), *row_groups(drawn, logits)):
             own_rows, (places,) = [rows[index] for index in group], to_device([group], logits.device)
@@ -107,7 +107,7 @@ class DeviceTokens:
             if sane is not None:
                 own.masked_fill_(~sane.unsqueeze(1), 0.0)
                 finite.index_copy_(0, places.long(), finite.index_select(0, places) & sane)
-            if own_rows[0].sampling.temperature >= GREEDY_BELOW:
+            if is_drawn(own_rows[0].sampling):
                 uniforms = [uniform(row.sampling.seed, row.position) for row in own_rows]
                 chosen = draw(own, [row.sampling for row in own_rows], uniforms)
             else:

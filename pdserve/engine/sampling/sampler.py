@@ -17,11 +17,13 @@ from collections.abc import Iterable, Sequence, Set
 
 import torch
 
+from pdserve.engine.sampling.drawing import is_drawn
+from pdserve.engine.sampling.filters import cuts_any
 from pdserve.engine.sampling.grammar_step import GrammarStep
 from pdserve.engine.sampling.logit_rules import closes_tokens
 from pdserve.engine.sampling.logprobs import PendingReports
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve.engine.sampling.token_choice import GREEDY_BELOW, TokenChoice
+from pdserve.engine.sampling.token_choice import TokenChoice
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
 from pdserve_kernels.host_copies import to_device
 
@@ -74,10 +76,7 @@ def proposes(row: SamplingRow) -> bool:
     allows. The chances of each are the same as if it had been drawn among those at first. Where the distribution is
     cut by its best tokens, or tokens are forbidden besides, they would not be: the grammar comes before these.
     """
-    sampling = row.sampling
-    greedy = sampling.temperature < GREEDY_BELOW
-    whole = sampling.top_p >= 1 and not sampling.top_k and not sampling.min_p
-    return (greedy or whole) and not closes_tokens(row)
+    return not (is_drawn(row.sampling) and cuts_any(row.sampling)) and not closes_tokens(row)
 
 
 def reports_of(

@@ -1,24 +1,28 @@
 """Chooses the tokens of a step's rows: the best after the rules, or one that is drawn.
 
-A row whose grammar leaves few tokens is chosen among those (``few_tokens``), and any other among the whole vocabulary.
+A row whose grammar leaves few tokens is chosen among those, and any other among the complete vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from pdserve.engine.sampling.drawing import draw, uniform
-from pdserve.engine.sampling.few_tokens import TokenIds, best_or_drawn, few_tokens, gathered
+from pdserve.engine.sampling.drawing import best_or_drawn, draw, is_drawn, uniform
+from pdserve.engine.sampling.filters import Logits
 from pdserve.engine.sampling.grammar_matcher import TokenBits
 from pdserve.engine.sampling.logit_rules import apply_rules, has_own_rules, moves_logits
 from pdserve.engine.sampling.row_groups import row_groups
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve_kernels.host_copies import to_device
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would give the same token, or overflow."""
+MAX_BYTES = 512
+"""More bytes of a mask that name tokens do not count as few: these can name 4,096 tokens."""
+
+TokenIds = npt.NDArray[np.int64]
 
 
 class TokenChoice:
@@ -61,21 +65,21 @@ class TokenChoice:
     def choose(self, indices: Sequence[int], masks: Mapping[int, TokenBits | None], *, again: bool = False) -> None:
         """Chooses the tokens of these rows, by the masks of those that have one. ``again`` takes another number."""
         few: dict[int, TokenIds] = {}
-        whole = []
+        other = []
         for index in indices:
             bits = masks.get(index)
             ids = None if bits is None or moves_logits(self._rows[index]) else few_tokens(bits)
             if ids is None:
-                whole.append(index)
+                other.append(index)
             else:
                 few[index] = ids
-        self._choose_among(few, again)
-        self._choose_whole(whole, masks, again)
+        self._choose_among_few(few, again)
+        self._choose_among_all(other, masks, again)
 
-    def _choose_among(self, tokens: Mapping[int, TokenIds], again: bool) -> None:
+    def _choose_among_few(self, tokens: Mapping[int, TokenIds], again: bool) -> None:
         if not tokens:
             return
-        found = gathered(self._logits, [self._sources[index] for index in tokens], list(tokens.values()))
+        found = few_logits(self._logits, [self._sources[index] for index in tokens], list(tokens.values()))
         for (index, ids), logits in zip(tokens.items(), found, strict=True):
             number = self._uniform(index, again) if self._is_drawn(index) else None
             place = best_or_drawn(logits, self._rows[index].sampling, number)
@@ -84,7 +88,7 @@ class TokenChoice:
             else:
                 self.tokens[index] = int(ids[place])
 
-    def _choose_whole(self, indices: Sequence[int], masks: Mapping[int, TokenBits | None], again: bool) -> None:
+    def _choose_among_all(self, indices: Sequence[int], masks: Mapping[int, TokenBits | None], again: bool) -> None:
         ruled = {index for index in indices if masks.get(index) is not None or has_own_rules(self._rows[index])}
         drawn = [index for index in indices if self._is_drawn(index)]
 
@@ -106,7 +110,7 @@ class TokenChoice:
                 self.tokens[index] = token
 
     def _is_drawn(self, index: int) -> bool:
-        return self._rows[index].sampling.temperature >= GREEDY_BELOW
+        return is_drawn(self._rows[index].sampling)
 
     def _drawn(self, logits: torch.Tensor, indices: Sequence[int], again: bool) -> torch.Tensor:
         uniforms = [self._uniform(index, again) for index in indices]
@@ -115,6 +119,24 @@ class TokenChoice:
     def _uniform(self, index: int, again: bool) -> float:
         row = self._rows[index]
         return uniform(row.sampling.seed, row.position, again=again)
+
+
+def few_tokens(bits: TokenBits) -> TokenIds | None:
+    """Returns the tokens that a mask names, in the order of their ids; None if they are many."""
+    if np.count_nonzero(bits) > MAX_BYTES:
+        return None
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little").view(np.bool_))
+
+
+def few_logits(logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[TokenIds]) -> list[Logits]:
+    """Returns the logits of each row's tokens, on the host. Waits for a GPU."""
+    if logits.device.type == "cpu":
+        on_host: Logits = logits.numpy()
+        return [on_host[row][ids] for row, ids in zip(rows, tokens, strict=True)]
+    counts = [len(ids) for ids in tokens]
+    places = to_device([np.repeat(rows, counts).tolist(), np.concatenate(tokens).tolist()], logits.device)
+    picked: Logits = logits[places[0].long(), places[1].long()].cpu().numpy()
+    return np.split(picked, np.cumsum(counts)[:-1])
 
 
 def group_logits(logits: torch.Tensor, sources: Sequence[int]) -> torch.Tensor:

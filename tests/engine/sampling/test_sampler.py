@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.sampling import drawing, row_groups
-from pdserve.engine.sampling.drawing import BEST_FEW
+from pdserve.engine.sampling import drawing, filters, row_groups
+from pdserve.engine.sampling.filters import BEST_FEW
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SamplingParams
@@ -106,7 +106,7 @@ def test_top_p_is_what_sorting_gives(
     if coarse:  # Many tokens are equal then, as in bf16.
         logits = logits.bfloat16().float()
     weights = logits.softmax(-1)
-    kept = drawing.top_p(weights.clone(), shares)
+    kept = filters.filter_rows(weights.clone(), logits, [params(top_p=share) for share in shares])
     for own, share, result in zip(weights, shares, kept, strict=True):
         assert torch.equal(result, by_sorting(own, share))
 

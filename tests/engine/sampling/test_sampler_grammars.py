@@ -12,7 +12,7 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
-from pdserve.engine.sampling import few_tokens
+from pdserve.engine.sampling import token_choice
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, can_sample_on_device
 from pdserve.engine.sampling.sampler import sample
@@ -148,7 +148,7 @@ def test_among_few_tokens_the_choice_is_that_among_all(
     compiled = compile_grammar(X_OR_MORE, vocabulary)
     logits = torch.randn(40, VOCAB_SIZE) * 2
     among_few = ids(logits, [row(compiled, [X], seed, **how) for seed in range(40)])
-    monkeypatch.setattr(few_tokens, "MAX_BYTES", -1)
+    monkeypatch.setattr(token_choice, "MAX_BYTES", -1)
     assert ids(logits, [row(compiled, [X], seed, **how) for seed in range(40)]) == among_few
 
 
@@ -183,8 +183,8 @@ def test_few_tokens_are_those_of_the_mask() -> None:
     bits = np.zeros(1_000, np.uint8)
     for token in (0, 7, 8, 4_001, 7_999):
         bits[token // 8] |= 1 << token % 8
-    found = few_tokens.few_tokens(bits)
+    found = token_choice.few_tokens(bits)
     assert found is not None
     assert found.tolist() == [0, 7, 8, 4_001, 7_999]
-    bits[: few_tokens.MAX_BYTES + 1] = 1
-    assert few_tokens.few_tokens(bits) is None
+    bits[: token_choice.MAX_BYTES + 1] = 1
+    assert token_choice.few_tokens(bits) is None
