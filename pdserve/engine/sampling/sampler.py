@@ -43,6 +43,21 @@ def sample(
     tokens.
     """
     sources = range(len(rows)) if sources is None else sources
+    if any(row.sampling.grammar is not None for row in rows):
+        choice = _chosen_by_grammars(logits, rows, sources, eos_token_ids)
+    else:
+        choice = TokenChoice.of_best(logits, rows, sources, eos_token_ids)
+        choice.choose(choice.left(range(len(rows))), {})
+    reports = reports_of(range(len(rows)), logits, rows, sources, choice)
+    return [
+        SampledToken(token, reports.get(index)) if choice.finite[index] else None
+        for index, token in enumerate(choice.tokens)
+    ]
+
+
+def _chosen_by_grammars(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], sources: Sequence[int], eos_token_ids: Set[int]
+) -> TokenChoice:
     on_gpu, grammars = logits.device.type != "cpu", GrammarStep(rows, logits.shape[-1], eos_token_ids)
     constrained = [index for index, row in enumerate(rows) if row.sampling.grammar is not None]
     proposing = {index for index in constrained if proposes(rows[index])}
@@ -54,11 +69,7 @@ def sample(
     masks = {index: bits for index, bits in grammars.masks.items() if index not in proposing}
     choice.choose(choice.left(range(len(rows))), masks)
     choose_instead(choice, grammars, proposing)
-    reports = reports_of(range(len(rows)), logits, rows, sources, choice)
-    return [
-        SampledToken(token, reports.get(index)) if choice.finite[index] else None
-        for index, token in enumerate(choice.tokens)
-    ]
+    return choice
 
 
 def choose_instead(choice: TokenChoice, grammars: GrammarStep, proposing: Iterable[int]) -> None:
@@ -87,7 +98,7 @@ def reports_of(
     choice: TokenChoice,
 ) -> dict[int, TokenLogprobs]:
     """Returns the reports of those of these rows that have a token and ask for one."""
-    asking = [index for index in choice.left(indices) if rows[index].sampling.logprobs is not None]
+    asking = choice.left(index for index in indices if rows[index].sampling.logprobs is not None)
     if not asking:
         return {}
     (chosen,) = to_device([[choice.tokens[index] for index in asking]], logits.device)
