@@ -1,4 +1,7 @@
-"""Sends the numbers of one step to the device by copies for which nothing waits, most of them in one buffer."""
+"""Brings the numbers of one step to the device, and back, by copies for which nothing waits.
+
+Most of what goes to the device is in one buffer. The host waits for what comes back only when it reads it.
+"""
 
 from __future__ import annotations
 
@@ -46,3 +49,20 @@ def array_to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.
     """Returns a tensor with an array's numbers on the device. On a CPU it shares the array's memory."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+class HostCopy:
+    """A tensor on its way to the host, behind the kernels that compute it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host, self._there = values, None
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation
+            self._there.record()
+
+    def read(self) -> torch.Tensor:
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host

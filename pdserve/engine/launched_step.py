@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from pdserve.engine.request import Request, Status
+from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens, PendingTokens, can_sample_on_device
-from pdserve.engine.sampling.prompt_scoring import PendingScores, ScoredTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.models.runner import Score, StepRow

@@ -7,7 +7,7 @@ most, of a schema with hundreds of optional properties 20 ms, and of an ambiguou
 
 No step waits for the long ones. An engine compiles each grammar a second time with closer bounds (``quick``). That says
 the same, or gives up soon, and is all that a step asks. What it gives up is worked out beside the steps
-(``engine.sampling.grammar_lane``).
+(``engine.sampling.grammar_opener``).
 
 The compiler is recursive, in code that cannot report that its stack is full. It therefore runs in threads that
 ``thread_with_deep_stack`` makes, and the API process tries a client's grammar in another process first.

@@ -26,8 +26,7 @@ from pdserve.config import (
 from pdserve.engine.assembly import CPU_WARM_UP_TOKENS, overlaps, warm_up_tokens
 from pdserve.engine.launched_step import LaunchedStep, StepAhead, decodes_on
 from pdserve.engine.request import Request
-from pdserve.engine.sampling import grammar_step, pending_tokens, row_groups
-from pdserve.engine.sampling.host_copy import HostCopy
+from pdserve.engine.sampling import grammar_step, pending_tokens, sampling_row
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
@@ -38,6 +37,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason
 from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
+from pdserve_kernels.host_copies import HostCopy
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
 from tests.engine.fake_transfer import Wire
@@ -403,7 +403,7 @@ def rows_with_answers(answers: Sequence[Sequence[int]], unknown: int) -> list[Sa
 def test_tokens_sampled_on_the_device_are_those_of_the_sampler(
     monkeypatch: pytest.MonkeyPatch, seed: int, unknown: int, at_once: int
 ) -> None:
-    monkeypatch.setattr(row_groups, "CPU_LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(sampling_row, "CPU_LOGITS_AT_ONCE", at_once)
     torch.manual_seed(seed)
     # So few different tokens are in answers that the last one has often occurred before.
     answers = [torch.randint(0, 9, (1 + i % 7,)).tolist() for i in range(3 * len(ON_DEVICE))]

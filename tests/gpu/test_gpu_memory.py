@@ -10,8 +10,8 @@ from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.config import Dtype, SchedulerConfig
 from pdserve.engine.assembly import warm_up, warm_up_sampling
 from pdserve.engine.kv_cache.workspace import LIBRARY_BYTES, workspace_bytes
+from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens
-from pdserve.engine.sampling.prompt_scoring import PendingScores, ScoredTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow

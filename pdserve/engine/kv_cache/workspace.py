@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.config import SchedulerConfig
-from pdserve.engine.sampling.row_groups import sampling_bytes
+from pdserve.engine.sampling.sampling_row import sampling_bytes
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.runner import SCORED_LOGITS
 

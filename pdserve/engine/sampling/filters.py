@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -133,7 +134,7 @@ def filter_rows(weights: torch.Tensor, logits: torch.Tensor, sampling: Sequence[
         rows = [row for row, params in enumerate(sampling) if each.cuts(params, weights.shape[-1])]
         if rows:
             own = [sampling[row] for row in rows]
-            left = each.of_rows(_selected(weights, rows), lambda rows=rows: _selected(logits, rows), own)
+            left = each.of_rows(_selected(weights, rows), partial(_selected, logits, rows), own)
             weights = _replaced(weights, rows, left)
     return weights
 

@@ -6,8 +6,8 @@ The state is a function of the answer's tokens, which are only ever appended to.
 preempted, and is made anew from the tokens where another node goes on with the answer.
 
 A step asks the ``quick`` form of the grammar, whose bounds it can wait for. A question beyond them goes to the
-``GrammarLane``, and ``GrammarWaits`` is raised: the answer gets no token from this step, and is in no step until its
-matcher is not ``awaited`` any more. What was worked out is kept, so the same question is then answered at once. The
+``GrammarWorker``, and ``GrammarWaits`` is raised: the answer gets no token from this step, and is in no step until its
+matcher is not ``awaited`` any more. What was worked out is stored, so the same question is then answered at once. The
 token is the same as if the step had waited.
 """
 
@@ -75,7 +75,7 @@ class Reader(Protocol):
         """Returns the processor time of the thread, which stands still while other threads run."""
 
 
-class Lane(Reader, Protocol):
+class Worker(Reader, Protocol):
     """Works out questions beside the steps."""
 
     def ask(self, matcher: GrammarMatcher, work: Callable[[], None]) -> None:
@@ -99,11 +99,11 @@ AT_ONCE = AtOnce()
 
 
 class GrammarMatcher:
-    """The state of one answer's grammar. Only the lane uses it while it is ``awaited``."""
+    """The state of one answer's grammar. Only the worker uses it while it is ``awaited``."""
 
     __slots__ = (
-        *("_ahead", "_budget", "_compiled", "_lane", "_quick", "_quick_read", "_reader"),
-        *("_whole", "_whole_read", "_worked_out"),
+        *("_ahead", "_budget", "_compiled", "_worker", "_quick", "_quick_read", "_reader"),
+        *("_complete", "_complete_read", "_worked_out"),
         *("agrees", "awaited", "client", "failure", "is_over", "took_s"),
     )
 
@@ -113,27 +113,27 @@ class GrammarMatcher:
         answer: Sequence[int] = (),
         *,
         budget: GrammarBudget | None = None,
-        lane: Lane | None = None,
+        worker: Worker | None = None,
         client: bytes = b"",
         is_over: Callable[[], bool] = lambda: False,
         reader: Reader = AT_ONCE,
     ) -> None:
         """``answer`` has the tokens that the answer begins with.
 
-        Without a ``lane``, every question is answered at once.
+        Without a ``worker``, every question is answered at once.
 
-        ``client`` is whose turn it is in the lane, where nothing is done any more once ``is_over``.
+        ``client`` is whose turn it is with the worker, which does nothing any more once ``is_over``.
         """
         self._reader = reader
-        self._compiled, self._budget, self._lane = compiled, budget or GrammarBudget(), lane
+        self._compiled, self._budget, self._worker = compiled, budget or GrammarBudget(), worker
         self._quick = None if compiled.quick is None else compiled.quick.deep_copy()
-        self._whole: LLMatcher | None = None
+        self._complete: LLMatcher | None = None
         """Made from all of the answer's tokens as soon as the quick one has given up."""
         self._ahead: tuple[int, int, LLMatcher] | None = None
-        """The whole form after the token at this place, if that token is the next one."""
-        self._quick_read = self._whole_read = 0
+        """The complete form after the token at this place, if that token is the next one."""
+        self._quick_read = self._complete_read = 0
         self._worked_out: dict[Question, bytes | bool] = {}
-        """What the lane has worked out for the next token."""
+        """What the worker has worked out for the next token."""
         self.client, self.is_over = client, is_over
         self.awaited = False
         """Whether a question is being worked out."""
@@ -147,7 +147,7 @@ class GrammarMatcher:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether each question goes to the lane."""
+        """Whether each question goes to the worker."""
         return self._quick is None or self._compiled.quick is None
 
     @property
@@ -209,14 +209,14 @@ class GrammarMatcher:
             self._note_time(began)
         if found is not None:
             return found
-        if self._lane is None:
+        if self._worker is None:
             began = self._reader.now()
-            found = self._ask_whole(answer, token_id, self._reader)
+            found = self._ask_complete(answer, token_id, self._reader)
             self._note_time(began)
             return found
-        lane, tokens = self._lane, list(answer)
+        worker, tokens = self._worker, list(answer)
         self.awaited = True
-        lane.ask(self, lambda: self._work_out(tokens, token_id, lane))
+        worker.ask(self, lambda: self._work_out(tokens, token_id, worker))
         raise GrammarWaits
 
     def _known(self, num_tokens: int, token_id: int | None) -> bytes | bool | None:
@@ -232,13 +232,13 @@ class GrammarMatcher:
         return True if named and self.is_heavy else None
 
     def _work_out(self, answer: Sequence[int], token_id: int | None, reader: Reader) -> None:
-        """Answers a question in the lane, and keeps what it has found for the step that asks again."""
+        """Answers a question for the worker, and stores what it has found for the step that asks again."""
         if self.left_s < 0:
             return
         began = reader.now()
         found = None if self.is_heavy else self._ask_quick(answer, token_id)
         if found is None:
-            found = self._ask_whole(answer, token_id, reader)
+            found = self._ask_complete(answer, token_id, reader)
         self._worked_out = {known: value for known, value in self._worked_out.items() if known[0] == len(answer)}
         self._worked_out[len(answer), token_id] = found
         self._budget.spend(reader.now() - began)
@@ -266,35 +266,35 @@ class GrammarMatcher:
                 self._quick = None
         self._quick_read = len(answer)
 
-    def _ask_whole(self, answer: Sequence[int], token_id: int | None, reader: Reader) -> bytes | bool:
-        whole = self._read_whole(answer, reader)
-        if whole is None:
+    def _ask_complete(self, answer: Sequence[int], token_id: int | None, reader: Reader) -> bytes | bool:
+        complete = self._read_complete(answer, reader)
+        if complete is None:
             return False
         if token_id is not None:
-            ahead = whole.deep_copy()
+            ahead = complete.deep_copy()
             fits = reader.read(ahead, token_id)
             if fits:
                 self._ahead = (len(answer), token_id, ahead)
             return fits
-        computed = reader.mask(whole)
-        if whole.is_error():
-            self.failure = self._why(whole)
+        computed = reader.mask(complete)
+        if complete.is_error():
+            self.failure = self._why(complete)
             return False
         return computed
 
-    def _read_whole(self, answer: Sequence[int], reader: Reader) -> LLMatcher | None:
-        """Returns the whole form after these tokens; None if they do not fit, for which ``failure`` is."""
-        if self._whole is None:
-            self._whole, self._quick = self._compiled.matcher.deep_copy(), None
-        for place in range(self._whole_read, len(answer)):
+    def _read_complete(self, answer: Sequence[int], reader: Reader) -> LLMatcher | None:
+        """Returns the complete form after these tokens; None if they do not fit, for which ``failure`` is."""
+        if self._complete is None:
+            self._complete, self._quick = self._compiled.matcher.deep_copy(), None
+        for place in range(self._complete_read, len(answer)):
             if self._ahead is not None and self._ahead[:2] == (place, answer[place]):
-                self._whole = self._ahead[2]
-            elif not reader.read(self._whole, answer[place]):
-                self.failure = self._why(self._whole)
+                self._complete = self._ahead[2]
+            elif not reader.read(self._complete, answer[place]):
+                self.failure = self._why(self._complete)
                 return None
             self._ahead = None
-        self._whole_read = len(answer)
-        return self._whole
+        self._complete_read = len(answer)
+        return self._complete
 
     @staticmethod
     def _why(matcher: LLMatcher) -> str:

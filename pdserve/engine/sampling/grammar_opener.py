@@ -1,22 +1,23 @@
-"""Compiles the grammars of new requests in a thread beside the step loop.
+"""Compiles grammars, and answers the questions to them that take long, in threads beside the step loop.
 
-A request waits, and others run, until it has its matcher. Clients take turns, so that one with many slow grammars
-delays another's by one. The thread starts with the first request that has a grammar.
+A request waits, and others run, until it has its matcher, and while its matcher is ``awaited``. Clients take turns, so
+that one with many slow grammars delays another's by one. A thread starts with its first work.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from llguidance import LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from pdserve.engine.request import Request
-from pdserve.engine.sampling.grammar_lane import GrammarLane
 from pdserve.engine.sampling.grammar_matcher import GrammarBudget, GrammarMatcher
 from pdserve.errors import GrammarRefused, ModelError
 from pdserve.grammars.client_turns import WaitingTurns
@@ -25,9 +26,14 @@ from pdserve.wire.grammar import Grammar
 
 log = logging.getLogger(__name__)
 
+NICENESS = 5
 CLOSE_S = 1.0
-KEPT = 16
-"""How many compiled grammars are kept for later requests. A usual one takes some 100 kB, and none more than 80 MB."""
+LONG_S = 0.001
+"""Shorter masks say nothing about how much of a processor their thread gets."""
+MOST_COMPILED = 16
+"""How many compiled grammars are cached for later requests. A usual one takes some 100 kB, and none more than 80 MB."""
+
+_Work = tuple[GrammarMatcher, Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +60,7 @@ class GrammarOpener:
         """``load`` reads the vocabulary, and ``wake`` is called when ``take`` has something to do; both in a thread."""
         self._compiler = _Compiler(load)
         self._wake = wake
-        self._lane = GrammarLane(self._compiler.vocabulary, wake)
+        self._worker = GrammarWorker(self._compiler.vocabulary, wake)
         self._budgets: WeakValueDictionary[int | bytes, GrammarBudget] = WeakValueDictionary()
         """The budgets of clients' requests, by their group ids, for as long as they have matchers."""
         self._orders: WaitingTurns[_OpeningOrder] = WaitingTurns()
@@ -85,7 +91,7 @@ class GrammarOpener:
 
         Returns the requests that can have none, and why.
         """
-        self._lane.take()
+        self._worker.take()
         failed = []
         while self._opened:
             opened = self._opened.popleft()
@@ -97,7 +103,7 @@ class GrammarOpener:
 
     def close(self) -> None:
         """Ends the threads. They are not waited for if they are still at work on large grammars."""
-        self._lane.close()
+        self._worker.close()
         if self._thread is not None:
             self._orders.end()
             self._thread.join(CLOSE_S)
@@ -111,7 +117,7 @@ class GrammarOpener:
                 compiled,
                 answer,
                 budget=order.budget,
-                lane=self._lane,
+                worker=self._worker,
                 client=order.family[0].client,
                 is_over=is_over(member),
             )
@@ -137,6 +143,87 @@ class GrammarOpener:
             self._wake()
 
 
+class GrammarWorker:
+    """Works out in one thread what the grammars of answers say, where a step cannot wait for it.
+
+    The thread yields to the step loop: it is less urgent to the kernel, and the interpreter's lock is free while
+    llguidance works. Of its functions that read a token, only the one for several matchers frees the lock, so each
+    matcher is read beside one that reads nothing. It works in a thread of its own, whose processor time nobody tells.
+    ``now`` counts it by the share of a processor that this thread gets for its masks.
+
+    The thread calls ``read``, ``mask`` and ``now``, and the step loop the others.
+    """
+
+    def __init__(self, vocabulary: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
+        """``vocabulary`` returns that of all matchers. ``wake`` is called when ``take`` has something to do."""
+        self._vocabulary, self._wake = vocabulary, wake
+        self._waiting: WaitingTurns[_Work] = WaitingTurns()
+        self._done: deque[GrammarMatcher] = deque()
+        self._thread: threading.Thread | None = None
+        self._executor: LLExecutor | None = None
+        self._reads_nothing: LLMatcher | None = None
+        self._read_s = 0.0
+        """The processor time of all reading, as far as it can be told."""
+        self._share = 1.0
+        """The part of the last long masks' time in which they had a processor."""
+
+    def ask(self, matcher: GrammarMatcher, work: Callable[[], None]) -> None:
+        """Has ``work`` done for a matcher, which is not ``awaited`` any more after a ``take``."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="masks", daemon=True)
+            self._thread.start()
+        self._waiting.put(matcher.client, (matcher, work))
+
+    def take(self) -> None:
+        """Lets the requests go on whose questions were worked out."""
+        while self._done:
+            self._done.popleft().awaited = False
+
+    def close(self) -> None:
+        """Ends the thread. It is not waited for if it is still at work on a large grammar."""
+        if self._thread is not None:
+            self._waiting.end()
+            self._thread.join(CLOSE_S)
+
+    def read(self, matcher: LLMatcher, token_id: int) -> bool:
+        """Lets a matcher read a token while other threads run. Returns whether the token fits."""
+        if self._executor is None or self._reads_nothing is None:
+            # Its own thread is as nice as this one.
+            self._executor = LLExecutor(1)
+            self._reads_nothing = LLMatcher(self._vocabulary(), "no grammar", log_level=0)
+        began = time.monotonic()
+        fits = self._executor.consume_token_par([(matcher, token_id), (self._reads_nothing, 0)])[0]
+        self._read_s += self._share * (time.monotonic() - began)
+        return fits
+
+    def mask(self, matcher: LLMatcher) -> bytes:
+        """Returns the mask of a matcher while other threads run."""
+        began, began_here = time.monotonic(), time.thread_time()
+        computed = matcher.compute_bitmask()
+        wall_s, here_s = time.monotonic() - began, time.thread_time() - began_here
+        if here_s > LONG_S:
+            self._share = here_s / wall_s
+        return computed
+
+    def now(self) -> float:
+        """Returns the processor time that questions have taken. Only questions may call this."""
+        return time.thread_time() + self._read_s
+
+    def _serve(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while (asked := self._waiting.take()) is not None:
+            matcher, work = asked
+            try:
+                if not matcher.is_over():
+                    work()
+            except BaseException as exc:
+                # A defect in llguidance panics, which is an exception of no class of ours.
+                log.exception("an answer cannot go on by its grammar")
+                matcher.failure = f"the answer cannot go on by its grammar: {type(exc).__name__}"
+            self._done.append(matcher)
+            self._wake()
+
+
 class _Compiler:
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load = load
@@ -156,7 +243,7 @@ class _Compiler:
         vocabulary = self.vocabulary()
         compiled = self._compiled.pop(grammar, None) or compile_grammar(grammar, vocabulary)
         self._compiled[grammar] = compiled
-        if len(self._compiled) > KEPT:
+        if len(self._compiled) > MOST_COMPILED:
             self._compiled.popitem(last=False)
         return compiled
 

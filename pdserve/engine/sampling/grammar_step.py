@@ -1,7 +1,7 @@
 """Asks the grammars of one step's rows, for a few milliseconds in all.
 
-What would take longer goes to the ``GrammarLane``, and the rows that ask are left without a token: their answers go on
-in a later step. Rows are asked first whose clients' requests have taken the least time for their grammars.
+What would take longer goes to the ``GrammarWorker``, and the rows that ask are left without a token: their answers go
+on in a later step. Rows are asked first whose clients' requests have taken the least time for their grammars.
 """
 
 from __future__ import annotations

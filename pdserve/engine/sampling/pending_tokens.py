@@ -19,15 +19,13 @@ import torch
 
 from pdserve.engine.sampling.drawing import draw, is_drawn, uniform
 from pdserve.engine.sampling.grammar_step import GrammarStep
-from pdserve.engine.sampling.host_copy import HostCopy
 from pdserve.engine.sampling.logit_rules import has_own_rules, needs_last_token
 from pdserve.engine.sampling.logprobs import PendingReports
-from pdserve.engine.sampling.row_groups import row_groups
 from pdserve.engine.sampling.sampler import choose_instead, proposes, reports_of, sample
-from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.sampling.sampling_row import SamplingRow, row_groups
 from pdserve.engine.sampling.token_choice import TokenChoice, after_rules, group_logits
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
-from pdserve_kernels.host_copies import to_device
+from pdserve_kernels.host_copies import HostCopy, to_device
 
 _NOT_FINITE = -1
 

@@ -15,8 +15,7 @@ from pdserve.engine.sampling.drawing import best_or_drawn, draw, is_drawn, unifo
 from pdserve.engine.sampling.filters import Logits
 from pdserve.engine.sampling.grammar_matcher import TokenBits
 from pdserve.engine.sampling.logit_rules import apply_rules, has_own_rules, moves_logits
-from pdserve.engine.sampling.row_groups import row_groups
-from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.sampling.sampling_row import SamplingRow, row_groups
 from pdserve_kernels.host_copies import to_device
 
 MAX_BYTES = 512

@@ -18,11 +18,10 @@ from pdserve.engine.kv_cache.workspace import (
     step_bytes,
     workspace_bytes,
 )
-from pdserve.engine.sampling import row_groups
+from pdserve.engine.sampling import sampling_row
+from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
-from pdserve.engine.sampling.prompt_scoring import PendingScores, ScoredTokens
-from pdserve.engine.sampling.row_groups import sampling_bytes
-from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.sampling.sampling_row import SamplingRow, sampling_bytes
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.family_settings import ExpertSettings
@@ -170,8 +169,8 @@ ROW_KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("on_device", [False, True])
 def test_sampling_takes_no_more_than_is_counted(monkeypatch: pytest.MonkeyPatch, kind: str, on_device: bool) -> None:
     """The flattest distribution is the one for which top-p takes most."""
-    monkeypatch.setattr(row_groups, "GPU_LOGITS_AT_ONCE", 2**18)
-    monkeypatch.setattr(row_groups, "CPU_LOGITS_AT_ONCE", 2**18)
+    monkeypatch.setattr(sampling_row, "GPU_LOGITS_AT_ONCE", 2**18)
+    monkeypatch.setattr(sampling_row, "CPU_LOGITS_AT_ONCE", 2**18)
     rows = 40
     logits = torch.zeros(rows, 20_000)
     asked = [SamplingRow(SamplingParams(max_tokens=9, seed=i, **ROW_KINDS[kind]), [1, 2, 3], 2) for i in range(rows)]
@@ -182,11 +181,11 @@ def test_sampling_takes_no_more_than_is_counted(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_prompt_with_many_answers_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its children are sampled from one row of logits."""
-    monkeypatch.setattr(row_groups, "CPU_LOGITS_AT_ONCE", 2**18)
+    monkeypatch.setattr(sampling_row, "CPU_LOGITS_AT_ONCE", 2**18)
     asked = [SamplingRow(SamplingParams(max_tokens=9, seed=i, top_p=0.999), [1, 2, 3], 2) for i in range(1024)]
     with LiveBytes() as live:
         DeviceTokens(torch.zeros(1, 20_000), asked, [0] * 1024, frozenset({2})).read()
-    assert live.peak <= row_groups.BYTES_PER_LOGIT * 2**18
+    assert live.peak <= sampling_row.BYTES_PER_LOGIT * 2**18
 
 
 def test_scoring_takes_no_more_than_is_counted() -> None:

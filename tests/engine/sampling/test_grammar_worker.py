@@ -13,8 +13,8 @@ import torch
 from llguidance import LLTokenizer
 
 from pdserve.engine.sampling import grammar_step
-from pdserve.engine.sampling.grammar_lane import GrammarLane
 from pdserve.engine.sampling.grammar_matcher import MASK_S, MASKS_S, GrammarBudget, GrammarMatcher, GrammarWaits
+from pdserve.engine.sampling.grammar_opener import GrammarWorker
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar
@@ -46,23 +46,23 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
 
 
 class Beside:
-    """A lane, and how often it has called."""
+    """A worker, and how often it has called."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.lane = GrammarLane(lambda: vocabulary, lambda: self.woken.put(None))
+        self.worker = GrammarWorker(lambda: vocabulary, lambda: self.woken.put(None))
 
     def wait(self) -> None:
         """Waits until a question is worked out."""
         self.woken.get(timeout=WAIT_S)
-        self.lane.take()
+        self.worker.take()
 
 
 @pytest.fixture
 def beside(vocabulary: LLTokenizer) -> Iterator[Beside]:
     one = Beside(vocabulary)
     yield one
-    one.lane.close()
+    one.worker.close()
 
 
 def choose(matcher: GrammarMatcher, answer: list[int], seed: int, beside: Beside | None, **how: Any) -> int | None:
@@ -92,8 +92,8 @@ def test_a_token_is_the_same_in_whichever_step_it_comes(
 ) -> None:
     compiled = compile_grammar(grammar, vocabulary)
     for seed in range(2):
-        at_once, later = GrammarMatcher(compiled), GrammarMatcher(compiled, lane=beside.lane)
-        alone = GrammarMatcher(heavy(compiled), lane=beside.lane)
+        at_once, later = GrammarMatcher(compiled), GrammarMatcher(compiled, worker=beside.worker)
+        alone = GrammarMatcher(heavy(compiled), worker=beside.worker)
         answer: list[int] = []
         while len(answer) < 4 and EOS not in answer:
             token = choose(at_once, answer, seed, None, **how)
@@ -106,7 +106,7 @@ def test_a_token_is_the_same_in_whichever_step_it_comes(
 def test_no_step_asks_a_heavy_grammar(vocabulary: LLTokenizer, beside: Beside) -> None:
     assert compile_grammar(LETTERS, vocabulary).quick is not None
     for grammar, answer in ((AMBIGUOUS, [A]), (LATER, [A, A])):
-        matcher = GrammarMatcher(compile_grammar(grammar, vocabulary), lane=beside.lane)
+        matcher = GrammarMatcher(compile_grammar(grammar, vocabulary), worker=beside.worker)
         with pytest.raises(GrammarWaits):
             matcher.open_bits(answer, VOCAB_SIZE)
         beside.wait()
@@ -118,7 +118,7 @@ def test_rows_beyond_the_time_of_a_step_wait(
 ) -> None:
     monkeypatch.setattr(grammar_step, "STEP_S", 1e-9)
     compiled = compile_grammar(LETTERS, vocabulary)
-    matchers = [GrammarMatcher(compiled, [A], lane=beside.lane) for _ in range(5)]
+    matchers = [GrammarMatcher(compiled, [A], worker=beside.worker) for _ in range(5)]
     sampling = SamplingParams(max_tokens=9, seed=1, grammar=LETTERS, top_p=0.9)
     rows = [SamplingRow(sampling, [5, 6, A], 2, matcher=matcher) for matcher in matchers]
     logits = torch.randn(5, VOCAB_SIZE)
@@ -133,7 +133,7 @@ def test_rows_beyond_the_time_of_a_step_wait(
 
 def test_all_answers_of_a_request_share_its_time(vocabulary: LLTokenizer, beside: Beside) -> None:
     compiled, budget = compile_grammar(AMBIGUOUS, vocabulary), GrammarBudget()
-    first, second = (GrammarMatcher(compiled, budget=budget, lane=beside.lane) for _ in range(2))
+    first, second = (GrammarMatcher(compiled, budget=budget, worker=beside.worker) for _ in range(2))
     budget.spend(MASKS_S + 1)
     for matcher in (first, second):
         assert not matcher.open_bits([A], VOCAB_SIZE).any()
@@ -148,7 +148,7 @@ def test_what_tokens_leave_over_is_not_saved_up() -> None:
 
 
 def test_nothing_is_worked_out_for_an_answer_that_is_over(vocabulary: LLTokenizer, beside: Beside) -> None:
-    matcher = GrammarMatcher(compile_grammar(AMBIGUOUS, vocabulary), lane=beside.lane, is_over=lambda: True)
+    matcher = GrammarMatcher(compile_grammar(AMBIGUOUS, vocabulary), worker=beside.worker, is_over=lambda: True)
     for _ in range(2):
         with pytest.raises(GrammarWaits):
             matcher.open_bits([A], VOCAB_SIZE)
@@ -161,15 +161,15 @@ def test_a_defect_ends_the_one_answer(vocabulary: LLTokenizer, beside: Beside, m
         raise RuntimeError
 
     compiled = compile_grammar(AMBIGUOUS, vocabulary)
-    matcher, other = (GrammarMatcher(compiled, lane=beside.lane) for _ in range(2))
+    matcher, other = (GrammarMatcher(compiled, worker=beside.worker) for _ in range(2))
     with monkeypatch.context() as patch:
-        patch.setattr(GrammarLane, "read", broken)
+        patch.setattr(GrammarWorker, "read", broken)
         assert choose(matcher, [A], 1, beside) is None
     assert matcher.failure == "the answer cannot go on by its grammar: RuntimeError"
     assert choose(other, [A], 1, beside) is not None
 
 
-def test_other_threads_run_while_the_lane_reads_a_token(vocabulary: LLTokenizer, beside: Beside) -> None:
+def test_other_threads_run_while_the_worker_reads_a_token(vocabulary: LLTokenizer, beside: Beside) -> None:
     first = compile_grammar(AMBIGUOUS, vocabulary).matcher
     over, turns = threading.Event(), [0]
 
@@ -180,7 +180,7 @@ def test_other_threads_run_while_the_lane_reads_a_token(vocabulary: LLTokenizer,
 
     def turns_while_reading() -> int:
         matcher, before = first.deep_copy(), turns[0]
-        assert beside.lane.read(matcher, A)
+        assert beside.worker.read(matcher, A)
         return turns[0] - before
 
     counting = threading.Thread(target=count)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.sampling import drawing, filters, row_groups
+from pdserve.engine.sampling import drawing, filters, sampling_row
 from pdserve.engine.sampling.filters import BEST_FEW
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
@@ -154,7 +154,7 @@ def test_a_token_does_not_depend_on_how_rows_are_grouped(monkeypatch: pytest.Mon
     rows = [row(i, seed=i, **kinds[i % 4]) for i in range(12)]
     grouped = []
     for at_once in (1, 100_000, 10**9):
-        monkeypatch.setattr(row_groups, "CPU_LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(sampling_row, "CPU_LOGITS_AT_ONCE", at_once)
         grouped.append(ids(logits, *rows))
     assert grouped[0] == grouped[1] == grouped[2]
     assert len(set(grouped[0])) > 6

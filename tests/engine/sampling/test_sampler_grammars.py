@@ -20,7 +20,7 @@ from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar
 from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_vocabulary import EOS, FIRST_BYTE, tiny_vocabulary
 
@@ -41,6 +41,35 @@ EVERY_WAY: dict[str, dict[str, Any]] = {
     "allowed": {"allowed_token_ids": (X, Y)},
     "everything": {"top_p": 0.9, "frequency_penalty": 0.5, "ignore_eos": True, "logprobs": 2},
 }
+LETTERS = Grammar(GrammarKind.REGEX, "[a-p]{1,40}")
+A, B, C, D = (FIRST_BYTE + byte for byte in b"abcd")
+EVERY_FIELD: dict[str, tuple[dict[str, Any], ...]] = {
+    "max_tokens": ({"max_tokens": 3},),
+    "seed": ({"seed": 2**63 - 1},),
+    "temperature": ({"temperature": 0.0}, {"temperature": 0.3}, {"temperature": 2.0}),
+    "top_p": ({"top_p": 0.3}, {"top_p": 0.9}),
+    "top_k": ({"top_k": 1}, {"top_k": 5}),
+    "min_p": ({"min_p": 0.1}, {"min_p": 0.6}),
+    "stop_token_ids": (
+        {"stop_token_ids": (A, B), "min_tokens": 5},
+        {"stop_token_ids": (A,), "min_tokens": 5, "top_k": 4},
+    ),
+    "ignore_eos": ({"ignore_eos": True}, {"ignore_eos": True, "top_p": 0.8}),
+    "min_tokens": ({"min_tokens": 5}, {"min_tokens": 5, "min_p": 0.1}),
+    "presence_penalty": ({"presence_penalty": 2.0}, {"presence_penalty": 2.0, "top_p": 0.7}),
+    "frequency_penalty": ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0, "top_k": 3}),
+    "repetition_penalty": ({"repetition_penalty": 1.8}, {"repetition_penalty": 1.8, "min_p": 0.2}),
+    "logit_bias": ({"logit_bias": ((B, 3.0), (Z, 9.0))}, {"logit_bias": ((B, 3.0),), "top_p": 0.6}),
+    "allowed_token_ids": ({"allowed_token_ids": (A, C, D, Z)}, {"allowed_token_ids": (A, C, D), "top_k": 2}),
+    "bad_words": ({"bad_words": ((A,), (X, B))}, {"bad_words": ((A,),), "top_p": 0.5}),
+    "logprobs": ({"logprobs": 2},),
+    "logprob_token_ids": ({"logprobs": 0, "logprob_token_ids": (A, Z)},),
+    "prompt_logprobs": ({"prompt_logprobs": 1},),
+    "grammar": ({"grammar": LETTERS},),
+}
+"""For each field of ``SamplingParams``, values with which few tokens and complete rows have to agree."""
+WITHOUT_EFFECT = {"max_tokens", "prompt_logprobs", "grammar"}
+"""The fields that change nothing about one token; of ``grammar``, the matcher has what does."""
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +179,42 @@ def test_among_few_tokens_the_choice_is_that_among_all(
     among_few = ids(logits, [row(compiled, [X], seed, **how) for seed in range(40)])
     monkeypatch.setattr(token_choice, "MAX_BYTES", -1)
     assert ids(logits, [row(compiled, [X], seed, **how) for seed in range(40)]) == among_few
+
+
+def test_every_field_has_a_case() -> None:
+    assert set(EVERY_FIELD) == set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("field", "how"), [(field, how) for field, each in EVERY_FIELD.items() for how in each], ids=str
+)
+def test_every_field_means_the_same_for_few_tokens_and_complete_rows(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch, field: str, how: dict[str, Any]
+) -> None:
+    torch.manual_seed(7)
+    compiled = compile_grammar(LETTERS, vocabulary)
+    logits = torch.randn(60, VOCAB_SIZE) * 2
+    logits[:, [A, B, EOS]] += 1.5
+
+    def tokens(how: dict[str, Any]) -> list[SampledToken | None]:
+        base: dict[str, Any] = {"max_tokens": 9, "grammar": LETTERS}
+        rows = [
+            SamplingRow(
+                SamplingParams(**(base | {"seed": seed} | how)), [5, A, A, B], 1, matcher=GrammarMatcher(compiled)
+            )
+            for seed in range(len(logits))
+        ]
+        return sample(logits, rows, {EOS})
+
+    few_asked: list[bool] = []
+    few_tokens = token_choice.few_tokens
+    monkeypatch.setattr(token_choice, "few_tokens", lambda bits: few_asked.append(True) or few_tokens(bits))
+    among_few, plain = tokens(how), tokens({})
+    assert few_asked, "the grammar leaves few tokens"
+    assert None not in among_few
+    assert (among_few == plain) is (field in WITHOUT_EFFECT), "the case shows what the field does"
+    monkeypatch.setattr(token_choice, "MAX_BYTES", -1)
+    assert tokens(how) == among_few
 
 
 def test_an_answer_that_follows_its_grammar_by_itself_needs_no_mask(
