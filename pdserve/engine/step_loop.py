@@ -40,11 +40,18 @@ from pdserve.wire.engine import (
     Assign,
     EngineStats,
     FinishReason,
-    PrefillSource,
     Renew,
     Shutdown,
     Stats,
     Submit,
+)
+from pdserve.wire.engine_counts import (
+    CacheStats,
+    CoreStats,
+    QueueStats,
+    ReturnCounts,
+    SchedulerCounts,
+    TransferCounts,
 )
 from pdserve.wire.links import LinkCounts
 from pdserve.wire.transfer import FailureCause
@@ -332,53 +339,32 @@ class StepLoop:
 
     def _stats(self) -> EngineStats:
         scheduler, transfers, now = self._scheduler, self._connector.stats(), time.monotonic()
-        returns = self._connector.returns()
-        prefills = scheduler.counters.prefills
+        counters, reasons = scheduler.counters, transfers.failures_by_name
+        rate = self._placement.tokens_per_s(*scheduler.decoding)
         return EngineStats(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting + scheduler.num_children,
-            waiting_for_remote=scheduler.num_remote,
-            pushing=scheduler.num_pushing,
-            total_blocks=self._blocks.num_blocks,
-            free_blocks=self._blocks.num_free,
-            quarantined_blocks=self._blocks.num_quarantined,
-            cached_blocks=self._blocks.num_cached,
+            queue=QueueStats(
+                running=scheduler.num_running,
+                waiting=scheduler.num_waiting + scheduler.num_children,
+                waiting_for_remote=scheduler.num_remote,
+                pushing=scheduler.num_pushing,
+                queue_s=max(scheduler.longest_wait_s(now), scheduler.queued_prompt_tokens / rate),
+            ),
+            cache=CacheStats(
+                total_blocks=self._blocks.num_blocks,
+                free_blocks=self._blocks.num_free,
+                quarantined_blocks=self._blocks.num_quarantined,
+                cached_blocks=self._blocks.num_cached,
+            ),
+            cores=CoreStats(borrowed=self._cores.borrowed, borrowed_s=self._cores.borrowed_s),
             steps=self._steps,
-            prompt_tokens=scheduler.counters.prompt_tokens,
-            cached_prompt_tokens=scheduler.counters.cached_prompt_tokens,
-            transferred_prompt_tokens=scheduler.counters.transferred_prompt_tokens,
-            generated_tokens=scheduler.counters.generated_tokens,
-            preemptions=scheduler.counters.preemptions,
-            moves_wanted=scheduler.counters.moves_wanted,
-            prefix_cache_queries=scheduler.counters.prefix_cache_queries,
-            prefix_cache_hits=scheduler.counters.prefix_cache_hits,
-            resume_blocks_wanted=scheduler.counters.resume_blocks_wanted,
-            resume_blocks_reused=scheduler.counters.resume_blocks_reused,
-            blocks_returned=returns.blocks_returned,
-            offers_dropped=returns.offers_dropped,
-            borrowed_cores=self._cores.borrowed,
-            borrowed_core_seconds=self._cores.borrowed_s,
-            prefills_local=prefills[PrefillSource.LOCAL],
-            prefills_remote=prefills[PrefillSource.REMOTE],
-            prefills_fallback=prefills[PrefillSource.FALLBACK],
-            transfer_bytes_sent=transfers.bytes_sent,
-            transfer_bytes_received=transfers.bytes_received,
-            transfers_sent=transfers.transfers_sent,
-            transfers_received=transfers.transfers_received,
-            transfer_seconds=transfers.transfer_seconds,
-            transfer_failures=transfers.failures_by_name,
-            prefills_failed={name: scheduler.counters.prefills_failed[name] for name in transfers.failures_by_name},
-            leases_expired_sending=transfers.leases_expired_sending,
-            leases_expired_receiving=transfers.leases_expired_receiving,
-            stale_blocks_dropped=transfers.stale_blocks_dropped,
-            handshakes=transfers.handshakes,
-            frames_dropped=transfers.frames_dropped,
+            scheduler=SchedulerCounts.copied(counters),
+            prefills={source.value: count for source, count in counters.prefills.items()},
+            prefills_failed={name: counters.prefills_failed[name] for name in reasons},
+            transfer=TransferCounts.copied(transfers),
+            transfer_failures=reasons,
+            returns=ReturnCounts.copied(self._connector.returns()),
             clock_skew_s=transfers.clocks.worst_s(),
             links=LinkCounts.of(transfers.links),
-            queue_s=max(
-                scheduler.longest_wait_s(now),
-                scheduler.queued_prompt_tokens / self._placement.tokens_per_s(*scheduler.decoding),
-            ),
             prefill=self._placement.stats(now),
             step=self._watch.stats(),
         )

@@ -12,6 +12,16 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from pdserve.wire.discovery import ComputeCores, NodeLoad, Role
+from pdserve.wire.engine_counts import (
+    CacheStats,
+    CoreStats,
+    QueueStats,
+    ReturnCounts,
+    SchedulerCounts,
+    TransferCounts,
+    counter,
+    gauge,
+)
 from pdserve.wire.ids import RequestId, RequestUuid
 from pdserve.wire.links import LinkCounts
 from pdserve.wire.priority import Priority
@@ -258,86 +268,53 @@ class RequestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     """The log probabilities of the prompt's tokens after the first, once, before any token of any answer to it."""
 
 
+def _no_prefills() -> dict[str, int]:
+    return {source.value: 0 for source in PrefillSource}
+
+
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Present values of gauges, and counters since the engine's start."""
 
-    running: int = 0
-    waiting: int = 0
-    """The submitted requests without a place in the batch, including answers that wait for their prompt."""
-    waiting_for_remote: int = 0
-    pushing: int = 0
-    """The prompts of other nodes that are computed, and whose blocks are not all sent."""
-    total_blocks: int = 0
-    free_blocks: int = 0
-    """The blocks that can be taken now, idle ones of the prefix cache among them."""
-    quarantined_blocks: int = 0
-    cached_blocks: int = 0
-    """The blocks that the prefix cache can find, in use or idle."""
-    queue_s: float = 0.0
-    """The time that a prompt which came now would wait: estimated, or how long the oldest one waits already."""
-    steps: int = 0
-    prompt_tokens: int = 0
-    """The tokens of prompts to which this node answers, counted with the first token."""
-    cached_prompt_tokens: int = 0
-    """Those of them that were in its prefix cache."""
-    transferred_prompt_tokens: int = 0
-    """Those of them whose KV cache came from a prefill node."""
-    generated_tokens: int = 0
-    preemptions: int = 0
-    moves_wanted: int = 0
-    """The client requests that were to go on at a node with more room (``RoomWanted``)."""
-    prefix_cache_queries: int = 0
-    """The tokens of admitted prompts."""
-    prefix_cache_hits: int = 0
-    """The tokens of admitted prompts that were in the prefix cache."""
-    prefills_local: int = 0
-    prefills_remote: int = 0
-    prefills_fallback: int = 0
-    transfer_bytes_sent: int = 0
-    transfer_bytes_received: int = 0
-    transfers_sent: int = 0
-    transfers_received: int = 0
-    transfer_seconds: float = 0.0
-    resume_blocks_wanted: int = 0
-    """The full blocks of resumed answers and their prompts."""
-    resume_blocks_reused: int = 0
-    """Those of them that this engine had, or got from a holder."""
-    borrowed_cores: int = 0
-    """The cores of sleeping engines that compute for this one."""
-    borrowed_core_seconds: float = 0.0
-    blocks_returned: int = 0
-    """The blocks that this engine has fetched because decode nodes have offered them."""
-    offers_dropped: int = 0
-    """The offers of which this engine had no room for a block, or too many."""
-    transfer_failures: dict[str, int] = {}
-    """The number of failures for each reason."""
-    prefills_failed: dict[str, int] = {}
+    queue: QueueStats = QueueStats()
+    cache: CacheStats = CacheStats()
+    cores: CoreStats = CoreStats()
+    steps: Annotated[int, counter("engine_steps", "batches computed")] = 0
+    scheduler: SchedulerCounts = msgspec.field(default_factory=SchedulerCounts)
+    prefills: Annotated[dict[str, int], counter("prefills", "prompts, by who computed them", "source")] = msgspec.field(
+        default_factory=_no_prefills
+    )
+    """The prompts by the values of ``PrefillSource``."""
+    prefills_failed: Annotated[
+        dict[str, int], counter("prefills_failed", "prompts ordered from prefill nodes in vain, by why", "reason")
+    ] = {}
     """The prompts that prefill nodes were asked for in vain, for each reason."""
-    leases_expired_sending: int = 0
-    leases_expired_receiving: int = 0
-    stale_blocks_dropped: int = 0
-    handshakes: int = 0
-    """The greetings that were completed, as the engine that asked or the one that was asked."""
-    frames_dropped: int = 0
-    """The frames of other engines that were malformed, not authentic, or too old."""
-    clock_skew_s: float = 0.0
+    transfer: TransferCounts = msgspec.field(default_factory=TransferCounts)
+    transfer_failures: Annotated[
+        dict[str, int], counter("kv_transfer_failures", "transfers that failed", "reason")
+    ] = {}
+    """The number of failures for each reason."""
+    returns: ReturnCounts = msgspec.field(default_factory=ReturnCounts)
+    clock_skew_s: Annotated[float, gauge("kv_transfer_clock_skew_seconds", "that another engine's clock is behind")] = (
+        0.0
+    )
     """How far the clock of the engine whose clock differs most is behind this one's."""
-    links: LinkCounts = LinkCounts()
+    links: Annotated[
+        LinkCounts,
+        gauge("kv_links", "links to other engines that have moved KV blocks, by what carries them", "transport"),
+    ] = LinkCounts()
     prefill: PrefillStats = PrefillStats()
     step: StepStats = StepStats()
 
     @property
     def load(self) -> NodeLoad:
-        waiting = self.waiting + self.waiting_for_remote
-        step_s = self.prefill.decode_step_s if self.running else 0.0
         return NodeLoad(
-            self.running,
-            waiting,
-            self.free_blocks,
-            self.queue_s,
-            step_s,
+            self.queue.running,
+            self.queue.waiting + self.queue.waiting_for_remote,
+            self.cache.free_blocks,
+            self.queue.queue_s,
+            self.prefill.decode_step_s if self.queue.running else 0.0,
             prompt_tokens=self.step.computed_prompt_tokens,
-            generated_tokens=self.generated_tokens,
+            generated_tokens=self.scheduler.generated_tokens,
             links=self.links,
         )
 

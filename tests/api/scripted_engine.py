@@ -47,6 +47,7 @@ from pdserve.wire.engine import (
     Submit,
     ToEngine,
 )
+from pdserve.wire.engine_counts import CacheStats, QueueStats, SchedulerCounts, TransferCounts
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, ENGINE_FAILURE, REPLY_TEXT, SPLIT_TEXT, Behaviour
@@ -93,7 +94,7 @@ class ScriptedEngine:
         self._places = launch.config.scheduler.max_num_seqs or 8
         self._journal = journal
         self._requests: dict[int, Running] = {}
-        self._stats = EngineStats(total_blocks=100, free_blocks=100, prefill=PREFILL, step=STEP)
+        self._stats = EngineStats(cache=CacheStats(total_blocks=100, free_blocks=100), prefill=PREFILL, step=STEP)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.connect(launch.address)
         self._messages: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -138,7 +139,7 @@ class ScriptedEngine:
             case Abort(local_ids):
                 for local_id in local_ids:
                     self._requests.pop(local_id, None)
-                self._stats = msgspec.structs.replace(self._stats, running=len(self._requests))
+                self._stats = msgspec.structs.replace(self._stats, queue=QueueStats(running=len(self._requests)))
                 self._send(Stats(self._stats))
             case AskStats(number):
                 self._send(Stats(self._stats, number))
@@ -162,15 +163,14 @@ class ScriptedEngine:
         ]
         self._requests = {key: request for key, request in self._requests.items() if not request.ended}
         if outputs:
-            generated = self._stats.generated_tokens + sum(len(output.new_token_ids) for output in outputs)
+            generated = self._stats.scheduler.generated_tokens + sum(len(output.new_token_ids) for output in outputs)
             self._stats = msgspec.structs.replace(
                 self._stats,
-                generated_tokens=generated,
-                running=len(self._requests),
-                free_blocks=100 - 25 * len(self._requests),
-                preemptions=4,
+                queue=QueueStats(running=len(self._requests)),
+                cache=CacheStats(total_blocks=100, free_blocks=100 - 25 * len(self._requests)),
+                scheduler=SchedulerCounts(generated_tokens=generated, preemptions=4),
+                transfer=TransferCounts(leases_expired_receiving=1),
                 transfer_failures={"peer_lost": 2},
-                leases_expired_receiving=1,
             )
             self._send(StepOutput(outputs))
             self._send(Stats(self._stats))

@@ -21,6 +21,7 @@ from pdserve.config import ParallelConfig, SchedulerConfig, StreamConfig
 from pdserve.errors import ConfigError, EngineError, InvalidRequest, Unavailable
 from pdserve.liveness import loop_names
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput, Stats, StepOutput
+from pdserve.wire.engine_counts import QueueStats
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
 from tests.api.node import WAIT_S
@@ -285,7 +286,7 @@ async def test_an_engine_with_peers_is_idle_when_it_says_so(has_peers: bool, mod
         await client.start()
         held = client.open([prompt(Behaviour.HOLD)], deadline_s=60.0)
         async with asyncio.timeout(WAIT_S):
-            while client.stats.running == 0:
+            while client.stats.queue.running == 0:
                 await held.wait()
         # An engine that is stopped cannot say so before the test has looked.
         assert client.pid is not None
@@ -326,12 +327,12 @@ async def test_an_engine_that_still_sends_blocks_to_others_is_not_idle(model_dir
     try:
         idle = asyncio.create_task(client.wait_idle())
         await asyncio.sleep(0)
-        client._handle(Stats(EngineStats(pushing=1), 1))
+        client._handle(Stats(EngineStats(queue=QueueStats(pushing=1)), 1))
         await asyncio.sleep(0)
         client._handle(Stats(EngineStats()))
         await asyncio.sleep(0)
         assert not idle.done(), "it has not answered since it fell idle"
-        client._handle(Stats(EngineStats(pushing=1), 2))
+        client._handle(Stats(EngineStats(queue=QueueStats(pushing=1)), 2))
         await asyncio.sleep(0)
         assert not idle.done()
         client._handle(Stats(EngineStats()))

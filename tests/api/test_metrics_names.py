@@ -12,8 +12,12 @@ from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.api.node.node_metrics import OTHER_NAMES, SAME_NAMES, MetricsScale, NodeMetrics
 from pdserve.config import MetricsNames
 from pdserve.wire.engine import EngineStats
+from pdserve.wire.engine_counts import CacheStats, SchedulerCounts
 
-STATS = EngineStats(total_blocks=8, free_blocks=2, prompt_tokens=50, cached_prompt_tokens=16, preemptions=3)
+STATS = EngineStats(
+    cache=CacheStats(total_blocks=8, free_blocks=2),
+    scheduler=SchedulerCounts(prompt_tokens=50, cached_prompt_tokens=16, preemptions=3),
+)
 MODEL = 'a "model"\\of mine'
 
 

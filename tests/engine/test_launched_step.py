@@ -357,7 +357,7 @@ def test_refused_tokens_change_no_answer(folder: Path, monkeypatch: pytest.Monke
             patch.setattr(StepAhead, "joined", joined)
             with engine(folder, overlap=True, num_blocks=11 if seed % 2 else 30) as client:
                 got = client.together(asked)
-                num_preempted += client.stats_asked_for(1).preemptions
+                num_preempted += client.stats_asked_for(1).scheduler.preemptions
         for number, right in wanted.items():
             mine, ends_early = got[number], got[number].end.finish is FinishReason.DEADLINE
             assert mine.tokens == (right.tokens[: len(mine.tokens)] if ends_early else right.tokens)

@@ -151,7 +151,7 @@ class Client:
             assert self._socket.poll(PATIENCE_MS), "no request was preempted"
             message = self._decoder.decode(self._socket.recv())
             if isinstance(message, Stats):
-                self.preemptions = message.stats.preemptions
+                self.preemptions = message.stats.scheduler.preemptions
 
     def together(
         self,
@@ -198,7 +198,7 @@ class Client:
             message = self._decoder.decode(self._socket.recv())
             assert isinstance(message, StepOutput | Stats)
             if isinstance(message, Stats):
-                self.preemptions = message.stats.preemptions
+                self.preemptions = message.stats.scheduler.preemptions
                 continue
             self.crossings += 1
             for output in message.outputs:
@@ -299,7 +299,7 @@ def test_a_step_is_one_message_however_many_requests_it_holds(folder: Path, over
 def test_an_engine_that_is_asked_for_its_stats_sends_them_though_they_are_the_same(folder: Path, overlap: bool) -> None:
     with engine(folder, overlap) as client:
         first, second = client.stats_asked_for(1), client.stats_asked_for(2)
-        assert (first.running, first.steps) == (second.running, second.steps) == (0, 0)
+        assert (first.queue.running, first.steps) == (second.queue.running, second.steps) == (0, 0)
         client.ask(prompt(9), [1], max_tokens=2)
         assert client.stats_asked_for(3).steps > 0
 

@@ -9,7 +9,18 @@ import msgspec
 import pytest
 
 from pdserve.http.tls import Certificate
-from pdserve.wire import command, discovery, engine, links, proxy_workers, rank, rank_transfer, timeline, transfer
+from pdserve.wire import (
+    command,
+    discovery,
+    engine,
+    engine_counts,
+    links,
+    proxy_workers,
+    rank,
+    rank_transfer,
+    timeline,
+    transfer,
+)
 from pdserve.wire import transfer as link_address
 from pdserve.wire.frame import MAX_FRAME_BYTES
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
@@ -186,10 +197,10 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             engine.Recorded([LANE]),
             engine.Stats(
                 engine.EngineStats(
-                    running=1,
-                    cached_blocks=3,
-                    prefix_cache_queries=9,
-                    prefix_cache_hits=4,
+                    queue=engine_counts.QueueStats(running=1),
+                    cache=engine_counts.CacheStats(cached_blocks=3),
+                    scheduler=engine_counts.SchedulerCounts(prefix_cache_queries=9, prefix_cache_hits=4),
+                    transfer=engine_counts.TransferCounts(handshakes=2),
                     transfer_failures={"lease": 2},
                     prefill=engine.PrefillStats(
                         decisions=(engine.PrefillDecisions(engine.PrefillSource.LOCAL, engine.PrefillReason.SHORT, 3),),

@@ -423,7 +423,7 @@ class EngineClient:
     def _note_idle(self) -> None:
         load = self.stats.load
         # Other nodes' prompts, which no client of this node waits for, count too.
-        busy = self._config.has_peers and load.running + load.waiting + self.stats.pushing > 0
+        busy = self._config.has_peers and load.running + load.waiting + self.stats.queue.pushing > 0
         if self._open or busy:
             self._idle.clear()
             self._busy.set()

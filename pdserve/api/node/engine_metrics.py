@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import accumulate
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,6 +21,7 @@ from pdserve.wire.engine import (
     PrefillStats,
     StepStats,
 )
+from pdserve.wire.engine_counts import MetricKind, ShownAs
 
 _DECIDED = (PrefillSource.LOCAL, PrefillSource.REMOTE)
 """The sources that a decision may name: a fallback is none's decision."""
@@ -32,96 +35,70 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
-        used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
-        yield _gauge("num_requests_running", "in the running batch", stats.running)
-        yield _gauge("num_requests_waiting", "queued in the engine", stats.waiting)
-        yield _gauge("num_requests_waiting_for_remote_kvs", "prompt computed elsewhere", stats.waiting_for_remote)
-        yield _gauge("prompt_queue_seconds", "that a prompt waits which comes now, estimated", stats.queue_s)
-        yield _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1", used)
-        yield _gauge("quarantined_blocks", "KV blocks held until a receive completes", stats.quarantined_blocks)
-        yield _gauge("cached_blocks", "KV blocks in the prefix cache, in use or idle", stats.cached_blocks)
-        yield _counter("engine_steps", "batches computed", stats.steps)
-        yield from _prompts(stats)
-        yield _counter("generation_tokens", "tokens generated", stats.generated_tokens)
-        yield _counter("num_preemptions", "requests set back for lack of blocks", stats.preemptions)
-        yield _counter("num_moves_wanted", "requests that should leave before blocks run out", stats.moves_wanted)
-        yield _counter(
-            "prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_cache_queries
-        )
-        yield _counter("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_cache_hits)
-        yield _counter(
-            "resume_blocks_wanted", "full KV blocks of resumed answers and their prompts", stats.resume_blocks_wanted
-        )
-        yield _counter(
-            "resume_blocks_reused", "those of them that were here or came from a holder", stats.resume_blocks_reused
-        )
-        yield _gauge("borrowed_cores", "of sleeping engines, which compute for this one", stats.borrowed_cores)
-        yield _counter("borrowed_core_seconds", "for which such cores were borrowed", stats.borrowed_core_seconds)
-        yield _counter("kv_blocks_returned", "KV blocks of answers that decode nodes returned", stats.blocks_returned)
-        yield _counter("kv_offers_dropped", "offers of KV blocks without room for them", stats.offers_dropped)
-        yield _by_label(
-            "prefills",
-            "prompts, by who computed them",
-            "source",
-            {"local": stats.prefills_local, "remote": stats.prefills_remote, "fallback": stats.prefills_fallback},
-        )
-        yield _counter("fallbacks", "prompts computed here because a prefill node failed", stats.prefills_fallback)
-        yield _by_label(
-            "prefills_failed", "prompts ordered from prefill nodes in vain, by why", "reason", stats.prefills_failed
-        )
-        directions = {"sent": stats.transfer_bytes_sent, "received": stats.transfer_bytes_received}
-        yield _by_label("kv_transfer_bytes", "KV cache moved", "direction", directions)
-        yield _by_label(
-            "kv_transfers",
-            "KV caches moved",
-            "direction",
-            {"sent": stats.transfers_sent, "received": stats.transfers_received},
-        )
-        yield _counter("kv_transfer_seconds", "time of completed transfers", stats.transfer_seconds)
-        yield _by_label("kv_transfer_failures", "transfers that failed", "reason", stats.transfer_failures)
-        yield _by_label(
-            "leases_expired",
-            "peers that stopped answering",
-            "direction",
-            {"sent": stats.leases_expired_sending, "received": stats.leases_expired_receiving},
-        )
-        yield _counter("kv_transfer_handshakes", "greetings of other engines that were completed", stats.handshakes)
-        yield _counter("kv_transfer_frames_dropped", "control frames that were not acceptable", stats.frames_dropped)
-        yield _gauge("kv_transfer_clock_skew_seconds", "that another engine's clock is behind", stats.clock_skew_s)
-        yield _gauges_by_label(
-            "kv_links",
-            "links to other engines that have moved KV blocks, by what carries them",
-            "transport",
-            msgspec.structs.asdict(stats.links),
-        )
+        yield from _shown_fields(stats)
+        yield from _derived(stats)
         yield from _prefill(stats.prefill)
         yield from _steps(stats.step)
-        yield _counter("stale_blocks_dropped", "blocks of dead transfers refused", stats.stale_blocks_dropped)
 
 
-def _prompts(stats: EngineStats) -> Iterable[Metric]:
-    """Yields the tokens of prompts: those that were answered here, each once in the cluster, and those computed here.
+def _shown_fields(stats: EngineStats) -> Iterable[Metric]:
+    """Returns the metrics that fields name (``ShownAs``). Fields of one name are the values of its label."""
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for shown, value in _fields(stats):
+        if shown.name not in families:
+            kind = CounterMetricFamily if shown.kind is MetricKind.COUNTER else GaugeMetricFamily
+            families[shown.name] = kind(
+                f"pdserve_{shown.name}", shown.help, labels=[shown.label] if shown.label else []
+            )
+        if shown.label and not shown.value:
+            numbers = msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+        else:
+            numbers = {shown.value: value}
+        for each, number in numbers.items():
+            families[shown.name].add_metric([each] if shown.label else [], number)
+    return families.values()
 
-    The sources have vLLM's names.
-    """
-    cached, transferred = stats.cached_prompt_tokens, stats.transferred_prompt_tokens
-    yield _counter("prompt_tokens", "tokens of prompts that are answered here", stats.prompt_tokens)
+
+def _fields(stats: msgspec.Struct) -> Iterable[tuple[ShownAs, Any]]:
+    """Yields the fields that name a metric, those of nested structs too, with their values."""
+    for name, shown in _annotations(type(stats)):
+        value = getattr(stats, name)
+        if shown is not None:
+            yield shown, value
+        elif isinstance(value, msgspec.Struct):
+            yield from _fields(value)
+
+
+@cache
+def _annotations(kind: type[msgspec.Struct]) -> tuple[tuple[str, ShownAs | None], ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    found = {name: [each for each in get_args(hint)[1:] if isinstance(each, ShownAs)] for name, hint in hints.items()}
+    return tuple((name, found[name][0] if found[name] else None) for name in kind.__struct_fields__)
+
+
+def _derived(stats: EngineStats) -> Iterable[Metric]:
+    """Yields what follows from several fields. The sources of prompts' tokens have vLLM's names."""
+    cache, counts = stats.cache, stats.scheduler
+    used = 1 - cache.free_blocks / cache.total_blocks if cache.total_blocks else 0.0
+    yield _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1", used)
+    cached, transferred = counts.cached_prompt_tokens, counts.transferred_prompt_tokens
     yield _counter("prompt_tokens_cached", "those of them that were not computed here", cached + transferred)
-    yield _by_label(
-        "prompt_tokens_by_source",
+    sources = CounterMetricFamily(
+        "pdserve_prompt_tokens_by_source",
         "tokens of prompts that are answered here, by where their KV cache came from",
-        "source",
-        {
-            "local_compute": stats.prompt_tokens - cached - transferred,
-            "local_cache_hit": cached,
-            "external_kv_transfer": transferred,
-        },
+        labels=["source"],
     )
+    sources.add_metric(["local_compute"], counts.prompt_tokens - cached - transferred)
+    sources.add_metric(["local_cache_hit"], cached)
+    sources.add_metric(["external_kv_transfer"], transferred)
+    yield sources
     yield _counter(
         "prompt_tokens_computed",
         "tokens of prompts that were computed here, for this node or others",
         stats.step.computed_prompt_tokens,
     )
+    fallbacks = stats.prefills.get(PrefillSource.FALLBACK.value, 0)
+    yield _counter("fallbacks", "prompts computed here because a prefill node failed", fallbacks)
 
 
 def _prefill(stats: PrefillStats) -> Iterable[Metric]:
@@ -173,17 +150,3 @@ def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
 
 def _counter(name: str, help: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(f"pdserve_{name}", help, value=value)
-
-
-def _gauges_by_label(name: str, help: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"pdserve_{name}", help, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def _by_label(name: str, help: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"pdserve_{name}", help, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family

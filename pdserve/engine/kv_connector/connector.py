@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.returning_connector import ReturnStats
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
+from pdserve.wire.engine_counts import ReturnCounts
 from pdserve.wire.transfer import FailureCause
 from pdserve_kvtransfer.stats import TransferStats
 
@@ -36,7 +36,7 @@ class KvConnector(Protocol):
 
     def stats(self) -> TransferStats: ...
 
-    def returns(self) -> ReturnStats: ...
+    def returns(self) -> ReturnCounts: ...
 
     def close(self) -> None:
         """Ends every transfer, within ``CLOSE_TIMEOUT_S``."""
@@ -71,8 +71,8 @@ class NoTransferConnector:
     def stats(self) -> TransferStats:
         return TransferStats()
 
-    def returns(self) -> ReturnStats:
-        return ReturnStats()
+    def returns(self) -> ReturnCounts:
+        return ReturnCounts()
 
     def close(self) -> None:
         pass

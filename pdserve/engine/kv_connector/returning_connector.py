@@ -10,6 +10,7 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.wire.engine_counts import ReturnCounts
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.ticket import PrefillTarget
 from pdserve.wire.transfer import MAX_HASHES
@@ -25,15 +26,6 @@ MAX_WAITING = 256
 POOL_SHARE = 8
 """All fetches together take this part of the blocks at most: one of so many."""
 TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReturnStats:
-    """What has become of offers since the engine's start."""
-
-    blocks_returned: int = 0
-    offers_dropped: int = 0
-    """The offers for which there were no free blocks, or too many others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +82,7 @@ class ReturningConnector:
         """The offers in the order of their texts' first ones."""
         self._fetches: dict[TransferId, list[_Text]] = {}
         self._cancelled: set[TransferId] = set()
-        self._blocks_returned = 0
-        self._offers_dropped = 0
-
-    @property
-    def stats(self) -> ReturnStats:
-        return ReturnStats(self._blocks_returned, self._offers_dropped)
+        self.counts = ReturnCounts()
 
     def owns(self, transfer_id: TransferId) -> bool:
         return transfer_id in self._fetches
@@ -111,7 +98,7 @@ class ReturningConnector:
         text, new = set(offer.hashes), _Waiting(offer, offer.hashes[found], begun)
         continued = [i for i, other in enumerate(self._waiting) if other.offer.hashes[-1] in text]
         if found < begun or (not continued and len(self._waiting) >= MAX_WAITING):
-            self._offers_dropped += 1
+            self.counts.offers_dropped += 1
         elif continued:
             self._waiting[continued[0]] = new
             for i in reversed(continued[1:]):
@@ -170,7 +157,7 @@ class ReturningConnector:
         room = min(self._blocks.free_beside(found) - reserved, blocks_left)
         hashes = lacked[: max(0, room)]
         if not hashes or len(found) < waiting.begun:
-            self._offers_dropped += 1
+            self.counts.offers_dropped += 1
             return None
         table: list[int] = []
         self._blocks.share(table, found)
@@ -216,7 +203,7 @@ class ReturningConnector:
             again += [(text.offer, text.begun) for text in texts[len(whole) + 1 :]]
         for text in texts:
             self._blocks.free(text.table)
-        self._blocks_returned += event.landed
+        self.counts.blocks_returned += event.landed
         for offer, begun in again:
             self._wait(offer, begun)
 

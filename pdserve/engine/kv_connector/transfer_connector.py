@@ -9,13 +9,14 @@ from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.holding_connector import HoldingConnector
 from pdserve.engine.kv_connector.pushing_connector import PushingConnector
 from pdserve.engine.kv_connector.return_offers import ReturnOffers
-from pdserve.engine.kv_connector.returning_connector import ReturningConnector, ReturnStats
+from pdserve.engine.kv_connector.returning_connector import ReturningConnector
 from pdserve.engine.kv_connector.reusing_connector import ReusingConnector
 from pdserve.engine.kv_connector.transfers import Transfers
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
+from pdserve.wire.engine_counts import ReturnCounts
 from pdserve.wire.transfer import FailureCause
 from pdserve_kvtransfer.events import (
     BlocksOffered,
@@ -135,8 +136,8 @@ class TransferConnector:
         else:
             self._fetching.release(request)
 
-    def returns(self) -> ReturnStats:
-        return ReturnStats() if self._returning is None else self._returning.stats
+    def returns(self) -> ReturnCounts:
+        return ReturnCounts() if self._returning is None else self._returning.counts
 
     def stats(self) -> TransferStats:
         return self._transfers.stats()

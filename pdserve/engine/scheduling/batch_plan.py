@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdserve.engine.request import Request
 from pdserve.wire.engine import PrefillSource
+from pdserve.wire.engine_counts import SchedulerCounts
 
 REPLAY_ROWS = 64
 """The replayed tokens of one step, at most: prompts find a place in it, too."""
@@ -162,28 +165,9 @@ class BatchPlan:
         return [request for work in self.work for request in work.sampled_requests]
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """What the scheduler has counted since the engine's start."""
+class SchedulerCounters(SchedulerCounts, kw_only=True):
+    """What the scheduler counts, with its counts by source and by reason."""
 
-    prompt_tokens: int = 0
-    """The tokens of prompts to which this engine's own clients get answers."""
-    cached_prompt_tokens: int = 0
-    """Those of them that were in the prefix cache."""
-    transferred_prompt_tokens: int = 0
-    """Those of them that a prefill node has computed."""
-    generated_tokens: int = 0
-    preemptions: int = 0
-    moves_wanted: int = 0
-    """The client requests that were to leave this node (``room_watch``)."""
-    prefix_cache_queries: int = 0
-    """The tokens of all admitted prompts."""
-    prefix_cache_hits: int = 0
-    """The tokens of admitted prompts that were in the prefix cache."""
-    resume_blocks_wanted: int = 0
-    """The full blocks of resumed answers and their prompts."""
-    resume_blocks_reused: int = 0
-    """Those of them that were in the prefix cache or came from a holder."""
-    prefills: dict[PrefillSource, int] = field(default_factory=lambda: dict.fromkeys(PrefillSource, 0))
-    prefills_failed: Counter[str] = field(default_factory=Counter)
+    prefills: dict[PrefillSource, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PrefillSource, 0))
+    prefills_failed: Counter[str] = msgspec.field(default_factory=Counter)
     """The prompts that were ordered from prefill nodes in vain, by why. Others may have computed them then."""
