@@ -32,7 +32,7 @@ MASK_S = 0.01
 """The masks of a client's request, of all its prompts and answers together, may take ``MASKS_S`` of processor time, and
 this for each token. Usual ones take a hundredth of it, those of an ambiguous grammar up to half a second."""
 HEAVY_S = 0.01
-"""A grammar for which a step was kept for so long is asked nothing more within steps."""
+"""A grammar for which a step had to wait for so long is asked nothing more within steps."""
 READ_AT_ONCE = 256
 """So many tokens are read before other threads get a turn."""
 

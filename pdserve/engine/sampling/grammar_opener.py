@@ -70,7 +70,7 @@ class GrammarOpener:
     def prepare(self) -> None:
         """Reads the vocabulary now, in a thread that ends with that, so that no stream stands still for it later.
 
-        Where this fails, the requests that have a grammar are told so.
+        Where this fails, the requests that have a grammar fail with the reason.
         """
         thread_with_deep_stack(self._compiler.prepare, "vocabulary")
 

@@ -169,8 +169,8 @@ def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow], last
         if last is not None:
             # A token that was there before is listed twice then, and gets the same value twice.
             at_token = torch.where(at_token == _LAST, last[at_row], at_token)
-        seen = logits[at_row, at_token]
-        logits[at_row, at_token] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        found = logits[at_row, at_token]
+        logits[at_row, at_token] = torch.where(found > 0, found / penalty, found * penalty)
 
 
 def _penalise_answer(logits: torch.Tensor, rows: Sequence[SamplingRow], last: torch.Tensor | None) -> None:
@@ -229,9 +229,9 @@ def _keep_open(
     if allowed.rows:
         at_row, at_token, _ = allowed.place(logits.device)
         closed = logits.new_zeros(len(rows), dtype=torch.bool).index_fill_(0, at_row, True)
-        kept = logits.masked_fill(closed.unsqueeze(1), FORBIDDEN)
-        kept[at_row, at_token] = logits[at_row, at_token]
-        logits = kept
+        left = logits.masked_fill(closed.unsqueeze(1), FORBIDDEN)
+        left[at_row, at_token] = logits[at_row, at_token]
+        logits = left
     if banned.rows:
         at_row, at_token, _ = banned.place(logits.device)
         logits.index_put_((at_row, at_token), logits.new_full((), FORBIDDEN))

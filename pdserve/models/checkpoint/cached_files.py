@@ -37,11 +37,11 @@ class CachedFiles:
     folder: Path
     suffix: str
     most: int
-    """So many are kept."""
+    """So many stay in the cache."""
     lock_timeout_s: float
 
     def load(self, key: str) -> bytes | None:
-        """Returns the bytes under ``key``, or None if they are not there, not whole, or not this user's.
+        """Returns the bytes under ``key``, or None if they are not there, not complete, or not this user's.
 
         Raises OSError.
         """

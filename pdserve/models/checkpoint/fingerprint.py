@@ -32,7 +32,7 @@ from pdserve.models.checkpoint.model_files import tokenizer_files, weight_files
 log = logging.getLogger(__name__)
 
 IN_BLOCKS = "blocks-"
-"""The fingerprint of weights that are kept in blocks begins so: the same weights dequantised give other KV blocks."""
+"""The fingerprint of weights that stay in blocks begins so: the same weights dequantised give other KV blocks."""
 _SETTINGS = "config.json"
 """Files whose names end so (the configurations of model, generation and tokeniser) are compared by what they say."""
 _VOLATILE = frozenset({"_name_or_path", "_model_name_or_path", "name_or_path", "transformers_version"})
@@ -66,7 +66,7 @@ def fingerprint(
     chat template, and which tokens end an answer.
 
     ``in_blocks`` says whether the model is computed from the file's blocks, and not from dequantised weights. Digests
-    of large files are kept in ``cache_dir``, and ``goes_on`` is as ``content_digest`` has it. Raises ModelError.
+    of large files are cached in ``cache_dir``, and ``goes_on`` is as ``content_digest`` has it. Raises ModelError.
     """
     if is_gguf(path):  # The one file has all of that.
         return (IN_BLOCKS if in_blocks else "") + weights_fingerprint(path, cache_dir, goes_on)
@@ -205,4 +205,4 @@ def _piece(fd: int, start: int, nbytes: int) -> bytes:
 
 
 def _changed(path: Path) -> ModelError:
-    return ModelError(f"{path} has changed while it was read: start the node when the file is whole")
+    return ModelError(f"{path} has changed while it was read: start the node when the file is complete")

@@ -72,9 +72,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Returns the header of a file. Raises ModelError if it is not a complete GGUF file that holds a whole model.
+    """Returns the header of a file. Raises ModelError if it is not a complete GGUF file that holds a complete model.
 
-    The last header is kept until ``forget_gguf``: several parts of a process need it, and reading it takes 0.1 s.
+    The last header stays until ``forget_gguf``: several parts of a process need it, and reading it takes 0.1 s.
     """
     try:
         status = path.stat()
@@ -84,7 +84,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def read_gguf_start(path: Path) -> GgufFile | None:
-    """Returns the header of a file that may end early, or None if the header is not whole."""
+    """Returns the header of a file that may end early, or None if the header is not complete."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read(path, _Cursor(data))

@@ -1,7 +1,7 @@
-"""Keeps a model's packed weights in a file of the user's cache, which all engines of the machine map.
+"""Stores a model's packed weights in a file of the user's cache, which all engines of the machine map.
 
-The first engine packs the weights, writes them to a draft of the file, gives that its name when it is whole, and maps
-it in the place of its own memory. Engines that come later, and those that have waited for it, map the file: they read
+The first engine packs the weights, writes them to a draft of the file, gives that its name at the end, and maps it in
+the place of its own memory. Engines that come later, and those that have waited for it, map the file: they read
 and pack nothing of the model's own, and the memory of the weights is there once, however many engines use it.
 
 A file's name is a digest of all that its bytes depend on: the model's files, the code that reads and packs them, the
@@ -9,7 +9,7 @@ kernels, the dtype and the rank. It ends with an index and a digest of the bytes
 in a crash is packed anew.
 
 There is none on a file system that other machines may change: whoever has mapped a file would be killed when another
-machine removes it. There is none in memory either, where it would take the room of the weights a second time.
+machine removes it. There is none in memory either, where it would take the memory of the weights a second time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pdserve_kernels.cpu.weight_memory import LINE, PIECE, FilledMemory
 log = logging.getLogger(__name__)
 
 SMALLEST = 32 * 2**20
-"""Weights of fewer bytes are packed by each engine: that takes no time, and a cache of many test models takes room."""
+"""Weights of fewer bytes are packed by each engine: that takes no time, and a cache of many test models takes space."""
 LOCK_TIMEOUT_S = 300.0
 _UNFIT_FILE_SYSTEMS = {
     0x6969: "NFS",
@@ -75,7 +75,7 @@ class WeightFile:
     """Satisfies ``FilledMemory`` with the bytes of a file. ``other`` has what the file has not."""
 
     def __init__(self, path: Path, other: FilledMemory) -> None:
-        """Maps the file. Raises OSError if it is not there or not this user's, and ValueError if it is not whole."""
+        """Maps the file. Raises OSError if it is not there or not this user's, and ValueError if it is not complete."""
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             check_own(found)
@@ -228,7 +228,7 @@ def kept_weights(path: Path, nbytes: int, most_mib: int, other: FilledMemory, ra
 def weights_name(model: Path, cache_dir: Path, *form: object) -> tuple[str, int]:
     """Returns the name of the file for a model's weights in this form, and how many bytes the model's files have.
 
-    Digests of those are kept in ``cache_dir``. Raises ModelError if there are no weights.
+    Digests of those are cached in ``cache_dir``. Raises ModelError if there are no weights.
     """
     digest = xxhash.xxh3_128(repr((weights_fingerprint(model, cache_dir), *form)).encode())
     try:
@@ -270,7 +270,7 @@ def _has_room(folder: Path, nbytes: int, most_mib: int, ranks: int) -> bool:
 
 
 def _opened(path: Path, other: FilledMemory) -> WeightFile | None:
-    """Returns the file if it is there and whole."""
+    """Returns the file if it is there and complete."""
     try:
         found = WeightFile(path, other)
     except FileNotFoundError:

@@ -136,7 +136,7 @@ class Checkpoint:
     def take(self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
         """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
 
-        ``shape`` is what the configuration says of the whole tensor. ``columns`` is for tensors of two dimensions.
+        ``shape`` is what the configuration says of the complete tensor. ``columns`` is for tensors of two dimensions.
         Raises ModelError if the tensor is missing, was taken before, or has another shape.
         """
         tensor = self.take_optional(name, shape, rows, columns)
@@ -204,10 +204,10 @@ class Checkpoint:
                 f"{list(shape)}"
             )
 
-    def unwrap(self, prefix: str, outside: tuple[str, ...]) -> None:
-        """Takes ``prefix`` off the names of a model within another one, and leaves unread what is ``outside`` of it."""
-        kept = {name: stored for name, stored in self._left.items() if not name.startswith(outside)}
-        self._left = {name.removeprefix(prefix): stored for name, stored in kept.items()}
+    def unwrap(self, prefix: str, others: tuple[str, ...]) -> None:
+        """Takes ``prefix`` off the names of a model within another, and does not read what begins with ``others``."""
+        inner = {name: stored for name, stored in self._left.items() if not name.startswith(others)}
+        self._left = {name.removeprefix(prefix): stored for name, stored in inner.items()}
 
     def check_all_taken(self) -> None:
         """Raises ModelError if the checkpoint holds tensors that the model did not ask for."""
@@ -224,8 +224,8 @@ def unknown_tensors(path: Path, names: Iterable[str]) -> str:
 
 
 def _part_without_memory(shape: tuple[int, ...], rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-    whole = torch.empty(shape, dtype=dtype, device="meta")
-    return whole[rows] if columns == ALL else whole[rows, columns]
+    complete = torch.empty(shape, dtype=dtype, device="meta")
+    return complete[rows] if columns == ALL else complete[rows, columns]
 
 
 def _key(name: str, rows: slice, columns: slice) -> str:

@@ -32,7 +32,7 @@ class Gemma3Decoder:
     def __init__(self, config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
         """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
         checkpoint = building.checkpoint
-        checkpoint.unwrap("language_model.", outside=("vision_tower.", "multi_modal_projector."))
+        checkpoint.unwrap("language_model.", others=("vision_tower.", "multi_modal_projector."))
         self._kernels, self._eps = building.kernels, config.norm_eps
         self._embedding = VocabParallelEmbedding(building, "model.embed_tokens", config)
         # The factor is rounded like the weights, because the model was trained with the rounded one.
