@@ -11,7 +11,7 @@ from typing import TypeAlias
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.transfer import UNKNOWN_LOAD, FailureCause, PrefillLoad
 

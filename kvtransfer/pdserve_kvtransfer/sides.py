@@ -16,7 +16,7 @@ from pdserve.wire.frame import Sealer, Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import EngineSpec, FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import CachedFetchOrder, EventQueue, FetchOrder
 from pdserve_kvtransfer.pieces import heads_of

@@ -20,7 +20,7 @@ from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (
     BLOCK_HASH_BYTES,
     MAX_HASHES,

@@ -6,7 +6,7 @@ import enum
 from dataclasses import field
 from typing import Any
 
-from pdserve.wire.request_targets import MAX_ITL_MS, MAX_TTFT_MS
+from pdserve.wire.terms import MAX_ITL_MS, MAX_TTFT_MS
 
 
 def setting(

@@ -36,11 +36,9 @@ from pdserve.errors import EngineError
 from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
-from pdserve.wire.priority import turn_at
 from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import NO_OWN_TARGETS, PrefillTarget, RequestTargets, turn_at
 from pdserve.wire.trace_context import TraceContext
 
 

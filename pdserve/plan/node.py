@@ -29,8 +29,7 @@ from pdserve.plan.decoding import Decoding
 from pdserve.plan.profile import CacheGeometry, NodeSpeed
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import BootId
-from pdserve.wire.request_targets import NO_OWN_TARGETS
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import NO_OWN_TARGETS, PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 
 _MOST_LEARNT = 32

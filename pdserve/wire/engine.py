@@ -24,11 +24,9 @@ from pdserve.wire.engine_counts import (
 )
 from pdserve.wire.ids import RequestId, RequestUuid
 from pdserve.wire.links import LinkCounts
-from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import NO_OWN_TARGETS, PrefillTarget, Priority, RequestTargets
 from pdserve.wire.timeline import RequestLane
 from pdserve.wire.trace_context import TraceContext
 

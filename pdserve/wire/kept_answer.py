@@ -19,7 +19,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from pdserve.wire.ticket import KEY_BYTES, AnswerIdentity, EventPlace
+from pdserve.wire.terms import KEY_BYTES, AnswerIdentity, EventPlace
 
 KEPT_HEADER = "x-pdserve-kept"
 

@@ -16,76 +16,12 @@ from typing import Annotated
 import msgspec
 
 from pdserve.wire.ids import BootId
-from pdserve.wire.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
+from pdserve.wire.terms import KEY_BYTES, MAX_DEADLINE_S, AnswerIdentity, Keep, PrefillTarget, Resume, Storing
 from pdserve.wire.trace_context import TraceContext
 
 TICKET_HEADER = "x-pdserve-ticket"
-MAX_HISTORY_BYTES = 2**30
-KEY_BYTES = 16
-MAX_DEADLINE_S = 86_400.0
-"""The largest value of ``--request-timeout-s``."""
-
-
-class PrefillTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One prefill engine that fits the decode node."""
-
-    name: Annotated[str, msgspec.Meta(max_length=512)]
-    control: Annotated[str, msgspec.Meta(max_length=512)]
-    boot_id: BootId
-
-
-class AnswerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all attempts at one client request share, so that a resumed answer is the same answer."""
-
-    id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """Random bytes. The answer's ``id`` is made of them, and the seeds of a request that names none."""
-    created: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    """When the proxy got the request, in seconds since 1970: the answer's ``created``."""
-
-
-class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Announces the journal that follows the client's own body in the body of the request."""
-
-    journal_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_JOURNAL_BYTES)]
-    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-    """The journal's ``pdserve.wire.journal.digest``."""
-    prepare: bool = False
-    """Whether the node is only to fetch what holders have of the answer's KV cache: the node that answers goes on, and
-    the real request follows. The node generates nothing."""
-
-
-class Storing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says that the proxy stores responses (``/v1/responses``)."""
-
-    kept: bool
-    """Whether it keeps this one."""
-    history_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_HISTORY_BYTES)] = 0
-    """The size of the items before the request's own: a JSON list, which follows the client's own body."""
-
-
-_Digest = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-
-
-class EventPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The place behind an event of a kept answer."""
-
-    tag: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{4}\Z")]
-    """Names the log in which events are counted: each node that goes on with an answer has one of its own."""
-    events: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
-    """How many events come before the place."""
-
-
-class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Has the node keep the answer for a client that may ask again, or send it once more if the node has it."""
-
-    key: _Digest
-    """Names the answer among all answers of the cluster."""
-    owner: _Digest
-    """Stands for the owner of the client's API key. Nobody else gets the answer."""
-    body: _Digest
-    """Stands for the client's request. No other request gets the answer."""
-    after: EventPlace | None = None
-    """The last event that the client has; None if the client wants the whole answer."""
+MAX_PREPARED_BYTES = 2**20
+"""The most bytes of the answer to a ticket that only prepares."""
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -120,3 +56,27 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     gives_back: bool = False
     """Whether the node gives the request back when a prefill node is lost with it. Only the proxy knows how many nodes
     were lost with one request, which may be what they died of."""
+
+
+class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to a ticket with ``Resume.prepare``, as JSON: the node can go on with an answer.
+
+    It says how much of the answer it would have to replay.
+    """
+
+    prepared: bool
+    block_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """The tokens of a block; 0 if the node does not say."""
+    lacking: dict[int, Annotated[int, msgspec.Meta(ge=0)]] = {}
+    """The tokens, prompt included, whose blocks the node does not have: by choice, those that are over left out."""
+
+
+def decode_prepared(data: bytes) -> Prepared:
+    """Returns what the node says, or as much as nothing if that is something else: it has prepared all the same."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError:
+        return Prepared(True)
+
+
+_decoder = msgspec.json.Decoder(Prepared)

@@ -47,10 +47,9 @@ import msgspec
 
 from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId, RequestId, TransferId
-from pdserve.wire.priority import Priority
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget, Priority
 from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import Spoken
 

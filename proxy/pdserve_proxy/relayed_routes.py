@@ -18,7 +18,7 @@ from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH
 from pdserve.wire.ids import new_id
 from pdserve.wire.kept_answer import digest, read_event_id
-from pdserve.wire.ticket import Keep
+from pdserve.wire.terms import Keep
 from pdserve_proxy.credentials import ANONYMOUS, ApiKeys
 from pdserve_proxy.relay.complete_answer import CompleteResponse
 from pdserve_proxy.relay.dispatch import NodeRequest

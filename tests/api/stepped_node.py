@@ -39,7 +39,8 @@ from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
 from pdserve.wire.node_sizes import NodeSizes
-from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Ticket
+from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
+from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from tests.api.node import MODEL, WAIT_S
 from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, prompt_logprobs_of, reported
 

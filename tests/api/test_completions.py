@@ -17,8 +17,8 @@ from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.api.requests.prompts import ModelLimits, chat_prompts, completion_prompts
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.errors import InvalidRequest
-from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.terms import NO_OWN_TARGETS, RequestTargets
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, NodeUnderTest
 from tests.api.plain_http import post

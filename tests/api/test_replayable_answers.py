@@ -20,7 +20,7 @@ from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest
 from pdserve.wire.journal import cut, digest
 from pdserve.wire.kept_answer import KEPT_HEADER, read_event_id, read_replay
-from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep, Resume
+from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep, Resume
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from tests.api.node import WAIT_S
 from tests.api.stepped_node import ANSWER, Reply, SteppedNode, stepped_node

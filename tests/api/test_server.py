@@ -50,7 +50,8 @@ from pdserve.wire.discovery import (
 from pdserve.wire.engine import Shutdown
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget, Ticket
+from pdserve.wire.terms import PrefillTarget
+from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from pdserve.wire.version import SPOKEN
 from tests.api.behaviour import ENGINE_FAILURE, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, node_command, scripted_node

@@ -13,7 +13,8 @@ from pdserve.errors import Unauthorized
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
-from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
+from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
+from pdserve.wire.ticket import Ticket
 
 SECRET = b"a cluster secret"
 NODE = new_id()

@@ -12,7 +12,8 @@ import msgspec
 from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
-from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume, Ticket
+from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
+from pdserve.wire.ticket import Ticket
 from tests.processes import SECRET as CLUSTER_SECRET
 
 SECRET = CLUSTER_SECRET.encode()

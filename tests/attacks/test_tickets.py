@@ -12,7 +12,7 @@ from pdserve.wire.discovery import NodeHeartbeat, NodeLoad
 from pdserve.wire.frame import UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import cut, digest, entry, parse
-from pdserve.wire.ticket import AnswerIdentity, PrefillTarget, Resume
+from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
 from tests.attacks.attack import attacks, carry_out, check_answer
 from tests.attacks.case import BAD, CHAT, DETOKENIZE, EITHER, FINE, TEXT, TOKENIZE, At, HttpCase, body_with, head, post
 from tests.attacks.client import Connection

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 
-from pdserve.wire.ticket import TICKET_HEADER, PrefillTarget
+from pdserve.wire.terms import PrefillTarget
+from pdserve.wire.ticket import TICKET_HEADER
 from tests.attacks.insider import Office, header
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http
 from tests.cluster.test_same_tokens import answers, prompt

@@ -8,7 +8,7 @@ from random import Random
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (
     KIND_OF_CAUSE,

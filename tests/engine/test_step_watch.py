@@ -15,8 +15,8 @@ from pdserve.engine.step_watch import FIRST_STEP_S, LONGER, StepWatch
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import STEP_TOKEN_BOUNDS
 from pdserve.wire.ids import new_id
-from pdserve.wire.request_targets import RequestTargets
 from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.terms import RequestTargets
 
 
 def request(known: int, computed: int, prompt: int | None = None) -> Request:

@@ -11,7 +11,7 @@ import zmq
 from pdserve.errors import AuthenticationFailed
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (
     Digests,
     Examine,

@@ -15,7 +15,7 @@ import sys
 import time
 
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve_kvtransfer.events import PushWanted
 from tests.eventually import eventually
 from tests.kvtransfer.rig import SPEC, Engine, Pair

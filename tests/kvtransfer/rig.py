@@ -16,7 +16,7 @@ from pdserve.settings import cache_folder
 from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx, side_settings

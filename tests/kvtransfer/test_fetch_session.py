@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import Expect, ExpectMore, Forget
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (
     Accept,
     BlocksReady,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdserve.wire.ids import TransferId
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import MAX_DEADLINE_S
+from pdserve.wire.terms import MAX_DEADLINE_S
 from pdserve.wire.transfer import Accept, BlocksReady, CachedRequest, Failed, FirstToken, Held, PrefillRequest
 from pdserve_kvtransfer.events import BlocksSent, CachedWanted, PushCancelled, PushEnded, PushOutcome, PushWanted
 from pdserve_kvtransfer.push.session import PushEffect, PushSession, PushState

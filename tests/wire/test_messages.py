@@ -26,10 +26,10 @@ from pdserve.wire.frame import MAX_FRAME_BYTES
 from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.request_targets import RequestTargets
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, SeenRequest
-from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep, PrefillTarget, RequestTargets, Resume, Storing
+from pdserve.wire.ticket import Ticket
 from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.pieces import MAX_RANKS

@@ -24,7 +24,7 @@ from pdserve.wire.rank_transfer import (
     PiecesLanded,
     Released,
 )
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (
     TAG_BITS,
     UNKNOWN_LOAD,

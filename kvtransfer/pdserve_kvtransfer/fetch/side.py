@@ -9,7 +9,7 @@ from functools import partial
 from typing import cast
 
 from pdserve.errors import HandshakeRefused, PeerLost, RankLost, SpoiltMessage, TransferError
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import Offer, ToDecode
 from pdserve_kvtransfer.control.sockets import FrameOpener
 from pdserve_kvtransfer.events import CachedFetchOrder, FailureKind, FetchFailed, FetchOrder

@@ -16,7 +16,7 @@ from pdserve.wire.frame import MAX_REASON_CHARS
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.rank_transfer import SendBlocks
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import MAX_DEADLINE_S
+from pdserve.wire.terms import MAX_DEADLINE_S
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     Accept,

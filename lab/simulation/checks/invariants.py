@@ -10,7 +10,7 @@ from typing import Any
 from lab.simulation.engine_program import BLOCK_SIZE, RunningEngine
 from pdserve.engine.kv_cache.block_manager import BlockManager, _BlockState
 from pdserve.engine.request import Request
-from pdserve.wire.priority import PRIORITY_S
+from pdserve.wire.terms import PRIORITY_S
 
 
 def wrong_blocks(engine: RunningEngine) -> str | None:

@@ -38,7 +38,7 @@ from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.api.message.parts import CallPiece, MessageParts
 from pdserve.wire.journal import Journal
-from pdserve.wire.ticket import AnswerIdentity
+from pdserve.wire.terms import AnswerIdentity
 
 CallId: TypeAlias = Callable[[int, int], str]
 """Returns the id of a call, by the numbers of its choice and of itself."""

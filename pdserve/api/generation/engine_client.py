@@ -44,9 +44,8 @@ from pdserve.wire.engine import (
     ToEngine,
 )
 from pdserve.wire.ids import new_id
-from pdserve.wire.request_targets import NO_OWN_TARGETS, RequestTargets
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import NO_OWN_TARGETS, PrefillTarget, RequestTargets
 from pdserve.wire.timeline import RequestLane
 from pdserve.wire.trace_context import TraceContext
 

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from pdserve.api.replay.answer_log import ReplayableAnswer, events_gone
 from pdserve.errors import KeyReused, Unavailable
 from pdserve.patience import PatientTimer
-from pdserve.wire.ticket import AnswerIdentity, Keep
+from pdserve.wire.terms import AnswerIdentity, Keep
 
 SHARE = 8
 """One answer may take this part of the memory."""

@@ -17,8 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.errors import InvalidRequest
-from pdserve.wire.priority import Priority
-from pdserve.wire.request_targets import ItlMs, TtftMs
+from pdserve.wire.terms import ItlMs, Priority, TtftMs
 
 MAX_STOPS = 16
 MAX_MESSAGES = 4_096

@@ -16,7 +16,7 @@ from pdserve.api.requests.openai_request import GenerationRequest
 from pdserve.api.requests.prompts import Prompt
 from pdserve.errors import InvalidRequest, Unauthorized
 from pdserve.wire.journal import Journal, JournaledChoice, JournalError, digest, parse
-from pdserve.wire.ticket import Resume, Storing
+from pdserve.wire.terms import Resume, Storing
 
 
 def split_body(data: bytes, resume: Resume) -> tuple[bytes, bytes]:

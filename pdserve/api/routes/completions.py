@@ -63,9 +63,8 @@ from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import Journal, room_block
-from pdserve.wire.prepared import Prepared
-from pdserve.wire.request_targets import RequestTargets
-from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.terms import AnswerIdentity, Keep, PrefillTarget, RequestTargets, Resume, Storing
+from pdserve.wire.ticket import TICKET_HEADER, Prepared, Ticket
 from pdserve.wire.timeline import PhaseKind, ProcessKind
 from pdserve.wire.trace_context import TraceContext
 

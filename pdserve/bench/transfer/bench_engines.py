@@ -28,7 +28,7 @@ from pdserve.errors import BenchError
 from pdserve.process import AnsweringProcess, python_program
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import BLOCK_HASH_BYTES, EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.kv_layout import KvLayout

@@ -12,7 +12,7 @@ from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.engine_counts import ReturnCounts
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import MAX_HASHES
 from pdserve_kvtransfer.events import BlocksOffered, CachedFetchOrder, FetchEnd, FetchFailed, FetchLanded
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdserve.config import Batching, TargetsConfig
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.discovery import Role
-from pdserve.wire.request_targets import RequestTargets
+from pdserve.wire.terms import RequestTargets
 
 ITL_FACTOR = 2.0
 """A decode node's step may take so many times what it takes without prompts, if the operator has set no target."""

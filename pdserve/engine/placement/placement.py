@@ -14,8 +14,7 @@ from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, rem
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillDecisions, PrefillNodeStats, PrefillReason, PrefillSource, PrefillStats
 from pdserve.wire.ids import BootId
-from pdserve.wire.request_targets import RequestTargets
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget, RequestTargets
 from pdserve.wire.transfer import PrefillLoad
 
 STALE_S = 60.0

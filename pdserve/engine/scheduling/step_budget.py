@@ -12,7 +12,7 @@ from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, NONE_Y
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import Work
-from pdserve.wire.request_targets import RequestTargets
+from pdserve.wire.terms import RequestTargets
 
 _LEAST_CHUNK = 3
 """A smaller chunk could be a single token of a prompt, or leave one alone (``batch_plan.chunk_tokens``)."""

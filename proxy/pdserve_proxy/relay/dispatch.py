@@ -15,7 +15,8 @@ from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
-from pdserve.wire.ticket import TICKET_HEADER, AnswerIdentity, Keep, PrefillTarget, Resume, Storing, Ticket
+from pdserve.wire.terms import AnswerIdentity, Keep, PrefillTarget, Resume, Storing
+from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from pdserve.wire.trace_context import TraceContext
 from pdserve_proxy.continuation.losses import ReturnedRequest, judge_returned
 from pdserve_proxy.records.node_counts import NodeCounts

@@ -27,7 +27,7 @@ from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.ids import new_id
 from pdserve.wire.kept_answer import KEPT_HEADER, read_replay
 from pdserve.wire.status import IncidentKind
-from pdserve.wire.ticket import AnswerIdentity
+from pdserve.wire.terms import AnswerIdentity
 from pdserve.wire.timeline import RequestLane
 from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.continuation.journal import LARGEST_SHARE, JournalBudget, RelayJournal

@@ -8,7 +8,7 @@
                  └────▶ leave                       the client left, or waited too long
     enter ──▶ RequestError                          429: its caller has too many; 503: the queue is full
 
-Requests take turns in the order in which they came, moved by their priorities (``pdserve.wire.priority``).
+Requests take turns in the order in which they came, moved by their priorities (``pdserve.wire.terms``).
 
 The limits count answers: a request for eight prompts with ``n`` of 128 takes 1,024 places in engines' batches. One
 request takes at most half of all places, so that others always get their turn beside it. The queue counts by caller,
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdserve.errors import TooManyRequests, Unavailable
-from pdserve.wire.priority import turn_at
+from pdserve.wire.terms import turn_at
 from pdserve_proxy.credentials import ANONYMOUS
 
 

@@ -13,7 +13,7 @@ import re
 import msgspec
 
 from pdserve.errors import InvalidRequest
-from pdserve.wire.priority import MAX_PRIORITY
+from pdserve.wire.terms import MAX_PRIORITY
 from pdserve.wire.whole_number import read_whole
 
 INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")

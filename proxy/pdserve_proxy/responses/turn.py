@@ -16,7 +16,7 @@ import msgspec
 
 from pdserve.errors import InvalidRequest, NotFound, PayloadTooLarge, RequestError
 from pdserve.http.request import BodyBounds
-from pdserve.wire.ticket import Storing
+from pdserve.wire.terms import Storing
 from pdserve_proxy.requests.request_body import GenerationBody
 from pdserve_proxy.responses.items import input_items, output_items
 from pdserve_proxy.responses.storage import ResponseStorage

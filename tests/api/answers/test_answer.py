@@ -22,7 +22,7 @@ from pdserve.api.generation.request_log import RequestRecord
 from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.errors import Internal
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput
-from pdserve.wire.ticket import AnswerIdentity
+from pdserve.wire.terms import AnswerIdentity
 from tests.api.node import WAIT_S
 from tests.examples import examples
 

@@ -19,7 +19,7 @@ from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.wire.sampling_params import TokenLogprobs
-from pdserve.wire.ticket import AnswerIdentity
+from pdserve.wire.terms import AnswerIdentity
 
 SURFACES = st.sampled_from([CHAT_FORM, TEXT_FORM])
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(

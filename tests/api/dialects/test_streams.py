@@ -14,7 +14,7 @@ from pdserve.api.message.formats import MessageFormats
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.wire.journal import DONE_ENTRY, cut, digest
-from pdserve.wire.ticket import Resume, Storing
+from pdserve.wire.terms import Resume, Storing
 from tests.api.dialects.sse import events_in
 from tests.api.node import MODEL
 from tests.api.scripted_engine import EOS

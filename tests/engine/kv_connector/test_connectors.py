@@ -44,7 +44,7 @@ from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
 from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve_kvtransfer.events import (

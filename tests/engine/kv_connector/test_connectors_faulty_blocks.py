@@ -19,7 +19,7 @@ from pdserve.engine.kv_connector.transfer_memory import region_of
 from pdserve.engine.wake_up import WakeUp
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve_kvtransfer.configuration import side_settings
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport

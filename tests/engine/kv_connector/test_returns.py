@@ -14,7 +14,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve_kvtransfer.events import (
     BlocksOffered,
     BlocksReleased,

@@ -10,7 +10,7 @@ from pdserve.engine.request import Request, Status
 from pdserve.wire.engine import FinishReason
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import FailureCause
 from pdserve_kvtransfer.events import (
     BlocksReleased,

@@ -16,7 +16,7 @@ from pdserve.engine.kv_connector.staging.staged_transfers import StagedTransfers
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.engine.kv_connector.transfer_memory import region_of
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve_kvtransfer.configuration import side_settings
 from pdserve_kvtransfer.events import (
     BlocksSent,

@@ -13,7 +13,7 @@ from pdserve.engine.kv_connector.staging.staged_transfers import StagedTransfers
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import UNKNOWN_LOAD
 from pdserve_kvtransfer.events import (
     BlocksComing,

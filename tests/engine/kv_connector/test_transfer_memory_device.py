@@ -22,7 +22,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import ConfigError, TransferError
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import Failed, PrefillRequest
 from pdserve_kvtransfer.events import PushWanted
 from pdserve_kvtransfer.region import DeviceMemory, KvRegion

@@ -29,7 +29,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import FetchEvent, FetchLanded, FetchOrder, FirstTokenArrived, LoadHeard
 from tests.engine.placements import make_placement

@@ -14,7 +14,7 @@ from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 from tests.engine.placements import make_placement
 

@@ -19,7 +19,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import FailureKind, FetchEvent, FetchFailed, LoadHeard, PrefillNodeMet
 from tests.engine.kv_connector.test_connectors import ScriptedThread

@@ -13,7 +13,7 @@ from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request, Status
 from pdserve.wire.prompt_logprobs import NUMBER_BYTES
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 from tests.engine.placements import make_placement
 from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, TARGET, Bench, expected

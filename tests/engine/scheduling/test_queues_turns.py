@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdserve.config import Batching, Disaggregation
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan
-from pdserve.wire.priority import PRIORITY_S
+from pdserve.wire.terms import PRIORITY_S
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
 from tests.engine.placements import make_placement

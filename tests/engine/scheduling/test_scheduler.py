@@ -20,7 +20,7 @@ from pdserve.errors import EngineError
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from tests.engine.placements import make_placement
 from tests.examples import examples
 

@@ -14,7 +14,7 @@ from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.wire.discovery import Role
-from pdserve.wire.request_targets import RequestTargets
+from pdserve.wire.terms import RequestTargets
 from tests.engine.fake_engine import FakeEngine, FakeLaunchedStep
 from tests.engine.fake_model import answer, talkative
 from tests.engine.placements import make_placement

@@ -28,7 +28,7 @@ from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.rank_transfer import RankCommand, RankReport
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     CachedRequest,

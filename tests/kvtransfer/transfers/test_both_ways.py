@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve_kvtransfer.events import (
     BlocksOffered,
     CachedFetchOrder,

@@ -13,7 +13,7 @@ import pytest
 from pdserve.config import Switch, TransferConfig
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (
     CachedRequest,
     Cancel,

@@ -15,7 +15,7 @@ import pytest
 from pdserve.config import TransferConfig
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import Cancel, Done, Failed, FirstToken, Hello, Ping, Pong, Refused, Welcome
 from pdserve_kvtransfer.events import (
     FailureKind,

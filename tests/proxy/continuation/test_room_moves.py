@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.journal import room_block, room_line
-from pdserve.wire.prepared import Prepared
+from pdserve.wire.ticket import Prepared
 from pdserve_proxy.continuation import move, resume
 from tests.proxy.cluster import Cluster, cluster, eventually, metric
 from tests.proxy.continuation.test_move import BEGUN, Others, draining, entries, fetchable, prepare

@@ -14,7 +14,7 @@ from pdserve.errors import InvalidRequest
 from pdserve.wire.discovery import Role
 from pdserve.wire.journal import cut
 from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start, read_event_id, read_replay
-from pdserve.wire.ticket import AnswerIdentity, EventPlace, Keep
+from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep
 from pdserve_proxy.relayed_routes import MAX_KEY_CHARS, wanted_keep
 from tests.proxy.cluster import Cluster, cluster, error_of, metric, node_info, proxy_config, registered
 from tests.proxy.fake_node import Exchange, FakeNode

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError, TooManyRequests, Unavailable
-from pdserve.wire.priority import PRIORITY_S
+from pdserve.wire.terms import PRIORITY_S
 from pdserve_proxy.requests.admission_queue import (
     AdmissionController,
     AdmissionEntry,

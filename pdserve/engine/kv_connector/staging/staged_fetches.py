@@ -18,7 +18,7 @@ from pdserve.engine.kv_connector.staging.block_copier import Copier
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.engine.kv_connector.transfers import PacedFetches
 from pdserve.wire.ids import TransferId
-from pdserve.wire.ticket import PrefillTarget
+from pdserve.wire.terms import PrefillTarget
 from pdserve_kvtransfer.events import (
     BlocksComing,
     BlocksLanded,

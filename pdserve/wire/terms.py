@@ -1,0 +1,112 @@
+"""What a client's request carries besides its tokens, in the form that every process of the cluster shares."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.wire.ids import BootId
+from pdserve.wire.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
+
+MAX_HISTORY_BYTES = 2**30
+KEY_BYTES = 16
+MAX_DEADLINE_S = 86_400.0
+"""The largest value of ``--request-timeout-s``."""
+
+MAX_PRIORITY = 100
+PRIORITY_S = 5.0
+"""A request goes before those that came so much earlier, for each number by which its priority is lower."""
+
+Priority: TypeAlias = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+"""Requests with a lower number get their places first."""
+
+
+def turn_at(arrived: float, priority: int) -> float:
+    """Returns the time by which waiting requests take turns, in the proxy's queue and on nodes.
+
+    A request that waits overtakes later ones of a higher priority in the end, so none waits for ever.
+    """
+    return arrived + priority * PRIORITY_S
+
+
+MAX_TTFT_MS = 600_000
+MAX_ITL_MS = 60_000
+
+TtftMs: TypeAlias = Annotated[float, Meta(ge=1, le=MAX_TTFT_MS)]
+"""The first token should come so many milliseconds after the request, at most."""
+ItlMs: TypeAlias = Annotated[float, Meta(ge=1, le=MAX_ITL_MS)]
+"""Each later token should come so many milliseconds after the one before it, at most."""
+
+
+class RequestTargets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The latencies that a client asks for, in place of those that the node aims at. None leaves one to the node."""
+
+    ttft_ms: TtftMs | None = None
+    itl_ms: ItlMs | None = None
+
+
+NO_OWN_TARGETS = RequestTargets()
+
+
+class PrefillTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One prefill engine that fits the decode node."""
+
+    name: Annotated[str, Meta(max_length=512)]
+    control: Annotated[str, Meta(max_length=512)]
+    boot_id: BootId
+
+
+class AnswerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all attempts at one client request share, so that a resumed answer is the same answer."""
+
+    id: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """Random bytes. The answer's ``id`` is made of them, and the seeds of a request that names none."""
+    created: Annotated[int, Meta(ge=0, lt=2**53)]
+    """When the proxy got the request, in seconds since 1970: the answer's ``created``."""
+
+
+class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Announces the journal that follows the client's own body in the body of the request."""
+
+    journal_bytes: Annotated[int, Meta(ge=0, le=MAX_JOURNAL_BYTES)]
+    digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    """The journal's ``pdserve.wire.journal.digest``."""
+    prepare: bool = False
+    """Whether the node is only to fetch what holders have of the answer's KV cache: the node that answers goes on, and
+    the real request follows. The node generates nothing."""
+
+
+class Storing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Says that the proxy stores responses (``/v1/responses``)."""
+
+    kept: bool
+    """Whether it stores this one."""
+    history_bytes: Annotated[int, Meta(ge=0, le=MAX_HISTORY_BYTES)] = 0
+    """The size of the items before the request's own: a JSON list, which follows the client's own body."""
+
+
+_Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+class EventPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The place behind an event of a replayable answer."""
+
+    tag: Annotated[str, Meta(pattern=r"\A[0-9a-f]{4}\Z")]
+    """Names the log in which events are counted: each node that goes on with an answer has one of its own."""
+    events: Annotated[int, Meta(ge=0, lt=2**40)]
+    """How many events come before the place."""
+
+
+class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Has the node store the answer for a client that may ask again, or send it once more if the node has it."""
+
+    key: _Digest
+    """Names the answer among all answers of the cluster."""
+    owner: _Digest
+    """Stands for the owner of the client's API key. Nobody else gets the answer."""
+    body: _Digest
+    """Stands for the client's request. No other request gets the answer."""
+    after: EventPlace | None = None
+    """The last event that the client has; None if the client wants the whole answer."""
