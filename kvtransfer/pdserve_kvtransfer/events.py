@@ -11,8 +11,7 @@ from typing import TypeAlias
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.terms import PrefillTarget
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.terms import NO_PROMPT_TERMS, PrefillTarget, PromptTerms
 from pdserve.wire.transfer import UNKNOWN_LOAD, FailureCause, PrefillLoad
 
 
@@ -30,17 +29,16 @@ class FetchOrder:
     deadline_s: float
     """The fetch fails after this many seconds from now."""
     child_seeds: tuple[int, ...] = ()
-    cache_salt: str = ""
-    priority: int = 0
-    request_id: str = ""
-    """The request's ``x-request-id``, for log lines; empty if it is not known."""
-    trace: TraceContext | None = None
-    """The span that the prefill engine's hang from; None if nobody exports it."""
+    terms: PromptTerms = NO_PROMPT_TERMS
     paced_blocks: int = 0
     """The number of wanted blocks of a paced fetch; 0 if the fetch is not paced.
 
     ``block_ids`` of a paced fetch has none or a few of the destinations, and ``accept_blocks`` brings the others.
     """
+
+    @property
+    def request_id(self) -> str:
+        return self.terms.request_id
 
     @property
     def num_blocks(self) -> int:
@@ -231,12 +229,11 @@ class PushWanted:
     sampling: SamplingParams
     deadline_s: float
     child_seeds: tuple[int, ...] = ()
-    cache_salt: str = ""
-    request_id: str = ""
-    """The request's ``x-request-id``, for log lines; empty if it is not known."""
-    priority: int = 0
-    trace: TraceContext | None = None
-    """The span of the fetch; None if nobody exports it."""
+    terms: PromptTerms = NO_PROMPT_TERMS
+
+    @property
+    def request_id(self) -> str:
+        return self.terms.request_id
 
 
 @dataclass(frozen=True, slots=True)

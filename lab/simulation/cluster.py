@@ -496,7 +496,7 @@ class Cluster:
                     self.violated(f"{node.name}: {wrong}")
             self._check_held_up(node, node.engine)
             for request in node.engine.loop._scheduler.live():
-                if not request.serves_push and request.request_id not in self.witness.labels[node.process]:
+                if not request.serves_push and request.terms.prompt.request_id not in self.witness.labels[node.process]:
                     self.violated(f"{node.name} serves {request}, for which it has taken no ticket")
 
     def _check_held_up(self, node: Node, engine: RunningEngine) -> None:

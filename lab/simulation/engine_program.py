@@ -116,7 +116,7 @@ class SimRunner:
         """Returns the digest before a row's first token. Rank 0 alone knows it."""
         for request in self.live():
             if request.block_table is row.block_table:
-                return beginning(request.cache_salt)
+                return beginning(request.terms.prompt.cache_salt)
         return beginning("")
 
     def _compute(self, row: StepRow, digest: int) -> list[int]:

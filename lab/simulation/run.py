@@ -130,7 +130,7 @@ class Run:
         """Checks that nobody works for a client that has left."""
         for node in self.cluster.nodes:
             if node.engine is not None and any(
-                live.request_id == request.label for live in node.engine.loop._scheduler.live()
+                live.terms.prompt.request_id == request.label for live in node.engine.loop._scheduler.live()
             ):
                 self.cluster.violated(f"{node.name} still has request {request.name}, whose client has left")
 

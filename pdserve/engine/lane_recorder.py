@@ -22,10 +22,10 @@ class LaneRecorder:
         self._ended: list[RequestLane] = []
 
     def begin(self, request: Request) -> None:
-        if request.serves_push:
-            request.notes = LaneNotes(ProcessKind.PREFILL_ENGINE, request.request_id, request.arrived, request.trace)
-        elif request.local_id == request.group_id:
-            request.notes = LaneNotes(ProcessKind.ENGINE, request.request_id, request.arrived, request.trace)
+        if request.serves_push or request.local_id == request.group_id:
+            process = ProcessKind.PREFILL_ENGINE if request.serves_push else ProcessKind.ENGINE
+            prompt = request.terms.prompt
+            request.notes = LaneNotes(process, prompt.request_id, request.arrived, prompt.trace)
 
     def end(self, request: Request, outcome: str) -> None:
         """Makes the lane of a request that has ended, if it is noted."""

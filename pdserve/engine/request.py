@@ -38,8 +38,7 @@ from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.terms import NO_OWN_TARGETS, PrefillTarget, RequestTargets, turn_at
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.terms import PrefillTarget, Terms, turn_at
 
 
 class Status(enum.Enum):
@@ -74,42 +73,26 @@ class Request:
     sampling: SamplingParams
     arrived: float
     """The arrival in monotonic seconds."""
-    deadline: float
+    terms: Terms
+    """What came with the tokens. They name no client where another node ordered the prompt."""
+    deadline: float = field(init=False)
     """The request is given up at this time, in monotonic seconds."""
-    request_id: str = ""
-    """The client's label, for log lines; empty if it is not known. ``pdserve.wire.ids`` explains the identities."""
     local_id: int | None = None
-    """The API process's number for the request; None if another node ordered the prompt."""
+    """The API process's number for the request (``pdserve.wire.ids``); None if another node ordered the prompt."""
     group_id: int | bytes = b""
     """The id that all prompts and answers of one client request share. They take turns with others as one."""
     transfer: TransferId | None = None
     """The push that the request serves, if another node ordered it, and otherwise the fetch under way."""
     first_block: int = 0
     """The first block that the transfer moves; the decode node has the blocks before it."""
-    targets: tuple[PrefillTarget, ...] = ()
-    """The prefill nodes that were not tried yet."""
     attempts: int = 0
-    cache_salt: str = ""
-    priority: int = 0
-    """Requests with a lower number get their places first, by ``turn_at``."""
-    own_targets: RequestTargets = NO_OWN_TARGETS
-    """How soon the client wants the tokens; nothing of it if another node ordered the prompt."""
-    client: bytes = b""
-    """Stands for the client; empty if another node ordered the prompt, which does not name it."""
+    """The number of prefill nodes that were tried."""
     num_emitted_tokens: int = 0
     """The number of the answer's first tokens that came with the request: its client has them from another node."""
-    holders: tuple[PrefillTarget, ...] = ()
-    """The engines that may hold blocks of this request, and were not asked yet."""
-    return_to: PrefillTarget | None = None
-    """The prefill node that is offered the blocks of the answer and of its children's; None if there is none."""
+    asked_holders: int = 0
+    """The number of engines that were asked for blocks which they may hold."""
     offered_blocks: int = 0
     """The number of blocks that this node has, as far as it was told."""
-    fetch_only: bool = False
-    """Whether the request ends when the prefix cache has what its holders have. It computes nothing."""
-    movable: bool = False
-    """Whether another node can go on with the answer while this one still has it."""
-    gives_back: bool = False
-    """Whether the request ends when a prefill node is lost with it: the proxy decides whether another node tries."""
     children: list[Request] = field(default_factory=list)
     """The requests that wait for this one's prompt."""
     parent: Request | None = None
@@ -147,13 +130,12 @@ class Request:
     admitted: float | None = None
     first_token_at: float | None = None
     transfer_seconds: float = 0.0
-    trace: TraceContext | None = None
-    """The span that the engine's hang from; None if nobody exports them."""
     notes: LaneNotes | None = None
     """What is noted of the request for its timeline; None if nothing is."""
 
     def __post_init__(self) -> None:
         self.group_id = self.group_id or self.uuid
+        self.deadline = self.arrived + self.terms.deadline_s
 
     def add_child(self, seed: int, local_id: int | None = None, emitted: Sequence[int] = ()) -> Request:
         """Adds and returns a request for one more answer to this prompt, with a seed and emitted tokens of its own."""
@@ -163,17 +145,10 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=msgspec.structs.replace(self.sampling, seed=seed, prompt_logprobs=None),
             arrived=self.arrived,
-            deadline=self.deadline,
-            request_id=self.request_id,
+            terms=self.terms,
             local_id=local_id,
             group_id=self.group_id,
-            cache_salt=self.cache_salt,
-            priority=self.priority,
-            own_targets=self.own_targets,
             num_emitted_tokens=len(emitted),
-            holders=self.holders if emitted else (),
-            fetch_only=self.fetch_only,
-            movable=self.movable,
             parent=self,
             status=Status.WAITING_FOR_PROMPT,
         )
@@ -197,7 +172,7 @@ class Request:
 
         A parent waits for the children to whom its prompt's last step gives a token as well.
         """
-        if self.sampling.grammar is None or self.fetch_only:
+        if self.sampling.grammar is None or self.terms.fetch_only:
             return False
         if self.matcher is None or self.awaits_mask:
             return True
@@ -221,7 +196,23 @@ class Request:
     @property
     def turn_at(self) -> float:
         """The time by which waiting requests take turns: that of its arrival, moved by its priority."""
-        return turn_at(self.arrived, self.priority)
+        return turn_at(self.arrived, self.terms.prompt.priority)
+
+    @property
+    def targets(self) -> tuple[PrefillTarget, ...]:
+        """The prefill nodes that were not tried yet. Children have none: their parent's prompt is theirs."""
+        return () if self.parent is not None else self.terms.prefill[self.attempts :]
+
+    @property
+    def return_to(self) -> PrefillTarget | None:
+        """The prefill node that is offered the blocks of the answer and of its children's; None if there is none."""
+        return self.terms.prefill[max(0, self.attempts - 1)] if self.terms.prefill else None
+
+    @property
+    def holders(self) -> tuple[PrefillTarget, ...]:
+        """The engines that may hold blocks of this request, and were not asked yet."""
+        asks = self.parent is None or self.num_emitted_tokens
+        return self.terms.holders[self.asked_holders :] if asks else ()
 
     @property
     def may_ask_holders(self) -> bool:
@@ -233,13 +224,13 @@ class Request:
         """Whether log probabilities of the prompt are missing: its tokens have to be computed, in whatever cache they
         are.
         """
-        if self.sampling.prompt_logprobs is None or self.fetch_only:
+        if self.sampling.prompt_logprobs is None or self.terms.fetch_only:
             return False
         return self.num_scored_tokens < self.num_prompt_tokens - 1
 
     def __str__(self) -> str:
         """Returns the request's name in log lines. ``TransferId`` begins with the same digits of the uuid."""
-        return f"request_id={self.request_id or '-'} uuid={self.uuid.hex()[:12]}"
+        return f"request_id={self.terms.prompt.request_id or '-'} uuid={self.uuid.hex()[:12]}"
 
     @property
     def num_generated_tokens(self) -> int:

@@ -205,29 +205,16 @@ class StepLoop:
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
-        now = time.monotonic()
         request = Request(
             uuid=submit.uuid,
             token_ids=[*submit.token_ids, *submit.emitted],
             num_prompt_tokens=len(submit.token_ids),
             sampling=submit.sampling,
-            arrived=now,
-            deadline=now + submit.deadline_s,
-            request_id=submit.request_id,
+            arrived=time.monotonic(),
+            terms=submit.terms,
             local_id=submit.local_id,
             group_id=submit.group_id,
-            targets=submit.prefill,
-            cache_salt=submit.cache_salt,
-            priority=submit.priority,
-            own_targets=submit.own_targets,
-            client=submit.client,
             num_emitted_tokens=len(submit.emitted),
-            holders=submit.holders,
-            return_to=submit.prefill[0] if submit.prefill else None,
-            fetch_only=submit.fetch_only,
-            movable=submit.movable,
-            gives_back=submit.gives_back,
-            trace=submit.trace,
         )
         children = [request.add_child(child.seed, child.local_id, child.emitted) for child in submit.children]
         family = [request, *children]

@@ -64,7 +64,7 @@ class StepWatch:
         rows, context_tokens, prompt_tokens = plan.num_decoding, plan.context_tokens, plan.num_prompt_tokens
         decoding = [work.request for work in plan.work if work.num_tokens == 1 and work.request.prompt_is_computed]
         if decoding:
-            own = OwnItl.of(request.own_targets for request in decoding)
+            own = OwnItl.of(request.terms.own_targets for request in decoding)
             self._target_s = self._targets.itl_s(rows, context_tokens, own) or 0.0
         if decoding and prompt_tokens:
             self._shared += 1

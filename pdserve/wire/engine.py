@@ -22,13 +22,12 @@ from pdserve.wire.engine_counts import (
     counter,
     gauge,
 )
-from pdserve.wire.ids import RequestId, RequestUuid
+from pdserve.wire.ids import RequestUuid
 from pdserve.wire.links import LinkCounts
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
-from pdserve.wire.terms import NO_OWN_TARGETS, PrefillTarget, Priority, RequestTargets
+from pdserve.wire.terms import Terms
 from pdserve.wire.timeline import RequestLane
-from pdserve.wire.trace_context import TraceContext
 
 # ---------------------------------------------------------------- API → engine
 
@@ -50,38 +49,18 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     local_id: int
     uuid: RequestUuid
+    group_id: int = 0
+    """The same number for all prompts of one client request, which take turns as one; 0 if this is the only one."""
     token_ids: list[int]
     """The prompt."""
     sampling: SamplingParams
-    deadline_s: float
-    """The seconds from now after which the request ends with ``FinishReason.DEADLINE``."""
-    attempt: int = 0
-    prefill: tuple[PrefillTarget, ...] = ()
-    children: tuple[ChildRequest, ...] = ()
-    """Further answers, which share the prompt's KV blocks. Abort and outputs take each as a request of its own."""
     emitted: tuple[int, ...] = ()
     """The tokens of this answer that the client has, when another node resumes it: the engine goes on after them."""
-    holders: tuple[PrefillTarget, ...] = ()
-    """Engines that may hold blocks of this prompt and its emitted tokens, in the order to be tried."""
-    fetch_only: bool = False
-    """Whether the engine only fetches those blocks into its prefix cache, and ends the request with ``LENGTH``."""
-    movable: bool = False
-    """Whether another node can go on with the answers while this one still has them (``RoomWanted``)."""
-    cache_salt: str = ""
-    """Prompts share cached blocks only if their salts are equal."""
-    priority: Priority = 0
-    own_targets: RequestTargets = NO_OWN_TARGETS
-    """How soon the client wants the tokens."""
-    gives_back: bool = False
-    """Whether the request ends with ``PREFILL_LOST`` when a prefill node is lost with it, instead of going on here."""
-    group_id: int = 0
-    """The same number for all prompts of one client request, which take turns as one; 0 if this is the only one."""
-    request_id: RequestId = ""
-    """The client's label of the request, for log lines."""
-    client: bytes = b""
-    """Stands for the client, who takes turns with others where they wait for grammars to be compiled."""
-    trace: TraceContext | None = None
-    """The API process's span, which the engine's hang from; None if nobody exports them."""
+    children: tuple[ChildRequest, ...] = ()
+    """Further answers, which share the prompt's KV blocks. Abort and outputs take each as a request of its own."""
+    terms: Terms
+    """The request's terms. With ``gives_back`` it ends with ``FinishReason.PREFILL_LOST`` when a prefill node is lost
+    with it, and with ``fetch_only`` it ends with ``FinishReason.LENGTH`` once it has fetched."""
 
 
 class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="abort"):

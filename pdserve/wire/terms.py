@@ -1,4 +1,9 @@
-"""What a client's request carries besides its tokens, in the form that every process of the cluster shares."""
+"""What a client's request carries besides its tokens: one value, from the proxy to the engine.
+
+The proxy begins it and signs it in a ticket. The node that answers adds what the body says, and gives it to its engine.
+The engine gives the part that concerns the prompt, ``PromptTerms``, to a prefill node. Each process takes in the values
+that it is given here, and passes them on as one. A new one is a field here, and a reader.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,13 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pdserve.wire.ids import BootId
+from pdserve.wire.ids import BootId, RequestId
 from pdserve.wire.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
+from pdserve.wire.trace_context import TraceContext
 
 MAX_HISTORY_BYTES = 2**30
 KEY_BYTES = 16
+MAX_CLIENT_BYTES = 32
 MAX_DEADLINE_S = 86_400.0
 """The largest value of ``--request-timeout-s``."""
 
@@ -110,3 +117,59 @@ class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """Stands for the client's request. No other request gets the answer."""
     after: EventPlace | None = None
     """The last event that the client has; None if the client wants the whole answer."""
+
+
+class PromptTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What an engine has to know of the request whose prompt it computes, at whichever node it is."""
+
+    request_id: RequestId = ""
+    """The label that the client sees as ``x-request-id``, for log lines. It is never a key."""
+    priority: Priority = 0
+    cache_salt: str = ""
+    """Prompts share cached blocks only if their salts are equal."""
+    trace: TraceContext | None = None
+    """The span that the receiver's spans hang from: each process names its own. None if nobody exports it."""
+
+
+NO_PROMPT_TERMS = PromptTerms()
+
+
+class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What a client's request carries besides its tokens.
+
+    The node sets ``priority`` and ``cache_salt``, ``own_targets`` and ``movable`` by what the body says, whatever its
+    ticket has there.
+    """
+
+    prompt: PromptTerms = NO_PROMPT_TERMS
+    deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)]
+    """The seconds that are left for the whole request when the sender says so. A ticket is valid for as long."""
+    client: Annotated[bytes, Meta(max_length=MAX_CLIENT_BYTES)] = b""
+    """Stands for the client: what a node does for one client takes turns with what it does for others."""
+    cache_owner: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
+    """Stands for the owner of the client's API key. Prompts find each other's cached blocks only under the same owner;
+    empty where all share them. The node makes the salt of it and of what the client asks for."""
+    prefill: tuple[PrefillTarget, ...] = ()
+    """The prefill nodes, in the order to be tried; empty means that the node prefills by itself."""
+    holders: tuple[PrefillTarget, ...] = ()
+    """Engines that may hold blocks of the request's KV cache, its answer's included, in the order to be tried."""
+    own_targets: RequestTargets = NO_OWN_TARGETS
+    """How soon the client wants the tokens."""
+    gives_back: bool = False
+    """Whether the request ends when a prefill node is lost with it, instead of going on at this node. Only the proxy
+    knows how many nodes were lost with one request, which may be what they died of."""
+    movable: bool = False
+    """Whether another node can go on with the answers while this one still has them (``RoomWanted``)."""
+    answer: AnswerIdentity | None = None
+    """The answer's identity. With one, the node writes a journal (``pdserve.wire.journal``) into a streamed answer."""
+    resume: Resume | None = None
+    """The answer goes on after the tokens of this journal. Needs ``answer``."""
+    storing: Storing | None = None
+    """What the proxy stores of responses; None if it stores none."""
+    keep: Keep | None = None
+    """Has the node store the answer; None if its client will not ask again."""
+
+    @property
+    def fetch_only(self) -> bool:
+        """Whether the engine only fetches into its prefix cache what holders have, and then ends the request."""
+        return self.resume is not None and self.resume.prepare

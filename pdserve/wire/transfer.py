@@ -49,8 +49,7 @@ from pdserve.wire.frame import Reason
 from pdserve.wire.ids import BootId, RequestId, TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.terms import PrefillTarget, Priority
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.terms import NO_PROMPT_TERMS, PrefillTarget, PromptTerms
 from pdserve.wire.version import Spoken
 
 LABEL_BITS = 63
@@ -181,16 +180,15 @@ class PrefillRequest(
         default=(), name="sibling_seeds"
     )
     """Seeds of further answers to this prompt: a first token is sampled for each."""
-    cache_salt: str = ""
     digests: bool = True
     """Whether the decode node checks blocks, and so needs ``Digests``."""
     paced: bool = False
-    """Whether each block needs an ``Accept`` before it is sent: the decode node has room for a few at a time."""
-    request_id: RequestId = ""
-    """The request's ``x-request-id``, for the prefill node's log; empty where the decode node does not say it."""
-    priority: Priority = 0
-    trace: TraceContext | None = None
-    """The span of the fetch; None if nobody exports it."""
+    """Whether each block needs an ``Accept`` before it is sent: the decode node has few free staging blocks."""
+    terms: PromptTerms = NO_PROMPT_TERMS
+
+    @property
+    def request_id(self) -> str:
+        return self.terms.request_id
 
 
 class CachedRequest(

@@ -18,7 +18,7 @@ from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH
 from pdserve.wire.ids import new_id
 from pdserve.wire.kept_answer import digest, read_event_id
-from pdserve.wire.terms import Keep
+from pdserve.wire.terms import Keep, Terms
 from pdserve_proxy.credentials import ANONYMOUS, ApiKeys
 from pdserve_proxy.relay.complete_answer import CompleteResponse
 from pdserve_proxy.relay.dispatch import NodeRequest
@@ -140,17 +140,14 @@ class RelayedRoutes:
                 body = await turn.begin(self._keys.owner(*credentials), body, held)
             relayed.queued()
             await self._admission.admit(caller, body.answers, relayed.hold_place, body.priority)
-            client = _short(caller, request.address)
-            storing = None if turn is None else turn.storing
-            relayable = NodeRequest(
-                request.path,
-                body,
-                request.header(b"accept"),
-                client=client,
+            terms = Terms(
+                deadline_s=relayed.remaining_s,
+                client=_short(caller, request.address),
                 cache_owner=cache_owner,
-                storing=storing,
+                storing=None if turn is None else turn.storing,
                 keep=keep,
             )
+            relayable = NodeRequest(request.path, body, request.header(b"accept"), terms)
             return await self._relay.forward(relayed, relayable)
 
     def _cache_owner(self, credentials: tuple[str | None, str | None]) -> bytes:

@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from pdserve.api.generation.engine_client import EngineClient, EngineState, PromptChoices
-from pdserve.api.generation.generation import Generation
+from pdserve.api.generation.generation import Generation, ReadPace
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
 from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.api.node.serving_node import ServingNode, TicketGate
@@ -39,10 +39,11 @@ from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
 from pdserve.wire.node_sizes import NodeSizes
-from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
+from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume, Terms
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from tests.api.node import MODEL, WAIT_S
 from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, prompt_logprobs_of, reported
+from tests.terms import made_ticket
 
 SECRET = b"the secret of a stepped node"
 VOCAB_SIZE = 49_152
@@ -98,19 +99,13 @@ class SteppedEngine:
     def open(
         self,
         prompts: Sequence[PromptChoices],
-        *,
-        deadline_s: float,
-        interval: int,
-        turn_tokens: int,
-        holders: tuple[PrefillTarget, ...] = (),
-        fetch_only: bool = False,
-        movable: bool = False,
-        **_: Any,
+        terms: Terms,
+        pace: ReadPace,
     ) -> Generation:
         self.opened.append(prompts)
-        self.movable.append(movable)
-        if fetch_only:
-            self.fetched.append(holders)
+        self.movable.append(terms.movable)
+        if terms.fetch_only:
+            self.fetched.append(terms.holders)
         choices = [(prompt, choice) for prompt in prompts for choice in prompt.choices]
         # Prompts whose log probabilities are wanted are computed one after the other.
         places = {id(prompt): place for place, prompt in enumerate((p for p in prompts if _is_scored(p)), 1)}
@@ -130,8 +125,8 @@ class SteppedEngine:
                 running.pop(local_id, None)
 
         numbers = {local_id: choice.index for local_id, (_, choice) in enumerate(choices, 1)}
-        generation = Generation(numbers, deadline_s, abort, interval, turn_tokens)
-        self._run = asyncio.create_task(self._steps(generation, running, fetch_only=fetch_only))
+        generation = Generation(numbers, terms.deadline_s, abort, pace)
+        self._run = asyncio.create_task(self._steps(generation, running, fetch_only=terms.fetch_only))
         return generation
 
     async def _steps(self, generation: Generation, running: dict[int, Running], *, fetch_only: bool) -> None:
@@ -271,7 +266,7 @@ class SteppedNode:
     sealer: Sealer = field(default_factory=lambda: Sealer(SECRET, Purpose.TICKET, new_id()))
 
     def ticket(self, **more: Any) -> Ticket:
-        return Ticket(request_id="r", attempt=0, node=self.boot_id, deadline_s=60.0, **more)
+        return made_ticket(self.boot_id, **more)
 
     async def begin(self, path: str, body: dict[str, Any], answer: AnswerIdentity | None = ANSWER) -> Reply:
         """Asks for an answer from its beginning."""

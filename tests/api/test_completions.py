@@ -199,7 +199,7 @@ def test_the_cache_salt_reaches_the_engine(given: str | None, wanted: str, node:
     body = {"model": MODEL, "prompt": ["x", "y"], "seed": 0, "cache_salt": given}
     with node.new_submits() as submits:
         assert post(f"{node.url}/v1/completions", body).status == 200
-    assert [submit.cache_salt for submit in submits()] == [wanted] * 2
+    assert [submit.terms.prompt.cache_salt for submit in submits()] == [wanted] * 2
 
 
 def test_n_choices_streamed(client: openai.OpenAI) -> None:
@@ -379,8 +379,8 @@ def test_deadline_and_prefill_without_a_ticket(client: openai.OpenAI, node: Node
     with node.new_submits() as submits:
         client.completions.create(model=MODEL, prompt="x", seed=0)
     [submit] = submits()
-    assert 55 < submit.deadline_s <= 60
-    assert submit.prefill == ()
+    assert 55 < submit.terms.deadline_s <= 60
+    assert submit.terms.prefill == ()
 
 
 def test_truncated_prompt(client: openai.OpenAI, node: NodeUnderTest) -> None:
@@ -585,7 +585,7 @@ def test_the_engine_gets_the_priority(node: NodeUnderTest) -> None:
             assert (
                 post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x", "priority": priority}).status == 200
             )
-    assert [submit.priority for submit in submits()] == [0, -100, 3]
+    assert [submit.terms.prompt.priority for submit in submits()] == [0, -100, 3]
 
 
 def test_the_engine_gets_the_requests_own_targets(node: NodeUnderTest) -> None:
@@ -599,4 +599,4 @@ def test_the_engine_gets_the_requests_own_targets(node: NodeUnderTest) -> None:
             body = {"model": MODEL, "target_ttft_ms": 250, "target_itl_ms": 40, **asked}
             assert post(f"{node.url}/v1/{route}", body).status == 200
         assert post(f"{node.url}/v1/completions", {"model": MODEL, "prompt": "x"}).status == 200
-    assert [submit.own_targets for submit in submits()] == [wanted] * 3 + [NO_OWN_TARGETS]
+    assert [submit.terms.own_targets for submit in submits()] == [wanted] * 3 + [NO_OWN_TARGETS]

@@ -26,6 +26,7 @@ from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
 from tests.api.node import WAIT_S
 from tests.api.test_disconnect import engine_config
+from tests.terms import made_terms
 
 pytestmark = pytest.mark.integration
 
@@ -103,7 +104,7 @@ async def test_generates_and_stops(model_dir: Path, tmp_path: Path, monkeypatch:
         assert not any(name.startswith("pdserve-") for name in os.listdir(tmp_path)), (
             "the socket's folder is gone as soon as it is connected"
         )
-        generation = client.open([prompt(Behaviour.REPLY)], deadline_s=10.0)
+        generation = client.open([prompt(Behaviour.REPLY)], made_terms(10.0))
         assert client.open_requests == 1
         output = await drained(generation)
         generation.close()
@@ -142,7 +143,7 @@ async def test_a_steps_readers_are_served_in_groups_of_the_settings_size(
     try:
         await client.start()
         silent = [prompt(Behaviour.SILENT)]
-        generations = [client.open(silent, deadline_s=60.0) for _ in range(10)]
+        generations = [client.open(silent, made_terms(60.0)) for _ in range(10)]
         readers = [asyncio.create_task(generation.wait()) for generation in generations]
         await asyncio.sleep(0)
         client._handle(StepOutput([RequestOutput(number, [7]) for number in range(1, 11)]))
@@ -166,8 +167,8 @@ async def test_death_of_the_engine_ends_every_request(
     client = client_of(model_dir, tmp_path)
     try:
         await client.start()
-        silent = client.open([prompt(Behaviour.SILENT), prompt(Behaviour.SILENT, 1)], deadline_s=60.0)
-        fatal = client.open([prompt(behaviour)], deadline_s=60.0)
+        silent = client.open([prompt(Behaviour.SILENT), prompt(Behaviour.SILENT, 1)], made_terms(60.0))
+        fatal = client.open([prompt(behaviour)], made_terms(60.0))
         for generation in (silent, fatal):
             output = await drained(generation)
             assert output.finish is FinishReason.ERROR
@@ -175,7 +176,7 @@ async def test_death_of_the_engine_ends_every_request(
         assert message in str(await asyncio.wait_for(client.wait_lost(), WAIT_S))
         assert client.open_requests == 0
         with pytest.raises(Unavailable):
-            client.open([prompt(Behaviour.REPLY)], deadline_s=1.0)
+            client.open([prompt(Behaviour.REPLY)], made_terms(1.0))
     finally:
         await client.stop(5.0)
     assert client.state is EngineState.LOST
@@ -284,7 +285,7 @@ async def test_an_engine_with_peers_is_idle_when_it_says_so(has_peers: bool, mod
     client = EngineClient(replace(engine_config(model_dir), has_peers=has_peers), command=command)
     try:
         await client.start()
-        held = client.open([prompt(Behaviour.HOLD)], deadline_s=60.0)
+        held = client.open([prompt(Behaviour.HOLD)], made_terms(60.0))
         async with asyncio.timeout(WAIT_S):
             while client.stats.queue.running == 0:
                 await held.wait()
@@ -296,7 +297,7 @@ async def test_an_engine_with_peers_is_idle_when_it_says_so(has_peers: bool, mod
         await asyncio.sleep(0)
         assert idle.done() is not has_peers
         os.kill(client.pid, signal.SIGCONT)
-        last = client.open([prompt(Behaviour.REPLY)], deadline_s=60.0)
+        last = client.open([prompt(Behaviour.REPLY)], made_terms(60.0))
         await drained(last)
         last.close()
         await asyncio.wait_for(idle, WAIT_S)
@@ -350,12 +351,12 @@ async def test_too_many_requests(model_dir: Path, tmp_path: Path) -> None:
     client = client_of(model_dir, tmp_path, SchedulerConfig(max_num_seqs=1, max_waiting=2))
     try:
         await client.start()
-        held = [client.open([prompt(Behaviour.SILENT)], deadline_s=60.0) for _ in range(3)]
+        held = [client.open([prompt(Behaviour.SILENT)], made_terms(60.0)) for _ in range(3)]
         with pytest.raises(Unavailable, match="too many") as raised:
-            client.open([prompt(Behaviour.REPLY)], deadline_s=60.0)
+            client.open([prompt(Behaviour.REPLY)], made_terms(60.0))
         assert raised.value.retry_after_s is not None
         held[0].close()
-        generation = client.open([prompt(Behaviour.REPLY)], deadline_s=60.0)
+        generation = client.open([prompt(Behaviour.REPLY)], made_terms(60.0))
         assert (await drained(generation)).finish is FinishReason.STOP
         generation.close()
     finally:
@@ -371,19 +372,19 @@ async def test_a_request_for_many_answers_leaves_the_places_of_others(model_dir:
     try:
         await client.start()
         with pytest.raises(InvalidRequest, match="at most 9") as refused:
-            client.open([prompt(Behaviour.SILENT, i) for i in range(10)], deadline_s=60.0)
+            client.open([prompt(Behaviour.SILENT, i) for i in range(10)], made_terms(60.0))
         assert refused.value.param == "n"
-        big = client.open([four, next_four], deadline_s=60.0)
-        others = [client.open([reply], deadline_s=60.0) for _ in range(7)]
+        big = client.open([four, next_four], made_terms(60.0))
+        others = [client.open([reply], made_terms(60.0)) for _ in range(7)]
         with pytest.raises(Unavailable, match="too many"):
-            client.open([reply], deadline_s=60.0)
+            client.open([reply], made_terms(60.0))
         for other in others:
             assert (await drained(other)).finish is FinishReason.STOP
             other.close()
         with pytest.raises(Unavailable, match="too many"):
-            client.open([four], deadline_s=60.0)
+            client.open([four], made_terms(60.0))
         big.close()
-        client.open([four], deadline_s=60.0).close()
+        client.open([four], made_terms(60.0)).close()
         assert client.open_requests == 0
     finally:
         await client.stop(5.0)

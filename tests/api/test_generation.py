@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.generation.generation import Generation, merge_outputs
+from pdserve.api.generation.generation import Generation, ReadPace, merge_outputs
 from pdserve.errors import Internal
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.sampling_params import TokenLogprobs
@@ -16,7 +16,7 @@ from tests.examples import examples
 
 
 def generation_of(choices: int, interval: int) -> Generation:
-    return Generation({i: i for i in range(choices)}, 60.0, lambda ids: None, interval)
+    return Generation({i: i for i in range(choices)}, 60.0, lambda ids: None, ReadPace(interval))
 
 
 async def due_tokens(interval: int, count: int) -> list[int]:
@@ -152,7 +152,9 @@ def test_much_is_read_in_several_turns_and_a_failure_last(
     """Neither a client that reads late nor many answers at the same step delay other clients, and nothing is lost."""
 
     async def scenario() -> None:
-        generation = Generation({i: i for i in range(len(counts))}, 60.0, lambda ids: None, 1_000, turn_tokens)
+        generation = Generation(
+            {i: i for i in range(len(counts))}, 60.0, lambda ids: None, ReadPace(1_000, turn_tokens)
+        )
         failed = None if failing is None else failing % len(counts)
         for choice in sorted(range(len(counts)), key=lambda choice: choice != failed):
             for token in range(counts[choice]):

@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.api.generation.generation import BatchNotify, Generation
+from pdserve.api.generation.generation import BatchNotify, Generation, ReadPace
 from pdserve.wire.engine import FinishReason, RequestOutput
 from tests.api.node import WAIT_S
 from tests.examples import examples
@@ -115,7 +115,7 @@ def test_every_reader_gets_its_tokens_in_order(size: int, interval: int, steps: 
 
     async def scenario() -> None:
         notify = BatchNotify(size)
-        generations = [Generation({i: 0}, 60.0, lambda ids: None, interval) for i in range(5)]
+        generations = [Generation({i: 0}, 60.0, lambda ids: None, ReadPace(interval)) for i in range(5)]
         readers = [asyncio.create_task(read(generation)) for generation in generations]
         sent: list[list[int]] = [[] for _ in generations]
 

@@ -17,11 +17,12 @@ from pdserve.wire.discovery import Ack, NodeHello, ProxyWelcome, Register, ToPro
 from pdserve.wire.engine import Renew
 from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from pdserve.wire.ticket import TICKET_HEADER
 from pdserve.wire.version import SPOKEN
 from tests.api.node import MODEL, NodeUnderTest, scripted_node
 from tests.api.plain_http import post
 from tests.eventually import eventually
+from tests.terms import made_ticket
 
 pytestmark = pytest.mark.integration
 
@@ -71,7 +72,7 @@ def test_tickets_heartbeats_and_the_engine_follow_the_file(model_dir: Path, tmp_
     secret.write_text(OLD)
 
     def ask(node: NodeUnderTest, sealer: Sealer, boot_id: bytes) -> int:
-        ticket = Ticket(request_id="r", attempt=1, node=boot_id, deadline_s=60.0, prefill=())
+        ticket = made_ticket(boot_id, 1)
         header = base64.urlsafe_b64encode(sealer.seal(ticket)).rstrip(b"=").decode()
         body = {"model": MODEL, "prompt": "x", "seed": 0}
         return post(f"{node.url}/v1/completions", body, **{TICKET_HEADER.replace("-", "_"): header}).status

@@ -51,7 +51,7 @@ from pdserve.wire.engine import Shutdown
 from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.terms import PrefillTarget
-from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from pdserve.wire.ticket import TICKET_HEADER
 from pdserve.wire.version import SPOKEN
 from tests.api.behaviour import ENGINE_FAILURE, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, node_command, scripted_node
@@ -59,6 +59,7 @@ from tests.api.plain_http import Answer, get, post
 from tests.api.scripted_engine import GATE, NEVER_READY
 from tests.eventually import eventually
 from tests.processes import SECRET, clean_environ, running
+from tests.terms import made_ticket
 
 pytestmark = pytest.mark.integration
 
@@ -284,7 +285,7 @@ class FakeProxy:
         self._socket.send_multipart([peer, self._acks.seal(message, boot_id)])
 
     def ticket(self, node: NodeInfo, deadline_s: float = 10.0, **more: Any) -> str:
-        ticket = Ticket(request_id="from-proxy", attempt=1, node=node.boot_id, deadline_s=deadline_s, **more)
+        ticket = made_ticket(node.boot_id, 1, request_id="from-proxy", deadline_s=deadline_s, **more)
         return base64.urlsafe_b64encode(self._tickets.seal(ticket)).rstrip(b"=").decode()
 
     def close(self) -> None:
@@ -322,8 +323,8 @@ def test_node_of_a_proxy(role: Role, proxy: FakeProxy, model_dir: Path, tmp_path
         assert answer.status == 200
         assert answer.headers["x-request-id"] == "from-proxy"
         [submit] = node.submits()
-        assert (submit.attempt, submit.prefill) == (1, (target,))
-        assert 9 < submit.deadline_s <= 10
+        assert submit.terms.prefill == (target,)
+        assert 9 < submit.terms.deadline_s <= 10
 
         assert ask(node, ticket).status == 401
         assert ask(node, "forged").status == 401

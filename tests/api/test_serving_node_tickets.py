@@ -15,6 +15,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.journal import digest
 from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
 from pdserve.wire.ticket import Ticket
+from tests.terms import made_ticket
 
 SECRET = b"a cluster secret"
 NODE = new_id()
@@ -22,7 +23,7 @@ TARGET = PrefillTarget("prefill-1", "tcp://127.0.0.1:9", new_id())
 
 
 def ticket(node: bytes = NODE, deadline_s: float = 12.5) -> Ticket:
-    return Ticket(request_id="r-1", attempt=2, node=node, deadline_s=deadline_s, prefill=(TARGET,))
+    return made_ticket(node, 2, request_id="r-1", deadline_s=deadline_s, prefill=(TARGET,))
 
 
 def header(frame: bytes) -> str:
@@ -76,7 +77,7 @@ def aged(seconds: float, deadline_s: float) -> tuple[TicketGate, str]:
 @pytest.mark.parametrize("waited_s", [61.0, 300.0, 599.0])
 def test_a_request_that_had_to_queue_is_not_refused_for_it(waited_s: float) -> None:
     gate, value = aged(waited_s, deadline_s=600.0)
-    assert gate.admit(value).deadline_s == 600.0
+    assert gate.admit(value).terms.deadline_s == 600.0
     assert "replayed" in refusal(gate, value).message
 
 

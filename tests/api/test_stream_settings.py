@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdserve.api.answers.chunks import FullChunks, PlainChunks
-from pdserve.api.generation.engine_client import EngineClient
+from pdserve.api.generation.engine_client import EngineClient, PromptChoices
+from pdserve.api.generation.generation import ReadPace
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.config import HttpConfig, StreamConfig, Switch
+from pdserve.wire.terms import Terms
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL
 from tests.api.plain_http import post
@@ -85,9 +88,9 @@ async def test_a_requests_own_interval_counts_before_the_nodes(
     found: list[int] = []
     original = EngineClient.open
 
-    def opened(self: EngineClient, *args: Any, interval: int, **kwargs: Any) -> Any:
-        found.append(interval)
-        return original(self, *args, interval=interval, **kwargs)
+    def opened(self: EngineClient, prompts: Sequence[PromptChoices], terms: Terms, pace: ReadPace) -> Any:
+        found.append(pace.interval)
+        return original(self, prompts, terms, pace)
 
     monkeypatch.setattr(EngineClient, "open", opened)
     body = BODY if asked is None else {**BODY, "stream_interval": asked}

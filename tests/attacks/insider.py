@@ -15,6 +15,7 @@ from pdserve.wire.journal import digest
 from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
 from pdserve.wire.ticket import Ticket
 from tests.processes import SECRET as CLUSTER_SECRET
+from tests.terms import made_ticket
 
 SECRET = CLUSTER_SECRET.encode()
 FOREIGN = b"the secret of another cluster"
@@ -66,10 +67,9 @@ class Office:
         answer: AnswerIdentity | None = None,
         resume: Resume | None = None,
     ) -> Ticket:
-        return Ticket(
+        return made_ticket(
+            node or self.node,
             request_id="attack",
-            attempt=0,
-            node=node or self.node,
             deadline_s=deadline_s,
             prefill=tuple(prefill),
             answer=answer,

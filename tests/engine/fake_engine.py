@@ -28,6 +28,7 @@ from pdserve.wire.transfer import FailureCause
 from tests.engine.fake_model import EOS, FakeModel, choose, prompt_logprobs
 from tests.engine.placements import make_placement
 from tests.engine.whole_connector import whole_connector
+from tests.terms import PREPARE, made_terms
 
 BLOCK_SIZE = 4
 BOOT = new_id()
@@ -147,18 +148,19 @@ class FakeEngine:
             num_prompt_tokens=len(prompt),
             sampling=SamplingParams(max_tokens=max_tokens, seed=seeds[0], prompt_logprobs=0 if scored else None),
             arrived=self.now,
-            deadline=self.now + deadline_s,
+            terms=made_terms(
+                deadline_s,
+                cache_salt=salt,
+                priority=priority,
+                own_targets=own_targets,
+                prefill=(TARGET, TARGET) if remote else (),
+                holders=(TARGET,) * holders,
+                resume=PREPARE if fetch_only else None,
+                movable=movable,
+            ),
             local_id=local_id,
             group_id=group_id or b"",
-            cache_salt=salt,
-            priority=priority,
-            own_targets=own_targets,
-            targets=(TARGET, TARGET) if remote else (),
             num_emitted_tokens=len(own),
-            holders=(TARGET,) * holders,
-            return_to=TARGET if remote else None,
-            fetch_only=fetch_only,
-            movable=movable,
         )
         for i, (seed, tokens) in enumerate(zip(seeds[1:], others, strict=True), 1):
             request.add_child(seed, local_id + i, tokens)
@@ -227,7 +229,7 @@ class FakeEngine:
         start, known = len(request.token_ids), [*request.token_ids, unread.token_id]
         assert start < min(len(request.block_table) * BLOCK_SIZE, self.max_len)
         assert self.blocks.num_holders(request.block_table[start // BLOCK_SIZE]) == 1
-        (digest,) = self.model.run(known, start, known[start:], request.block_table, request.cache_salt)
+        (digest,) = self.model.run(known, start, known[start:], request.block_table, request.terms.prompt.cache_salt)
         return SampledToken(choose(digest, request.sampling.seed))
 
     def _compute(self, work: Work) -> list[SampledToken]:
@@ -241,7 +243,7 @@ class FakeEngine:
         assert not work.is_chunk or end <= request.num_prompt_tokens, "a chunk has tokens of an answer"
         for block in request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
             assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"
-        digests = self.model.run(request.token_ids, start, known, request.block_table, request.cache_salt)
+        digests = self.model.run(request.token_ids, start, known, request.block_table, request.terms.prompt.cache_salt)
         return [SampledToken(choose(digests[-1], member.sampling.seed)) for member in work.sampled_requests]
 
     def collect(self) -> None:

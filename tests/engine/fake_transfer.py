@@ -154,8 +154,7 @@ class Wire:
                 order.sampling,
                 order.deadline_s,
                 order.child_seeds,
-                order.cache_salt,
-                priority=order.priority,
+                order.terms,
             )
         )
 

@@ -51,6 +51,7 @@ from pdserve.wire.terms import PrefillTarget
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.engine.placements import make_placement
 from tests.eventually import eventually
+from tests.terms import PREPARE, made_terms
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.tiny_vocabulary import tiny_vocabulary
 
@@ -182,12 +183,14 @@ class Client:
                     uuid=new_id(),
                     token_ids=list(prompt),
                     sampling=sampling,
-                    deadline_s=deadline_s,
                     children=children,
                     emitted=tuple(own),
-                    prefill=self.targets,
-                    cache_salt=salt,
-                    fetch_only=fetch_only,
+                    terms=made_terms(
+                        deadline_s,
+                        prefill=self.targets,
+                        cache_salt=salt,
+                        resume=PREPARE if fetch_only else None,
+                    ),
                 )
             )
         with self._lock:

@@ -17,6 +17,7 @@ from pdserve.wire.engine import STEP_TOKEN_BOUNDS
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.terms import RequestTargets
+from tests.terms import change_terms, made_terms
 
 
 def request(known: int, computed: int, prompt: int | None = None) -> Request:
@@ -26,7 +27,7 @@ def request(known: int, computed: int, prompt: int | None = None) -> Request:
         num_prompt_tokens=known if prompt is None else prompt,
         sampling=SamplingParams(max_tokens=4, seed=0),
         arrived=0.0,
-        deadline=100.0,
+        terms=made_terms(100.0),
         num_computed_tokens=computed,
     )
 
@@ -58,7 +59,7 @@ def test_only_chunks_beside_requests_that_decode_share_a_step() -> None:
 def test_a_step_is_late_by_the_target_of_the_request_that_waits_for_it() -> None:
     steps, _ = watch(50)
     hasty = request(21, 20, prompt=20)
-    hasty.own_targets = RequestTargets(itl_ms=30)
+    change_terms(hasty, own_targets=RequestTargets(itl_ms=30))
     steps.note(BatchPlan([DECODING, Work(hasty, 1), CHUNK]), 0.04, 1.0)
     steps.note(BatchPlan([DECODING, CHUNK]), 0.04, 2.0)
     assert (steps.stats().shared, steps.stats().shared_late) == (2, 1)

@@ -39,7 +39,7 @@ def ticket_in(request: Received) -> Ticket:
 
 def split(request: Received) -> tuple[bytes, bytes]:
     """Returns the client's body and the journal behind it, and checks that the ticket announces this journal."""
-    resume = ticket_in(request).resume
+    resume = ticket_in(request).terms.resume
     if resume is None:
         return request.body, b""
     end = len(request.body) - resume.journal_bytes

@@ -80,7 +80,7 @@ async def cache_owner(key: str, config: ProxyConfig, **headers: str) -> bytes:
         await running.add(node_info("x", Role.MIXED, node.url))
         async with running.http.post("/v1/completions", json={"model": "m"}, headers={**bearer(key), **headers}) as got:
             assert got.status == 200
-        return ticket_of(node).cache_owner
+        return ticket_of(node).terms.cache_owner
 
 
 async def test_the_ticket_names_the_owner_of_the_key_alike_at_every_proxy(tmp_path: Path) -> None:

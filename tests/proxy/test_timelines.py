@@ -61,7 +61,7 @@ async def test_a_proxy_that_exports_nothing_passes_the_clients_trace_on() -> Non
     async with cluster() as running, nodes(running, complete, complete) as asked:
         await ask(running, "a", traceparent=f"00-{TRACE}-{SPAN}-01")
         await ask(running, "b", traceparent=f"00-{TRACE}-{SPAN}-00")
-        traces = [ticket.trace for ticket in asked.tickets]
+        traces = [ticket.terms.prompt.trace for ticket in asked.tickets]
         assert traces == [TraceContext(bytes.fromhex(TRACE), bytes.fromhex(SPAN)), None]
 
 

@@ -28,11 +28,21 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, SeenRequest
-from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep, PrefillTarget, RequestTargets, Resume, Storing
+from pdserve.wire.terms import (
+    AnswerIdentity,
+    EventPlace,
+    Keep,
+    PrefillTarget,
+    PromptTerms,
+    RequestTargets,
+    Resume,
+    Storing,
+)
 from pdserve.wire.ticket import Ticket
 from pdserve.wire.trace_context import TraceContext
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.pieces import MAX_RANKS
+from tests.terms import made_terms, made_ticket
 
 BOOT = bytes(range(16))
 OTHER = bytes(range(16, 32))
@@ -133,11 +143,10 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
     (
         Ticket,
         [
-            Ticket(request_id="r", attempt=1, node=BOOT, deadline_s=2.5, prefill=(TARGET,)),
-            Ticket(
-                request_id="r",
-                attempt=2,
-                node=BOOT,
+            made_ticket(BOOT, 1, deadline_s=2.5, prefill=(TARGET,)),
+            made_ticket(
+                BOOT,
+                2,
                 deadline_s=2.5,
                 answer=AnswerIdentity(OTHER, 1_800_000_000),
                 resume=Resume(7, bytes(32)),
@@ -157,17 +166,19 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 uuid=OTHER,
                 token_ids=[1, 2, 3],
                 sampling=SAMPLING,
-                deadline_s=9.0,
-                prefill=(TARGET,),
                 children=(engine.ChildRequest(2, 5, (9, 8)), engine.ChildRequest(3, 6)),
                 emitted=(7,),
-                cache_salt="salt",
-                priority=-100,
-                own_targets=RequestTargets(250.0, 1.0),
-                request_id="chat-1",
-                trace=TRACE,
+                terms=made_terms(
+                    9.0,
+                    prefill=(TARGET,),
+                    cache_salt="salt",
+                    priority=-100,
+                    own_targets=RequestTargets(250.0, 1.0),
+                    request_id="chat-1",
+                    trace=TRACE,
+                ),
             ),
-            engine.Submit(local_id=4, uuid=OTHER, token_ids=[1], sampling=CONSTRAINED, deadline_s=9.0),
+            engine.Submit(local_id=4, uuid=OTHER, token_ids=[1], sampling=CONSTRAINED, terms=made_terms(9.0)),
             engine.Abort([1, 2]),
             engine.Renew(b"the new\nthe old"),
             engine.Assign(discovery.Role.PREFILL),
@@ -230,9 +241,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 deadline_s=1.0,
                 child_seeds=(5, 6),
                 paced=True,
-                request_id="chat-1",
-                priority=100,
-                trace=TRACE,
+                terms=PromptTerms(request_id="chat-1", priority=100, trace=TRACE),
             ),
             transfer.CachedRequest(
                 transfer_id=TRANSFER_ID, tag=9, hashes=(bytes(32), bytes(range(32))), deadline_s=1.0

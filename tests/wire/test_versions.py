@@ -15,6 +15,7 @@ from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import Ticket
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, SPOKEN, Spoken, for_protocol, since
+from tests.terms import made_terms
 from tests.wire.schema import Schema, breaches, schema_of
 
 SECRET = b"the secret of a cluster"
@@ -63,8 +64,8 @@ def test_what_the_next_version_asks_for_besides_is_refused_by_name_when_it_is_as
 def test_a_ticket_of_the_next_version_is_refused_by_the_name_of_what_is_new() -> None:
     opener = Opener(SECRET, Purpose.TICKET, Ticket, ordered=False, receiver=OURS)
     sealer = Sealer(SECRET, Purpose.TICKET, THEIRS)
-    plain = NextTicket(request_id="r", attempt=0, node=OURS, deadline_s=1.0)
-    assert opener.open(sealer.seal(plain)).request_id == "r"
+    plain = NextTicket(attempt=0, node=OURS, terms=made_terms(1.0, request_id="r"))
+    assert opener.open(sealer.seal(plain)).terms.prompt.request_id == "r"
     with pytest.raises(UnreadableMessage, match="unknown field `sampling`"):
         opener.open(sealer.seal(msgspec.structs.replace(plain, sampling=NextSampling(max_tokens=1, seed=1))))
 

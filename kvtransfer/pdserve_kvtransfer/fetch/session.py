@@ -179,12 +179,9 @@ class FetchSession:
             sampling=order.sampling,
             deadline_s=deadline_s,
             child_seeds=order.child_seeds,
-            cache_salt=order.cache_salt,
-            request_id=order.request_id,
-            priority=order.priority,
-            trace=order.trace,
             digests=self._checked,
             paced=bool(order.paced_blocks),
+            terms=order.terms,
         )
 
     def accept(self, block_ids: tuple[int, ...], now: float) -> list[FetchEffect]:

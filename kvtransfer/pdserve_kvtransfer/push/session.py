@@ -113,10 +113,7 @@ class PushSession:
             request.sampling,
             self._deadline_s,
             request.child_seeds,
-            request.cache_salt,
-            request.request_id,
-            request.priority,
-            request.trace,
+            request.terms,
         )
         return [wanted]
 

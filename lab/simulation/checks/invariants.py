@@ -36,8 +36,8 @@ def wrong_turns(engine: RunningEngine, priority_of: Callable[[str], int | None])
     """
     turns = []
     for request in engine.loop._scheduler._queues.waiting:
-        priority = priority_of(request.request_id)
-        turns.append(request.arrived + PRIORITY_S * (request.priority if priority is None else priority))
+        priority = priority_of(request.terms.prompt.request_id)
+        turns.append(request.arrived + PRIORITY_S * (request.terms.prompt.priority if priority is None else priority))
     return None if turns == sorted(turns) else f"requests wait in another order than that of their turns: {turns}"
 
 
@@ -62,7 +62,7 @@ def could_run(engine: RunningEngine) -> bool:
 
 def _stays_here(request: Request) -> bool:
     short = request.num_prompt_tokens <= BLOCK_SIZE or not request.targets
-    return short and not (request.may_ask_holders or request.fetch_only or request.awaits_grammar)
+    return short and not (request.may_ask_holders or request.terms.fetch_only or request.awaits_grammar)
 
 
 def _wrong_holders(blocks: BlockManager, tables: Iterator[list[int]]) -> str | None:

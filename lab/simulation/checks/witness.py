@@ -50,7 +50,7 @@ class TakenTicket:
     @property
     def begins_answer(self) -> bool:
         """Whether the node generates for it."""
-        return self.ticket.resume is None or not self.ticket.resume.prepare
+        return self.ticket.terms.resume is None or not self.ticket.terms.resume.prepare
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Witness:
 
     def take(self, header: str, ticket: Ticket, boot_id: bytes) -> None:
         """Notes that the present process, with this boot id, has taken a ticket; says what is wrong about that."""
-        process, signed, label = present_process(), self.signed.get(header), ticket.request_id
+        process, signed, label = present_process(), self.signed.get(header), ticket.terms.prompt.request_id
         if signed is None:
             self.violated(f"{process.name} takes a ticket of {label} that no proxy has signed")
             return
@@ -112,7 +112,11 @@ class Witness:
 
     def _check_first_byte(self, label: str, at_s: float) -> None:
         """Checks that the first byte of an answer came after the last node was asked that was to begin with it."""
-        asked = [one for one in self.taken.values() if one.ticket.request_id == label and not one.ticket.resume]
+        asked = [
+            one
+            for one in self.taken.values()
+            if one.ticket.terms.prompt.request_id == label and not one.ticket.terms.resume
+        ]
         asked_s = [one.asked_s for one in asked]
         if asked_s and at_s < max(asked_s) - CLOCK_STEP_S:
             early_s = max(asked_s) - at_s
@@ -135,10 +139,10 @@ class Witness:
         witness = self
 
         class WatchedSigner(TicketSigner):
-            def issue(self, route: Any, *, deadline_s: float, **more: Any) -> str:
-                header = super().issue(route, deadline_s=deadline_s, **more)
-                witness.sign(header, route.decode.boot_id, deadline_s)
-                witness.tried[more["request_id"]].add(route.decode.boot_id)
+            def sign(self, ticket: Ticket) -> str:
+                header = super().sign(ticket)
+                witness.sign(header, ticket.node, ticket.terms.deadline_s)
+                witness.tried[ticket.terms.prompt.request_id].add(ticket.node)
                 return header
 
         return WatchedSigner

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 import zmq
 
-from pdserve.api.generation.generation import TURN_TOKENS, BatchNotify, Generation
+from pdserve.api.generation.generation import EACH_TOKEN, BatchNotify, Generation, ReadPace
 from pdserve.api.generation.outcome import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch, LivenessConfig
 from pdserve.errors import ConfigError, EngineError, EngineGone, InvalidRequest, RequestError, Unavailable
@@ -45,9 +45,8 @@ from pdserve.wire.engine import (
 )
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve.wire.terms import NO_OWN_TARGETS, PrefillTarget, RequestTargets
+from pdserve.wire.terms import Terms
 from pdserve.wire.timeline import RequestLane
-from pdserve.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -191,32 +190,15 @@ class EngineClient:
     def open(
         self,
         prompts: Sequence[PromptChoices],
-        *,
-        deadline_s: float,
-        request_id: str = "",
-        attempt: int = 0,
-        prefill: tuple[PrefillTarget, ...] = (),
-        holders: tuple[PrefillTarget, ...] = (),
-        fetch_only: bool = False,
-        movable: bool = False,
-        gives_back: bool = False,
-        cache_salt: str = "",
-        priority: int = 0,
-        own_targets: RequestTargets = NO_OWN_TARGETS,
-        client: bytes = b"",
-        trace: TraceContext | None = None,
-        interval: int = 1,
-        turn_tokens: int = TURN_TOKENS,
+        terms: Terms,
+        pace: ReadPace = EACH_TOKEN,
     ) -> Generation:
         """Submits all ``prompts``; the caller owns the result and must close it. Without any prompt it has no outputs.
 
-        ``holders`` are asked for blocks of the prompts and of what was emitted. With ``fetch_only`` nothing is
-        computed: each choice ends, with ``FinishReason.LENGTH``, when the prefix cache has what they have. Where the
-        prompts are ``movable``, the engine may ask the result to have them go on at a node with more room. With
-        ``gives_back``, a choice whose prefill node is lost with it ends with ``FinishReason.PREFILL_LOST``.
-        ``request_id`` is the client's label, for the log lines of other processes, and ``client`` stands for the client
-        itself. The engine's spans hang from ``trace``. The result is woken for each ``interval`` tokens of a choice,
-        and reads about ``turn_tokens`` of all at once.
+        The engine asks the holders that ``terms`` name for blocks of the prompts and of what was emitted. Where the
+        terms are ``fetch_only``, nothing is computed: each choice ends, with ``FinishReason.LENGTH``, when the prefix
+        cache has what they have. Where they are ``movable``, the engine may ask the result to have the prompts go on
+        at a node with more free blocks.
 
         Raises Unavailable if the engine is not there, or has too many requests already, and InvalidRequest if these
         are more than it ever takes.
@@ -229,7 +211,7 @@ class EngineClient:
         self._check_room(len(wanted))
         local_ids = [next(self._ids) for _ in wanted]
         numbers = {local_id: choice.index for local_id, choice in zip(local_ids, wanted, strict=True)}
-        generation = Generation(numbers, deadline_s, self._abort, interval, turn_tokens)
+        generation = Generation(numbers, terms.deadline_s, self._abort, pace)
         unused = iter(local_ids)
         for prompt in prompts:
             family = [ChildRequest(next(unused), choice.seed, choice.emitted) for choice in prompt.choices]
@@ -240,24 +222,12 @@ class EngineClient:
             submit = Submit(
                 local_id=parent.local_id,
                 uuid=new_id(),
+                group_id=local_ids[0],
                 token_ids=list(prompt.token_ids),
                 sampling=msgspec.structs.replace(prompt.sampling, seed=parent.seed),
-                deadline_s=deadline_s,
-                attempt=attempt,
-                prefill=prefill,
-                holders=holders,
-                fetch_only=fetch_only,
-                movable=movable,
-                gives_back=gives_back,
-                children=tuple(children),
                 emitted=parent.emitted,
-                cache_salt=cache_salt,
-                priority=priority,
-                own_targets=own_targets,
-                group_id=local_ids[0],
-                request_id=request_id,
-                client=client,
-                trace=trace,
+                children=tuple(children),
+                terms=terms,
             )
             if not self._channel.send(submit):
                 generation.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
@@ -75,6 +76,19 @@ TURN_TOKENS = 1_024
 """More tokens of one request are read in several turns of the event loop."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadPace:
+    """How often the reader of a generation is woken, and how much it reads at once."""
+
+    interval: int = 1
+    """The reader is woken for so many tokens of a choice."""
+    turn_tokens: int = TURN_TOKENS
+    """How many tokens of all choices one ``wait`` returns. It may be up to a step's more."""
+
+
+EACH_TOKEN = ReadPace()
+
+
 class ChoiceOutput(msgspec.Struct, frozen=True, gc=False):
     """What the engine has added to one choice since it was last read."""
 
@@ -136,9 +150,9 @@ class Generation:
     """What the engine says about one client request. Its reader must ``close`` it on every path, which aborts what is
     unfinished.
 
-    The reader is woken for the first token of a choice, for each ``interval`` tokens of one, and for an end. However
-    much comes before it runs, it is woken once, and reads what came for one choice as one output. If that is so much
-    that it would hold up other readers, it comes as several outputs, with a turn of the event loop between them.
+    The reader is woken for the first token of a choice, for so many tokens of one as ``ReadPace`` says, and for an end.
+    However much comes before it runs, it is woken once, and reads what came for one choice as one output. If that is so
+    much that it would hold up other readers, it comes as several outputs, with a turn of the event loop between them.
     """
 
     def __init__(
@@ -146,15 +160,11 @@ class Generation:
         choices: Mapping[int, int],
         deadline_s: float,
         abort: Callable[[Sequence[int]], None],
-        interval: int = 1,
-        turn_tokens: int = TURN_TOKENS,
+        pace: ReadPace = EACH_TOKEN,
     ) -> None:
-        """``choices`` has the number of each choice by the ``local_id`` of its engine request.
-
-        ``turn_tokens`` is how many tokens of all choices one ``wait`` returns. It may be up to a step's more.
-        """
-        self._turn_tokens = turn_tokens
-        self._open = {local_id: UnreadOutputs(choice, interval) for local_id, choice in choices.items()}
+        """``choices`` has the number of each choice by the ``local_id`` of its engine request."""
+        self._turn_tokens = pace.turn_tokens
+        self._open = {local_id: UnreadOutputs(choice, pace.interval) for local_id, choice in choices.items()}
         self._abort = abort
         self.failure: RequestError | None = None
         """Why the whole generation failed. It is None where the engine said so of one request."""

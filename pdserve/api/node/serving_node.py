@@ -76,7 +76,7 @@ class TicketGate:
 
     def __init__(self, secret: bytes | Secrets, boot_id: bytes, clock: Callable[[], float] = time.time) -> None:
         self._opener = Opener(
-            secret, Purpose.TICKET, Ticket, ordered=False, lifetime_s=lambda t: t.deadline_s, clock=clock
+            secret, Purpose.TICKET, Ticket, ordered=False, lifetime_s=lambda t: t.terms.deadline_s, clock=clock
         )
         self._boot_id = boot_id
 
@@ -92,7 +92,7 @@ class TicketGate:
             raise Unauthorized(f"the proxy's ticket is not acceptable: {exc}", code="bad_ticket") from exc
         if ticket.node != self._boot_id:
             raise Unauthorized("the proxy's ticket is for another start of this node", code="wrong_node")
-        if ticket.resume is not None and ticket.answer is None:
+        if ticket.terms.resume is not None and ticket.terms.answer is None:
             raise Unauthorized("the proxy's ticket resumes an answer without naming it", code="bad_ticket")
         return ticket
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import time
@@ -23,7 +24,7 @@ from pdserve.api.dialects.dialect_request import MESSAGES_NAMES, RESPONSES_NAMES
 from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages, unheeded_fields_of_messages
 from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
 from pdserve.api.generation.engine_client import PromptChoices, WantedChoice
-from pdserve.api.generation.generation import TURN_TOKENS, Generation
+from pdserve.api.generation.generation import TURN_TOKENS, Generation, ReadPace
 from pdserve.api.generation.outcome import failure_of
 from pdserve.api.generation.request_log import NodeNotes, RequestRecord
 from pdserve.api.message.message_parser import MessageParser
@@ -63,7 +64,7 @@ from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import new_id
 from pdserve.wire.journal import Journal, room_block
-from pdserve.wire.terms import AnswerIdentity, Keep, PrefillTarget, RequestTargets, Resume, Storing
+from pdserve.wire.terms import MAX_CLIENT_BYTES, AnswerIdentity, Keep, PromptTerms, RequestTargets, Terms
 from pdserve.wire.ticket import TICKET_HEADER, Prepared, Ticket
 from pdserve.wire.timeline import PhaseKind, ProcessKind
 from pdserve.wire.trace_context import TraceContext
@@ -89,37 +90,32 @@ MakePrompts = Callable[[R, Tokenizer, ModelLimits, int, Check], list[Prompt]]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTerms:
-    """What the ticket of a request says, or the node's own settings where requests need no ticket."""
+class AdmittedRequest:
+    """What is known of a request before its body is: its terms, by its ticket or by the node's own settings."""
 
+    terms: Terms
     deadline: float
-    """A time of ``time.monotonic``."""
+    """A time of ``time.monotonic``: that of ``terms.deadline_s``."""
     answer: AnswerIdentity
+    """That of the terms, or a new one."""
     attempt: int = 0
-    prefill: tuple[PrefillTarget, ...] = ()
-    journaled: bool = False
-    """Whether the answer has a journal."""
-    resume: Resume | None = None
-    holders: tuple[PrefillTarget, ...] = ()
-    """The engines that may hold blocks of the answer's KV cache."""
-    client: bytes = b""
-    """Stands for the client among all clients."""
-    cache_owner: bytes = b""
-    """Stands for the one with whose requests this one shares cached prompts; empty if with everybody's."""
-    storing: Storing | None = None
-    """What the proxy stores of responses; None if it stores none."""
-    trace: TraceContext | None = None
-    """The span that this node's hang from; None if nobody exports it."""
-    keep: Keep | None = None
-    """Has the answer be stored for a client that may ask again; None if it will not."""
-    gives_back: bool = False
-    """Whether the proxy gets the request back when a prefill node is lost with it."""
+
+    @property
+    def journaled(self) -> bool:
+        """Whether the answer has a journal."""
+        return self.terms.answer is not None
+
+    @property
+    def keep(self) -> Keep | None:
+        """Has the answer stored for a client that may ask again; None if it will not, or nothing is to be answered."""
+        return None if self.terms.fetch_only else self.terms.keep
 
     @property
     def appended_bytes(self) -> int:
         """How many bytes follow the client's body."""
-        journal = 0 if self.resume is None else self.resume.journal_bytes
-        return journal + (0 if self.storing is None else self.storing.history_bytes)
+        resume, storing = self.terms.resume, self.terms.storing
+        journal = 0 if resume is None else resume.journal_bytes
+        return journal + (0 if storing is None else storing.history_bytes)
 
 
 class RequestBody:
@@ -209,65 +205,66 @@ class CompletionRoute(Generic[R]):
         arrived = time.monotonic()
         request.check_body_form()
         tokenizer = self._admit()
-        terms = self._terms(request, arrived)
-        if terms.keep is not None:
-            await self._answer_replayably(request, terms.keep, terms, tokenizer, arrived)
+        admitted = self._admitted(request, arrived)
+        if admitted.keep is not None:
+            await self._answer_replayably(request, admitted.keep, admitted, tokenizer, arrived)
             return
-        prepared = await self._prepared(request, await self._read(request, terms), terms, tokenizer)
-        if terms.resume is not None and terms.resume.prepare:
-            await self._fetch(request, prepared, terms)
+        prepared = await self._prepared(request, await self._read(request, admitted), admitted, tokenizer)
+        if admitted.terms.fetch_only:
+            await self._fetch(request, prepared, admitted)
             return
-        with closing(self._start(prepared, request, terms, arrived)) as generation:
-            await self._answer(request, generation, prepared, terms, tokenizer)
+        with closing(self._start(prepared, request, admitted, arrived)) as generation:
+            await self._answer(request, generation, prepared, admitted, tokenizer)
 
     async def _answer_replayably(
-        self, request: HttpRequest, keep: Keep, terms: RequestTerms, tokenizer: Tokenizer, arrived: float
+        self, request: HttpRequest, keep: Keep, admitted: AdmittedRequest, tokenizer: Tokenizer, arrived: float
     ) -> None:
         """Answers a request whose client may ask again: with the answer that it has asked for before, or a new one."""
-        body, answers = await self._read(request, terms), self._node.replayable
-        found = answers.find(keep, resumed=terms.resume is not None)
+        body, answers = await self._read(request, admitted), self._node.replayable
+        found = answers.find(keep, resumed=admitted.terms.resume is not None)
         if found is not None:
             body.take()  # the answer is there: nothing is read of the request any more
             await found.follow(request, keep.after)
             return
-        entries = b"" if terms.resume is None else body.last(terms.resume.journal_bytes)
+        entries = b"" if admitted.terms.resume is None else body.last(admitted.terms.resume.journal_bytes)
 
         async def produce(reply: Reply) -> None:
-            prepared = await self._prepared(reply, body, terms, tokenizer)
+            prepared = await self._prepared(reply, body, admitted, tokenizer)
             if isinstance(reply, ReplayableAnswer):
                 reply.describe(
-                    journaled=self._journaled(prepared.parsed.request, terms),
+                    journaled=self._journaled(prepared.parsed.request, admitted),
                     events=prepared.journal.events,
                     entries=entries,
                     places=len(prepared.texts),
                 )
-            with closing(self._start(prepared, request, terms, arrived)) as generation:
-                await self._answer(reply, generation, prepared, terms, tokenizer)
+            with closing(self._start(prepared, request, admitted, arrived)) as generation:
+                await self._answer(reply, generation, prepared, admitted, tokenizer)
                 if isinstance(reply, ReplayableAnswer):
                     reply.spoilt = generation.failure is not None
 
-        opened = answers.open(keep, terms.answer, request.label, request.path, terms.client or keep.owner, produce)
+        client = admitted.terms.client or keep.owner
+        opened = answers.open(keep, admitted.answer, request.label, request.path, client, produce)
         if opened is None:
             await produce(request)
         else:
             await opened.follow(request, None, first=True)
 
-    async def _read(self, request: HttpRequest, terms: RequestTerms) -> RequestBody:
-        return RequestBody(await request.body(self._node.max_body_bytes + terms.appended_bytes))
+    async def _read(self, request: HttpRequest, admitted: AdmittedRequest) -> RequestBody:
+        return RequestBody(await request.body(self._node.max_body_bytes + admitted.appended_bytes))
 
     async def _prepared(
-        self, reply: Reply, body: RequestBody, terms: RequestTerms, tokenizer: Tokenizer
+        self, reply: Reply, body: RequestBody, admitted: AdmittedRequest, tokenizer: Tokenizer
     ) -> PreparedRequest[R]:
         """Returns all that is made of the request before the engine gets it. Raises RequestError."""
         try:
-            return await self._constrained(await self._parsed(reply, body, terms, tokenizer), terms)
+            return await self._constrained(await self._parsed(reply, body, admitted, tokenizer), admitted)
         except InvalidRequest as error:
             if (own := in_own_names(error, self._names)) is error:
                 raise
             raise own from error
 
     async def _parsed(
-        self, reply: Reply, body: RequestBody, terms: RequestTerms, tokenizer: Tokenizer
+        self, reply: Reply, body: RequestBody, admitted: AdmittedRequest, tokenizer: Tokenizer
     ) -> PreparedRequest[R]:
         # With this call ends what keeps the body in memory.
         data = body.take()
@@ -275,29 +272,32 @@ class CompletionRoute(Generic[R]):
             reply,
             self._node,
             len(data),
-            lambda check: self._prepare(data, terms, tokenizer, check),
-            terms.deadline - time.monotonic(),
-            terms.client,
+            lambda check: self._prepare(data, admitted, tokenizer, check),
+            admitted.deadline - time.monotonic(),
+            admitted.terms.client,
         )
 
-    async def _constrained(self, prepared: PreparedRequest[R], terms: RequestTerms) -> PreparedRequest[R]:
+    async def _constrained(self, prepared: PreparedRequest[R], admitted: AdmittedRequest) -> PreparedRequest[R]:
         """Returns the request with the grammar that it asks for, once that is known to compile."""
         if prepared.wanted is None:
             return prepared
-        left_s = terms.deadline - time.monotonic()
-        grammar = await self._node.grammars.compiled(prepared.wanted, left_s, terms.client)
+        left_s = admitted.deadline - time.monotonic()
+        grammar = await self._node.grammars.compiled(prepared.wanted, left_s, admitted.terms.client)
         return prepared.constrained(grammar)
 
-    def _prepare(self, data: bytes, terms: RequestTerms, tokenizer: Tokenizer, check: Check) -> PreparedRequest[R]:
+    def _prepare(
+        self, data: bytes, admitted: AdmittedRequest, tokenizer: Tokenizer, check: Check
+    ) -> PreparedRequest[R]:
         """Returns what the engine needs. It knows of the request its body and its terms, and may run in a thread."""
-        data, entries = (data, b"") if terms.resume is None else split_body(data, terms.resume)
-        data, history = split_history(data, terms.storing)
+        resume = admitted.terms.resume
+        data, entries = (data, b"") if resume is None else split_body(data, resume)
+        data, history = split_history(data, admitted.terms.storing)
         parsed = self._parse(data, history)
         body = parsed.request
         _check_consistent(body)
         check_model(body.model, self._node)
         check()
-        prompts = self._prompts(body, tokenizer, self._node.limits, terms.answer.created, check)
+        prompts = self._prompts(body, tokenizer, self._node.limits, admitted.answer.created, check)
         check()
         if isinstance(body, ChatRequest):
             ignored = (*unread_part_fields(body.messages), *unheeded_fields(body, tokenizer.chat_template))
@@ -307,8 +307,8 @@ class CompletionRoute(Generic[R]):
         check_repeated(body, len(prompts), bad_words)
         check_scores(body, [prompt.token_ids for prompt in prompts])
         check_shown_prompts(body, prompts)
-        vocab_size, journaled = self._node.ready.vocab_size, self._journaled(body, terms) and bool(body.stream)
-        journal = Journal() if terms.resume is None else read_journal(entries, body, prompts, vocab_size)
+        vocab_size, journaled = self._node.ready.vocab_size, self._journaled(body, admitted) and bool(body.stream)
+        journal = Journal() if resume is None else read_journal(entries, body, prompts, vocab_size)
         check()
         structure = wanted_grammar(body)
         reading = answer_reading(body, self._node.formats, structured=structure is not None)
@@ -320,7 +320,7 @@ class CompletionRoute(Generic[R]):
             resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
         wanted = {number for number, text in texts.items() if not text.stopped}
         calls = tool_grammar(reading, prompts[0].ending, tokenizer.special_id, tokenizer.is_text_token)
-        submits = _submits(body, prompts, bad_words, terms.answer.id, wanted, journal)
+        submits = _submits(body, prompts, bad_words, admitted.answer.id, wanted, journal)
         grammar = structure if calls is None else wanted_calls(calls, reading.tools, structure)
         reasoning = _reasoning_of_ended(body, prompts, tokenizer, journal, reading)
         return PreparedRequest(parsed, prompts, texts, submits, journal, resumed, grammar, reasoning)
@@ -329,102 +329,85 @@ class CompletionRoute(Generic[R]):
         self._node.check_serving()
         return self._node.tokenizer
 
-    def _terms(self, request: HttpRequest, arrived: float) -> RequestTerms:
+    def _admitted(self, request: HttpRequest, arrived: float) -> AdmittedRequest:
         ticket = admit_ticket(request, self._node)
-        client = client_of(request, ticket)
         if ticket is None:
             trace = self._node.tracing.begin(request.header(TRACEPARENT))
-            return RequestTerms(arrived + self._node.timeout_s, _new_answer(), client=client, trace=trace)
-        return RequestTerms(
-            arrived + ticket.deadline_s,
-            ticket.answer or _new_answer(),
-            ticket.attempt,
-            ticket.prefill,
-            journaled=ticket.answer is not None,
-            resume=ticket.resume,
-            holders=ticket.holders,
-            client=client,
-            cache_owner=ticket.cache_owner,
-            storing=ticket.storing,
-            trace=ticket.trace,
-            keep=None if ticket.resume is not None and ticket.resume.prepare else ticket.keep,
-            gives_back=ticket.gives_back,
-        )
+            prompt = PromptTerms(request_id=request.label, trace=trace)
+            terms = Terms(prompt=prompt, deadline_s=self._node.timeout_s, client=client_of(request, ticket))
+            return AdmittedRequest(terms, arrived + terms.deadline_s, _new_answer())
+        terms = ticket.terms
+        return AdmittedRequest(terms, arrived + terms.deadline_s, terms.answer or _new_answer(), ticket.attempt)
 
     def _start(
-        self, prepared: PreparedRequest[R], request: HttpRequest, terms: RequestTerms, arrived: float
+        self, prepared: PreparedRequest[R], request: HttpRequest, admitted: AdmittedRequest, arrived: float
     ) -> TextGeneration:
-        label, notes = request.label, self._notes(request, terms, arrived)
-        generation = self._open(prepared, label, terms, trace=terms.trace if notes is None else notes.lane.context)
+        label, notes = request.label, self._notes(request, admitted, arrived)
+        generation = self._open(
+            prepared, label, admitted, admitted.terms.prompt.trace if notes is None else notes.lane.context
+        )
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         record = RequestRecord(label, self._node.name, arrived, prompt_tokens, notes=notes)
         body, generated = prepared.parsed.request, prepared.journal.choices
         repeated = {number: choice.last_group for number, choice in generated.items()} if self._grouped(body) else {}
         unshown = {} if body.stream else generated
-        if terms.resume is not None:
+        if admitted.terms.resume is not None:
             # Tokens that are repeated count when they are shown.
             known = sum(len(choice.token_ids) for choice in generated.values())
             record.resumed_tokens = known - sum(map(len, repeated.values()))
         metrics = self._node.metrics.requests
-        if terms.resume is None:
+        if admitted.terms.resume is None:
             metrics.began(prepared.prompts, body.shown_choices)
         return TextGeneration(generation, prepared.texts, record, metrics, unshown, repeated, prepared.reasoning_before)
 
-    def _notes(self, request: HttpRequest, terms: RequestTerms, arrived: float) -> NodeNotes | None:
+    def _notes(self, request: HttpRequest, admitted: AdmittedRequest, arrived: float) -> NodeNotes | None:
         """Returns what is noted of a request that has been read, if anything is to be noted."""
         lanes = self._node.tracing.lanes
         if not lanes.wanted:
             return None
-        notes = LaneNotes(ProcessKind.API, request.label, arrived, terms.trace, attempt=terms.attempt)
+        notes = LaneNotes(
+            ProcessKind.API, request.label, arrived, admitted.terms.prompt.trace, attempt=admitted.attempt
+        )
         notes.begin(PhaseKind.READ, arrived)
         notes.end(PhaseKind.READ, time.monotonic())
         return NodeNotes(notes, self._node.model, request.path, lanes.add)
 
-    def _journaled(self, body: R, terms: RequestTerms) -> bool:
+    def _journaled(self, body: R, admitted: AdmittedRequest) -> bool:
         """Returns whether the answer to ``body`` has a journal. Event groups have no log probabilities in theirs."""
-        return terms.journaled and not (self._grouped(body) and body.wanted_logprobs is not None)
+        return admitted.journaled and not (self._grouped(body) and body.wanted_logprobs is not None)
 
     def _grouped(self, body: R) -> bool:
         """Returns whether the answer to ``body`` is a stream of event groups."""
         return self._answers.grouped and bool(body.stream)
 
     def _open(
-        self,
-        prepared: PreparedRequest[R],
-        label: str,
-        terms: RequestTerms,
-        *,
-        fetch_only: bool = False,
-        trace: TraceContext | None = None,
+        self, prepared: PreparedRequest[R], label: str, admitted: AdmittedRequest, trace: TraceContext | None
     ) -> Generation:
-        body = prepared.parsed.request
+        """Gives the request to the engine, with what its terms get from its body, and from this node."""
+        body, terms = prepared.parsed.request, admitted.terms
         self._node.check_serving()
-        left_s = terms.deadline - time.monotonic()
+        left_s = admitted.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it could start", code="deadline_exceeded")
-        return self._node.engine.open(
-            prepared.submits,
+        replayable = self._journaled(body, admitted) and (bool(body.stream) or body.has_complete_journal)
+        terms = msgspec.structs.replace(
+            terms,
+            prompt=PromptTerms(
+                request_id=label,
+                priority=body.priority or 0,
+                cache_salt=owned_salt(terms.cache_owner, body.cache_salt or ""),
+                trace=trace,
+            ),
             deadline_s=left_s,
-            request_id=label,
-            attempt=terms.attempt,
-            prefill=terms.prefill,
-            holders=terms.holders,
-            fetch_only=fetch_only,
-            movable=self._journaled(body, terms)
-            and not fetch_only
-            and (bool(body.stream) or body.has_complete_journal),
-            # The client of several prompts may have tokens of one when the prefill node of another is lost.
-            gives_back=terms.gives_back and len(prepared.submits) == 1 and not fetch_only,
-            cache_salt=owned_salt(terms.cache_owner, body.cache_salt or ""),
-            priority=body.priority or 0,
             own_targets=RequestTargets(body.target_ttft_ms, body.target_itl_ms),
-            client=terms.client,
-            trace=trace,
-            interval=_interval(body, self._node.stream.interval),
-            turn_tokens=_turn_tokens(body),
+            movable=replayable and not terms.fetch_only,
+            # The client of several prompts may have tokens of one when the prefill node of another is lost.
+            gives_back=terms.gives_back and len(prepared.submits) == 1 and not terms.fetch_only,
         )
+        pace = ReadPace(_interval(body, self._node.stream.interval), _turn_tokens(body))
+        return self._node.engine.open(prepared.submits, terms, pace)
 
-    async def _fetch(self, request: HttpRequest, prepared: PreparedRequest[R], terms: RequestTerms) -> None:
+    async def _fetch(self, request: HttpRequest, prepared: PreparedRequest[R], admitted: AdmittedRequest) -> None:
         """Has the engine fetch the KV cache of an answer that another node is generating, and says when it has it."""
         known = {
             choice.index: len(submit.token_ids) + len(choice.emitted)
@@ -432,7 +415,7 @@ class CompletionRoute(Generic[R]):
             for choice in submit.choices
         }
         lacking: dict[int, int] = {}
-        with closing(self._open(prepared, request.label, terms, fetch_only=True, trace=terms.trace)) as generation:
+        with closing(self._open(prepared, request.label, admitted, admitted.terms.prompt.trace)) as generation:
             while len(lacking) < len(known):
                 for item in await generation.wait():
                     if (failure := generation.failure or failure_of(item.output)) is not None:
@@ -449,13 +432,13 @@ class CompletionRoute(Generic[R]):
         request: Reply,
         generation: TextGeneration,
         prepared: PreparedRequest[R],
-        terms: RequestTerms,
+        admitted: AdmittedRequest,
         tokenizer: Tokenizer,
     ) -> None:
         body, ignored = prepared.parsed.request, prepared.parsed.ignored
         per_choice = [prompt for prompt in prepared.prompts for _ in range(body.choices)]
         options = AnswerOptions(
-            answer=terms.answer,
+            answer=admitted.answer,
             model=self._node.model,
             fingerprint=f"fp_{self._node.ready.fingerprint[:16]}",
             prompt_ids=[prompt.token_ids for prompt in per_choice],
@@ -468,14 +451,14 @@ class CompletionRoute(Generic[R]):
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             named_tokens=bool(body.logprob_token_ids),
             plain=self._plain,
-            journaled=self._journaled(body, terms),
+            journaled=self._journaled(body, admitted),
             journal=prepared.journal,
             resumed=prepared.resumed,
             short_call_ids=self._node.formats.short_call_ids,
             choices=body.choices,
             shown_choices=body.shown_choices,
             cached_block=self._node.cached_block,
-            stored=terms.storing is not None and terms.storing.kept,
+            stored=admitted.terms.storing is not None and admitted.terms.storing.kept,
             echo_logprobs=body.echo_logprobs,
             prompt_logprobs=body.prompt_logprobs,
             detokenizer=lambda choice: tokenizer.detokenizer(skip_special_tokens=not per_choice[choice].echoes_special),
@@ -485,7 +468,7 @@ class CompletionRoute(Generic[R]):
         if generation.failure is not None:
             raise generation.failure
         ignored_names = _printable_names(ignored)
-        self._node.ignored_fields.note(terms.client, ignored_names, request.label)
+        self._node.ignored_fields.note(admitted.terms.client, ignored_names, request.label)
         named = {IGNORED_HEADER: ",".join(ignored_names)} if ignored else {}
         if body.stream:
             events = self._answers.stream(body, generation, first, options)
@@ -553,13 +536,18 @@ def admit_ticket(request: HttpRequest, node: ServingNode) -> Ticket | None:
     if node.tickets is None:
         return None
     ticket = node.tickets.admit(request.header(TICKET_HEADER.encode()))
-    request.label = request_label(ticket.request_id)
+    request.label = request_label(ticket.terms.prompt.request_id)
     return ticket
 
 
 def client_of(request: HttpRequest, ticket: Ticket | None) -> bytes:
-    """Returns what stands for the client of ``request``, for turns: an address where there is no ticket."""
-    return request.address.encode(errors="replace") if ticket is None else ticket.client
+    """Returns what stands for the client of ``request``, for turns: its address where there is no ticket."""
+    if ticket is not None:
+        return ticket.terms.client
+    address = request.address.encode(errors="replace")
+    if len(address) <= MAX_CLIENT_BYTES:
+        return address
+    return hashlib.blake2b(address, digest_size=MAX_CLIENT_BYTES).digest()
 
 
 async def prepare(

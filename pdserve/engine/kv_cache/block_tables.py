@@ -132,4 +132,4 @@ class BlockTables:
         return self._pool.take_copies()
 
     def _hash(self, request: Request, count: int) -> None:
-        extend_hashes(request.block_hashes, request.token_ids, count, self.block_size, request.cache_salt)
+        extend_hashes(request.block_hashes, request.token_ids, count, self.block_size, request.terms.prompt.cache_salt)

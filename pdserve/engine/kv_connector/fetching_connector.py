@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.placement.placement import Placement
@@ -84,12 +86,10 @@ class FetchingConnector:
     def start(self, plan: BatchPlan, now: float) -> None:
         """Asks prefill nodes for the prompts that this plan does not compute itself."""
         for request in plan.fetches:
-            target, *others = request.targets
-            request.targets = tuple(others)
+            target = request.targets[0]
             transfer = TransferId(request.uuid, request.attempts, self._boot_id)
             request.attempts += 1
             request.transfer = transfer
-            request.return_to = target
             request.prefill_node = target.name
             request.first_block = request.num_computed_tokens // self._blocks.block_size
             last_block = self._blocks.blocks_for(request.num_prompt_tokens)
@@ -113,10 +113,9 @@ class FetchingConnector:
                     sampling=request.sampling,
                     deadline_s=max(0.001, min(time_s, request.deadline - now)),
                     child_seeds=tuple(child.sampling.seed for child in request.children),
-                    cache_salt=request.cache_salt,
-                    priority=request.priority,
-                    request_id=request.request_id,
-                    trace=None if notes is None else notes.context_of(PhaseKind.FETCH),
+                    terms=msgspec.structs.replace(
+                        request.terms.prompt, trace=None if notes is None else notes.context_of(PhaseKind.FETCH)
+                    ),
                 )
             )
 
@@ -226,7 +225,7 @@ class FetchingConnector:
             request.notes.end(PhaseKind.FETCH, now, kind.value, blocks=event.landed)
         scheduler.counters.prefills_failed[kind.value] += 1
         self._record_failure(fetch, transfer, kind, now)
-        if request.gives_back and event.asked and kind is FailureKind.PEER_LOST:
+        if request.terms.gives_back and event.asked and kind is FailureKind.PEER_LOST:
             self._give_back(scheduler, request)
         else:
             self._retry(scheduler, request, event.landed, event.quarantined)

@@ -18,6 +18,7 @@ from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
 from pdserve.wire.prompt_logprobs import joined
 from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.terms import Terms
 from pdserve.wire.timeline import MomentKind, PhaseKind
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (
@@ -125,13 +126,9 @@ class PushingConnector:
             num_prompt_tokens=len(order.token_ids),
             sampling=order.sampling,
             arrived=now,
-            deadline=now + order.deadline_s,
+            terms=Terms(prompt=order.terms, deadline_s=order.deadline_s),
             transfer=order.transfer_id,
             first_block=order.first_block,
-            cache_salt=order.cache_salt,
-            priority=order.priority,
-            request_id=order.request_id,
-            trace=order.trace,
         )
         log.debug(
             "%s transfer=%s prompt=%d first_block=%d queued",

@@ -55,14 +55,14 @@ class ReturnOffers:
     def _offer(self, request: Request, blocks_for_one: int) -> bool:
         """Returns whether the request had something to offer."""
         target = (request.parent or request).return_to
-        if target is None or request.fetch_only or not request.num_generated_tokens:
+        if target is None or request.terms.fetch_only or not request.num_generated_tokens:
             return False
         full = min(request.num_computed_tokens // self._block_size, len(request.block_hashes), MAX_HASHES)
         rest = full // blocks_for_one if blocks_for_one else 0
         if full - request.offered_blocks <= rest:
             return False
         request.offered_blocks = full
-        self._transfers.offer(target, tuple(request.block_hashes[:full]), request.request_id)
+        self._transfers.offer(target, tuple(request.block_hashes[:full]), request.terms.prompt.request_id)
         return True
 
 

@@ -57,8 +57,8 @@ class ReusingConnector:
         """Asks a holder for the blocks that each of the plan's ``reuses`` lacks."""
         for reuse in plan.reuses:
             request = reuse.request
-            holder, *others = request.holders
-            request.holders = tuple(others)
+            holder = request.holders[0]
+            request.asked_holders += 1
             first = request.num_computed_tokens // self._blocks.block_size
             # The block at ``first`` is about to be written to: nothing of it counts as computed.
             request.num_computed_tokens = first * self._blocks.block_size
@@ -77,7 +77,7 @@ class ReusingConnector:
                     hashes=hashes,
                     block_ids=tuple(request.block_table[first : first + len(hashes)]),
                     deadline_s=max(0.001, min(self._lease_s + len(hashes) * self._block_s, request.deadline - now)),
-                    request_id=request.request_id,
+                    request_id=request.terms.prompt.request_id,
                 )
             )
 

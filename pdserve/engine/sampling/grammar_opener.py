@@ -77,14 +77,14 @@ class GrammarOpener:
     def open(self, parent: Request) -> None:
         """Begins to make matchers for a new request and its children, if they have a grammar."""
         grammar = parent.sampling.grammar
-        if grammar is None or parent.fetch_only:
+        if grammar is None or parent.terms.fetch_only:
             return
         if self._thread is None:
             self._thread = thread_with_deep_stack(self._serve, "grammars")
         family = (parent, *parent.children)
         budget = self._budgets.setdefault(parent.group_id, GrammarBudget())
         order = _OpeningOrder(family, grammar, tuple(tuple(member.answer) for member in family), budget)
-        self._orders.put(parent.client, order)
+        self._orders.put(parent.terms.client, order)
 
     def take(self) -> list[tuple[Request, str]]:
         """Gives finished matchers to their requests, and lets those go on whose matchers were ``awaited``.
@@ -118,7 +118,7 @@ class GrammarOpener:
                 answer,
                 budget=order.budget,
                 worker=self._worker,
-                client=order.family[0].client,
+                client=order.family[0].terms.client,
                 is_over=is_over(member),
             )
             for member, answer in zip(order.family, order.answers, strict=True)

@@ -97,7 +97,7 @@ class BatchAdmission:
         """
         tries, fetches, ahead = MAX_TRIED, self._free_fetches(), self._ahead()
         for request in self._queues.in_turn():
-            if request.fetch_only or request.awaits_grammar:
+            if request.terms.fetch_only or request.awaits_grammar:
                 continue
             if not (request.targets or request.may_ask_holders):
                 return request
@@ -129,11 +129,11 @@ class BatchAdmission:
             # A static batch takes every request; a continuous one those that it, or a prefill node, can compute now.
             left = budget.tokens if request.prompt_is_computed else prompt_budget
             no_budget = not left and not self._static
-            if no_budget and not (request.targets or request.may_ask_holders or request.fetch_only):
+            if no_budget and not (request.targets or request.may_ask_holders or request.terms.fetch_only):
                 continue
             found = self._blocks.find(request)
             reuses = self._asks_holder(request, found)
-            if request.fetch_only and not reuses:
+            if request.terms.fetch_only and not reuses:
                 request.reused_tokens = self._reused_blocks(request, found) * self._blocks.block_size
                 plan.fetched.append(request)
                 continue
@@ -145,7 +145,7 @@ class BatchAdmission:
             if (fetch and not fetches) or (decision is not None and decision.waits):
                 tries -= 1
                 continue
-            if request.fetch_only and not self._has_spare_room(request, found):
+            if request.terms.fetch_only and not self._has_spare_room(request, found):
                 tries -= 1
                 continue
             if not self._has_room(request, found):
@@ -181,7 +181,7 @@ class BatchAdmission:
         for request in self._queues.in_turn():
             if not self.has_place or not tries or budget.for_prompt() <= kept or self._queues.places_of(request):
                 return
-            if request.awaits_grammar or request.fetch_only or request.prompt_is_computed:
+            if request.awaits_grammar or request.terms.fetch_only or request.prompt_is_computed:
                 continue
             tries -= 1
             found = self._blocks.find(request)
@@ -288,7 +288,7 @@ class BatchAdmission:
 
         Without a prefix cache, what is only fetched would be lost at once.
         """
-        if not request.may_ask_holders or (request.fetch_only and not self._blocks.caching):
+        if not request.may_ask_holders or (request.terms.fetch_only and not self._blocks.caching):
             return False
         return self._blocks.fillable(request) > self._reused_blocks(request, found)
 
@@ -323,8 +323,8 @@ class BatchAdmission:
             rows=ahead.rows,
             context_tokens=ahead.context_tokens,
             own_itl=ahead.own_itl,
-            own_ttft_ms=request.own_targets.ttft_ms,
-            own_itl_ms=request.own_targets.itl_ms,
+            own_ttft_ms=request.terms.own_targets.ttft_ms,
+            own_itl_ms=request.terms.own_targets.itl_ms,
             leaving_tokens=ahead.leaving[target.boot_id],
             waited_s=now - request.arrived,
             may_wait=bool(self._queues.running),
@@ -366,4 +366,4 @@ def _is_unassigned(request: Request) -> bool:
 def _landed(request: Request) -> bool:
     """Returns whether a waiting request needs nothing but a place: its prompt came from another node."""
     there = bool(request.block_table) and request.prompt_is_computed
-    return there and not request.may_ask_holders and not request.fetch_only
+    return there and not request.may_ask_holders and not request.terms.fetch_only

@@ -52,7 +52,7 @@ class Queues:
         """
         decoding = [request for request in self.running if request.prompt_is_computed and not request.serves_push]
         context_tokens = sum(request.num_computed_tokens for request in decoding)
-        return len(decoding), context_tokens, OwnItl.of(request.own_targets for request in decoding)
+        return len(decoding), context_tokens, OwnItl.of(request.terms.own_targets for request in decoding)
 
     @property
     def num_children(self) -> int:

@@ -124,7 +124,7 @@ class Scheduler:
 
         Requests that are only fetched wait until there are more.
         """
-        waiting = (request for request in self._queues.waiting if not request.fetch_only)
+        waiting = (request for request in self._queues.waiting if not request.terms.fetch_only)
         return sum(max(0, self._blocks.missing(request, ())) for request in waiting) + len(self._queues.running)
 
     def live(self) -> Iterator[Request]:
@@ -341,7 +341,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request and tells its client why."""
         if self._end(request, reason.value):
-            if request.parent is None and not request.fetch_only and reason is not FinishReason.PREFILL_LOST:
+            if request.parent is None and not request.terms.fetch_only and reason is not FinishReason.PREFILL_LOST:
                 self.counters.prefills[request.prefill_source] += 1
             self._collector.ending(request, reason, error)
 

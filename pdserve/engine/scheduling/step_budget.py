@@ -41,7 +41,7 @@ class StepBudget:
             return
         self.spend_rows(tokens, tokens * (before + 1))
         if not work.replays and request.prompt_is_computed:
-            self.decode_for(request.own_targets)
+            self.decode_for(request.terms.own_targets)
 
     def spend_chunk(self, tokens: int, before: int) -> None:
         """Notes a chunk of a prompt that has so many tokens ``before`` it."""

@@ -367,7 +367,9 @@ class Resumes:
 
     def _suspect(self, stream: LostStream, losses: Iterable[str]) -> None:
         request = stream.request
-        self._suspects.add(request.path, request.body.data, stream.relayed.request_id, list(losses), request.client)
+        self._suspects.add(
+            request.path, request.body.data, stream.relayed.request_id, list(losses), request.terms.client
+        )
 
     def _note_declined(
         self, stream: LostStream, node: NodeInfo, answer: Declined, asked_again_s: dict[bytes, float]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -15,9 +16,8 @@ from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
 from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.journal import digest
-from pdserve.wire.terms import AnswerIdentity, Keep, PrefillTarget, Resume, Storing
+from pdserve.wire.terms import PrefillTarget, PromptTerms, Resume, Terms
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
-from pdserve.wire.trace_context import TraceContext
 from pdserve_proxy.continuation.losses import ReturnedRequest, judge_returned
 from pdserve_proxy.records.node_counts import NodeCounts
 from pdserve_proxy.registry.snapshot import RegistryView
@@ -45,16 +45,12 @@ class NodeRequest(msgspec.Struct, frozen=True):
     path: str
     body: GenerationBody
     accept: str | None
-    answer: AnswerIdentity | None = None
-    """The answer's identity, the same in all attempts; None if no other node is to go on with the answer."""
-    client: bytes = b""
-    """Stands for the client among all clients."""
-    cache_owner: bytes = b""
-    """Stands for the one with whose requests this one shares cached prompts; empty if with everybody's."""
-    storing: Storing | None = None
-    """What the proxy stores of responses; None if it stores none."""
-    keep: Keep | None = None
-    """Has the answer be stored for a client that may ask again; None if it will not."""
+    terms: Terms
+    """What is the same in all attempts. Each attempt adds its own nodes, and the time that is left."""
+
+    def with_terms(self, **changes: Any) -> NodeRequest:
+        """Returns the request with these fields of its terms changed."""
+        return msgspec.structs.replace(self, terms=msgspec.structs.replace(self.terms, **changes))
 
 
 class Dispatch:
@@ -181,7 +177,7 @@ class Dispatch:
         """
         node = route.decode
         body = request.body.data
-        resume, keep = None, request.keep
+        resume, keep = None, request.terms.keep
         if keep is not None and keep.after is not None and entries is None:
             # The ticket names the answer and the place in it. A node that has the answer needs no more than that, and
             # whoever has made the place up does not send a large body to one node after the other.
@@ -191,22 +187,18 @@ class Dispatch:
                 keep = msgspec.structs.replace(keep, after=None)
             body += entries
             resume = Resume(len(entries), digest(entries), prepare)
-        ticket = self._tickets.issue(
-            route,
-            request_id=relayed.request_id,
-            attempt=relayed.attempts - (not prepare),
+        terms = msgspec.structs.replace(
+            request.terms,
+            prompt=PromptTerms(request_id=relayed.request_id, trace=relayed.attempt_trace),
             deadline_s=relayed.remaining_s,
-            answer=request.answer,
+            prefill=_targets(route.prefill),
+            holders=_targets(holders),
             resume=resume,
-            holders=holders,
-            client=request.client,
-            cache_owner=request.cache_owner,
-            storing=request.storing,
-            trace=relayed.attempt_trace,
             keep=keep,
             gives_back=not prepare,
         )
-        headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: ticket}
+        ticket = Ticket(attempt=relayed.attempts - (not prepare), node=node.boot_id, terms=terms)
+        headers = {**JSON, REQUEST_ID_HEADER: relayed.request_id, TICKET_HEADER: self._tickets.sign(ticket)}
         if request.accept is not None:
             headers["accept"] = request.accept
         # An answer in one piece comes when all of it is computed: until then only the deadline bounds the silence.
@@ -234,40 +226,8 @@ class TicketSigner:
     def __init__(self, secret: bytes | Secrets, boot_id: bytes) -> None:
         self._sealer = Sealer(secret, Purpose.TICKET, boot_id)
 
-    def issue(
-        self,
-        route: Route,
-        *,
-        request_id: str,
-        attempt: int,
-        deadline_s: float,
-        answer: AnswerIdentity | None = None,
-        resume: Resume | None = None,
-        holders: Sequence[NodeInfo] = (),
-        client: bytes = b"",
-        cache_owner: bytes = b"",
-        storing: Storing | None = None,
-        trace: TraceContext | None = None,
-        keep: Keep | None = None,
-        gives_back: bool = False,
-    ) -> str:
-        """Returns the value of the ticket's header. ``deadline_s`` counts from now."""
-        ticket = Ticket(
-            request_id=request_id,
-            attempt=attempt,
-            node=route.decode.boot_id,
-            deadline_s=deadline_s,
-            prefill=_targets(route.prefill),
-            answer=answer,
-            resume=resume,
-            storing=storing,
-            holders=_targets(holders),
-            client=client,
-            cache_owner=cache_owner,
-            trace=trace,
-            keep=keep,
-            gives_back=gives_back,
-        )
+    def sign(self, ticket: Ticket) -> str:
+        """Returns the value of the ticket's header. Its deadline counts from now."""
         return to_header(self._sealer.seal(ticket))
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from pdserve.config import ProxyConfig, Switch
 from pdserve.errors import Gone, PrefillLost
 from pdserve.http.tls import Trust
@@ -166,13 +164,13 @@ class Relay:
 
         Raises RequestError if no node gives a response.
         """
-        self._suspects.check(request.path, request.body.data, request.client)
+        self._suspects.check(request.path, request.body.data, request.terms.client)
         request = self._with_identity(request)
         model = requested_model(self._registry.serving(), request.body.model)
-        key = request.keep.key if request.keep is not None else b""
+        key = request.terms.keep.key if request.terms.keep is not None else b""
         # The same prompt of another owner is another one for prefix caches.
-        query = RouteQuery(model, request.cache_owner + request.body.prompt_start, key)
-        asks_again = request.keep is not None and request.keep.after is not None
+        query = RouteQuery(model, request.terms.cache_owner + request.body.prompt_start, key)
+        asks_again = request.terms.keep is not None and request.terms.keep.after is not None
         rule, loop = AttemptRule(self._config.relay.resume_wait_s, asks_again=asks_again), asyncio.get_running_loop()
 
         def choose(tried: frozenset[bytes]) -> Route:
@@ -181,7 +179,7 @@ class Relay:
         while True:
             step = rule.next(choose, loop.time())
             if isinstance(step, Wait):
-                step = await self._waits.route(relayed, query, request.client, step) or rule.give_up()
+                step = await self._waits.route(relayed, query, request.terms.client, step) or rule.give_up()
             if isinstance(step, GiveUp):
                 return self._given_up(relayed, request, step)
             if rule.attempts:
@@ -197,7 +195,7 @@ class Relay:
     def _given_up(self, relayed: RelayedRequest, request: NodeRequest, end: GiveUp) -> CompleteResponse:
         """Returns the answer of a node that is an error, or raises the error that the client gets."""
         if end.losses:
-            body, client = request.body.data, request.client
+            body, client = request.body.data, request.terms.client
             raise self._suspects.add(request.path, body, relayed.request_id, end.losses, client)
         if end.answer is None:
             raise end.error
@@ -232,15 +230,16 @@ class Relay:
         relayed.own_response(response)
         try:
             content_type, journal_bytes = response.content_type, 0
-            if request.keep is not None and (replay := read_replay(response.headers.get(KEPT_HEADER))) is not None:
+            keep = request.terms.keep
+            if keep is not None and (replay := read_replay(response.headers.get(KEPT_HEADER))) is not None:
                 # Another node goes on with this answer, which has an identity since it was asked for first.
-                request, journal_bytes = msgspec.structs.replace(request, answer=replay.answer), replay.journal_bytes
+                request, journal_bytes = request.with_terms(answer=replay.answer), replay.journal_bytes
             if response.status == 200 and content_type == "text/event-stream":
                 return await self._stream(relayed, request, query, response, journal_bytes)
             if content_type == JOURNALED_ANSWER:
                 return await self._journaled_answer(relayed, request, query, response)
             answer = await read_complete(relayed, response)
-            if answer.status == Gone.status and request.keep is not None:
+            if answer.status == Gone.status and keep is not None:
                 return no_stored_answer(node.name, answer)
             if answer.status == PrefillLost.status:
                 return returned(node.name, await self._dispatch.returned(relayed, answer.body))
@@ -264,7 +263,7 @@ class Relay:
         return StreamedResponse(response.status, relayed_headers(response.headers), stream)
 
     def _resumption(self, relayed: RelayedRequest, request: NodeRequest, query: RouteQuery) -> Resumption | None:
-        if request.answer is None or relayed.route is None:
+        if request.terms.answer is None or relayed.route is None:
             return None
         return self._watched_resumption(relayed, query, RelayJournal(self._journals, request), STREAMED)
 
@@ -303,7 +302,7 @@ class Relay:
         """Returns ``request`` with an identity of its answer, if there is one that other nodes may go on with."""
         if self._config.relay.resume is Switch.OFF or request.path not in COMPLETION_ROUTES:
             return request
-        return msgspec.structs.replace(request, answer=AnswerIdentity(new_id(), int(time.time())))
+        return request.with_terms(answer=AnswerIdentity(new_id(), int(time.time())))
 
     def _node_lost(self, node: NodeInfo) -> None:
         self._counts.nodes.failed(node, NodeFailure.LOST)

@@ -16,7 +16,7 @@ from pdserve.api.answers.answer_form import CHAT_FORM, AnswerOptions, PlainChoic
 from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, byte_level_bytes
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
-from pdserve.api.generation.generation import DEADLINE_GRACE_S, Generation
+from pdserve.api.generation.generation import DEADLINE_GRACE_S, Generation, ReadPace
 from pdserve.api.generation.outcome import shutting_down
 from pdserve.api.generation.request_log import RequestRecord
 from pdserve.api.node.node_metrics import NodeMetrics
@@ -50,7 +50,9 @@ class Rig:
 
     def __init__(self, choices: int, interval: int, stops: Sequence[str] = (), deadline_s: float = 60.0) -> None:
         self.aborted: list[int] = []
-        self.generation = Generation({i: i for i in range(choices)}, deadline_s, self.aborted.extend, interval)
+        self.generation = Generation(
+            {i: i for i in range(choices)}, deadline_s, self.aborted.extend, ReadPace(interval)
+        )
         self.metrics = NodeMetrics(EngineStats)
         self.record = RequestRecord("r", "n", 0.0)
         texts = {choice: choice_text(choice, stops) for choice in range(choices)}

@@ -18,6 +18,7 @@ from pdserve.config import StreamConfig
 from pdserve.wire.engine import Abort, FinishReason, RequestOutput, Submit
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.test_disconnect import engine_config
+from tests.terms import made_terms
 
 SAMPLING = SamplingParams(max_tokens=1000, seed=0)
 PROMPT = PromptChoices([1], SAMPLING, (WantedChoice(0, 0),))
@@ -26,7 +27,7 @@ WAIT_S = 30.0
 
 
 def submit(local_id: int) -> Submit:
-    return Submit(local_id=local_id, uuid=bytes(16), token_ids=[1], sampling=SAMPLING, deadline_s=60.0)
+    return Submit(local_id=local_id, uuid=bytes(16), token_ids=[1], sampling=SAMPLING, terms=made_terms())
 
 
 def said(outputs: list[RequestOutput]) -> dict[int, list[int]]:
@@ -83,7 +84,7 @@ async def test_as_a_process_it_answers_one_script_after_the_other(tmp_path: Path
     try:
         async with asyncio.timeout(WAIT_S):
             await engine.start()
-            found = [await text_of(engine.open([PROMPT], deadline_s=60.0)) for _ in range(2)]
+            found = [await text_of(engine.open([PROMPT], made_terms(60.0))) for _ in range(2)]
             await engine.wait_idle()  # as its node does before it ends
     finally:
         await engine.stop(5.0)
@@ -103,7 +104,7 @@ async def test_with_credit_it_is_no_more_than_a_chunk_ahead(tmp_path: Path) -> N
     try:
         async with asyncio.timeout(WAIT_S):
             await engine.start()
-            generation = engine.open([PROMPT], deadline_s=60.0)
+            generation = engine.open([PROMPT], made_terms(60.0))
             with credit_to(str(fifo)) as credit:
                 assert credit is not None
                 first = await text_of(generation, stop_after=3)

@@ -44,7 +44,7 @@ from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.prompt_logprobs import PromptLogprobs
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
-from pdserve.wire.terms import PrefillTarget
+from pdserve.wire.terms import PrefillTarget, PromptTerms
 from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
 from pdserve.wire.version import PROTOCOL_VERSION
 from pdserve_kvtransfer.events import (
@@ -66,6 +66,7 @@ from pdserve_kvtransfer.events import (
 from pdserve_kvtransfer.stats import TransferStats
 from tests.engine.placements import make_placement
 from tests.engine.whole_connector import whole_connector
+from tests.terms import change_terms, made_terms
 
 BLOCK_SIZE = 4
 VOCAB = 1_000
@@ -207,9 +208,10 @@ class Bench:
             num_prompt_tokens=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, seed=1),
             arrived=0.0,
-            deadline=50.0,
+            terms=made_terms(
+                50.0, prefill=tuple(PrefillTarget(f"p{i}", "tcp://127.0.0.1:1", new_id()) for i in range(targets))
+            ),
             local_id=1,
-            targets=tuple(PrefillTarget(f"p{i}", "tcp://127.0.0.1:1", new_id()) for i in range(targets)),
         )
         self.scheduler.add(made)
         return made
@@ -253,9 +255,9 @@ def test_a_fetch_asks_for_every_block_of_the_prompt() -> None:
 
 def test_the_prefill_node_is_told_the_priority() -> None:
     bench = Bench()
-    bench.request().priority = -3
+    change_terms(bench.request(), priority=-3)
     bench.step()
-    assert [order.priority for order in bench.thread.fetched] == [-3]
+    assert [order.terms.priority for order in bench.thread.fetched] == [-3]
 
 
 def test_the_first_token_is_passed_on_before_the_blocks_land() -> None:
@@ -321,7 +323,7 @@ def test_a_failed_fetch_goes_to_the_next_prefill_node_for_what_is_missing() -> N
 def test_a_prompt_that_its_prefill_node_may_have_died_of_goes_back_to_the_proxy(asked: bool) -> None:
     """If the node was gone before it was asked, the next one is tried."""
     bench, request, order = fetching(targets=2)
-    request.gives_back = True
+    change_terms(request, gives_back=True)
     bench.report(FetchFailed(order.transfer_id, "lost", 1, (order.block_ids[1],), asked=asked))
     bench.step()
     assert request.ended is asked
@@ -336,7 +338,7 @@ def test_a_prompt_that_its_prefill_node_may_have_died_of_goes_back_to_the_proxy(
 
 def test_the_log_says_of_which_request_a_fetch_failed_and_why(caplog: pytest.LogCaptureFixture) -> None:
     bench, request, order = fetching(targets=2)
-    request.request_id = "chat-1"
+    change_terms(request, request_id="chat-1")
     with caplog.at_level(logging.INFO, logger="pdserve.engine.kv_connector"):
         bench.report(FetchFailed(order.transfer_id, "it fell silent", 1, (), FailureKind.LEASE_EXPIRED))
     (line,) = caplog.messages
@@ -446,7 +448,7 @@ def test_blocks_are_pushed_as_chunks_fill_them_and_the_last_one_partial() -> Non
 
 def test_prompts_of_other_nodes_are_computed_by_their_priorities() -> None:
     bench = Bench()
-    orders = [replace(wanted(), priority=priority) for priority in (1, 0, -1)]
+    orders = [replace(wanted(), terms=PromptTerms(priority=priority)) for priority in (1, 0, -1)]
     bench.report(*orders)
     computed = [work.request.transfer for _ in range(6) for work in bench.step().work]
     assert list(dict.fromkeys(computed)) == [order.transfer_id for order in reversed(orders)]
@@ -565,7 +567,7 @@ def test_blocks_that_the_decode_node_has_are_not_pushed() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_prefill_node_logs_one_line_when_a_push_is_over(told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    bench, order = Bench(), replace(wanted(), request_id="chat-1" if told else "")
+    bench, order = Bench(), replace(wanted(), terms=PromptTerms(request_id="chat-1" if told else ""))
     with caplog.at_level(logging.INFO, logger="pdserve.engine.kv_connector"):
         bench.report(order)
         bench.step()

@@ -27,6 +27,7 @@ from pdserve_kvtransfer.events import (
 )
 from tests.engine.kv_connector.test_connectors import BLOCK_SIZE, NUM_BLOCKS, Bench, ScriptedThread
 from tests.engine.kv_connector.test_reuse import hashes, hold
+from tests.terms import change_terms, made_terms
 
 PREFILL = PrefillTarget("p", "tcp://127.0.0.1:1", new_id())
 DECODE = PrefillTarget("d", "tcp://127.0.0.1:2", new_id())
@@ -47,7 +48,8 @@ class Decoding(Bench):
 
     def begin(self, prompt: int = 6, max_tokens: int = 40) -> Request:
         request = self.request(prompt=prompt, targets=0, max_tokens=max_tokens)
-        request.return_to = PREFILL
+        change_terms(request, prefill=(PREFILL,))
+        request.attempts = 1  # the prompt is computed here
         return request
 
     @property
@@ -78,8 +80,10 @@ def test_offers_are_made_at_times_and_at_the_end() -> None:
 
 def streaming(computed: int) -> Request:
     """Returns a request that decodes, of whose 9 tokens so many are in the KV cache."""
-    stream = Request(new_id(), [3] * 9, 1, SamplingParams(max_tokens=50, seed=0), 0.0, 50.0)
-    stream.return_to, stream.num_computed_tokens, stream.block_hashes = PREFILL, computed, list(hashes([3] * 9))
+    stream = Request(
+        new_id(), [3] * 9, 1, SamplingParams(max_tokens=50, seed=0), 0.0, made_terms(50.0, prefill=(PREFILL,))
+    )
+    stream.num_computed_tokens, stream.block_hashes = computed, list(hashes([3] * 9))
     return stream
 
 
@@ -149,7 +153,7 @@ def test_what_the_prefill_node_has_computed_is_not_offered() -> None:
 
 def test_nothing_is_offered_without_a_prefill_node_or_an_answer() -> None:
     bench = Decoding()
-    bench.begin().return_to = None
+    change_terms(bench.begin(), prefill=())
     unanswered = bench.begin(prompt=30)
     bench.turn(2)
     assert unanswered.num_generated_tokens == 0

@@ -26,6 +26,7 @@ from pdserve_kvtransfer.events import (
 )
 from tests.engine.kv_connector.test_connectors import BLOCK_SIZE, BOOT, NUM_BLOCKS, Bench
 from tests.engine.whole_connector import LEASE_S
+from tests.terms import PREPARE, made_terms
 
 HOLDERS = tuple(PrefillTarget(f"h{i}", "tcp://127.0.0.1:1", new_id()) for i in range(2))
 
@@ -55,12 +56,14 @@ class Resumes(Bench):
             num_prompt_tokens=prompt,
             sampling=SamplingParams(max_tokens=30, seed=1),
             arrived=0.0,
-            deadline=deadline,
+            terms=made_terms(
+                deadline,
+                prefill=HOLDERS[:1] if remote else (),
+                holders=HOLDERS[:holders],
+                resume=PREPARE if fetch_only else None,
+            ),
             local_id=1,
-            targets=HOLDERS[:1] if remote else (),
             num_emitted_tokens=emitted,
-            holders=HOLDERS[:holders],
-            fetch_only=fetch_only,
         )
         self.scheduler.add(made)
         return made

@@ -31,6 +31,7 @@ from tests.engine.kv_connector.test_connectors import ScriptedThread
 from tests.engine.placements import make_placement
 from tests.kvtransfer.fakes import FakeDecode
 from tests.kvtransfer.rig import SAMPLING, engine
+from tests.terms import made_terms
 
 TRANSFER = TransferId(new_id(), 0, new_id())
 
@@ -124,7 +125,7 @@ def test_blocks_land_behind_the_kernels_that_were_to_write_them_before() -> None
     )
 
     def step(prompt: int, targets: tuple[PrefillTarget, ...] = ()) -> Request:
-        request = Request(new_id(), [7] * prompt, prompt, SAMPLING, 0.0, 50.0, targets=targets)
+        request = Request(new_id(), [7] * prompt, prompt, SAMPLING, 0.0, made_terms(50.0, prefill=targets))
         scheduler.add(request)
         plan = scheduler.schedule(1.0)
         connector.start(plan, 1.0)

@@ -33,6 +33,7 @@ from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import FetchEvent, FetchLanded, FetchOrder, FirstTokenArrived, LoadHeard
 from tests.engine.placements import make_placement
+from tests.terms import made_terms
 
 BLOCK_SIZE = 16
 CHUNK = 256
@@ -208,9 +209,8 @@ class DecodeServer:
             num_prompt_tokens=prompt,
             sampling=SamplingParams(max_tokens=work.drawn(work.output, self._chance), seed=1),
             arrived=self._clock.now,
-            deadline=1e9,
+            terms=made_terms(1e9, prefill=(self._prefill.target,)),
             local_id=number,
-            targets=(self._prefill.target,),
         )
         self._scheduler.add(request)
         self._turn()

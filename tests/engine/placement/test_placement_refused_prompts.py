@@ -24,6 +24,7 @@ from pdserve.wire.transfer import PrefillLoad
 from pdserve_kvtransfer.events import FailureKind, FetchEvent, FetchFailed, LoadHeard, PrefillNodeMet
 from tests.engine.kv_connector.test_connectors import ScriptedThread
 from tests.engine.placements import make_placement
+from tests.terms import made_terms
 
 BLOCK_SIZE, BOOT = 4, new_id()
 TARGET = PrefillTarget("p0", "tcp://127.0.0.1:1", new_id())
@@ -56,9 +57,8 @@ class Node:
             num_prompt_tokens=tokens,
             sampling=SamplingParams(max_tokens=5, seed=1),
             arrived=self.now,
-            deadline=self.now + deadline_s,
+            terms=made_terms(deadline_s, prefill=(TARGET,)),
             local_id=len(self.thread.fetched),
-            targets=(TARGET,),
         )
         self.scheduler.add(request)
         self.connector.start(self.scheduler.schedule(self.now), self.now)

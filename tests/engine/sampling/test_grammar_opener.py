@@ -18,6 +18,7 @@ from pdserve.grammars import compiling
 from pdserve.grammars.compiling import CompiledGrammar
 from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.sampling_params import SamplingParams
+from tests.terms import made_terms
 from tests.tiny_vocabulary import tiny_vocabulary
 
 WAIT_S = 60.0
@@ -30,7 +31,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
 
 def request(pattern: str, client: bytes = b"") -> Request:
     sampling = SamplingParams(max_tokens=9, seed=1, grammar=Grammar(GrammarKind.REGEX, pattern))
-    return Request(bytes(16), [5], 1, sampling, arrived=0.0, deadline=9.0, client=client)
+    return Request(bytes(16), [5], 1, sampling, arrived=0.0, terms=made_terms(9.0, client=client))
 
 
 class Opened:

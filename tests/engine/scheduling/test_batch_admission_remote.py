@@ -17,6 +17,7 @@ from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 from tests.engine.placements import make_placement
 from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, TARGET, Bench, expected
+from tests.terms import PREPARE, change_terms
 
 
 def add(
@@ -184,7 +185,7 @@ def test_no_request_is_preempted_for_one_that_waits_until_its_prompt_can_be_orde
 
 def only_fetch(bench: Bench, local_id: int, prompt: int) -> Request:
     request = add(bench, local_id, prompt)
-    request.holders, request.fetch_only = (TARGET,), True
+    change_terms(request, holders=(TARGET,), resume=PREPARE)
     return request
 
 

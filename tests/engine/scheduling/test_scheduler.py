@@ -23,6 +23,7 @@ from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.terms import PrefillTarget
 from tests.engine.placements import make_placement
 from tests.examples import examples
+from tests.terms import made_terms
 
 EOS = 2
 BLOCK_SIZE = 4
@@ -74,10 +75,9 @@ class Bench:
             num_prompt_tokens=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, seed=0),
             arrived=self.now,
-            deadline=self.now + 100,
+            terms=made_terms(100, prefill=targets),
             local_id=local_id,
             group_id=group_id,
-            targets=targets,
             num_emitted_tokens=emitted,
         )
         self.scheduler.add(request)
@@ -160,7 +160,7 @@ def test_a_fetch_that_leaves_a_single_token_of_a_prompt_gives_up_its_last_block(
     bench.step()
     if landed == 13:
         bench.scheduler.accept_token(request, SampledToken(23), bench.now)
-    request.targets = ()
+    request.attempts = len(request.terms.prefill)
     bench.scheduler.requeue(request, landed)
     assert request.num_computed_tokens == kept
     bench.run()
@@ -294,7 +294,7 @@ def test_a_failed_fetch_goes_on_from_what_landed() -> None:
     bench = Bench()
     request = bench.add(1, prompt=10, targets=(TARGET,))
     bench.step()
-    request.targets = ()
+    request.attempts = len(request.terms.prefill)
     bench.scheduler.requeue(request, computed_tokens=8)
     assert sizes(bench.step()) == [2]
     assert bench.outputs == {1: [20]}
@@ -318,7 +318,7 @@ def test_failed_fetches_that_hold_all_blocks_do_not_deadlock() -> None:
     second = bench.add(2, prompt=8, targets=(TARGET,))
     assert bench.step().fetches == [first, second]
     for request in (first, second):
-        request.targets = ()
+        request.attempts = len(request.terms.prefill)
         bench.scheduler.accept_token(request, SampledToken(18), bench.now)
         bench.scheduler.requeue(request, computed_tokens=4)
     bench.run()
@@ -336,7 +336,7 @@ def test_failed_fetches_are_queued_by_arrival_before_newer_requests() -> None:
     bench.now = 50.0
     bench.add(9, prompt=4)
     for request in remote:
-        request.targets = ()
+        request.attempts = len(request.terms.prefill)
         bench.scheduler.requeue(request, computed_tokens=0)
     plan = bench.scheduler.schedule(bench.now)
     assert [work.request.local_id for work in plan.work] == [0, 1]
@@ -350,7 +350,7 @@ def test_blocks_of_waiting_requests_go_before_running_ones_are_preempted() -> No
         bench.step()
     failed = bench.add(2, prompt=8, targets=(TARGET,))
     bench.step()
-    failed.targets = ()
+    failed.attempts = 1
     bench.scheduler.requeue(failed, computed_tokens=8)
     bench.run()
     assert bench.outputs == {1: expected(3, 9), 2: expected(8, 4)}
@@ -427,7 +427,7 @@ def test_every_request_is_answered_whatever_happens(
     for _ in range(3000):
         plan = bench.step()
         for request in plan.fetches:
-            request.targets = ()
+            request.attempts = len(request.terms.prefill)
         fetching += plan.fetches
         if fetching and (not plan.work or choose([True, False])):
             request = fetching.pop(choose(range(len(fetching))))

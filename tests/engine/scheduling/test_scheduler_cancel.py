@@ -11,6 +11,7 @@ from pdserve.engine.request import Request, Status
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
 from tests.engine.fake_transfer import Wire
+from tests.terms import change_terms
 
 CHUNK = 16
 LONG = 10
@@ -115,7 +116,7 @@ def asking_a_holder(pair: Pair) -> Request:
 
 def failed_with_some_blocks(pair: Pair) -> Request:
     request = pair.ask(remote=True)
-    request.targets = request.targets[:1]
+    change_terms(request, prefill=request.targets[:1])
     for _ in range(3):
         pair.turn(share=0.3)
     assert request.status is Status.WAITING_FOR_REMOTE_KVS

@@ -10,6 +10,7 @@ import pytest
 from pdserve.config import TransferConfig
 from pdserve.wire.frame import Secrets
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.terms import PromptTerms
 from pdserve.wire.transfer import FailureCause, Hello, PrefillLoad, PrefillRequest, Welcome
 from pdserve_kvtransfer.events import (
     BlocksComing,
@@ -91,13 +92,12 @@ def test_a_prompt_arrives_in_scattered_blocks() -> None:
 def test_the_prefill_engine_is_told_all_that_the_answer_depends_on() -> None:
     """The salt matters most: without it, prompts of one tenant would match those of another in the cache there."""
     with pair() as rig:
-        order = replace(
-            rig.order((7, 1, 5), first_block=2), child_seeds=(4, 2**63 - 1), cache_salt="tenant", priority=-7
-        )
+        terms = PromptTerms(request_id="chat-1", cache_salt="tenant", priority=-7)
+        order = replace(rig.order((7, 1, 5), first_block=2), child_seeds=(4, 2**63 - 1), terms=terms)
         rig.decode.thread.fetch(order)
         wanted = rig.prefill.next(PushWanted)
         assert replace(wanted, deadline_s=0) == PushWanted(
-            order.transfer_id, order.token_ids, 2, SAMPLING, 0, (4, 2**63 - 1), "tenant", priority=-7
+            order.transfer_id, order.token_ids, 2, SAMPLING, 0, (4, 2**63 - 1), terms
         )
 
 

@@ -18,8 +18,9 @@ from pdserve_proxy.requests.request_body import read_body
 from tests.cpu_time import least_cpu_s
 from tests.examples import examples
 from tests.proxy.journaling_nodes import ANSWER
+from tests.terms import made_terms
 
-REQUEST = NodeRequest("/v1/completions", read_body(b'{"model": "m", "prompt": "p"}'), None)
+REQUEST = NodeRequest("/v1/completions", read_body(b'{"model": "m", "prompt": "p"}'), None, made_terms())
 TOKEN = entry(0, [314]) + b'data: {"text": "a: b"}\n\n'
 MOST_EVENTS = 8
 EVENTS = st.lists(

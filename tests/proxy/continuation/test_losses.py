@@ -164,7 +164,7 @@ async def test_a_request_that_lost_one_node_may_come_again() -> None:
 
 async def give_back(exchange: Exchange) -> None:
     """Does what a decode node does that has lost its prefill node, or the link to it."""
-    assert ticket_in(exchange.request).gives_back
+    assert ticket_in(exchange.request).terms.gives_back
     error = {"message": "prefill node p was lost with this request", "type": "server_error", "param": "p"}
     await exchange.answer(PrefillLost.status, msgspec.json.encode({"error": error}), connection="close")
 
@@ -250,7 +250,7 @@ async def test_a_prefill_node_that_dies_between_looks_or_hangs_is_lost_too(
     ):
         async with running.chat(stream=True) as response:
             assert response.status == 502
-        assert [ticket.gives_back for ticket in found.tickets] == [True, True]
+        assert [ticket.terms.gives_back for ticket in found.tickets] == [True, True]
 
 
 async def test_a_prefill_node_that_the_proxy_has_dropped_is_lost_whoever_answers_at_its_address() -> None:
@@ -287,12 +287,12 @@ async def test_a_broken_link_between_two_nodes_that_live_is_no_loss(back: Behavi
 
 def names_of(ticket: Ticket) -> list[str]:
     """Returns the names of the prefill nodes that may be asked."""
-    return [target.name for target in ticket.prefill]
+    return [target.name for target in ticket.terms.prefill]
 
 
 async def give_back_for_the_first(exchange: Exchange) -> None:
     """Does what a decode node does that has lost the first prefill node of its ticket, or the link to it."""
-    name = ticket_in(exchange.request).prefill[0].name
+    name = ticket_in(exchange.request).terms.prefill[0].name
     error = msgspec.json.encode({"error": {"message": f"prefill node {name} was lost", "param": name}})
     await exchange.answer(PrefillLost.status, error, connection="close")
 
@@ -316,7 +316,7 @@ async def test_a_broken_link_does_not_hide_the_prefill_nodes_that_die_after_it(m
 
     async def lose_all_but_the_first(exchange: Exchange) -> None:
         if len(found.tickets) > 1:
-            await ends[ticket_in(exchange.request).prefill[0].name].aclose()
+            await ends[ticket_in(exchange.request).terms.prefill[0].name].aclose()
         await give_back_for_the_first(exchange)
 
     async with cluster() as running, four_prefill_nodes(running, lose_all_but_the_first, monkeypatch) as (found, ends):

@@ -62,7 +62,7 @@ async def moved(running: Cluster, outcome: str, count: int = 1) -> None:
 
 
 async def prepare(exchange: Exchange) -> None:
-    announced = ticket_in(exchange.request).resume
+    announced = ticket_in(exchange.request).terms.resume
     assert announced is not None
     assert announced.prepare
     await exchange.answer(200, b'{"prepared":true}')
@@ -177,9 +177,9 @@ async def test_a_stream_moves_to_a_node_that_is_prepared(proxy: SharedProxy) -> 
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         tickets = [ticket_in(request) for request in old.others.asked]
         assert [ticket.attempt for ticket in tickets] == [1, 1]
-        assert [[holder.name for holder in ticket.holders] for ticket in tickets] == [["old"]] * 2
-        assert [ticket.resume is not None and ticket.resume.prepare for ticket in tickets] == [True, False]
-        assert tickets[0].answer == tickets[1].answer is not None
+        assert [[holder.name for holder in ticket.terms.holders] for ticket in tickets] == [["old"]] * 2
+        assert [ticket.terms.resume is not None and ticket.terms.resume.prepare for ticket in tickets] == [True, False]
+        assert tickets[0].terms.answer == tickets[1].terms.answer is not None
         assert old.others.journals == [entries(BEGUN)] * 2
         assert await moves(running, "moved") == 1
         assert await metric(running, 'pdserve_proxy_resume_gap_seconds_count{kind="moved"}') == 1
@@ -493,7 +493,7 @@ async def test_a_node_that_dies_while_another_one_prepares_is_lost_as_always(pro
         old.drain()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         left.set()
-        prepared, resumed = (ticket_in(request).holders for request in old.others.asked)
+        prepared, resumed = (ticket_in(request).terms.holders for request in old.others.asked)
         assert [holder.name for holder in prepared] == ["old"]
         assert resumed == (), "no node asks one that is lost"
         assert await resumes(running, "resumed") == 1
@@ -660,7 +660,7 @@ async def test_so_many_move_at_a_time() -> None:
 
     async def behave(exchange: Exchange) -> None:
         nonlocal preparing, most
-        announced = ticket_in(exchange.request).resume
+        announced = ticket_in(exchange.request).terms.resume
         assert announced is not None
         if not announced.prepare:
             await complete(exchange)

@@ -45,6 +45,7 @@ from tests.proxy.journaling_nodes import (
     ticket_in,
 )
 from tests.proxy.shared_proxy import SharedProxy
+from tests.terms import made_terms
 
 ERROR = b"event: error\ndata: "
 
@@ -98,8 +99,9 @@ async def test_the_stream_goes_on_wherever_its_node_dies(proxy: SharedProxy, end
             assert await got.read() == SHOWN
         first, second = asked.tickets
         assert (first.attempt, second.attempt) == (0, 1)
-        assert first.answer == second.answer is not None
-        assert (first.resume, first.request_id, second.request_id) == (None, "req-7", "req-7")
+        assert first.terms.answer == second.terms.answer is not None
+        assert first.terms.resume is None
+        assert {ticket.terms.prompt.request_id for ticket in (first, second)} == {"req-7"}
         assert split(asked.asked[1]) == (asked.asked[0].body, cut(b"".join(ANSWER[:end]))[1])
         assert await resumes(running, "resumed") == 1
         assert await metric(running, 'pdserve_proxy_resume_gap_seconds_count{kind="lost"}') == 1
@@ -116,11 +118,11 @@ async def test_the_node_that_goes_on_may_ask_the_prefill_nodes_of_the_attempts_b
         async with nodes(running, *behaviours, role=Role.DECODE) as asked:
             assert await ask(running) == SHOWN
         first, second, third = asked.tickets
-        assert first.holders == ()
-        assert second.holders == first.prefill
+        assert first.terms.holders == ()
+        assert second.terms.holders == first.terms.prefill
         # Those of the newest attempt come first, and each is named once.
-        assert third.holders[: len(second.prefill)] == second.prefill
-        assert set(third.holders) == {*first.prefill, *second.prefill}
+        assert third.terms.holders[: len(second.terms.prefill)] == second.terms.prefill
+        assert set(third.terms.holders) == {*first.terms.prefill, *second.terms.prefill}
 
 
 async def test_every_node_that_goes_on_takes_the_blocks_of_the_same_owner() -> None:
@@ -130,7 +132,7 @@ async def test_every_node_that_goes_on_takes_the_blocks_of_the_same_owner() -> N
         async with running.http.post("/v1/completions", json={"model": "m", "stream": True}, headers=headers) as got:
             assert await got.read() == SHOWN
         first, second, third = asked.tickets
-        assert first.cache_owner == second.cache_owner == third.cache_owner != b""
+        assert first.terms.cache_owner == second.terms.cache_owner == third.terms.cache_owner != b""
 
 
 async def test_no_lost_prefill_node_is_asked() -> None:
@@ -150,8 +152,8 @@ async def test_no_lost_prefill_node_is_asked() -> None:
             async with nodes(running, die_when_the_prefill_node_is_gone, complete, role=Role.DECODE) as asked:
                 assert await ask(running) == SHOWN
         first, second = asked.tickets
-        assert [target.name for target in first.prefill] == ["p0"]
-        assert (second.prefill, second.holders) == ((), ())
+        assert [target.name for target in first.terms.prefill] == ["p0"]
+        assert (second.terms.prefill, second.terms.holders) == ((), ())
 
 
 async def test_a_whole_answer_is_enough_whatever_its_node_does_then(proxy: SharedProxy) -> None:
@@ -236,7 +238,7 @@ async def test_a_stream_is_resumed_as_often_as_its_nodes_say_something(proxy: Sh
     async with proxy.cluster() as running, nodes(running, *behaviours, count=2) as asked:
         assert await ask(running) == SHOWN
         assert [ticket.attempt for ticket in asked.tickets] == [0, 1, 2, 3, 4]
-        assert len({ticket.answer for ticket in asked.tickets}) == 1
+        assert len({ticket.terms.answer for ticket in asked.tickets}) == 1
         assert [ticket.node for ticket in asked.tickets[:2]] * 2 == [ticket.node for ticket in asked.tickets[:4]]
         assert await resumes(running, "resumed") == 4
 
@@ -367,7 +369,7 @@ async def test_switched_off_everything_is_as_if_there_were_no_journals() -> None
     async with cluster(config(resume=Switch.OFF)) as running, nodes(running, die, complete) as asked:
         assert error_of((await ask(running)).removeprefix(event + ERROR))["code"] == "upstream_lost"
         (ticket,) = asked.tickets
-        assert (ticket.answer, ticket.resume) == (None, None)
+        assert (ticket.terms.answer, ticket.terms.resume) == (None, None)
         assert await resumes(running, "not_resumable") == 0
 
 
@@ -387,7 +389,7 @@ async def test_what_is_no_completion_has_no_identity(proxy: SharedProxy) -> None
     async with proxy.cluster() as running, nodes(running, answer_ok) as asked:
         async with running.http.post("/tokenize", json={"model": "m"}) as response:
             assert response.status == 200
-        assert asked.tickets[0].answer is None
+        assert asked.tickets[0].terms.answer is None
 
 
 async def test_an_answer_in_one_piece_begins_again_with_the_same_identity(proxy: SharedProxy) -> None:
@@ -395,8 +397,8 @@ async def test_an_answer_in_one_piece_begins_again_with_the_same_identity(proxy:
         async with running.chat() as response:
             assert await response.read() == b'{"ok": true}'
         first, second = asked.tickets
-        assert first.answer == second.answer is not None
-        assert (first.resume, second.resume) == (None, None)
+        assert first.terms.answer == second.terms.answer is not None
+        assert (first.terms.resume, second.terms.resume) == (None, None)
 
 
 async def test_so_many_are_resumed_at_a_time_and_the_others_wait_for_their_turn() -> None:
@@ -404,7 +406,7 @@ async def test_so_many_are_resumed_at_a_time_and_the_others_wait_for_their_turn(
 
     async def behave(exchange: Exchange) -> None:
         nonlocal resuming, most
-        if ticket_in(exchange.request).resume is None:
+        if ticket_in(exchange.request).terms.resume is None:
             await dies_at(1)(exchange)
             return
         resuming += 1
@@ -450,7 +452,7 @@ async def test_a_node_that_stands_still_does_not_keep_the_others_waiting(
 
 async def test_a_stream_waits_for_its_turn_until_its_deadline() -> None:
     async def behave(exchange: Exchange) -> None:
-        await (dies_at(1) if ticket_in(exchange.request).resume is None else hangs_at(1))(exchange)
+        await (dies_at(1) if ticket_in(exchange.request).terms.resume is None else hangs_at(1))(exchange)
 
     wanted = config(base=proxy_config(timeout_s=0.6), max_resumes=1, resume_wait_s=0.1)
     async with cluster(wanted) as running, nodes(running, *[behave] * 4, count=2) as asked:
@@ -565,7 +567,7 @@ async def test_a_stream_whose_journal_does_not_fit_is_not_resumed() -> None:
     go_on = asyncio.Event()
 
     async def behave(exchange: Exchange) -> None:
-        if ticket_in(exchange.request).resume is not None:
+        if ticket_in(exchange.request).terms.resume is not None:
             await complete(exchange)
             return
         await answer_up_to(exchange, 1)
@@ -633,7 +635,7 @@ async def test_the_load_is_where_the_stream_is() -> None:
         assert task is not None
         async with Relay(wanted, registry, attempts, tickets, counts, Trust()) as made:
             with made.begin(task, "r", "/v1/completions") as relayed:
-                call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None)
+                call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None, made_terms())
                 response = await made.forward(relayed, call)
                 assert isinstance(response, StreamedResponse)
                 assert response.body.first + await response.body.next(lambda _: False) == shown(2)

@@ -100,8 +100,8 @@ async def test_a_stream_moves_to_a_node_with_free_blocks(caplog: pytest.LogCaptu
         node.crowded.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         tickets = [ticket_in(request) for request in old.others.asked]
-        assert [ticket.resume is not None and ticket.resume.prepare for ticket in tickets] == [True, False]
-        assert [[holder.name for holder in ticket.holders] for ticket in tickets] == [[NODE]] * 2
+        assert [ticket.terms.resume is not None and ticket.terms.resume.prepare for ticket in tickets] == [True, False]
+        assert [[holder.name for holder in ticket.terms.holders] for ticket in tickets] == [[NODE]] * 2
         assert old.others.journals == [entries(BEGUN)] * 2, "the wish is no entry of the journal"
         assert await room_moves(running, "moved") == 1
         assert await drain_moves(running, "moved") == 0

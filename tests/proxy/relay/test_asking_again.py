@@ -92,14 +92,14 @@ async def test_two_proxies_send_a_key_to_the_same_node_whatever_their_policies_w
             for running in (first, second):
                 assert (await ask(running, idempotency_key=f"key {turn}"))[0] == 200
             assert sorted(len(node.requests) - count for node, count in zip(made, before, strict=True)) == [0, 0, 0, 2]
-        keeps = {ticket_in(request).keep for node in made for request in node.requests}
+        keeps = {ticket_in(request).terms.keep for node in made for request in node.requests}
         assert len(keeps) == 6, "both proxies name an answer alike"
 
 
 async def test_a_request_that_says_nothing_of_keys_is_not_kept(proxy: SharedProxy) -> None:
     async with proxy.cluster() as running, nodes(running, complete) as made:
         assert (await ask(running))[0] == 200
-        assert made.tickets[0].keep is None
+        assert made.tickets[0].terms.keep is None
 
 
 async def test_owners_of_keys_are_told_apart() -> None:
@@ -107,7 +107,7 @@ async def test_owners_of_keys_are_told_apart() -> None:
     async with cluster(config) as running, nodes(running, complete, complete, count=1) as made:
         for key in (ALICE, BOB):
             assert (await ask(running, authorization=f"Bearer {key}", idempotency_key="the same"))[0] == 200
-        alice, bob = (ticket.keep for ticket in made.tickets)
+        alice, bob = (ticket.terms.keep for ticket in made.tickets)
         assert alice is not None
         assert bob is not None
         assert alice.key != bob.key
@@ -118,7 +118,7 @@ async def test_other_nodes_are_asked_where_one_does_not_have_the_answer(proxy: S
     async with proxy.cluster() as running, nodes(running, refuses(410), complete) as made:
         status, body = await ask(running, last_event_id=EVENT_ID)
         assert (status, body) == (200, SHOWN)
-        assert [ticket.keep and ticket.keep.after for ticket in made.tickets] == [EventPlace("0a1b", 7)] * 2
+        assert [ticket.terms.keep and ticket.terms.keep.after for ticket in made.tickets] == [EventPlace("0a1b", 7)] * 2
     async with proxy.cluster() as running, nodes(running, refuses(410), refuses(410)) as made:
         status, body = await ask(running, last_event_id=EVENT_ID)
         assert status == 410, "the last node's own answer"
@@ -167,9 +167,9 @@ async def test_another_node_goes_on_with_a_replayed_answer_as_if_the_proxy_had_s
         assert body == cut(b"".join(ANSWER[3:]))[0]
         assert split(made.asked[1])[1] == cut(b"".join(ANSWER[:4]))[1]
         goes_on = made.tickets[1]
-        assert goes_on.answer == identity
-        assert goes_on.keep is not None
-        assert goes_on.keep.after is None, "this node keeps what follows, and is asked for nothing"
+        assert goes_on.terms.answer == identity
+        assert goes_on.terms.keep is not None
+        assert goes_on.terms.keep.after is None, "this node keeps what follows, and is asked for nothing"
 
 
 async def test_a_place_in_an_answer_is_looked_for_without_the_body(proxy: SharedProxy) -> None:

@@ -97,7 +97,7 @@ async def test_the_answer_goes_on_wherever_its_node_dies(
         assert await ask(running) == (200, BODY)
         first, second = asked.tickets
         assert (first.attempt, second.attempt) == (0, 1)
-        assert first.answer == second.answer is not None
+        assert first.terms.answer == second.terms.answer is not None
         body, journal = split(asked.asked[1])
         assert body == asked.asked[0].body
         assert journal == JOURNAL[: len(journal)]
@@ -191,7 +191,7 @@ async def test_a_request_whose_journal_does_not_fit_begins_again() -> None:
     async with cluster(wanted) as running, nodes(running, dies_at(3), complete) as asked:
         async with running.chat(user="a" * 2**16) as response:
             assert await response.read() == BODY
-        assert [ticket.resume for ticket in asked.tickets] == [None, None]
+        assert [ticket.terms.resume for ticket in asked.tickets] == [None, None]
         assert await metric(running, 'pdserve_proxy_journals_dropped_total{reason="budget"}') == 2
         assert await resumes(running, "not_resumable") == 1
         assert await metric(running, "pdserve_proxy_upstream_retries_total") == 1
@@ -222,7 +222,7 @@ async def test_a_node_that_gives_it_back_behind_the_journal_is_passed_over(proxy
 
     async with proxy.cluster() as running, nodes(running, give_back, complete) as asked:
         assert await ask(running) == (200, BODY)
-        assert [ticket.resume for ticket in asked.tickets] == [None, None]
+        assert [ticket.terms.resume for ticket in asked.tickets] == [None, None]
 
 
 @pytest.mark.parametrize(

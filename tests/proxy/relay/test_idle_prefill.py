@@ -121,8 +121,8 @@ async def test_it_answers_when_it_has_no_prompt_and_the_decode_node_has_more_to_
         nodes.end.set()
         assert [await one.answer for one in asked] == [ANSWER] * 3
         # It computes the prompt itself: its ticket names no prefill node.
-        assert not ticket_of(nodes.prefill).prefill
-        assert ticket_of(nodes.decode).prefill
+        assert not ticket_of(nodes.prefill).terms.prefill
+        assert ticket_of(nodes.decode).terms.prefill
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ async def test_internal_fields_and_headers_of_a_client_do_not_reach_a_node() -> 
         }  # fmt: skip
         assert got.headers["x-request-id"] == "req-7"
         assert got.headers["accept"] == "text/event-stream"
-        assert ticket_of(node).request_id == "req-7"
+        assert ticket_of(node).terms.prompt.request_id == "req-7"
 
 
 async def test_an_ordinary_body_reaches_the_node_byte_for_byte() -> None:
@@ -127,7 +127,7 @@ async def test_the_ticket_stands_for_the_client_without_its_name() -> None:
                 headers = {"authorization": f"Bearer {key}"}
                 async with running.http.post("/v1/completions", data=b'{"model": "m"}', headers=headers) as response:
                     assert response.status == 200
-            return [ticket_of(node, number).client for number in range(len(given))]
+            return [ticket_of(node, number).terms.client for number in range(len(given))]
 
     keyed = dataclasses.replace(proxy_config(), admission=AdmissionConfig(api_keys=keys))
     alice, bob, again = await clients(keyed, *keys, keys[0])
@@ -148,8 +148,8 @@ async def test_the_ticket_names_the_node_the_prefill_nodes_and_the_time_that_is_
                 assert response.status == 200
             ticket = ticket_of(node, -1)
             assert (ticket.node, ticket.attempt) == (decode.boot_id, 0)
-            assert 15.0 < ticket.deadline_s < 20.001
-            assert ticket.prefill == tuple(
+            assert 15.0 < ticket.terms.deadline_s < 20.001
+            assert ticket.terms.prefill == tuple(
                 PrefillTarget(info.name, info.control, info.boot_id) for info in (first, second)
             )
 

@@ -34,6 +34,7 @@ from tests.proxy.cluster import (
 )
 from tests.proxy.fake_node import DONE, EVENTS, Behaviour, Exchange, FakeNode, Received, answer_ok, stream_events
 from tests.proxy.shared_proxy import SharedProxy
+from tests.terms import made_terms
 
 
 async def hang(exchange: Exchange) -> None:
@@ -312,7 +313,7 @@ async def test_after_a_retry_the_load_is_where_the_request_is(failing: Behaviour
         assert task is not None
         async with Relay(config, registry, attempts, tickets, counts, Trust()) as made:
             with made.begin(task, "r", "/v1/completions") as exchange:
-                call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None)
+                call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None, made_terms())
                 assert isinstance(await made.forward(exchange, call), StreamedResponse)
                 # The prompt is computed, so the prefill node is no longer needed.
                 assert sorted(load(info) for info in decode) == [0, 1]

@@ -31,7 +31,7 @@ def config(**store: Any) -> ProxyConfig:
 
 def response_of(exchange: Exchange, text: str = "Yes", status: str = "completed") -> dict[str, Any]:
     """Returns a response with the id that the ticket gives it."""
-    answer, storing = ticket_in(exchange.request).answer, ticket_in(exchange.request).storing
+    answer, storing = ticket_in(exchange.request).terms.answer, ticket_in(exchange.request).terms.storing
     assert answer is not None
     output = [{"id": f"msg_{answer.id.hex()}", "type": "message", "role": "assistant", "content": text}]
     kept = storing is not None and storing.kept
@@ -70,7 +70,7 @@ def streams(start: int = 0, end: int | None = None, last: str = "response.comple
 def history_in(asked: Nodes, which: int) -> list[dict[str, Any]]:
     """Returns the items that a node got behind the client's body."""
     request = asked.asked[which]
-    storing = ticket_in(request).storing
+    storing = ticket_in(request).terms.storing
     assert storing is not None
     if not storing.history_bytes:
         return []
@@ -130,7 +130,7 @@ async def test_a_streamed_response_is_kept_as_its_last_event_has_it(last: str) -
 async def test_a_stream_that_goes_on_at_another_node_is_kept_too(end: int) -> None:
     async with cluster(config()) as running, nodes(running, streams(0, end), streams(end)) as asked:
         sent = await stream_of(running)
-        assert [ticket.storing for ticket in asked.tickets] == [asked.tickets[0].storing] * 2
+        assert [ticket.terms.storing for ticket in asked.tickets] == [asked.tickets[0].terms.storing] * 2
         final = json.loads(sent.rpartition(b"data: ")[2])["response"]
         assert json.loads((await call(running, final["id"]))[1]) == final
 
@@ -175,7 +175,7 @@ async def test_a_conversation_goes_on_with_all_its_items_in_order() -> None:
             for items in (history_in(asked, 1), history_in(asked, 2), history_in(asked, 3))
         ]
         assert texts == [["One", "Yes"], ["One", "Yes", "Two", "Yes"], ["One", "Yes", "Two", "Yes"]]
-        kept = [ticket.storing.kept for ticket in asked.tickets if ticket.storing]
+        kept = [ticket.terms.storing.kept for ticket in asked.tickets if ticket.terms.storing]
         assert kept == [True, True, True, False]
         listed = json.loads((await call(running, f"{second['id']}/input_items?order=asc"))[1])
         assert [item["role"] for item in listed["data"]] == ["user", "assistant", "user"]
@@ -188,7 +188,7 @@ async def test_what_is_not_to_be_stored_is_not() -> None:
         _, sent = await ask(running, store=False)
         assert sent["store"] is False
         assert (await call(running, sent["id"]))[0] == 404
-        assert asked.tickets[0].storing is not None
+        assert asked.tickets[0].terms.storing is not None
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ async def test_a_response_that_is_too_large_reaches_its_client_alone(stream: boo
 async def test_a_proxy_without_a_store_says_so() -> None:
     async with serving(whole, settings=proxy_config()) as (running, asked):
         _, sent = await ask(running, store=True)
-        assert (sent["store"], asked.tickets[0].storing) == (False, None)
+        assert (sent["store"], asked.tickets[0].terms.storing) == (False, None)
         status, refused = await call(running, sent["id"])
         assert (status, error_of(refused)["code"]) == (404, "responses_not_stored")
 
