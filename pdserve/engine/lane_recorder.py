@@ -42,8 +42,8 @@ class LaneRecorder:
 
 
 def _lane(request: Request, notes: LaneNotes, now: float, outcome: str) -> RequestLane:
-    first_token_at = request.first_token_at
-    admitted = request.admitted
+    first_token_at = request.facts.first_token_at
+    admitted = request.facts.admitted
     notes.add(Phase(kind=PhaseKind.QUEUE, start_s=request.arrived, end_s=now if admitted is None else admitted))
     if notes.chunks_from_s is not None:
         notes.add(
@@ -51,7 +51,7 @@ def _lane(request: Request, notes: LaneNotes, now: float, outcome: str) -> Reque
                 kind=PhaseKind.PREFILL,
                 start_s=notes.chunks_from_s,
                 end_s=now if first_token_at is None else max(notes.chunks_from_s, first_token_at),
-                tokens=request.num_prompt_tokens - request.cached_tokens,
+                tokens=request.num_prompt_tokens - request.facts.cached_tokens,
             )
         )
     generated = request.num_generated_tokens - request.num_emitted_tokens
@@ -64,6 +64,6 @@ def _lane(request: Request, notes: LaneNotes, now: float, outcome: str) -> Reque
         now,
         outcome=notes.outcome or outcome,
         prompt_tokens=request.num_prompt_tokens,
-        cached_tokens=request.cached_tokens,
+        cached_tokens=request.facts.cached_tokens,
         output_tokens=0 if request.serves_push else generated,
     )

@@ -62,6 +62,23 @@ _NEXT: dict[Status, frozenset[Status]] = {
 }
 
 
+@dataclass(slots=True)
+class RequestFacts:
+    """What has become of a request so far, for its report. Times are in monotonic seconds."""
+
+    prefill_source: PrefillSource = PrefillSource.LOCAL
+    prefill_node: str = ""
+    placed: PrefillReason | None = None
+    """Why the prompt was placed where it went last; None if there was nothing to choose."""
+    cached_tokens: int = 0
+    """The tokens of the prompt that no node had to compute for this request."""
+    reused_tokens: int = 0
+    """The emitted tokens, and those of their prompt, whose blocks were here or came from a holder."""
+    admitted: float | None = None
+    first_token_at: float | None = None
+    transfer_seconds: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The mutable state of one request. The scheduler owns it."""
@@ -117,19 +134,9 @@ class Request:
     """Whether the client has been told the end, or is gone."""
     pushed_blocks: int = 0
 
-    prefill_source: PrefillSource = PrefillSource.LOCAL
-    prefill_node: str = ""
-    placed: PrefillReason | None = None
-    """Why the prompt was placed where it went last; None if there was nothing to choose."""
-    cached_tokens: int = 0
-    """The tokens of the prompt that no node had to compute for this request."""
-    reused_tokens: int = 0
-    """The emitted tokens, and those of their prompt, whose blocks were here or came from a holder."""
+    facts: RequestFacts = field(default_factory=RequestFacts)
     first_token: SampledToken | None = None
     """The token that the push reports of this request, if it serves one."""
-    admitted: float | None = None
-    first_token_at: float | None = None
-    transfer_seconds: float = 0.0
     notes: LaneNotes | None = None
     """What is noted of the request for its timeline; None if nothing is."""
 

@@ -235,7 +235,7 @@ def test_a_fetched_prompt_brings_no_first_token_to_an_answer_that_goes_on() -> N
     parent = pair.decode.add(0, PROMPT, 40, [SEED] * 3, remote=True, emitted=emitted)
     pair.finish()
     assert pair.decode.outputs == {i: WHOLE[len(known) :] for i, known in enumerate(emitted)}
-    assert parent.prefill_source is PrefillSource.REMOTE
+    assert parent.facts.prefill_source is PrefillSource.REMOTE
     assert pair.wire.moved == 3, "the blocks of the prompt"
 
 
@@ -406,6 +406,6 @@ def test_an_answer_that_this_engine_has_kept_is_not_replayed_again() -> None:
     (work,) = engine.step().work
     # Seven full blocks of thirty tokens are found.
     assert work.num_tokens == 2
-    assert resumed.cached_tokens == len(PROMPT), "what is reported counts no token of the answer"
+    assert resumed.facts.cached_tokens == len(PROMPT), "what is reported counts no token of the answer"
     engine.run()
     assert engine.outputs[1] == WHOLE[20:]

@@ -90,7 +90,7 @@ class FetchingConnector:
             transfer = TransferId(request.uuid, request.attempts, self._boot_id)
             request.attempts += 1
             request.transfer = transfer
-            request.prefill_node = target.name
+            request.facts.prefill_node = target.name
             request.first_block = request.num_computed_tokens // self._blocks.block_size
             last_block = self._blocks.blocks_for(request.num_prompt_tokens)
             cached = request.num_computed_tokens
@@ -145,21 +145,21 @@ class FetchingConnector:
     def _note_handshake(self, boot_id: bytes, now: float) -> None:
         for fetch in self._fetches.values():
             if fetch.boot_id == boot_id and fetch.request.notes is not None:
-                fetch.request.notes.moment(MomentKind.HANDSHAKE, now, node=fetch.request.prefill_node)
+                fetch.request.notes.moment(MomentKind.HANDSHAKE, now, node=fetch.request.facts.prefill_node)
 
     def _on_first_token(self, scheduler: Scheduler, fetch: _OrderedFetch, event: FirstTokenArrived, now: float) -> None:
         transfer, request = event.transfer_id, fetch.request
         if not all(0 <= token.token_id < self._vocab_size for token in event.tokens):
-            log.error("%s prefill node %s sent tokens that the model lacks", request, request.prefill_node)
+            log.error("%s prefill node %s sent tokens that the model lacks", request, request.facts.prefill_node)
             self._fetches[transfer] = dataclasses.replace(fetch, credible=False)
             return
         if request.needs_scores and not self._take_scores(scheduler, request, event.prompt_logprobs):
-            log.error("%s prefill node %s sent no log probabilities that fit", request, request.prefill_node)
+            log.error("%s prefill node %s sent no log probabilities that fit", request, request.facts.prefill_node)
             self._fetches[transfer] = dataclasses.replace(fetch, credible=False)
             return
         fetch.node.answered(transfer, event.cached_tokens, event.load, now)
-        request.cached_tokens = event.cached_tokens
-        request.prefill_source = PrefillSource.REMOTE
+        request.facts.cached_tokens = event.cached_tokens
+        request.facts.prefill_source = PrefillSource.REMOTE
         self._accept(scheduler, fetch, event.tokens, now)
 
     def _take_scores(self, scheduler: Scheduler, request: Request, scores: PromptLogprobs | None) -> bool:
@@ -201,8 +201,8 @@ class FetchingConnector:
         fetch.node.landed(event.tail_bytes, event.tail_s)
         request = fetch.request
         request.transfer = None
-        request.prefill_source = PrefillSource.REMOTE
-        request.transfer_seconds = event.tail_s
+        request.facts.prefill_source = PrefillSource.REMOTE
+        request.facts.transfer_seconds = event.tail_s
         if request.notes is not None:
             request.notes.end(
                 PhaseKind.FETCH, now, "landed", blocks=event.landed, moved_bytes=event.bytes, tail_s=event.tail_s
@@ -219,7 +219,7 @@ class FetchingConnector:
             self._free_cancelled(transfer)
             return
         request, kind = fetch.request, event.kind
-        name, reason = request.prefill_node, event.reason
+        name, reason = request.facts.prefill_node, event.reason
         log.info("%s transfer=%s prefill=%s failed (%s): %s", request, transfer, name, kind.value, reason)
         if request.notes is not None:
             request.notes.end(PhaseKind.FETCH, now, kind.value, blocks=event.landed)
@@ -234,12 +234,12 @@ class FetchingConnector:
         """Ends a request with which its prefill node was lost. Its blocks are free but for those in quarantine."""
         request.transfer = None
         for member in (request, *request.children):
-            scheduler.finish(member, FinishReason.PREFILL_LOST, request.prefill_node)
+            scheduler.finish(member, FinishReason.PREFILL_LOST, request.facts.prefill_node)
 
     def _retry(self, scheduler: Scheduler, request: Request, landed_blocks: int, quarantined: tuple[int, ...]) -> None:
         request.transfer = None
-        request.prefill_node = ""
-        request.prefill_source = PrefillSource.FALLBACK
+        request.facts.prefill_node = ""
+        request.facts.prefill_source = PrefillSource.FALLBACK
         landed_blocks += request.first_block
         if not self._blocks.replace(request.block_table, quarantined):
             self._blocks.free(request.block_table)

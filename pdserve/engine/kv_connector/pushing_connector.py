@@ -179,7 +179,9 @@ class PushingConnector:
             family = (request, *request.children)
             tokens = tuple(member.first_token for member in family if member.first_token is not None)
             scores = joined(request.scores) if request.scores else None
-            self._transfers.first_token(request.transfer, tokens, request.cached_tokens, self._load(scheduler), scores)
+            self._transfers.first_token(
+                request.transfer, tokens, request.facts.cached_tokens, self._load(scheduler), scores
+            )
             scheduler.pushed_all(request)
 
     def _load(self, scheduler: Scheduler) -> PrefillLoad:
@@ -237,10 +239,10 @@ def _log_end(request: Request, outcome: str, now: float) -> None:
         request,
         request.transfer,
         request.num_prompt_tokens,
-        request.cached_tokens,
-        _ms(request.arrived, request.admitted),
-        _ms(request.admitted, request.first_token_at),
-        _ms(request.first_token_at, now),
+        request.facts.cached_tokens,
+        _ms(request.arrived, request.facts.admitted),
+        _ms(request.facts.admitted, request.facts.first_token_at),
+        _ms(request.facts.first_token_at, now),
         outcome,
     )
 

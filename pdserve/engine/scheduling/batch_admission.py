@@ -134,7 +134,7 @@ class BatchAdmission:
             found = self._blocks.find(request)
             reuses = self._asks_holder(request, found)
             if request.terms.fetch_only and not reuses:
-                request.reused_tokens = self._reused_blocks(request, found) * self._blocks.block_size
+                request.facts.reused_tokens = self._reused_blocks(request, found) * self._blocks.block_size
                 plan.fetched.append(request)
                 continue
             decision = None if reuses else self._place(request, found, ahead, now)
@@ -214,7 +214,7 @@ class BatchAdmission:
                 continue
             if self._has_room(request, ()):
                 self._blocks.admit(request, ())
-                if request.admitted is None:
+                if request.facts.admitted is None:
                     self._first_admission(request, now)
                 self._run(request, plan, budget)
 
@@ -258,28 +258,28 @@ class BatchAdmission:
 
     def _begin(self, request: Request, decision: PlacementDecision | None, now: float) -> None:
         """Notes that a request has its blocks, and where its prompt is computed."""
-        if request.admitted is None:
+        if request.facts.admitted is None:
             self._first_admission(request, now)
         placed = _UNASSIGNED if _is_unassigned(request) else decision
         if placed is not None and placed.source is not None:
             self._placement.count(placed)
-            request.placed = placed.reason
+            request.facts.placed = placed.reason
             log.debug("%s placed=%s reason=%s", request, placed.source.value, placed.reason.value)
 
     def _first_admission(self, request: Request, now: float) -> None:
-        request.admitted = now
+        request.facts.admitted = now
         if request.parent is None:
             # The blocks that were found may hold a part of an answer that another node has begun.
-            request.cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            request.facts.cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counters.prefix_cache_queries += request.num_prompt_tokens
-            self._counters.prefix_cache_hits += request.cached_tokens
+            self._counters.prefix_cache_hits += request.facts.cached_tokens
         self.count_reused(request)
 
     def count_reused(self, request: Request) -> None:
         """Counts the blocks that a resumed answer begins with here, once the holders have given what they have."""
         if request.num_emitted_tokens:
             reused = request.num_computed_tokens // self._blocks.block_size
-            request.reused_tokens = reused * self._blocks.block_size
+            request.facts.reused_tokens = reused * self._blocks.block_size
             self._counters.resume_blocks_wanted += self._blocks.fillable(request)
             self._counters.resume_blocks_reused += reused
 
@@ -359,7 +359,7 @@ class BatchAdmission:
 
 def _is_unassigned(request: Request) -> bool:
     """Returns whether the proxy has named no prefill node for a client's prompt, which begins here."""
-    begins = request.placed is None and request.parent is None and not request.attempts
+    begins = request.facts.placed is None and request.parent is None and not request.attempts
     return begins and request.local_id is not None and not request.targets
 
 

@@ -68,14 +68,14 @@ def _output(
 
 def _report(request: Request) -> RequestReport:
     prompt = request.parent or request
-    admitted = request.arrived if prompt.admitted is None else prompt.admitted
+    admitted = request.arrived if prompt.facts.admitted is None else prompt.facts.admitted
     return RequestReport(
-        prefill_source=prompt.prefill_source,
-        prefill_node=prompt.prefill_node,
-        placed=prompt.placed,
-        cached_tokens=request.cached_tokens,
-        reused_tokens=request.reused_tokens,
+        prefill_source=prompt.facts.prefill_source,
+        prefill_node=prompt.facts.prefill_node,
+        placed=prompt.facts.placed,
+        cached_tokens=request.facts.cached_tokens,
+        reused_tokens=request.facts.reused_tokens,
         queue_s=admitted - request.arrived,
-        prefill_s=0.0 if request.first_token_at is None else request.first_token_at - admitted,
-        transfer_s=prompt.transfer_seconds,
+        prefill_s=0.0 if request.facts.first_token_at is None else request.facts.first_token_at - admitted,
+        transfer_s=prompt.facts.transfer_seconds,
     )

@@ -116,7 +116,7 @@ class Scheduler:
     def longest_wait_s(self, now: float) -> float:
         """Returns how long the oldest request has waited whose prompt nobody computes yet; 0 if there is none."""
         waiting = self._queues.waiting
-        return max((now - request.arrived for request in waiting if request.first_token_at is None), default=0.0)
+        return max((now - request.arrived for request in waiting if request.facts.first_token_at is None), default=0.0)
 
     @property
     def blocks_wanted(self) -> int:
@@ -263,8 +263,8 @@ class Scheduler:
 
     def accept_token(self, request: Request, token: SampledToken, now: float) -> None:
         """Appends a sampled token, tells the client, and ends the request if this was its last token."""
-        if request.first_token_at is None:
-            request.first_token_at = now
+        if request.facts.first_token_at is None:
+            request.facts.first_token_at = now
             self._count_prompt(request)
         request.token_ids.append(token.token_id)
         if request.local_id is None:
@@ -282,8 +282,8 @@ class Scheduler:
         """
         if request.parent is not None or request.serves_push or request.num_emitted_tokens:
             return
-        counters, cached, transferred = self.counters, request.cached_tokens, 0
-        if request.prefill_source is PrefillSource.REMOTE:
+        counters, cached, transferred = self.counters, request.facts.cached_tokens, 0
+        if request.facts.prefill_source is PrefillSource.REMOTE:
             # What the prefill node had in its own cache came from there, too.
             cached = request.first_block * self._blocks.block_size
             transferred = request.num_prompt_tokens - cached
@@ -342,7 +342,7 @@ class Scheduler:
         """Ends a request and tells its client why."""
         if self._end(request, reason.value):
             if request.parent is None and not request.terms.fetch_only and reason is not FinishReason.PREFILL_LOST:
-                self.counters.prefills[request.prefill_source] += 1
+                self.counters.prefills[request.facts.prefill_source] += 1
             self._collector.ending(request, reason, error)
 
     def abort(self, request: Request) -> None:

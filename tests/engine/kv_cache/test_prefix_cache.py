@@ -75,7 +75,7 @@ def test_the_second_of_two_equal_prompts_computes_its_last_block_only() -> None:
     second = engine.add(2, PROMPT, max_tokens=1)
     (work,) = engine.step().work
     # All five blocks are cached; the last is computed again, for the logits of its last token.
-    assert (first.cached_tokens, second.cached_tokens, work.num_tokens) == (0, 16, 4)
+    assert (first.facts.cached_tokens, second.facts.cached_tokens, work.num_tokens) == (0, 16, 4)
     assert engine.outputs[1] == engine.outputs[2]
     assert engine.endings[2].report is not None
     assert engine.endings[2].report.cached_tokens == 16
@@ -92,7 +92,7 @@ def test_partial_blocks_are_never_found_nor_all_of_a_prompt_but_one_token(length
     engine.run()
     request = engine.add(2, prompt, max_tokens=3)
     engine.run()
-    assert request.cached_tokens == cached
+    assert request.facts.cached_tokens == cached
     assert engine.outputs[2] == answer(prompt, 0, 3, 64)
 
 
@@ -102,7 +102,7 @@ def test_prompts_share_exactly_what_they_have_in_common() -> None:
     engine.run()
     other = engine.add(2, [*PROMPT[:10], 7, *PROMPT[11:]])
     engine.run()
-    assert other.cached_tokens == 8
+    assert other.facts.cached_tokens == 8
 
 
 def test_running_requests_share_blocks_that_are_computed() -> None:
@@ -125,7 +125,7 @@ def test_salts_keep_prompts_apart() -> None:
     for local_id, salt in enumerate(["", "a", "b", "a"]):
         cached.append(engine.add(local_id, PROMPT, salt=salt))
         engine.run()
-    assert [request.cached_tokens for request in cached] == [0, 0, 0, 16]
+    assert [request.facts.cached_tokens for request in cached] == [0, 0, 0, 16]
 
 
 def test_generated_tokens_are_found_by_the_next_turn() -> None:
@@ -136,7 +136,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
     turn = engine.add(2, [*PROMPT, *said, 7, 7, 7])
     engine.run()
     # The last token of an answer is never computed.
-    assert turn.cached_tokens == (20 + len(said) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert turn.facts.cached_tokens == (20 + len(said) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_switched_off_nothing_is_found() -> None:
@@ -144,7 +144,7 @@ def test_switched_off_nothing_is_found() -> None:
     for local_id in range(2):
         request = engine.add(local_id, PROMPT)
         engine.run()
-        assert request.cached_tokens == 0
+        assert request.facts.cached_tokens == 0
     assert engine.blocks.num_cached == 0
     assert engine.outputs[0] == engine.outputs[1]
 
@@ -189,7 +189,7 @@ def test_a_request_that_needs_every_block_is_admitted_beside_a_full_cache() -> N
     prompt = [2] * 12 + [5] * 18
     request = engine.add(9, prompt, max_tokens=2)
     engine.run()
-    assert request.cached_tokens == 12
+    assert request.facts.cached_tokens == 12
     assert engine.outputs[9] == answer(prompt, 0, 2, 32)
     assert engine.idle
 
@@ -234,9 +234,9 @@ def test_who_waits_looks_up_only_what_the_cache_has_learnt_since(monkeypatch: py
         assert counting.looks == 0
     monkeypatch.undo()
     engine.run()
-    assert {request.cached_tokens for request in known} == {16}
-    assert {request.cached_tokens for request in longer} == {20}
-    assert {request.cached_tokens for request in tiny} == {0}
+    assert {request.facts.cached_tokens for request in known} == {16}
+    assert {request.facts.cached_tokens for request in longer} == {20}
+    assert {request.facts.cached_tokens for request in tiny} == {0}
 
 
 # ------------------------------------------------------------ blocks

@@ -266,10 +266,10 @@ def test_the_first_token_is_passed_on_before_the_blocks_land() -> None:
     assert bench.tokens() == [33]
     assert bench.scheduler.num_remote == 1
     bench.report(FetchLanded(order.transfer_id, 0.1, 100, 0.02))
-    assert request.transfer_seconds == 0.02
+    assert request.facts.transfer_seconds == 0.02
     assert request.status is Status.RUNNING
     assert bench.step().work[0].num_tokens == 1
-    assert request.prefill_source is PrefillSource.REMOTE
+    assert request.facts.prefill_source is PrefillSource.REMOTE
 
 
 @pytest.mark.parametrize("token_id", [VOCAB, -1, 2**40])
@@ -278,7 +278,7 @@ def test_a_first_token_that_the_model_lacks_is_not_taken(token_id: int) -> None:
     bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(token_id),), 0))
     assert bench.tokens() == []
     bench.report(FetchLanded(order.transfer_id, 0.1, 100, 0.02))
-    assert request.prefill_source is PrefillSource.FALLBACK
+    assert request.facts.prefill_source is PrefillSource.FALLBACK
     assert bench.step().work[0].request is request
 
 
@@ -373,7 +373,7 @@ def test_only_blocks_that_the_prefix_cache_lacks_are_asked_for() -> None:
     assert order.block_ids == tuple(longer.block_table[2:])
     assert len(order.token_ids) == 20
     bench.report(FirstTokenArrived(order.transfer_id, (SampledToken(33),), 8), FetchLanded(order.transfer_id, 0.1, 1))
-    assert longer.cached_tokens == 8
+    assert longer.facts.cached_tokens == 8
     same = bench.request(prompt=20)
     assert bench.step().fetches == []
     assert same.num_computed_tokens == 20
@@ -393,7 +393,7 @@ def test_after_the_last_prefill_node_the_rest_is_computed_here() -> None:
     plan = bench.step()
     assert [(work.request, work.num_tokens) for work in plan.work] == [(request, 2)]
     assert bench.tokens() == [50]
-    assert request.prefill_source is PrefillSource.FALLBACK
+    assert request.facts.prefill_source is PrefillSource.FALLBACK
 
 
 def test_quarantined_blocks_are_replaced_before_computing_here() -> None:
@@ -603,7 +603,7 @@ def test_cached_blocks_are_pushed_before_the_rest_is_computed() -> None:
     plan = bench.scheduler.schedule(1.0)
     bench.connector.start(plan, 1.0)
     (work,) = plan.work
-    assert (work.num_tokens, work.request.cached_tokens) == (2, 12)
+    assert (work.num_tokens, work.request.facts.cached_tokens) == (2, 12)
     table = tuple(work.request.block_table)
     assert bench.thread.pushed == [(1, table[1:3])]
     bench.scheduler.postprocess(plan, [SampledToken(50)], 1.0)

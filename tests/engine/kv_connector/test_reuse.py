@@ -92,7 +92,7 @@ def test_a_holder_is_asked_for_every_full_block_of_prompt_and_answer() -> None:
     # Only the last token is not in those blocks: its row gives the next one.
     (work,) = bench.step().work
     assert (work.request, work.num_tokens, work.replays) == (request, 1, False)
-    assert (request.reused_tokens, request.cached_tokens) == (16, 6)
+    assert (request.facts.reused_tokens, request.facts.cached_tokens) == (16, 6)
     counters = bench.scheduler.counters
     assert (counters.resume_blocks_wanted, counters.resume_blocks_reused) == (4, 4)
 
@@ -113,7 +113,7 @@ def test_the_next_holder_is_asked_for_what_the_first_one_lacks(held: int, comput
     left = 17 - computed if computed >= 6 else 6 - computed
     assert (work.num_tokens, work.replays) == (left, computed >= 6)
     assert len(bench.thread.asked) == 2
-    assert request.reused_tokens == computed
+    assert request.facts.reused_tokens == computed
 
 
 def test_no_other_holder_is_asked_when_nothing_is_missing() -> None:
@@ -229,7 +229,7 @@ def test_each_choice_asks_for_its_own_blocks_behind_the_prompt() -> None:
     assert order.hashes == hashes([7] * 8 + [9] * 5)[2:3]
     bench.landed(1)
     assert {work.request for work in bench.step().work} == {request, child, silent}
-    assert child.reused_tokens == 12
+    assert child.facts.reused_tokens == 12
 
 
 def test_a_request_that_only_fetches_ends_without_a_token() -> None:
@@ -258,7 +258,7 @@ def test_a_request_that_only_fetches_ends_without_a_token() -> None:
     # The real request finds everything.
     again = bench.resume(holders=0)
     assert bench.step().work[0].num_tokens == 1
-    assert again.reused_tokens == 16
+    assert again.facts.reused_tokens == 16
 
 
 def test_only_fetching_what_is_here_ends_at_once() -> None:

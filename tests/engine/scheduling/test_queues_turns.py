@@ -227,9 +227,9 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(
         short = ask([40 + at, *range(300, 299 + length)], 2, remote=remote)
         if 2 * length <= engine.tokens_for_prompts - 5:
             engine.step()
-            if short.first_token_at is None:
+            if short.facts.first_token_at is None:
                 engine.step()
-            assert short.first_token_at is not None
+            assert short.facts.first_token_at is not None
     engine.run()
     assert engine.outputs == wanted
     assert engine.idle

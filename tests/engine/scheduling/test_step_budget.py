@@ -218,7 +218,7 @@ def test_a_prompt_that_has_landed_needs_no_time_for_prompts() -> None:
     assert chunks(plan) == [LEAST_PROMPT_TOKENS]
     resumed = bounded.add(2, [5, 6, 7, 8], 20, emitted=[answer([5, 6, 7, 8], 0, 3, 200)])
     plans = [bounded.step() for _ in range(6)]
-    assert resumed.first_token_at is not None, [chunks(plan) for plan in plans]
+    assert resumed.facts.first_token_at is not None, [chunks(plan) for plan in plans]
 
 
 # ------------------------------------------------------------ any traffic
