@@ -174,7 +174,7 @@ def test_every_line_of_every_process_is_json_and_names_the_request(traced: Clust
             ("engine", "pdserve_kvtransfer.fetch"),
         },
         prefill.process: {
-            ("engine", "pdserve.engine.kv_connector.pushing_connector"),
+            ("engine", "pdserve.engine.kv_connector.prompt_pusher"),
             ("engine", "pdserve_kvtransfer.push"),
         },
     }

@@ -10,8 +10,8 @@ from pdserve.config import Batching, KvOverlap, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
-from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
-from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
 from pdserve.engine.launched_step import decodes_on
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request

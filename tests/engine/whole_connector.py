@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
+from pdserve.engine.kv_connector.cached_blocks import ReusingConnector
 from pdserve.engine.kv_connector.holding_connector import HoldingConnector
-from pdserve.engine.kv_connector.pushing_connector import PushingConnector
+from pdserve.engine.kv_connector.kv_return import ReturningConnector
+from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_pusher import PushingConnector
 from pdserve.engine.kv_connector.return_offers import ReturnOffers
-from pdserve.engine.kv_connector.returning_connector import ReturningConnector
-from pdserve.engine.kv_connector.reusing_connector import ReusingConnector
 from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 
 LEASE_S = 3.0

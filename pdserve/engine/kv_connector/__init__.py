@@ -4,7 +4,7 @@ A connector knows which transfers may still touch a request's blocks. ``release`
 blocks, whatever ended it; they return to the pool only when no transfer can write to them or read from them any more.
 
 ``connector`` is what the step loop sees. ``transfer_connector`` is that of every node with peers, of any role, and has
-two parts: ``fetching_connector`` and ``pushing_connector``. Both move blocks through ``transfers``, in
+two parts: ``prompt_fetcher`` and ``prompt_pusher``. Both move blocks through ``transfers``, in
 ``transfer_memory``, and through ``staging`` if transfers do not reach the cache itself. ``opening`` puts a node's
 connector together, and ``tp_rank_transfer`` is another rank's part.
 """

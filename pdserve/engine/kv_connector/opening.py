@@ -12,13 +12,13 @@ import torch
 
 from pdserve.config import EngineConfig, KvReturn, Switch
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector.cached_blocks import ReusingConnector
 from pdserve.engine.kv_connector.connector import KvConnector, NoTransferConnector
-from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.holding_connector import HoldingConnector
-from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.kv_return import ReturningConnector
+from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
 from pdserve.engine.kv_connector.return_offers import ReturnOffers
-from pdserve.engine.kv_connector.returning_connector import ReturningConnector
-from pdserve.engine.kv_connector.reusing_connector import ReusingConnector
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, RanksCopier, copy_kernels
 from pdserve.engine.kv_connector.staging.staged_fetches import LandedBlocks
 from pdserve.engine.kv_connector.staging.staged_pushes import BlocksToSend

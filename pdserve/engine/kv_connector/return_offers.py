@@ -14,7 +14,7 @@ RETURNS_PER_S = 6
 of them together are to take less than 2 % of a core. Requests that end come first, because nothing is offered of them
 later."""
 ALONE = 4
-"""So many texts may come in transfers of their own, when they are offered together (``returning_connector``)."""
+"""So many texts may come in transfers of their own, when they are offered together (``kv_return``)."""
 TEXT_SHARE = 0.1
 """What each text costs at most that is offered with others, its offer included, as a part of what a transfer costs."""
 MAX_AHEAD_S = 2.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from pdserve.engine.kv_connector.cached_blocks import ReusingConnector
 from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S
-from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
 from pdserve.engine.kv_connector.holding_connector import HoldingConnector
-from pdserve.engine.kv_connector.pushing_connector import PushingConnector
+from pdserve.engine.kv_connector.kv_return import ReturningConnector
+from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_pusher import PushingConnector
 from pdserve.engine.kv_connector.return_offers import ReturnOffers
-from pdserve.engine.kv_connector.returning_connector import ReturningConnector
-from pdserve.engine.kv_connector.reusing_connector import ReusingConnector
 from pdserve.engine.kv_connector.transfers import Transfers
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan

@@ -23,8 +23,8 @@ from pdserve.config import (
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import open_connector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
-from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
-from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
 from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 from pdserve.engine.placement.latency_targets import NONE_YET
 from pdserve.engine.placement.placement_rule import PlacementDecision
@@ -472,7 +472,7 @@ def test_without_overlap_all_blocks_are_pushed_when_the_prompt_is_computed(overl
 
 def test_what_decides_is_how_much_has_to_be_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The length of the prompt does not decide, since the decode node may have most of its blocks already."""
-    monkeypatch.setattr("pdserve.engine.kv_connector.pushing_connector.OVERLAP_FROM_TOKENS", 12)
+    monkeypatch.setattr("pdserve.engine.kv_connector.prompt_pusher.OVERLAP_FROM_TOKENS", 12)
     bench = Bench(KvOverlap.AUTO)
     bench.report(wanted(prompt=14, first_block=1))
     bench.step()

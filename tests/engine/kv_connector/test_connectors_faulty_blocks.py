@@ -13,8 +13,8 @@ import pytest
 from pdserve.config import KvOverlap, TransferConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
-from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
-from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
 from pdserve.engine.kv_connector.transfer_memory import region_of
 from pdserve.engine.wake_up import WakeUp
 from pdserve.models.runner import ModelRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.config import OVERLAP_FROM_TOKENS, KvOverlap
-from pdserve.engine.kv_connector.pushing_connector import PushSchedule
+from pdserve.engine.kv_connector.prompt_pusher import PushSchedule
 
 
 @pytest.mark.parametrize(

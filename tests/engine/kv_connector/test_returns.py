@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 
 from pdserve.engine.kv_cache.prefix_cache import Match
-from pdserve.engine.kv_connector import returning_connector
+from pdserve.engine.kv_connector import kv_return
+from pdserve.engine.kv_connector.kv_return import MAX_FETCHES, MAX_WAITING, POOL_SHARE
 from pdserve.engine.kv_connector.return_offers import MAX_AHEAD_S, OFFER_S, RETURNS_PER_S, ReturnOffers, together
-from pdserve.engine.kv_connector.returning_connector import MAX_FETCHES, MAX_WAITING, POOL_SHARE
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.wire.ids import new_id
@@ -276,7 +276,7 @@ def test_the_texts_of_two_engines_come_in_two_fetches() -> None:
 
 
 def test_so_many_texts_come_in_one_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(returning_connector, "MAX_TEXTS", 1)
+    monkeypatch.setattr(kv_return, "MAX_TEXTS", 1)
     bench = Returning()
     (order,) = bench.offer(*[hashes([token] * 4) for token in (10, 11)])
     assert len(order.hashes) == 1

@@ -11,8 +11,8 @@ import torch
 
 from pdserve.config import KvOverlap, KvStaging, SchedulerConfig, Switch, TransferConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.fetching_connector import FetchingConnector
-from pdserve.engine.kv_connector.pushing_connector import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
 from pdserve.engine.kv_connector.transfer_memory import staging_memory, transport_for
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.engine.request import Request
