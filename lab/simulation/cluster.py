@@ -680,7 +680,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, rank, **__: partial(
                     LinkTransport, cluster.fabric, rank
                 ),
-                pdserve__engine__kv_connector__tp_rank_transfer__RankThread=cluster.make_rank_thread,
+                pdserve__engine__kv_connector__opening__RankThread=cluster.make_rank_thread,
                 **rank_model(shape.kv_heads, cluster.pace),
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
                 pdserve_kvtransfer__both_sides__PushSide=cluster.witness.push_side(),

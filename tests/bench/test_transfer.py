@@ -16,7 +16,7 @@ from pdserve.bench.transfer.yardsticks import nixl_rates
 from pdserve.cli.bench import two_cores
 from pdserve.cli.main import main
 from pdserve.config import Switch
-from pdserve.engine.kv_connector.return_offers import RETURNS_PER_S
+from pdserve.engine.kv_connector.kv_return import RETURNS_PER_S
 from pdserve.errors import BenchError
 from tests.tiny_models import save_tiny_model
 

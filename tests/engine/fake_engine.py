@@ -10,8 +10,8 @@ from pdserve.config import Batching, KvOverlap, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.connector import NoTransferConnector
-from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
-from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
+from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.launched_step import decodes_on
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request
@@ -93,10 +93,10 @@ class FakeEngine:
         if thread is None:
             self.connector = NoTransferConnector(self.blocks)
         else:
-            pushing = PushingConnector(
+            pushing = PromptPusher(
                 self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), placement
             )
-            fetching = FetchingConnector(self.blocks, thread, 30.0, BOOT, placement)
+            fetching = PromptFetcher(self.blocks, thread, 30.0, BOOT, placement)
             self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT)
         self.collector = OutputCollector()
         self.max_len = max_len

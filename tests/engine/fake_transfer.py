@@ -47,7 +47,7 @@ class Transfer:
 
 
 class DecodeThread:
-    """The transfers that a ``FetchingConnector`` talks to."""
+    """The transfers that a ``PromptFetcher`` talks to."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -74,7 +74,7 @@ class DecodeThread:
 
 
 class PrefillThread:
-    """The transfers that a ``PushingConnector`` talks to."""
+    """The transfers that a ``PromptPusher`` talks to."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire

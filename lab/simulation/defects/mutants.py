@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant(
         "a failed fetch counts one block too many as landed",
         4,
-        f"{CONNECTORS}.prompt_fetcher.FetchingConnector",
+        f"{CONNECTORS}.prompt_fetcher.PromptFetcher",
         "_retry",
         "landed_blocks += request.first_block",
         "landed_blocks += request.first_block + 1",
@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "a cancelled push keeps its blocks",
         0,
-        f"{CONNECTORS}.prompt_pusher.PushingConnector",
+        f"{CONNECTORS}.prompt_pusher.PromptPusher",
         "_ended",
         "self._blocks.free(self._cancelled_blocks.pop(transfer))",
         "self._cancelled_blocks.pop(transfer)",
@@ -145,7 +145,7 @@ MUTANTS = (
     Mutant(
         "a push's blocks are freed while they are sent",
         0,
-        f"{CONNECTORS}.prompt_pusher.PushingConnector",
+        f"{CONNECTORS}.prompt_pusher.PromptPusher",
         "release",
         "request.block_table = []",
         "self._blocks.free(list(request.block_table)); request.block_table = []",
@@ -153,7 +153,7 @@ MUTANTS = (
     Mutant(
         "a cancelled fetch keeps its blocks",
         1,
-        f"{CONNECTORS}.prompt_fetcher.FetchingConnector",
+        f"{CONNECTORS}.prompt_fetcher.PromptFetcher",
         "_free_cancelled",
         "self._blocks.free(self._cancelled_blocks.pop(transfer))",
         "self._cancelled_blocks.pop(transfer)",
@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         "a cancelled fetch's blocks are freed at once",
         1,
-        f"{CONNECTORS}.prompt_fetcher.FetchingConnector",
+        f"{CONNECTORS}.prompt_fetcher.PromptFetcher",
         "release",
         "request.block_table = []",
         "self._blocks.free(list(request.block_table)); request.block_table = []",
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "a holder keeps the blocks that it has given",
         1,
-        f"{CONNECTORS}.holding_connector.HoldingConnector",
+        f"{CONNECTORS}.cached_blocks.CachedPusher",
         "ended",
         "self._blocks.free(self._pushes.pop(event.transfer_id).table)",
         "self._pushes.pop(event.transfer_id)",
@@ -309,7 +309,7 @@ RARE = (
     Mutant(
         "a cancelled fetch's blocks are freed twice",
         1,
-        f"{CONNECTORS}.prompt_fetcher.FetchingConnector",
+        f"{CONNECTORS}.prompt_fetcher.PromptFetcher",
         "_free_cancelled",
         "self._blocks.free(self._cancelled_blocks.pop(transfer))",
         "table = self._cancelled_blocks.pop(transfer); self._blocks.free(list(table)); self._blocks.free(table)",
@@ -357,7 +357,7 @@ RARE = (
     Mutant(
         "a failed fetch of cached blocks counts one block too many as landed",
         21,
-        f"{CONNECTORS}.cached_blocks.ReusingConnector",
+        f"{CONNECTORS}.cached_blocks.CachedFetcher",
         "on_event",
         "event.landed * self._blocks.block_size",
         "(event.landed + 1) * self._blocks.block_size",
@@ -365,7 +365,7 @@ RARE = (
     Mutant(
         "a prefill node's first token counts although the client has one",
         61,
-        f"{CONNECTORS}.prompt_fetcher.FetchingConnector",
+        f"{CONNECTORS}.prompt_fetcher.PromptFetcher",
         "_accept",
         " and request.num_generated_tokens == 0",
         "",

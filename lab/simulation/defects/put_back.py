@@ -169,7 +169,7 @@ PUT_BACK = (
     Mutant(
         "a prompt that a prefill node refuses counts as its failure",
         2010,
-        "pdserve.engine.kv_connector.prompt_fetcher.FetchingConnector",
+        "pdserve.engine.kv_connector.prompt_fetcher.PromptFetcher",
         "_record_failure",
         "out_of_time or kind in (FailureKind.REFUSED, FailureKind.OVERLOADED, FailureKind.CLOSED):",
         "out_of_time:",

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from pdserve.config import Switch, TransferConfig
-from pdserve.engine.kv_connector.return_offers import RETURNS_PER_S
+from pdserve.engine.kv_connector.kv_return import RETURNS_PER_S
 from pdserve.engine.kv_connector.transfer_memory import region_of, transport_for
 from pdserve.errors import BenchError
 from pdserve.process import AnsweringProcess, python_program

@@ -25,7 +25,7 @@ from pdserve.bench.transfer.steps import CHUNK_BLOCKS, ReturnTimes, StepTimes, w
 from pdserve.bench.transfer.yardsticks import NixlRate, copy_bytes_per_s, nixl_rates, perftest_bytes_per_s
 from pdserve.config import Switch
 from pdserve.config.bench import BenchTransferConfig, CacheMemory
-from pdserve.engine.kv_connector.return_offers import RETURNS_PER_S
+from pdserve.engine.kv_connector.kv_return import RETURNS_PER_S
 from pdserve.engine.runner_loading import cpu_kernels
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.settings import to_environ

@@ -1,4 +1,8 @@
-"""The prefill node's side of KV return: fetches the blocks that decode nodes offer into the prefix cache."""
+"""KV return: the blocks of an answer come back to the node that computed its prompt.
+
+A decode node offers the blocks of running answers (``ReturnOffers``). The prefill node fetches what is offered into its
+prefix cache (``ReturnFetcher``).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from dataclasses import dataclass, replace
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.kv_connector.transfers import Fetches
+from pdserve.engine.request import Request
+from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.engine_counts import ReturnCounts
 from pdserve.wire.ids import TransferId, new_id
@@ -17,6 +23,70 @@ from pdserve.wire.transfer import MAX_HASHES
 from pdserve_kvtransfer.events import BlocksOffered, CachedFetchOrder, FetchEnd, FetchFailed, FetchLanded
 
 log = logging.getLogger(__name__)
+
+OFFER_S = 0.25
+"""Offers are made so often, and at the end of each request."""
+RETURNS_PER_S = 6
+"""Where there are many streams, each is offered less often: a transfer costs each node some 3 ms of CPU time, and all
+of them together are to take less than 2 % of a core. Requests that end come first, because nothing is offered of them
+later."""
+ALONE = 4
+"""So many texts may come in transfers of their own, when they are offered together (``kv_return``)."""
+TEXT_SHARE = 0.1
+"""What each text costs at most that is offered with others, its offer included, as a part of what a transfer costs."""
+MAX_AHEAD_S = 2.0
+"""Where more requests end than offers may be made, those beyond this are not offered."""
+BLOCKS_FOR_ONE = 256
+"""An offer names all blocks of a text. So that long texts cost no more by the token than short ones, a text of so many
+blocks is offered again when two of them are new, one of twice as many when three are, and so on."""
+
+
+class ReturnOffers:
+    """Names a text's blocks to the prefill node as soon as more of them are full than it was told.
+
+    It looks at running requests four times a second at most, so a decode step costs nothing for it.
+    """
+
+    def __init__(self, transfers: Fetches, block_size: int) -> None:
+        self._transfers = transfers
+        self._block_size = block_size
+        self._now = 0.0
+        self._next_at = 0.0
+        self._ends_at = 0.0
+        """When so many ends could have been offered as were, if they had come evenly."""
+
+    def stepped(self, plan: BatchPlan, now: float) -> None:
+        """Offers what has become full, if it is time."""
+        self._now = now
+        if now < self._next_at:
+            return
+        made = sum(self._offer(work.request, BLOCKS_FOR_ONE) for work in plan.work)
+        self._next_at = now + max(OFFER_S, together(made) / RETURNS_PER_S)
+
+    def ended(self, request: Request) -> None:
+        """Offers what has become full since the last time. The request still has its blocks."""
+        if self._ends_at - self._now < MAX_AHEAD_S and self._offer(request, 0):
+            self._ends_at = max(self._ends_at, self._now) + 1 / RETURNS_PER_S
+            self._next_at = max(self._next_at, self._now) + 1 / RETURNS_PER_S
+
+    def _offer(self, request: Request, blocks_for_one: int) -> bool:
+        """Returns whether the request had something to offer."""
+        target = (request.parent or request).return_to
+        if target is None or request.terms.fetch_only or not request.num_generated_tokens:
+            return False
+        full = min(request.num_computed_tokens // self._block_size, len(request.block_hashes), MAX_HASHES)
+        rest = full // blocks_for_one if blocks_for_one else 0
+        if full - request.offered_blocks <= rest:
+            return False
+        request.offered_blocks = full
+        self._transfers.offer(target, tuple(request.block_hashes[:full]), request.terms.prompt.request_id)
+        return True
+
+
+def together(texts: int) -> float:
+    """Returns how many transfers of one text cost as much as those of so many texts that are offered together."""
+    return min(texts, ALONE + TEXT_SHARE * texts)
+
 
 MAX_FETCHES = 4
 MAX_TEXTS = 16
@@ -35,7 +105,7 @@ class _Text:
     offer: BlocksOffered
     table: list[int]
     hashes: tuple[bytes, ...]
-    whole: bool
+    complete: bool
     """Whether these are all that was missing of the offer."""
     begun: int
     """What ``_Waiting.begun`` was."""
@@ -58,7 +128,7 @@ class _Waiting:
     memory, and the rest is not fetched: the same blocks would come and go for ever."""
 
 
-class ReturningConnector:
+class ReturnFetcher:
     """Takes free blocks and idle ones of the prefix cache, and never one that the scheduler needs.
 
     A block that has landed rests in the prefix cache like one that was computed here. A fetch that fails is not
@@ -73,7 +143,7 @@ class ReturningConnector:
         boot_id: bytes,
         finish_writes: Callable[[], None] = lambda: None,
     ) -> None:
-        """``finish_writes`` is that of a ``FetchingConnector``."""
+        """``finish_writes`` is that of a ``PromptFetcher``."""
         self._blocks = blocks
         self._transfers = transfers
         self._boot_id = boot_id
@@ -154,8 +224,8 @@ class ReturningConnector:
         self._waiting.remove(waiting)
         if not lacked:
             return None
-        room = min(self._blocks.free_beside(found) - reserved, blocks_left)
-        hashes = lacked[: max(0, room)]
+        free = min(self._blocks.free_beside(found) - reserved, blocks_left)
+        hashes = lacked[: max(0, free)]
         if not hashes or len(found) < waiting.begun:
             self.counts.offers_dropped += 1
             return None
@@ -196,11 +266,11 @@ class ReturningConnector:
         self._blocks.quarantine(event.quarantined)
         if isinstance(event, FetchFailed):
             log.debug("transfer=%s failed (%s): %s", event.transfer_id, event.kind.value, event.reason)
-        whole = self._rest(texts, event.landed)
-        again = [(text.offer, len(text.table)) for text in whole if not text.whole]
+        landed = self._rest(texts, event.landed)
+        again = [(text.offer, len(text.table)) for text in landed if not text.complete]
         if isinstance(event, FetchLanded):
             # The engine has no more of the text behind these. What it has of the others, it was not asked yet.
-            again += [(text.offer, text.begun) for text in texts[len(whole) + 1 :]]
+            again += [(text.offer, text.begun) for text in texts[len(landed) + 1 :]]
         for text in texts:
             self._blocks.free(text.table)
         self.counts.blocks_returned += event.landed
@@ -208,7 +278,7 @@ class ReturningConnector:
             self._wait(offer, begun)
 
     def _rest(self, texts: list[_Text], landed: int) -> list[_Text]:
-        """Lets the first ``landed`` blocks of all texts be found. Returns the texts that have landed whole."""
+        """Lets the first ``landed`` blocks of all texts be found. Returns the texts that have landed completely."""
         for number, text in enumerate(texts):
             for block, block_hash in zip(text.new_blocks[:landed], text.hashes, strict=False):
                 self._blocks.remember(block, block_hash)

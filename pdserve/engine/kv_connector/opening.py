@@ -1,44 +1,48 @@
-"""Opens the connector of a node.
+"""Opens the connector of a node, and the KV transfer of its other tensor-parallel ranks.
 
-This module is the last one that sees the engine's settings: the parts that it puts together get single values.
+This module is the last one that sees the engine's settings: the parts that it puts together get single values. A rank
+other than 0 has no connector. It moves its part of every block as rank 0 says (``rank_transfer``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from pdserve.config import EngineConfig, KvReturn, Switch
+from pdserve.config import EngineConfig, KvReturn, RankLaunch, Switch
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.cached_blocks import ReusingConnector
-from pdserve.engine.kv_connector.connector import KvConnector, NoTransferConnector
-from pdserve.engine.kv_connector.holding_connector import HoldingConnector
-from pdserve.engine.kv_connector.kv_return import ReturningConnector
-from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
-from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
-from pdserve.engine.kv_connector.return_offers import ReturnOffers
+from pdserve.engine.kv_connector.cached_blocks import CachedFetcher, CachedPusher
+from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S, KvConnector, NoTransferConnector, TransferConnector
+from pdserve.engine.kv_connector.kv_return import ReturnFetcher, ReturnOffers
+from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
+from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, RanksCopier, copy_kernels
-from pdserve.engine.kv_connector.staging.staged_fetches import LandedBlocks
-from pdserve.engine.kv_connector.staging.staged_pushes import BlocksToSend
-from pdserve.engine.kv_connector.staging.staged_transfers import StagedTransfers
+from pdserve.engine.kv_connector.staging.staged_transfers import BlocksToSend, LandedBlocks, StagedTransfers
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
-from pdserve.engine.kv_connector.transfer_connector import TransferConnector
 from pdserve.engine.kv_connector.transfer_memory import open_memory
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes, Transfers
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.scheduling.request_limits import PromptRule
 from pdserve.engine.tp.tp_ranks import Ranks
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, EngineError
 from pdserve.liveness import LifeBoard, LifeSign, copy_loop, transfer_loop
+from pdserve.models.tp.rank_board import RankBoard
 from pdserve.wire.discovery import Role
 from pdserve.wire.frame import Secrets
+from pdserve.wire.rank import DownloadBlocks, UploadBlocks
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.configuration import bound_to_loopback, side_settings
+from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
+
+log = logging.getLogger(__name__)
 
 
 def ucx_label(config: EngineConfig) -> str:
@@ -93,7 +97,7 @@ def open_connector(
     if memory.staging is not None:
         staged = _staged(thread, kv_cache, memory.staging, wake, ranks, life.sign(copy_loop(0)))
         transfers, fetches, pushes = staged, staged.fetches, staged.pushes
-    fetching = FetchingConnector(
+    fetching = PromptFetcher(
         blocks,
         fetches,
         transfer.prefill_timeout_ms / 1000,
@@ -102,7 +106,7 @@ def open_connector(
         prompts.vocab_size,
         memory.finish_writes,
     )
-    pushing = PushingConnector(
+    pushing = PromptPusher(
         blocks,
         pushes,
         prompts.misfit,
@@ -111,7 +115,7 @@ def open_connector(
         placement,
         memory.finish_writes,
     )
-    reusing = ReusingConnector(
+    reusing = CachedFetcher(
         blocks,
         fetches,
         transfer.lease_ms / 1000,
@@ -119,11 +123,11 @@ def open_connector(
         placement.bytes_per_token * blocks.block_size,
         memory.finish_writes,
     )
-    holding = HoldingConnector(blocks, pushes, memory.finish_writes)
+    holding = CachedPusher(blocks, pushes, memory.finish_writes)
     offers = returning = None
     if returns:
         offers = ReturnOffers(fetches, blocks.block_size)
-        returning = ReturningConnector(blocks, fetches, config.boot_id, memory.finish_writes)
+        returning = ReturnFetcher(blocks, fetches, config.boot_id, memory.finish_writes)
     return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning), control
 
 
@@ -159,3 +163,98 @@ def _staged(
     )
     copier = own if ranks is None else RanksCopier(own, ranks)
     return StagedTransfers(thread, copier, StagingBlocks(range(half)), StagingBlocks(range(half, len(staging))))
+
+
+@contextmanager
+def rank_transfer(
+    launch: RankLaunch,
+    kv_heads: int,
+    kv_cache: torch.Tensor,
+    board: RankBoard,
+    shared: SharedMemory | None,
+    life: LifeBoard,
+) -> Iterator[OrderedCopies | NoCopies]:
+    """Runs this rank's transfer thread inside the block; on a node without peers there is none.
+
+    ``shared`` is the memory that holds ``kv_cache``, if other engines may map it. Its threads show ``life``.
+
+    Raises TransferError if the thread cannot start, ConfigError if its memory or compiled code cannot be had.
+    """
+    config = launch.config
+    if not config.has_peers:
+        yield NoCopies()
+        return
+    memory = open_memory(
+        config.transfer,
+        Path(config.cache_dir),
+        config.parallel.tensor_parallel_size,
+        kv_cache,
+        shared,
+        loopback=on_loopback(config),
+        rank=launch.rank,
+    )
+    thread = RankThread(
+        address=launch.transfer_address,
+        rank=launch.rank,
+        ranks=config.parallel.tensor_parallel_size,
+        kv_heads=kv_heads,
+        region=memory.region,
+        transport=memory.transport,
+        died=_end_process,
+        life=life.sign(transfer_loop(launch.rank)),
+    )
+    thread.start()
+    try:
+        if memory.staging is None:
+            yield NoCopies()
+            return
+        copies = OrderedCopies(
+            kv_cache, memory.staging, board, launch.rank, launch.wake_fd, life.sign(copy_loop(launch.rank))
+        )
+        try:
+            yield copies
+        finally:
+            copies.close(CLOSE_TIMEOUT_S)
+    finally:
+        thread.close(CLOSE_TIMEOUT_S)
+
+
+class OrderedCopies:
+    """The copies between this rank's cache and its staging memory that rank 0 orders; the board counts those done."""
+
+    def __init__(
+        self, cache: torch.Tensor, staging: torch.Tensor, board: RankBoard, rank: int, wake_fd: int, life: LifeSign
+    ) -> None:
+        """``wake_fd`` is the eventfd that wakes rank 0's step loop."""
+        self._board, self._rank, self._wake_fd = board, rank, wake_fd
+        self._copier: BlockCopier[int] = BlockCopier(cache, staging, copy_kernels(cache.device), self._report, life)
+
+    def order(self, order: DownloadBlocks | UploadBlocks) -> None:
+        match order:
+            case DownloadBlocks(blocks, staged):
+                self._copier.download(0, blocks, staged)
+            case UploadBlocks(staged, blocks):
+                self._copier.upload(0, staged, blocks)
+
+    def _report(self) -> None:
+        if self._copier.failure is not None:
+            _end_process(self._copier.failure)
+        for _ in self._copier.done():
+            self._board.add_copied(self._rank)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self, timeout_s: float) -> None:
+        self._copier.close(timeout_s)
+
+
+class NoCopies:
+    """Takes the place of ``OrderedCopies`` if transfers reach the cache itself, or there are no transfers."""
+
+    def order(self, order: DownloadBlocks | UploadBlocks) -> None:
+        raise EngineError(f"rank 0 sent {type(order).__name__} to a rank whose KV blocks are not copied")
+
+
+def _end_process(reason: str) -> None:
+    """Ends the rank's process at once, so that rank 0 notices. Its main thread waits for rank 0's next order."""
+    log.critical("the KV transfer of this rank died: %s", reason)
+    os._exit(1)

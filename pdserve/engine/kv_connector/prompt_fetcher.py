@@ -50,7 +50,7 @@ class _OrderedFetch:
     """False once the prefill node has sent a false answer: the prompt is computed here when the fetch ends."""
 
 
-class FetchingConnector:
+class PromptFetcher:
     """Prompts come from prefill nodes, or are computed here when those fail.
 
     It asks only for blocks that the prefix cache here does not hold.
@@ -226,11 +226,11 @@ class FetchingConnector:
         scheduler.counters.prefills_failed[kind.value] += 1
         self._record_failure(fetch, transfer, kind, now)
         if request.terms.gives_back and event.asked and kind is FailureKind.PEER_LOST:
-            self._give_back(scheduler, request)
+            self._return_request(scheduler, request)
         else:
             self._retry(scheduler, request, event.landed, event.quarantined)
 
-    def _give_back(self, scheduler: Scheduler, request: Request) -> None:
+    def _return_request(self, scheduler: Scheduler, request: Request) -> None:
         """Ends a request with which its prefill node was lost. Its blocks are free but for those in quarantine."""
         request.transfer = None
         for member in (request, *request.children):

@@ -55,7 +55,7 @@ class PushSchedule:
                 return tokens >= OVERLAP_FROM_TOKENS
 
 
-class PushingConnector:
+class PromptPusher:
     """Orders of other nodes become requests, whose blocks go there chunk by chunk, or all at the end."""
 
     def __init__(

@@ -43,7 +43,7 @@ from pdserve.wire.rank import (
 if TYPE_CHECKING:
     import torch
 
-    from pdserve.engine.kv_connector.tp_rank_transfer import NoCopies, OrderedCopies
+    from pdserve.engine.kv_connector.opening import NoCopies, OrderedCopies
     from pdserve.models.backend import Backend
     from pdserve.models.runner import ModelRunner
 
@@ -95,7 +95,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         import_torch()
         import torch
 
-        from pdserve.engine.kv_connector.tp_rank_transfer import rank_transfer
+        from pdserve.engine.kv_connector.opening import rank_transfer
         from pdserve.engine.kv_connector.transfer_memory import shared_memory
         from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend, rank_device
         from pdserve.models.checkpoint.config_reading import read_decoder_config

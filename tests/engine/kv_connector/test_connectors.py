@@ -22,10 +22,9 @@ from pdserve.config import (
 )
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import open_connector
-from pdserve.engine.kv_connector.connector import NoTransferConnector
-from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
-from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
-from pdserve.engine.kv_connector.transfer_connector import TransferConnector
+from pdserve.engine.kv_connector.connector import NoTransferConnector, TransferConnector
+from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
+from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.placement.latency_targets import NONE_YET
 from pdserve.engine.placement.placement_rule import PlacementDecision
 from pdserve.engine.placement.prefill_time import PromptSize
@@ -188,8 +187,8 @@ class Bench:
         self.step_cost = StepCost()
         self.placement = make_placement(BLOCK_SIZE, step_cost=self.step_cost)
         finish = self.thread.finish_writes
-        fetching = FetchingConnector(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB, finish)
-        pushing = PushingConnector(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.placement, finish)
+        fetching = PromptFetcher(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB, finish)
+        pushing = PromptPusher(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.placement, finish)
         self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, finish)
         self.collector = OutputCollector()
         self.scheduler = Scheduler(

@@ -13,8 +13,8 @@ import pytest
 from pdserve.config import KvOverlap, TransferConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
-from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
-from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
+from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.kv_connector.transfer_memory import region_of
 from pdserve.engine.wake_up import WakeUp
 from pdserve.models.runner import ModelRunner
@@ -88,9 +88,9 @@ class Threads:
             else:
                 self.decode = thread
             schedule, placement = PushSchedule(KvOverlap.ON), make_placement(BLOCK_SIZE)
-            pushing = PushingConnector(blocks, thread, lambda ids, sampling: None, 100, schedule, placement)
+            pushing = PromptPusher(blocks, thread, lambda ids, sampling: None, 100, schedule, placement)
             timeout_s = CONFIG.prefill_timeout_ms / 1000
-            fetching = FetchingConnector(blocks, thread, timeout_s, boot, placement)
+            fetching = PromptFetcher(blocks, thread, timeout_s, boot, placement)
             return whole_connector(thread, blocks, fetching, pushing, boot)
 
         return connect

@@ -8,8 +8,16 @@ import pytest
 
 from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.kv_connector import kv_return
-from pdserve.engine.kv_connector.kv_return import MAX_FETCHES, MAX_WAITING, POOL_SHARE
-from pdserve.engine.kv_connector.return_offers import MAX_AHEAD_S, OFFER_S, RETURNS_PER_S, ReturnOffers, together
+from pdserve.engine.kv_connector.kv_return import (
+    MAX_AHEAD_S,
+    MAX_FETCHES,
+    MAX_WAITING,
+    OFFER_S,
+    POOL_SHARE,
+    RETURNS_PER_S,
+    ReturnOffers,
+    together,
+)
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.wire.ids import new_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.engine.kv_cache.prefix_cache import extend_hashes
-from pdserve.engine.kv_connector.holding_connector import MAX_PUSHES, MAX_WAITING, POOL_SHARE
+from pdserve.engine.kv_connector.cached_blocks import MAX_PUSHES, MAX_WAITING, POOL_SHARE
 from pdserve.engine.request import Request, Status
 from pdserve.wire.engine import FinishReason
 from pdserve.wire.ids import TransferId, new_id

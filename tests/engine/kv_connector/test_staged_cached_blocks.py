@@ -10,9 +10,7 @@ import torch
 
 from pdserve.config import TransferConfig
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
-from pdserve.engine.kv_connector.staging.staged_fetches import LandedBlocks
-from pdserve.engine.kv_connector.staging.staged_pushes import BlocksToSend
-from pdserve.engine.kv_connector.staging.staged_transfers import StagedTransfers
+from pdserve.engine.kv_connector.staging.staged_transfers import BlocksToSend, LandedBlocks, StagedTransfers
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.engine.kv_connector.transfer_memory import region_of
 from pdserve.wire.ids import TransferId, new_id

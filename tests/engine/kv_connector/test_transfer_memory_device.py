@@ -11,8 +11,8 @@ import torch
 
 from pdserve.config import KvOverlap, KvStaging, SchedulerConfig, Switch, TransferConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
-from pdserve.engine.kv_connector.prompt_pusher import PushingConnector, PushSchedule
+from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
+from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.kv_connector.transfer_memory import staging_memory, transport_for
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.engine.request import Request
@@ -70,7 +70,7 @@ def test_blocks_leave_when_the_kernels_that_write_them_are_over() -> None:
     transfers = ScriptedThread()
     transfers.push = lambda *arguments: seen.append(arguments)  # type: ignore[method-assign]
     blocks = BlockManager(4, 4, prefix_cache=False)
-    connector = PushingConnector(
+    connector = PromptPusher(
         blocks,
         cast(Pushes, transfers),
         lambda ids, sampling: None,
@@ -114,7 +114,7 @@ def test_blocks_land_behind_the_kernels_that_were_to_write_them_before() -> None
     blocks = BlockManager(4, 4, prefix_cache=False)
     placement = make_placement(4)
     fetches = cast(Fetches, thread)
-    connector = FetchingConnector(blocks, fetches, 30.0, new_id(), placement, finish_writes=device.wait)
+    connector = PromptFetcher(blocks, fetches, 30.0, new_id(), placement, finish_writes=device.wait)
     scheduler = Scheduler(
         blocks,
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8),

@@ -16,7 +16,7 @@ from typing import Any
 
 from pdserve.config import Disaggregation, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.placement_rule import PlacementDecision
 from pdserve.engine.placement.prefill_time import PromptSize
@@ -187,7 +187,7 @@ class DecodeServer:
         self._clock, self._speed, self._prefill = clock, speed, prefill
         blocks = BlockManager(8192, BLOCK_SIZE, prefix_cache=False)
         thread: Any = self
-        self._connector = FetchingConnector(blocks, thread, 30.0, new_id(), placement)
+        self._connector = PromptFetcher(blocks, thread, 30.0, new_id(), placement)
         config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=CHUNK)
         self._collector = OutputCollector()
         stop = StopRule(frozenset({2}), 4096)

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.config import Disaggregation, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.prompt_fetcher import FetchingConnector
+from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.placement.placement_rule import PlacementDecision
 from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
@@ -45,7 +45,7 @@ class Node:
         self.thread = ScriptedThread()
         thread: Any = self.thread
         blocks = BlockManager(1024, BLOCK_SIZE)
-        self.connector = FetchingConnector(blocks, thread, TIMEOUT_S, BOOT, self.placement)
+        self.connector = PromptFetcher(blocks, thread, TIMEOUT_S, BOOT, self.placement)
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256)
         stop = StopRule(frozenset({2}), 4096)
         self.scheduler = Scheduler(blocks, config, stop, OutputCollector(), self.connector.release, self.placement)
