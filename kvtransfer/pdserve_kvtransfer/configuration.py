@@ -12,8 +12,7 @@ from pdserve.errors import ConfigError
 from pdserve_kvtransfer.control.sockets import loopback_only
 from pdserve_kvtransfer.sides import SideSettings
 from pdserve_kvtransfer.ucx.compiled_poster import PosterLibrary
-from pdserve_kvtransfer.ucx.poster import MakePoster
-from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
+from pdserve_kvtransfer.ucx.ucx_transport import MakePoster, UcxTransport
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 
 log = logging.getLogger(__name__)

@@ -29,11 +29,10 @@ from pdserve.wire.rank_transfer import (
     RankReport,
 )
 from pdserve_kvtransfer.fetch.port import FetchPort
-from pdserve_kvtransfer.polling import BusyPoll
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.ranks import MakePort, Port
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.transport import BusyPoll, Transport
 
 log = logging.getLogger(__name__)
 

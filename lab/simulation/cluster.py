@@ -80,9 +80,9 @@ from pdserve.wire.command import NodeChange
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
 from pdserve.wire.frame import Secrets
 from pdserve.wire.version import SPOKEN
-from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.sides import LocalEngine
+from pdserve_kvtransfer.thread import BothSides
 from pdserve_proxy import server as proxy_server
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 from pdserve_proxy.workers import worker
@@ -683,7 +683,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve__engine__kv_connector__opening__RankThread=cluster.make_rank_thread,
                 **rank_model(shape.kv_heads, cluster.pace),
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
-                pdserve_kvtransfer__both_sides__PushSide=cluster.witness.push_side(),
+                pdserve_kvtransfer__thread__PushSide=cluster.witness.push_side(),
                 pdserve_proxy__workers__worker_channel__MAX_UNANSWERED=UNANSWERED_PINGS,
                 pdserve_proxy__roles__controller__RoleDecider=watched_decider(cluster.violated),
                 **cluster.proxy_processes.stand_ins(cluster.witness.admission()),

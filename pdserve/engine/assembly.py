@@ -17,9 +17,7 @@ from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_cache.cache_size import cache_blocks, context_length
-from pdserve.engine.kv_cache.chosen_sizes import with_sizes
-from pdserve.engine.kv_cache.workspace import workspace_bytes
+from pdserve.engine.kv_cache.cache_size import cache_blocks, context_length, with_sizes, workspace_bytes
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.lane_recorder import LaneRecorder

@@ -9,7 +9,7 @@ import torch
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.config import Dtype, SchedulerConfig
 from pdserve.engine.assembly import warm_up, warm_up_sampling
-from pdserve.engine.kv_cache.workspace import LIBRARY_BYTES, workspace_bytes
+from pdserve.engine.kv_cache.cache_size import LIBRARY_BYTES, workspace_bytes
 from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow

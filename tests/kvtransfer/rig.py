@@ -25,7 +25,7 @@ from pdserve_kvtransfer.region import KvRegion, Memory
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
-from pdserve_kvtransfer.ucx.poster import MakePoster
+from pdserve_kvtransfer.ucx.ucx_transport import MakePoster
 
 SECRET = b"the secret of a test cluster"
 SPEC = EngineSpec(

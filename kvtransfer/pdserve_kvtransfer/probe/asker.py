@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from pdserve.errors import PeerLost
 from pdserve_kvtransfer.pieces import label_of, tag_of
-from pdserve_kvtransfer.polling import BusyPoll
-from pdserve_kvtransfer.transport import Link
+from pdserve_kvtransfer.transport import BusyPoll, Link
 
 PING_TAG = 1
 """The tag of a ping: a few bytes that the host sends back."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from lab.simulation.machine.virtual_time import PROCESS, SimProcess
 from pdserve.patience import PatientTimer
-from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.fetch.port import FetchPort
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.rank_thread import RankThread
+from pdserve_kvtransfer.thread import BothSides
 
 IDLE_TIMERS = frozenset({"ExpiryQueue._expire", "GuardedHttp.timeout_keep_alive_handler"})
 """Those of connections between a proxy and a node, which stay open for the next request."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve.config import SchedulerConfig
-from pdserve.engine.kv_cache.workspace import (
+from pdserve.engine.kv_cache.cache_size import (
     LIBRARY_BYTES,
     SCORING_BYTES_PER_LOGIT,
     logits_bytes,

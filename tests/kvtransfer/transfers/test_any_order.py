@@ -47,7 +47,6 @@ from pdserve.wire.transfer import (
     ToPrefill,
     Welcome,
 )
-from pdserve_kvtransfer.both_sides import BothSides
 from pdserve_kvtransfer.configuration import side_settings
 from pdserve_kvtransfer.control.sockets import ControlBatch
 from pdserve_kvtransfer.events import (
@@ -80,6 +79,7 @@ from pdserve_kvtransfer.sides import (
     PushBlocks,
 )
 from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.thread import BothSides
 from tests.examples import examples
 from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from tests.kvtransfer.rig import CONFIG, SAMPLING, SECRET, SPEC

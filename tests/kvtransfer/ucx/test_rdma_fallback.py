@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.wire.links import TransportKind
-from pdserve_kvtransfer.ucx.rdma_fallback import why_no_rdma
-from pdserve_kvtransfer.ucx.rdma_ports import RdmaPort
+from pdserve_kvtransfer.ucx.rdma_ports import RdmaPort, why_no_rdma
 from pdserve_kvtransfer.ucx.ucx_library import Lane, LoadedUcx
 
 UP = RdmaPort("mlx5_0", 1, "4: ACTIVE", "5: LinkUp", "100 Gb/sec", "InfiniBand", (), 0)

@@ -22,8 +22,7 @@ from pdserve.wire.transfer import LABEL_BITS, LinkAddress
 from pdserve_kvtransfer.configuration import bound_to_loopback, chosen_poster, configured_ucx
 from pdserve_kvtransfer.shared_memory import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
-from pdserve_kvtransfer.ucx.poster import MakePoster
-from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport, allowed_transports
+from pdserve_kvtransfer.ucx.ucx_transport import MakePoster, UcxLink, UcxTransport, allowed_transports
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
 from tests.kvtransfer.rig import WAIT_S
 
