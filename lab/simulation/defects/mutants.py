@@ -99,7 +99,7 @@ MUTANTS = (
         0,
         "pdserve.engine.kv_cache.block_tables.BlockTables",
         "_hash",
-        "request.cache_salt",
+        "request.terms.prompt.cache_salt",
         '""',
     ),
     Mutant(
