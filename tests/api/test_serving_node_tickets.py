@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,8 +23,8 @@ NODE = new_id()
 TARGET = PrefillTarget("prefill-1", "tcp://127.0.0.1:9", new_id())
 
 
-def ticket(node: bytes = NODE, deadline_s: float = 12.5) -> Ticket:
-    return made_ticket(node, 2, request_id="r-1", deadline_s=deadline_s, prefill=(TARGET,))
+def ticket(node: bytes = NODE, deadline_s: float = 12.5, **more: Any) -> Ticket:
+    return made_ticket(node, 2, request_id="r-1", deadline_s=deadline_s, prefill=(TARGET,), **more)
 
 
 def header(frame: bytes) -> str:
@@ -97,9 +98,9 @@ def test_ticket_for_another_node() -> None:
 
 def test_a_ticket_resumes_no_nameless_answer() -> None:
     answer, resume = AnswerIdentity(bytes(16), 1), Resume(0, digest(b""))
-    named = msgspec.structs.replace(ticket(), answer=answer, resume=resume)
+    named = ticket(answer=answer, resume=resume)
     assert TicketGate(SECRET, NODE).admit(sealed(named)) == named
-    nameless = msgspec.structs.replace(ticket(), resume=resume)
+    nameless = ticket(resume=resume)
     assert refusal(TicketGate(SECRET, NODE), sealed(nameless)).code == "bad_ticket"
 
 

@@ -15,6 +15,7 @@ from pdserve.wire.discovery import Ack, Capacity, Deregister, NodeHeartbeat, Nod
 from pdserve.wire.frame import MAX_FRAME_BYTES, NAMED, UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.terms import PromptTerms
 from pdserve.wire.transfer import (
     Cancel,
     Done,
@@ -581,7 +582,9 @@ def _orders() -> Iterator[FrameCase]:
 
     yield _transfer("an order with a field too much", _order_and(b"\xa1x\x01"), Welcome, Failed)
     yield _transfer("an order with fields 30,000 deep", _order_and(b"\xa1x" + NESTED), Welcome)
-    yield _transfer("an order with a salt that is no UTF-8", _order_and(b"\xaacache_salt\xa2\xff\xfe"), Welcome, Failed)
+    yield _transfer(
+        "an order with a salt that is no UTF-8", _order_and(b"\xa5terms\x81\xaacache_salt\xa2\xff\xfe"), Welcome, Failed
+    )
     yield _transfer("an order that names nobody, after a greeting that does", _order_that_names_nobody, Welcome)
     yield case("no tokens", Failed, token_ids=[])
     yield case("a token beyond the vocabulary", Failed, token_ids=[49_152] * 40)
@@ -599,7 +602,7 @@ def _orders() -> Iterator[FrameCase]:
     yield case("a deadline of no number", any_answers=True, deadline_s=float("nan"))
     yield case("a deadline without an end", any_answers=True, deadline_s=float("inf"))
     yield case("200 children", any_answers=True, child_seeds=tuple(range(200)))
-    yield case("a salt of 1 MiB", any_answers=True, cache_salt="x" * MIB)
+    yield case("a salt of 1 MiB", any_answers=True, terms=PromptTerms(cache_salt="x" * MIB))
     yield _transfer("an order twice", lambda known: known.seal(_hello(known), *[_order(known)] * 2), any_answers=True)
     yield _transfer(
         "an order and its end at once",
@@ -666,6 +669,6 @@ def _order(known: Known, **fields: object) -> PrefillRequest:
         "first_block": 0,
         "sampling": SamplingParams(**_GREEDY),
         "deadline_s": 30.0,
-        "cache_salt": known.own.hex(),
+        "terms": PromptTerms(cache_salt=known.own.hex()),
     }
     return PrefillRequest(**(ordered | fields))

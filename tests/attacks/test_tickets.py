@@ -72,7 +72,10 @@ FORGED = (
         lambda office: header(sealed(office.ticket(), Purpose.TICKET, receiver=new_id())),
     ),
     TicketCase("unknown fields 9,000 deep", lambda office: header(signed_ticket(office, b"\xa1x" + b"\x91" * 9_000))),
-    TicketCase("a name that is no UTF-8", lambda office: header(signed_ticket(office, b"\xaarequest_id\xa2\xff\xfe"))),
+    TicketCase(
+        "a name that is no UTF-8",
+        lambda office: header(signed_ticket(office, b"\xa5terms\x81\xa6prompt\x81\xaarequest_id\xa2\xff\xfe")),
+    ),
     TicketCase("another sender", lambda office: header(changed(office.frame(), 1, lambda _: new_id()))),
     TicketCase("another counter", lambda office: header(changed(office.frame(), 2, lambda _: 2**62))),
     TicketCase("a negative counter", lambda office: header(changed(office.frame(), 2, lambda _: -1))),

@@ -398,7 +398,7 @@ class CompletionRoute(Generic[R]):
                 cache_salt=owned_salt(terms.cache_owner, body.cache_salt or ""),
                 trace=trace,
             ),
-            deadline_s=left_s,
+            deadline_s=min(left_s, terms.deadline_s),
             own_targets=RequestTargets(body.target_ttft_ms, body.target_itl_ms),
             movable=replayable and not terms.fetch_only,
             # The client of several prompts may have tokens of one when the prefill node of another is lost.
