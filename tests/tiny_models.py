@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    ExaoneConfig,
     Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
+    PhimoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
-    Starcoder2Config,
 )
 
 VOCAB_SIZE = 512
@@ -111,11 +111,11 @@ OTHERS: dict[str, PretrainedConfig] = {
 
 _WITHOUT_HEAD_SIZE = {name: value for name, value in SHAPE.items() if name != "head_dim"}
 FALLBACK: dict[str, PretrainedConfig] = {
-    "olmo2": Olmo2Config(**_WITHOUT_HEAD_SIZE),
-    "mixtral": MixtralConfig(**_WITHOUT_HEAD_SIZE, num_local_experts=4, num_experts_per_tok=2),
-    "starcoder2": Starcoder2Config(**_WITHOUT_HEAD_SIZE, sliding_window=WINDOW),
+    "exaone": ExaoneConfig(**_WITHOUT_HEAD_SIZE),
+    "phimoe": PhimoeConfig(**_WITHOUT_HEAD_SIZE, num_local_experts=4, num_experts_per_tok=2),
+    "ministral3": Ministral3Config(**SHAPE, sliding_window=WINDOW),
 }
-"""A dense model, one with experts, and one with windows. None has a decoder here: transformers computes them."""
+"""A dense model, one with experts, and one with windows. None has a recipe: transformers computes them."""
 
 
 def save_tiny_chat_model(tokenizer: Path, folder: Path, family: str = "llama", /, **shape: int) -> Path:

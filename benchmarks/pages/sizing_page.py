@@ -118,10 +118,10 @@ def weights(config: FamilyConfig) -> int:
     inner = config.intermediate_size
     router = 0
     if config.experts is not None:
-        inner = config.experts.count * config.experts.channels
+        inner = config.experts.count * config.experts.expert.channels
         router = config.hidden_size * config.experts.count
     layer = attention + 3 * config.hidden_size * inner + router
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.recipe.tied else 2)
     return config.num_layers * layer + embeddings
 
 

@@ -21,8 +21,8 @@ from pdserve.config import Dtype
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.weights import Checkpoint
-from pdserve.models.decoders.decoder import build_decoder
-from pdserve.models.decoders.layers import Building
+from pdserve.models.decoder import build_decoder
+from pdserve.models.parts.projections import Building
 from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
 from pdserve_kernels.contract import AttentionRow, BlockKernels, DecodeTables, GraphKernels, Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels

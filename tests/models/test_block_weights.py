@@ -15,8 +15,8 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors, stays_in_blocks
 from pdserve.models.checkpoint.weights import ALL, Checkpoint
-from pdserve.models.decoders.decoder import build_decoder
-from pdserve.models.decoders.layers import Building, Projection, SideBySide, column_parallel
+from pdserve.models.decoder import build_decoder
+from pdserve.models.parts.projections import Building, Projection, SideBySide, column_parallel
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat, BlockWeight

@@ -17,8 +17,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.decoder_config import FallbackConfig, FamilyConfig
-from pdserve.models.checkpoint.family_settings import SETTINGS, ExpertSettings, Rotary
-from pdserve.models.decoders.rotary import frequencies
+from pdserve.models.parts.rotary import frequencies
+from pdserve.models.recipe import ExpertsRecipe, Rotary
+from pdserve.models.table import FAMILIES as SETTINGS
 from tests.tiny_models import FAMILIES, OTHERS
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 7, "hidden_size": 64, "num_attention_heads": 4}
@@ -109,14 +110,25 @@ def windows_of_transformers(hf: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in hf.layer_types)
 
 
-def experts_of_transformers(hf: PretrainedConfig) -> ExpertSettings | None:
-    if hf.model_type != "qwen3_moe" or hf.num_experts == 0:
-        return None
+Sparse = tuple[int, int, int, bool]
+
+
+def experts_of_transformers(hf: PretrainedConfig) -> list[Sparse | None]:
+    """Returns for each layer the numbers of experts, chosen ones and channels, and whether weights are normalised."""
     layers = range(hf.num_hidden_layers)
-    sparse = (i for i in layers if i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0)
-    return ExpertSettings(
-        hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, hf.norm_topk_prob, frozenset(sparse)
-    )
+    if hf.model_type != "qwen3_moe" or hf.num_experts == 0:
+        return [None for _ in layers]
+    sparse = {i for i in layers if i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0}
+    found = (hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, hf.norm_topk_prob)
+    return [found if i in sparse else None for i in layers]
+
+
+def experts_of(config: FamilyConfig) -> list[Sparse | None]:
+    parts = [layer.feed_forward for layer in config.recipe.layers]
+    return [
+        (part.count, part.chosen, part.expert.channels, part.normalised) if isinstance(part, ExpertsRecipe) else None
+        for part in parts
+    ]
 
 
 def assert_frequencies(rotary: Rotary, head_dim: int, hf: PretrainedConfig, kind: str | None) -> None:
@@ -144,15 +156,19 @@ def assert_like_transformers(found: FamilyConfig, hf: PretrainedConfig) -> None:
     assert found.kv_heads == hf.num_key_value_heads
     assert found.head_dim == head_dim
     assert found.attention_scale == (hf.query_pre_attn_scalar if "gemma3" in hf.model_type else head_dim) ** -0.5
-    assert found.norm_eps == hf.rms_norm_eps
-    assert found.tied_embeddings == hf.tie_word_embeddings
+    assert {norm.eps for norm in (found.recipe.norm, *(layer.norm for layer in found.recipe.layers))} == {
+        hf.rms_norm_eps
+    }
+    assert found.recipe.tied == hf.tie_word_embeddings
     assert found.windows == windows_of_transformers(hf)
     assert found.max_positions == hf.max_position_embeddings
     assert found.eos_token_ids == {token_id for token_id in ids if token_id is not None}
-    assert found.experts == experts_of_transformers(hf)
-    each = hf.model_type == "gemma3_text"
-    assert_frequencies(found.rotary, head_dim, hf, FULL if each else None)
-    assert_frequencies(found.window_rotary, head_dim, hf, SLIDING if each else None)
+    assert experts_of(found) == experts_of_transformers(hf)
+    for window, layer in zip(found.windows, found.recipe.layers, strict=True):
+        assert layer.attention.window == window
+        assert layer.attention.rotary is not None
+        kind = (FULL if window is None else SLIDING) if hf.model_type == "gemma3_text" else None
+        assert_frequencies(layer.attention.rotary, head_dim, hf, kind)
 
 
 @pytest.mark.parametrize("family", sorted(SETTINGS))
@@ -179,7 +195,7 @@ def test_a_gemma3_with_images_is_tied_by_its_outer_setting(
     tmp_path: Path, own: dict[str, Any], outer: dict[str, Any]
 ) -> None:
     folder = written(tmp_path, {"model_type": "gemma3", "text_config": SMALL | own} | outer)
-    assert read_family_config(folder).tied_embeddings == AutoConfig.from_pretrained(folder).tie_word_embeddings
+    assert read_family_config(folder).recipe.tied == AutoConfig.from_pretrained(folder).tie_word_embeddings
 
 
 def test_a_gemma3_with_images_has_its_outer_ends(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.demo import resolve_model, served_model_name
-from pdserve.models.checkpoint.family_settings import LinearScaling
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_file import read_gguf
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 from pdserve.models.checkpoint.weights import ALL, Checkpoint
-from pdserve.models.decoders.rotary import rotary_table
+from pdserve.models.parts.rotary import rotary_table
+from pdserve.models.recipe import LinearScaling
 from pdserve.models.runner import StepRow
 from tests.examples import examples
 from tests.models.greedy import small_runner
@@ -49,7 +49,7 @@ def test_the_shape_is_read(tmp_path: Path) -> None:
     path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", {"tokenizer.ggml.eot_token_id": 7})
     config = read_family_config(path)
     assert (config.heads, config.kv_heads, config.head_dim, config.num_layers) == (6, 2, 10, 3)
-    assert (config.max_positions, config.vocab_size, config.tied_embeddings) == (512, 512, True)
+    assert (config.max_positions, config.vocab_size, config.recipe.tied) == (512, 512, True)
     assert config.eos_token_ids == {2, 7}
 
 
@@ -64,7 +64,9 @@ def test_settings_that_change_nothing_are_read(tmp_path: Path) -> None:
 def test_a_rotary_factor_alone_scales_linearly(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", {"llama.rope.scaling.factor": 4.0})
-    assert read_family_config(path).rotary.scaling == LinearScaling(4.0)
+    rotary = read_family_config(path).recipe.layers[0].attention.rotary
+    assert rotary is not None
+    assert rotary.scaling == LinearScaling(4.0)
 
 
 def test_formats_and_tensors_are_checked_before_any_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +90,8 @@ def test_llama_3_divides_its_rotary_frequencies(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     plain = read_family_config(folder)
     divided = read_family_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", rope_freqs=[1, 1, 2, 4, 8]))
-    cos, _ = rotary_table(divided.rotary, divided.head_dim, 64, torch.float32, CPU)
-    wanted, _ = rotary_table(plain.rotary, plain.head_dim, 64, torch.float32, CPU)
+    cos, _ = rotary_table(divided.recipe.layers[0].attention.rotary, divided.head_dim, 64, torch.float32, CPU)
+    wanted, _ = rotary_table(plain.recipe.layers[0].attention.rotary, plain.head_dim, 64, torch.float32, CPU)
     for column, divisor in enumerate([1, 1, 2, 4, 8]):
         torch.testing.assert_close(cos[::divisor, column][:8], wanted[:, column][:8])
 

@@ -11,8 +11,8 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
-from pdserve.models.decoders.layers import Building
-from pdserve.models.decoders.qwen3_moe import Experts
+from pdserve.models.parts.experts import Experts
+from pdserve.models.parts.projections import Building
 from pdserve.models.tp.shares import ALONE, Alone, TpGroup
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import save_tiny_model
@@ -51,7 +51,7 @@ def experts(folder: Path, tp: TpGroup) -> Experts:
     building = Building(Checkpoint(folder, torch.float32), TorchKernels(), tp)
     config = read_family_config(folder)
     assert config.experts is not None
-    return Experts(config.experts, config.hidden_size, building, "model.layers.0.mlp")
+    return Experts(config.hidden_size, building, config.experts, "model.layers.0.")
 
 
 def test_ranks_add_up(tmp_path: Path) -> None:

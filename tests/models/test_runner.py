@@ -12,6 +12,7 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
+from pdserve.models.recipe import ExpertsRecipe
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.models.tp.shares import Alone
 from pdserve.settings import cache_folder
@@ -202,4 +203,5 @@ def test_a_step_asks_its_device_for_nothing_but_through_the_group_of_ranks(folde
     assert [tuple(computed.shape) for computed in (logits, *pieces)] == [(2, VOCAB_SIZE), (2, VOCAB_SIZE)]
     runner.copy_blocks([1, 2], [3, 4])
     runner.clear([5])
-    assert group.reads == (0 if config.experts is None else len(config.experts.layers))
+    sparse = [layer for layer in config.recipe.layers if isinstance(layer.feed_forward, ExpertsRecipe)]
+    assert group.reads == len(sparse)

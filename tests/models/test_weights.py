@@ -13,8 +13,8 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.model_files import weight_files
 from pdserve.models.checkpoint.weights import Checkpoint, SafetensorsFiles
-from pdserve.models.decoders.decoder import build_decoder
-from pdserve.models.decoders.layers import Building
+from pdserve.models.decoder import build_decoder
+from pdserve.models.parts.projections import Building
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
@@ -154,7 +154,7 @@ def test_a_head_of_its_own_counts_although_the_configuration_ties_it(tmp_path: P
     last = []
     for head in (embedding, embedding.flip(0)):
         rewrite(folder, tensors | {"lm_head.weight": head.clone()})
-        assert read_family_config(folder).tied_embeddings
+        assert read_family_config(folder).recipe.tied
         got = load(folder).run([StepRow(prompt, 0, range(8), True)])[0]
         torch.testing.assert_close(got, reference_logits(folder, prompt)[-1], rtol=1e-3, atol=1e-3)
         last.append(got)

@@ -87,7 +87,7 @@ def products_of(config: FamilyConfig, formats: Mapping[str, BlockFormat]) -> Pro
             for form, group in groupby(found, key=lambda each: each[0]):
                 yield Product(sum(outputs for _, outputs in group), inputs, form)
 
-    form = formats.get("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight")
+    form = formats.get("model.embed_tokens.weight" if config.recipe.tied else "lm_head.weight")
     layers = tuple(tuple(layer(index)) for index in range(config.num_layers))
     return Products(layers, Product(config.vocab_size, hidden, form))
 

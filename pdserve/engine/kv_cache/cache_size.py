@@ -86,7 +86,7 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
     if isinstance(decoder, FamilyConfig):
         widest = max(widest, 3 * -(-decoder.intermediate_size // ranks))
     if isinstance(decoder, FamilyConfig) and decoder.experts is not None:
-        widest = max(widest, 3 * -(-decoder.experts.channels // ranks) + decoder.hidden_size)
+        widest = max(widest, 3 * -(-decoder.experts.expert.channels // ranks) + decoder.hidden_size)
         # What the router gives each expert and each chosen one, and where the chosen ones are.
         own = decoder.experts.count * 3 * _FP32_BYTES + decoder.experts.chosen * 8 * _INDEX_BYTES
     # The residual, what is added to it, both after a norm, the layer's result, and the angles of the positions.

@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import FAMILIES, DecoderConfig, FamilyConfig
-from pdserve.models.checkpoint.family_settings import LlamaSettings, settings_from_json, settings_from_values
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.gguf_file import GgufFile, is_gguf, read_gguf
 from pdserve.models.checkpoint.model_files import refuse_unknown_quantisation
+from pdserve.models.families.settings import MLP, QKVO, FamilySettings
+from pdserve.models.recipe import ExpertsRecipe, LayerRecipe
+from pdserve.models.table import FAMILIES, settings_from_json, settings_from_values
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +102,9 @@ def read_family_config(path: Path) -> FamilyConfig:
         file = read_gguf(path)
         family, settings = gguf_settings(file)
         config = _family_config(family, settings, path)
-        divisors = rotary_divisors(file)
-        return replace(
-            config,
-            biases=config.biases | gguf_biases(file),
-            rotary=replace(config.rotary, divisors=divisors),
-            window_rotary=replace(config.window_rotary, divisors=divisors),
-        )
+        biases, divisors = gguf_biases(file), rotary_divisors(file)
+        layers = tuple(_of_gguf(layer, biases, divisors) for layer in config.recipe.layers)
+        return replace(config, recipe=replace(config.recipe, layers=layers))
     found = _family_and_text(path)
     if found is None:
         raise ModelError(f"the model in {path} is computed by transformers; it is none of {sorted(FAMILIES)}")
@@ -121,7 +119,7 @@ def read_family_config(path: Path) -> FamilyConfig:
     return replace(config, eos_token_ids=_eos_token_ids(settings.eos_token_id, path))
 
 
-def _gemma3_text_settings(text: bytes) -> LlamaSettings:
+def _gemma3_text_settings(text: bytes) -> FamilySettings:
     """Returns the settings of the text part. Raises ModelError if one has a value that it cannot have."""
     try:
         both = msgspec.json.decode(text, type=_Gemma3WithImages)
@@ -150,13 +148,20 @@ def _family_and_text(folder: Path) -> tuple[str, bytes] | None:
         return GEMMA3_WITH_IMAGES, text
     if header.model_type not in FAMILIES or header.configuration_files is not None:
         return None
-    if header.model_type == "mistral" and header.layer_types is not None:
-        # transformers takes it for a Ministral.
-        return None
-    return header.model_type, text
+    family = header.model_type
+    if family == "mistral" and header.layer_types is not None:
+        # transformers takes it for one, too.
+        family = "ministral"
+    try:
+        if settings_from_json(family, text).left_to_transformers():
+            return None
+    except ModelError:
+        # What is wrong is said where the settings are used.
+        pass
+    return family, text
 
 
-def _family_config(family: str, settings: LlamaSettings, path: Path) -> FamilyConfig:
+def _family_config(family: str, settings: FamilySettings, path: Path) -> FamilyConfig:
     heads = settings.num_attention_heads
     try:
         settings.check()
@@ -164,22 +169,16 @@ def _family_config(family: str, settings: LlamaSettings, path: Path) -> FamilyCo
             family=family,
             vocab_size=settings.vocab_size,
             hidden_size=settings.hidden_size,
-            intermediate_size=settings.intermediate_size,
             num_layers=settings.num_hidden_layers,
             heads=heads,
-            kv_heads=settings.num_key_value_heads or heads,
+            kv_heads=settings.kv_heads(),
             head_dim=settings.head_size(),
             attention_scale=settings.attention_scale(),
-            norm_eps=settings.rms_norm_eps,
-            biases=settings.biases(),
-            head_norms=settings.head_norms,
-            tied_embeddings=settings.tie_word_embeddings,
             windows=settings.windows(),
             max_positions=settings.max_position_embeddings,
             eos_token_ids=_ids(settings.eos_token_id),
-            rotary=settings.rotary(),
-            window_rotary=settings.window_rotary(),
-            experts=settings.experts(),
+            intermediate_size=settings.channels(),
+            recipe=settings.recipe(),
         )
     except ModelError as exc:
         raise ModelError(f"the model in {path} cannot be served: {exc}") from exc
@@ -222,7 +221,7 @@ def _ids(ids: int | list[int] | None) -> frozenset[int]:
 # ------------------------------------------------------------ GGUF
 
 
-def gguf_settings(file: GgufFile) -> tuple[str, LlamaSettings]:
+def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
     """Returns the file's family and settings.
 
     Raises ModelError for an architecture, or a setting of one, that is not known to be computed exactly.
@@ -293,9 +292,21 @@ def _windows_without_effect(file: GgufFile) -> frozenset[str]:
 
 def gguf_biases(file: GgufFile) -> frozenset[str]:
     """Returns the names of the projections that have a bias, which the format says by its tensors alone."""
-    names = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
-    names |= {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+    names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+    names |= {"attn_output": "self_attn.o_proj"}
+    names |= {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
     return frozenset(name for part, name in names.items() if f"blk.0.{part}.bias" in file.tensors)
+
+
+def _of_gguf(layer: LayerRecipe, biases: frozenset[str], divisors: tuple[float, ...]) -> LayerRecipe:
+    """Returns a layer with the biases and the frequencies that a file says by its tensors."""
+    attention, mlp = layer.attention, layer.feed_forward
+    assert attention.rotary is not None
+    rotary = replace(attention.rotary, divisors=divisors)
+    attention = replace(attention, rotary=rotary, biased=attention.biased | (biases & QKVO))
+    if not isinstance(mlp, ExpertsRecipe):
+        mlp = replace(mlp, biased=mlp.biased | (biases & MLP))
+    return replace(layer, attention=attention, feed_forward=mlp)
 
 
 def _vocabulary(file: GgufFile) -> int:

@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.models.checkpoint.family_settings import SETTINGS, ExpertSettings, Rotary
+from pdserve.models.recipe import ExpertsRecipe, ModelRecipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-GEMMA3 = frozenset({"gemma3_text"})
-MOE = frozenset({"qwen3_moe"})
-FAMILIES = frozenset(SETTINGS)
-"""``model_type`` values that have a decoder of their own here; transformers computes others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +32,21 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class FamilyConfig(DecoderConfig):
-    """A model of one of ``FAMILIES``, with what its decoder here needs to know."""
+    """A model of one of ``table.FAMILIES``, with the recipe that its decoder is built from."""
 
     intermediate_size: int
-    norm_eps: float
-    biases: frozenset[str]
-    """The names of the projections that have a bias, like ``q_proj``."""
-    head_norms: bool
-    """Whether the queries and keys of each head are normalised."""
-    tied_embeddings: bool
-    rotary: Rotary
-    """The rotary frequencies of the layers that see all."""
-    window_rotary: Rotary
-    """The rotary frequencies of the layers that see a window; only a Gemma 3 has others for them."""
-    experts: ExpertSettings | None
+    """The channels of a feed-forward part that is no expert."""
+    recipe: ModelRecipe
+
+    @property
+    def experts(self) -> ExpertsRecipe | None:
+        """The experts of those layers that have some."""
+        parts = (layer.feed_forward for layer in self.recipe.layers)
+        return next((part for part in parts if isinstance(part, ExpertsRecipe)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class FallbackConfig(DecoderConfig):
-    """A fallback model: one outside ``FAMILIES``, which transformers computes from ``hf``."""
+    """A fallback model: one outside ``table.FAMILIES``, which transformers computes from ``hf``."""
 
     hf: PretrainedConfig

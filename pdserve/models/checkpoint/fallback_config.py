@@ -15,9 +15,10 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.decoder_config import FAMILIES, FallbackConfig
-from pdserve.models.checkpoint.family_settings import FULL, SLIDING
+from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.checkpoint.model_files import refuse_unknown_quantisation
+from pdserve.models.families.settings import FULL, SLIDING
+from pdserve.models.table import FAMILIES
 
 STATES = ("state_size", "ssm_state_size", "mamba_d_state")
 """The settings that only models with state spaces have."""

@@ -243,7 +243,9 @@ def _sources() -> list[Path]:
     """Returns the code that says which bytes a key means: it reads the weights, and puts several into one."""
     here = Path(__file__)
     readers = [here, *(here.with_name(name) for name in ("weights.py", "gguf_file.py", "gguf_tensors.py"))]
-    return [*readers, *sorted(here.parents[1].glob("decoders/*.py"))]
+    models = here.parents[1]
+    builders = (path for folder in ("families", "parts") for path in sorted(models.glob(f"{folder}/*.py")))
+    return [*readers, models / "decoder.py", models / "recipe.py", *builders]
 
 
 def _may_be_mapped(folder: Path) -> bool:

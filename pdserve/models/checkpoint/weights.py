@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.checkpoint.model_files import INTEGER_FORMATS, PLAIN_FORMATS, weight_files
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
+Rows = slice | tuple[int, ...]
+"""The rows of a tensor: some that follow each other, or their numbers."""
 ALL = slice(None)
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 """The last part of the names of tables in older exports, which the configuration's settings give, too."""
@@ -79,6 +82,9 @@ class SafetensorsFiles:
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         with self._reading(name) as opened:
             stored = opened.get_slice(name)
+            if not stored.get_shape():
+                number: torch.Tensor = opened.get_tensor(name)
+                return number.to(dtype)
             tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
         return tensor.to(dtype)
 
@@ -114,7 +120,7 @@ class Checkpoint:
         """
         self.device = device
         self.path = path
-        self._dtype = dtype
+        self.dtype = dtype
         self._files = _tensor_files(path)
         self._left = {name: name for name in self._files.names() if not name.endswith(ROTARY_FREQUENCIES)}
         """What is left to take, and the names that the files know it by."""
@@ -133,7 +139,7 @@ class Checkpoint:
         unread._left = dict(self._left)
         return unread
 
-    def take(self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL) -> torch.Tensor:
         """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
 
         ``shape`` is what the configuration says of the complete tensor. ``columns`` is for tensors of two dimensions.
@@ -145,7 +151,7 @@ class Checkpoint:
         return tensor
 
     def take_optional(
-        self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL
+        self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL
     ) -> torch.Tensor | None:
         """Does what ``take`` does, and returns None for a tensor that is missing or was taken before."""
         stored = self._left.get(name)
@@ -155,22 +161,35 @@ class Checkpoint:
         del self._left[name]
         return self._loaded(stored, rows, columns)
 
-    def take_unread(self, name: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> UnreadWeight:
+    def take_unread(self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: slice = ALL) -> UnreadWeight:
         """Does what ``take`` does for a tensor of two dimensions, which is read later."""
         stored = self._left.get(name)
         if stored is None:
             raise ModelError(f"{self.path} has no tensor {name!r}")
         self._check_shape(name, stored, shape)
         del self._left[name]
-        found = (len(range(*rows.indices(shape[0]))), len(range(*columns.indices(shape[1]))))
+        found = (_count(rows, shape[0]), _count(columns, shape[1]))
 
         def read() -> torch.Tensor:
             return self._loaded(stored, rows, columns)
 
-        return UnreadWeight(_key(stored, rows, columns), found, self._dtype, read)
+        return UnreadWeight(_key(stored, rows, columns), found, self.dtype, read)
+
+    def take_transposed(
+        self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: slice = ALL
+    ) -> UnreadWeight:
+        """Does what ``take_unread`` does for a weight of ``shape`` that is stored as ``[in, out]``."""
+        stored = self.take_unread(name, shape[::-1])
+        found = (_count(rows, shape[0]), _count(columns, shape[1]))
+
+        def read() -> torch.Tensor:
+            turned = stored.read().t()
+            return _picked(turned[_span(rows)], rows)[:, columns].contiguous()
+
+        return UnreadWeight(_key(stored.key, rows, columns), found, self.dtype, read)
 
     def take_blocks(
-        self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL
+        self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL
     ) -> BlockWeight | None:
         """Returns a tensor, or a part of it, as blocks.
 
@@ -181,16 +200,16 @@ class Checkpoint:
         if stored is None:
             return None
         self._check_shape(name, stored, shape)
-        weight = self._files.read_blocks(stored, rows, columns)
+        weight = self._files.read_blocks(stored, _span(rows), columns)
         if weight is None:
             return None
         del self._left[name]
-        return replace(weight, key=_key(stored, rows, columns))
+        return replace(weight, blocks=_picked(weight.blocks, rows), key=_key(stored, rows, columns))
 
-    def _loaded(self, stored: str, rows: slice, columns: slice) -> torch.Tensor:
+    def _loaded(self, stored: str, rows: Rows, columns: slice) -> torch.Tensor:
         if self.device.type == "meta":
-            return _part_without_memory(self._files.shape(stored), rows, columns, self._dtype)
-        tensor = self._files.read(stored, rows, columns, self._dtype).to(self.device)
+            return _part_without_memory(self._files.shape(stored), rows, columns, self.dtype)
+        tensor = _picked(self._files.read(stored, _span(rows), columns, self.dtype), rows).to(self.device)
         self._read += 1
         self._progress(min(1.0, self._read / self._tensors))
         return tensor
@@ -204,10 +223,14 @@ class Checkpoint:
                 f"{list(shape)}"
             )
 
-    def unwrap(self, prefix: str, others: tuple[str, ...]) -> None:
-        """Takes ``prefix`` off the names of a model within another, and does not read what begins with ``others``."""
-        inner = {name: stored for name, stored in self._left.items() if not name.startswith(others)}
-        self._left = {name.removeprefix(prefix): stored for name, stored in inner.items()}
+    def unwrap(self, prefix: str, outside: tuple[str, ...], ends: tuple[str, ...] = ()) -> None:
+        """Takes ``prefix`` off the names of a model within another one.
+
+        Tensors whose names begin with one of ``outside``, or end with one of ``ends``, are left unread.
+        """
+        found = self._left.items()
+        kept = {name: stored for name, stored in found if not (name.startswith(outside) or name.endswith(ends))}
+        self._left = {name.removeprefix(prefix): stored for name, stored in kept.items()}
 
     def check_all_taken(self) -> None:
         """Raises ModelError if the checkpoint holds tensors that the model did not ask for."""
@@ -223,13 +246,31 @@ def unknown_tensors(path: Path, names: Iterable[str]) -> str:
     return f"{path} has {count} that this architecture lacks and nothing would read: {some}"
 
 
-def _part_without_memory(shape: tuple[int, ...], rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-    complete = torch.empty(shape, dtype=dtype, device="meta")
-    return complete[rows] if columns == ALL else complete[rows, columns]
+def _part_without_memory(shape: tuple[int, ...], rows: Rows, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+    found = (_count(rows, shape[0]), *shape[1:]) if shape else shape
+    whole = torch.empty(found, dtype=dtype, device="meta")
+    return whole if columns == ALL else whole[:, columns]
 
 
-def _key(name: str, rows: slice, columns: slice) -> str:
-    return f"{name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
+def _span(rows: Rows) -> slice:
+    """Returns rows that follow each other, among which ``rows`` are."""
+    return rows if isinstance(rows, slice) else slice(min(rows), max(rows) + 1)
+
+
+def _picked(span: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Returns ``rows`` of what was read of their span."""
+    return span if isinstance(rows, slice) else span[torch.tensor(rows) - min(rows)]
+
+
+def _count(rows: Rows, of: int) -> int:
+    return len(range(*rows.indices(of))) if isinstance(rows, slice) else len(rows)
+
+
+def _key(name: str, rows: Rows, columns: slice) -> str:
+    if isinstance(rows, slice):
+        return f"{name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
+    digest = hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
+    return f"{name}[{digest},{columns.start}:{columns.stop}]"
 
 
 def parameters(path: Path) -> int:

@@ -22,12 +22,13 @@ from pdserve.engine.sampling import sampling_row
 from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow, sampling_bytes
-from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.checkpoint.family_settings import ExpertSettings
+from pdserve.models.checkpoint.config_reading import read_family_config
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL
-from pdserve.models.decoders.decoder import build_decoder
-from pdserve.models.decoders.layers import Building
+from pdserve.models.decoder import build_decoder
+from pdserve.models.families.settings import gated_expert
+from pdserve.models.parts.projections import Building
+from pdserve.models.recipe import ExpertsRecipe, MlpRecipe
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.contract import Linear, UnreadWeight
 from tests.engine.live_bytes import LiveBytes
@@ -87,7 +88,7 @@ class Together:
 class GpuMemory:
     """Takes the memory that the Triton kernels take, which have no tensors in between."""
 
-    def __init__(self, decoder: DecoderConfig, ranks: int) -> None:
+    def __init__(self, decoder: FamilyConfig, ranks: int) -> None:
         self._heads = decoder.heads // ranks
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -110,6 +111,20 @@ class GpuMemory:
 
 
 TOKENS, ROWS = 2048, 256
+EXPERTS = ExpertsRecipe(128, 8, gated_expert(768), normalised=True)
+
+
+def wide(config: FamilyConfig) -> FamilyConfig:
+    """Returns a configuration whose recipe has its sizes, and as many experts as a large model where it has experts."""
+    layers = [
+        replace(layer, feed_forward=replace(layer.feed_forward, channels=config.intermediate_size))
+        if isinstance(layer.feed_forward, MlpRecipe) and config.experts is None
+        else replace(layer, feed_forward=EXPERTS)
+        for layer in config.recipe.layers
+    ]
+    return replace(config, recipe=replace(config.recipe, layers=tuple(layers)))
+
+
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "8B": ("llama", {"hidden_size": 4096, "intermediate_size": 14_336, "heads": 32, "kv_heads": 8, "head_dim": 128}),
     "gemma 12B": (
@@ -124,7 +139,6 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "heads": 32,
             "kv_heads": 4,
             "head_dim": 128,
-            "experts": ExpertSettings(128, 8, 768, True, frozenset(range(3))),
         },
     ),
     "wide heads": (
@@ -138,7 +152,7 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("size", sorted(SIZES))
 def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: int) -> None:
     family, shape = SIZES[size]
-    decoder = replace(read_decoder_config(save_tiny_model(family, tmp_path)), vocab_size=152_000, **shape)
+    decoder = wide(replace(read_family_config(save_tiny_model(family, tmp_path)), vocab_size=152_000, **shape))
     group: Any = Together(ranks)
     checkpoint: Any = AnyCheckpoint()
     kernels: Any = GpuMemory(decoder, ranks)
@@ -196,7 +210,7 @@ def test_scoring_takes_no_more_than_is_counted() -> None:
 
 
 def test_the_workspace_is_the_sum_of_what_is_in_memory_at_once(tmp_path: Path) -> None:
-    decoder = replace(read_decoder_config(save_tiny_model("llama", tmp_path)), vocab_size=152_000, **SIZES["8B"][1])
+    decoder = replace(read_family_config(save_tiny_model("llama", tmp_path)), vocab_size=152_000, **SIZES["8B"][1])
     small, large = (
         workspace_bytes(decoder, SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens), BF16, 1, 2**21)
         for seqs, tokens in ((8, 256), (256, 8192))

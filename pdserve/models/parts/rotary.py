@@ -9,30 +9,64 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
-from pdserve.models.checkpoint.family_settings import LinearScaling, Llama3Scaling, Rotary, YarnScaling
+from pdserve.models.recipe import LinearScaling, Llama3Scaling, LongScaling, Rotary, YarnScaling
 
 
 def rotary_table(
-    rotary: Rotary, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+    rotary: Rotary | None, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``(cos, sin)``, each ``[positions, head_dim / 2]``."""
-    inverse, factor = frequencies(rotary, head_dim)
+    """Returns ``(cos, sin)``, each ``[positions, head_dim / 2]``.
+
+    Channels that are not turned have the angle 0. Without ``rotary`` these are all.
+    """
+    if rotary is None:
+        still = torch.zeros(positions, head_dim // 2)
+        return still.cos().to(device, dtype), still.to(device, dtype)
+    inverse, factor = frequencies(rotary, head_dim, positions)
     if rotary.divisors:
         inverse = inverse / torch.tensor(rotary.divisors)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    still_channels = head_dim // 2 - len(inverse)
+    cos, sin = F.pad(cos, (0, still_channels), value=1.0), F.pad(sin, (0, still_channels))
+    return cos.to(device, dtype), sin.to(device, dtype)
 
 
-def frequencies(rotary: Rotary, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Returns the fp32 frequencies ``[head_dim / 2]``, and the factor of cosines and sines."""
-    periods = rotary.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def channel_order(rotary: Rotary | None, head_dim: int) -> tuple[int, ...] | None:
+    """Returns in which order a head's channels have to be, so that its halves are turned against each other.
+
+    Queries and keys in the same order have the same products. Returns None for the order of the checkpoint.
+    """
+    if rotary is None or not (rotary.interleaved or rotary.backwards or rotary.width not in (None, head_dim)):
+        return None
+    width = rotary.width or head_dim
+    turned = range(width)
+    first, second = (turned[::2], turned[1::2]) if rotary.interleaved else (turned[: width // 2], turned[width // 2 :])
+    if rotary.backwards:
+        first, second = second, first
+    still = range(width, head_dim)
+    middle = len(still) // 2
+    return (*first, *still[:middle], *second, *still[middle:])
+
+
+def frequencies(rotary: Rotary, head_dim: int, positions: int = 0) -> tuple[torch.Tensor, float]:
+    """Returns the fp32 frequencies of the channels that are turned, and the factor of cosines and sines.
+
+    ``positions`` is the longest context.
+    """
+    width = rotary.width or head_dim
+    periods = rotary.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     plain = 1.0 / periods
     match rotary.scaling:
         case None:
             return plain, 1.0
         case LinearScaling(factor):
             return plain / factor, 1.0
+        case LongScaling() as scaling:
+            divisors = scaling.long if positions > scaling.original_positions else scaling.short
+            return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * periods), scaling.attention_factor
         case Llama3Scaling() as scaling:
             return _llama3(scaling, plain), 1.0
         case YarnScaling() as scaling:

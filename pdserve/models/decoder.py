@@ -1,0 +1,238 @@
+"""Builds a model from its recipe, and computes it layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
+from pdserve.models.parts.attention import SelfAttention
+from pdserve.models.parts.experts import Experts
+from pdserve.models.parts.feed_forward import FeedForward, Mlp
+from pdserve.models.parts.norms import LoadedNorm, load_norm
+from pdserve.models.parts.projections import Building
+from pdserve.models.parts.rotary import rotary_table
+from pdserve.models.parts.vocabulary import PositionTable, VocabParallelEmbedding, vocab_parallel_head
+from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, ModelRecipe, NormOrder, Rotary
+from pdserve.models.table import FAMILIES
+from pdserve_kernels.contract import Attention
+
+
+class Decoder(Protocol):
+    """Maps token ids and positions to hidden states, and hidden states to logits for the rows that need them."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step does the same operations for all inputs, so that a recorded one may be replayed."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Maps ids and positions, both ``[tokens]``, to ``[tokens, hidden_size]``, before the final norm."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps ``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
+
+
+def build_decoder(config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> Decoder:
+    """Returns this rank's part of the model, for contexts of up to ``max_positions``.
+
+    Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks, or if it is
+    a fallback model and paged attention would change its tokens.
+    """
+    match config:
+        case FamilyConfig():
+            building.checkpoint.check_formats()
+            # Built without weights first: what is missing or unknown, or has another shape, shows before any is read.
+            RecipeDecoder(config, building.unread(), 1, dtype)
+            return RecipeDecoder(config, building, max_positions, dtype)
+        case FallbackConfig():
+            return _fallback_decoder(config, building, dtype)
+        case _:
+            raise TypeError(f"{type(config).__name__} has no decoder")
+
+
+def _fallback_decoder(config: FallbackConfig, building: Building, dtype: torch.dtype) -> Decoder:
+    if building.tp.size > 1:
+        raise ModelError(
+            f"--tensor-parallel-size {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank"
+        )
+    if building.checkpoint.device.type != "cpu":
+        raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
+    # This import loads the parts of transformers that compute: about 2 s, and other families do not need them.
+    from pdserve.models.fallback.hf_check import checked_hf_decoder
+
+    return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)
+
+
+class RecipeDecoder:
+    """Satisfies ``Decoder``."""
+
+    def __init__(self, config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
+        """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
+        checkpoint, recipe = building.checkpoint, config.recipe
+        checkpoint.unwrap(recipe.prefix, recipe.unused, recipe.unused_ends)
+        self.capturable = recipe.capturable
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = VocabParallelEmbedding(building, recipe.embedding, shape)
+        # The factor is rounded like the weights, because models are trained with the rounded one.
+        self._embedding_scale = torch.tensor(recipe.embedding_scale, dtype=dtype).item()
+        self._embedding_norm: LoadedNorm | None = None
+        if recipe.embedding_norm is not None:
+            self._embedding_norm = load_norm(building, recipe.embedding_norm, "", config.hidden_size)
+        self._positions: PositionTable | None = None
+        if recipe.positions is not None:
+            self._positions = PositionTable(building, recipe.positions, config.hidden_size, max_positions)
+        self._layers = [_layer(config, building, recipe, i) for i in range(config.num_layers)]
+        self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
+        self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
+        rotaries = [layer.attention.rotary for layer in recipe.layers]
+        distinct: list[Rotary | None] = list(dict.fromkeys(rotaries))
+        self._tables = [
+            rotary_table(rotary, config.head_dim, max_positions, dtype, checkpoint.device) for rotary in distinct
+        ]
+        self._table_of = [distinct.index(rotary) for rotary in rotaries]
+        checkpoint.check_all_taken()
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        angles = [(cos[positions], sin[positions]) for cos, sin in self._tables]
+        residual = self._embedding(token_ids)
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
+        if self._embedding_norm is not None:
+            residual = self._embedding_norm(residual)
+        if self._positions is not None:
+            residual = residual + self._positions(positions)
+        delta: torch.Tensor | None = None
+        for layer, table in zip(self._layers, self._table_of, strict=True):
+            delta, residual = layer(residual, delta, *angles[table], attention)
+        return residual if delta is None else residual + delta
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(self._norm(hidden))
+
+
+Layer = Callable[
+    [torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Attention], tuple[torch.Tensor, torch.Tensor]
+]
+"""Maps ``(residual, delta, cos, sin, attention)`` to ``(delta, residual)``.
+
+``delta`` is the output of the layer's last part, which the next norm adds to the residual in one pass.
+"""
+
+
+def _layer(config: FamilyConfig, building: Building, model: ModelRecipe, index: int) -> Layer:
+    """Builds layer ``index``."""
+    recipe, prefix = model.layers[index], f"{model.layer_prefix}{index}."
+    attend = SelfAttention(config, building, recipe.attention, prefix, index)
+    feed = _feed_forward(config, building, recipe, prefix)
+    norms = [load_norm(building, recipe.norm, prefix + name, config.hidden_size) for name in recipe.norms]
+    match recipe.order:
+        case NormOrder.PRE:
+            return _PreNorm(attend, feed, norms, recipe.residual_scale)
+        case NormOrder.POST:
+            return _PostNorm(attend, feed, norms)
+        case NormOrder.SANDWICH:
+            return _SandwichNorm(attend, feed, norms)
+        case NormOrder.PARALLEL:
+            return _Parallel(attend, feed, norms, recipe.residual_scale)
+
+
+def _feed_forward(config: FamilyConfig, building: Building, recipe: LayerRecipe, prefix: str) -> FeedForward:
+    part = recipe.feed_forward
+    kind = Experts if isinstance(part, ExpertsRecipe) else Mlp
+    return kind(config.hidden_size, building, part, prefix)  # type: ignore[arg-type]  # each kind gets its own recipe
+
+
+class _PreNorm:
+    """Attention and feed-forward part, each after a norm."""
+
+    def __init__(self, attend: SelfAttention, feed: FeedForward, norms: list[LoadedNorm], scale: float) -> None:
+        self._attend, self._feed, self._scale = attend, feed, scale
+        self._input_norm, self._feed_norm = norms
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: Attention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = _normed(self._input_norm, delta, residual)
+        attended = _scaled(self._attend(normed, cos, sin, attention), self._scale)
+        normed, residual = self._feed_norm.of_sum(attended, residual)
+        return _scaled(self._feed(normed), self._scale), residual
+
+
+class _PostNorm:
+    """Attention and feed-forward part, each before a norm."""
+
+    def __init__(self, attend: SelfAttention, feed: FeedForward, norms: list[LoadedNorm]) -> None:
+        self._attend, self._feed = attend, feed
+        self._after_attention, self._after_feed = norms
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: Attention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if delta is not None:
+            residual = residual + delta
+        residual = residual + self._after_attention(self._attend(residual, cos, sin, attention))
+        return self._after_feed(self._feed(residual)), residual
+
+
+class _SandwichNorm:
+    """Attention and feed-forward part, each between two norms."""
+
+    def __init__(self, attend: SelfAttention, feed: FeedForward, norms: list[LoadedNorm]) -> None:
+        self._attend, self._feed = attend, feed
+        self._before_attention, self._after_attention, self._before_feed, self._after_feed = norms
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: Attention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = _normed(self._before_attention, delta, residual)
+        attended = self._after_attention(self._attend(normed, cos, sin, attention))
+        normed, residual = self._before_feed.of_sum(attended, residual)
+        return self._after_feed(self._feed(normed)), residual
+
+
+class _Parallel:
+    """Attention and feed-forward part beside each other, after one norm or one each."""
+
+    def __init__(self, attend: SelfAttention, feed: FeedForward, norms: list[LoadedNorm], scale: float) -> None:
+        self._attend, self._feed, self._scale = attend, feed, scale
+        self._norm, *others = norms
+        self._feed_norm = others[0] if others else None
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: Attention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = _normed(self._norm, delta, residual)
+        fed = normed if self._feed_norm is None else self._feed_norm(residual)
+        both = self._attend(normed, cos, sin, attention) + self._feed(fed)
+        return _scaled(both, self._scale), residual
+
+
+def _normed(norm: LoadedNorm, delta: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (norm(residual), residual) if delta is None else norm.of_sum(delta, residual)
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x if scale == 1.0 else x * scale

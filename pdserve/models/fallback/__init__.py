@@ -1,0 +1,1 @@
+"""Models without a recipe, which transformers computes."""

@@ -1,0 +1,162 @@
+"""GLM 4 (Zhipu): half of each head is turned, neighbour by neighbour; fused gates; two or four norms; experts.
+
+And families with the same experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pdserve.models.families.settings import (
+    FULL,
+    HEAD_NORMS,
+    NONE,
+    QKV,
+    QKVO,
+    SLIDING,
+    Count,
+    FamilySettings,
+    gated_expert,
+    windows_of,
+)
+from pdserve.models.recipe import (
+    AttentionRecipe,
+    ExpertsRecipe,
+    FeedForwardRecipe,
+    HeadNorm,
+    LayerRecipe,
+    MlpRecipe,
+    ModelRecipe,
+    NormOrder,
+    Scoring,
+)
+
+GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+class GlmSettings(FamilySettings, kw_only=True):
+    partly_turned: ClassVar[bool] = True
+    interleaved: ClassVar[bool] = True
+    turned_part: ClassVar[float] = 0.5
+    vocab_size: Count = 151_552
+    intermediate_size: Count = 13_696
+    num_hidden_layers: Count = 40
+    num_key_value_heads: Count | None = 2
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1.5625e-07
+    eos_token_id: int | list[int] | None = None
+    attention_bias: bool = True
+
+    def biases(self) -> frozenset[str]:
+        return QKV if self.attention_bias else NONE
+
+    def mlp(self) -> MlpRecipe:
+        return replace(super().mlp(), fused="mlp.gate_up_proj")
+
+
+class Glm4Settings(GlmSettings, kw_only=True):
+    def layer(self, index: int) -> LayerRecipe:
+        return replace(super().layer(index), norms=GLM4_NORMS, order=NormOrder.SANDWICH)
+
+
+class Glm4MoeSettings(FamilySettings, kw_only=True):
+    """GLM 4.5 and 4.6: experts chosen by corrected scores, in groups, beside a shared one."""
+
+    partly_turned: ClassVar[bool] = True
+    turned_part: ClassVar[float] = 0.5
+    vocab_size: Count = 151_552
+    intermediate_size: Count = 10_944
+    num_hidden_layers: Count = 46
+    num_attention_heads: Count = 96
+    num_key_value_heads: Count | None = 8
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = None
+    use_qk_norm: bool = False
+    n_routed_experts: Count = 128
+    n_shared_experts: Count = 1
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 1408
+    routed_scaling_factor: float = 1.0
+    n_group: Count = 1
+    topk_group: Count = 1
+    first_k_dense_replace: int = 1
+    norm_topk_prob: bool = True
+
+    def biases(self) -> frozenset[str]:
+        return QKV if self.attention_bias else NONE
+
+    def attention(self, index: int) -> AttentionRecipe:
+        norms = HeadNorm(self.norm(), *HEAD_NORMS) if self.use_qk_norm else None
+        return replace(super().attention(index), norms=norms)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if index < self.first_k_dense_replace:
+            return self.mlp()
+        channels = self.moe_intermediate_size
+        gate, up, down = (f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        return ExpertsRecipe(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            gated_expert(channels),
+            scoring=Scoring.SIGMOID,
+            normalised=self.norm_topk_prob,
+            correction="mlp.gate.e_score_correction_bias",
+            precise_router=True,
+            groups=self.n_group,
+            chosen_groups=self.topk_group,
+            scale=self.routed_scaling_factor,
+            smallest_sum=1e-20,
+            shared=MlpRecipe(channels * self.n_shared_experts, gate=gate, up=up, down=down),
+        )
+
+    def recipe(self) -> ModelRecipe:
+        # Behind the last layer, some checkpoints have one that drafts tokens.
+        return replace(super().recipe(), unused=(f"model.layers.{self.num_hidden_layers}.",))
+
+
+class SolarOpenSettings(Glm4MoeSettings, kw_only=True):
+    """Upstage's Solar Open: GLM's experts in every layer, and whole heads are turned."""
+
+    default_theta: ClassVar[float] = 1_000_000.0
+    partly_turned: ClassVar[bool] = False
+    turned_part: ClassVar[float] = 1.0
+    vocab_size: Count = 196_608
+    num_hidden_layers: Count = 48
+    num_attention_heads: Count = 64
+    head_dim: Count | None = 128
+    moe_intermediate_size: Count = 1280
+    first_k_dense_replace: int = 0
+    intermediate_size: Count = 10_240
+
+
+class Dots1Settings(Glm4MoeSettings, kw_only=True):
+    """rednote's dots.llm1: GLM's experts, whole heads turned and normalised, windows in some layers."""
+
+    partly_turned: ClassVar[bool] = False
+    turned_part: ClassVar[float] = 1.0
+    vocab_size: Count = 152_064
+    hidden_size: Count = 4608
+    num_hidden_layers: Count = 62
+    num_attention_heads: Count = 32
+    num_key_value_heads: Count | None = 32
+    max_position_embeddings: Count = 2048
+    rms_norm_eps: float = 1e-6
+    use_qk_norm: bool = True
+    first_k_dense_replace: int = 0
+    norm_topk_prob: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 62
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def windows(self) -> tuple[int | None, ...]:
+        window = self.sliding_window or None
+        usual = [
+            SLIDING if window is not None and index >= self.max_window_layers else FULL
+            for index in range(self.num_hidden_layers)
+        ]
+        return windows_of(self.layer_types_or(usual), self.num_hidden_layers, window)

@@ -1,0 +1,48 @@
+"""Tencent's Hunyuan, dense and with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pdserve.models.families.settings import Count, FamilySettings, gated_expert
+from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, FeedForwardRecipe, HeadNorm, MlpRecipe, Rotary
+
+
+class HunYuanSettings(FamilySettings, kw_only=True):
+    """Tencent's Hunyuan: heads are normalised after they are turned, and frequencies may be scaled by ``alpha``."""
+
+    default_theta: ClassVar[float] = 10_000.0
+    vocab_size: Count = 290_943
+    rms_norm_eps: float = 1e-5
+
+    def attention(self, index: int) -> AttentionRecipe:
+        names = ("self_attn.query_layernorm", "self_attn.key_layernorm")
+        return replace(super().attention(index), norms=HeadNorm(self.norm(), *names, after_rotary=True))
+
+    def rotary(self) -> Rotary:
+        given = self.rope_scaling or self.rope_parameters
+        if given is None or (given.rope_type or given.type) != "dynamic" or not given.alpha:
+            return super().rotary()
+        theta = given.rope_theta or (self.default_theta if self.rope_theta is None else self.rope_theta)
+        channels = self.head_size()
+        return Rotary(theta * given.alpha ** (channels / (channels - 2)))
+
+
+class HunYuanMoeSettings(HunYuanSettings, kw_only=True):
+    """Experts in every layer, beside one that sees every token."""
+
+    num_experts: Count = 1
+    moe_topk: Count = 1
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        gate, up, down = (f"mlp.shared_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        return ExpertsRecipe(
+            self.num_experts,
+            self.moe_topk,
+            gated_expert(self.intermediate_size),
+            router="mlp.gate.wg",
+            normalised=True,
+            precise_router=True,
+            shared=MlpRecipe(self.intermediate_size, gate=gate, up=up, down=down),
+        )

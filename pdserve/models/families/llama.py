@@ -1,0 +1,283 @@
+"""Llama, and families that differ from it in little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pdserve.errors import ModelError
+from pdserve.models.families.settings import (
+    FULL,
+    HEAD_NORMS,
+    MLP,
+    NONE,
+    QKV,
+    QKVO,
+    SLIDING,
+    Count,
+    FamilySettings,
+    windows_of,
+)
+from pdserve.models.recipe import (
+    Activation,
+    AttentionRecipe,
+    HeadNorm,
+    LayerRecipe,
+    MlpRecipe,
+    ModelRecipe,
+    Norm,
+    NormOrder,
+    Rotary,
+)
+
+
+class LlamaSettings(FamilySettings, kw_only=True):
+    """Llama 1 to 3, SmolLM 2 and many others."""
+
+
+class MistralSettings(FamilySettings, kw_only=True):
+    """Every layer sees a window."""
+
+    intermediate_size: Count = 14_336
+    num_key_value_heads: Count | None = 8
+    max_position_embeddings: Count = 131_072
+    sliding_window: Count | None = 4096
+
+    def biases(self) -> frozenset[str]:
+        return NONE
+
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window,) * self.num_hidden_layers
+
+
+class MinistralSettings(MistralSettings, kw_only=True):
+    """Some layers see a window."""
+
+    def windows(self) -> tuple[int | None, ...]:
+        usual = FULL if self.sliding_window is None else SLIDING
+        kinds = self.layer_types_or([usual] * self.num_hidden_layers)
+        return windows_of(kinds, self.num_hidden_layers, self.sliding_window)
+
+
+class CwmSettings(FamilySettings, kw_only=True):
+    """One layer in four sees everything, the others a window."""
+
+    default_theta: ClassVar[float] = 1_000_000.0
+    vocab_size: Count = 128_256
+    hidden_size: Count = 6144
+    intermediate_size: Count = 21_504
+    num_hidden_layers: Count = 64
+    num_attention_heads: Count = 48
+    num_key_value_heads: Count | None = 8
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = None
+    sliding_window: Count | None = 8192
+
+    def biases(self) -> frozenset[str]:
+        return MLP if self.mlp_bias else NONE
+
+    def windows(self) -> tuple[int | None, ...]:
+        kinds = self.layer_types_or([SLIDING if i % 4 else FULL for i in range(self.num_hidden_layers)])
+        return windows_of(kinds, self.num_hidden_layers, self.sliding_window)
+
+
+class SmolLm3Settings(FamilySettings, kw_only=True):
+    """Every fourth layer does not know positions."""
+
+    default_theta: ClassVar[float] = 2_000_000.0
+    vocab_size: Count = 128_256
+    hidden_size: Count = 2048
+    num_hidden_layers: Count = 36
+    num_attention_heads: Count = 16
+    num_key_value_heads: Count | None = 4
+    max_position_embeddings: Count = 32_768
+    eos_token_id: int | list[int] | None = 128_001
+    tie_word_embeddings: bool = True
+    use_sliding_window: bool = False
+    sliding_window: Count | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Count = 4
+
+    def _turned(self) -> list[bool]:
+        """Returns whether each layer knows positions."""
+        if self.no_rope_layers is not None:
+            if len(self.no_rope_layers) != self.num_hidden_layers:
+                raise ModelError(f"no_rope_layers must have a number for each of {self.num_hidden_layers} layers")
+            return [bool(turned) for turned in self.no_rope_layers]
+        return [(index + 1) % self.no_rope_layer_interval != 0 for index in range(self.num_hidden_layers)]
+
+    def windows(self) -> tuple[int | None, ...]:
+        window = self.sliding_window if self.use_sliding_window else None
+        usual = [FULL if window is None or turned else SLIDING for turned in self._turned()]
+        kinds = self.layer_types_or(usual) if window is not None else [FULL] * self.num_hidden_layers
+        return windows_of(kinds, self.num_hidden_layers, window)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return self.rotary() if self._turned()[index] else None
+
+
+class SeedOssSettings(FamilySettings, kw_only=True):
+    """ByteDance's Seed-OSS: biases of queries, keys and values, and of the outputs if the file says so."""
+
+    vocab_size: Count = 155_136
+    intermediate_size: Count = 27_648
+    num_hidden_layers: Count = 64
+    num_attention_heads: Count = 80
+    num_key_value_heads: Count | None = 8
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 524_288
+    attention_bias: bool = True
+    attention_out_bias: bool = False
+
+    def biases(self) -> frozenset[str]:
+        inputs, outputs = QKV if self.attention_bias else NONE, QKVO - QKV if self.attention_out_bias else NONE
+        return inputs | outputs | (MLP if self.mlp_bias else NONE)
+
+
+class ArceeSettings(FamilySettings, kw_only=True):
+    """A feed-forward part without a gate."""
+
+    activations: ClassVar[tuple[str, ...]] = ("relu2",)
+    hidden_size: Count = 2560
+    intermediate_size: Count = 18_432
+    hidden_act: str = "relu2"
+    max_position_embeddings: Count = 4096
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 128_001
+
+    def mlp(self) -> MlpRecipe:
+        return replace(super().mlp(), gate="")
+
+
+class HeliumSettings(FamilySettings, kw_only=True):
+    """Neighbouring channels are turned against each other."""
+
+    default_theta: ClassVar[float] = 100_000.0
+    interleaved: ClassVar[bool] = True
+    vocab_size: Count = 48_000
+    hidden_size: Count = 2560
+    intermediate_size: Count = 7040
+    num_hidden_layers: Count = 24
+    num_attention_heads: Count = 20
+    num_key_value_heads: Count | None = 20
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 4096
+    rms_norm_eps: float = 1e-8
+
+    def biases(self) -> frozenset[str]:
+        return (QKV if self.attention_bias else NONE) | (MLP if self.mlp_bias else NONE)
+
+
+class InternLm3Settings(FamilySettings, kw_only=True):
+    vocab_size: Count = 128_512
+    intermediate_size: Count = 10_240
+    num_hidden_layers: Count = 48
+    num_key_value_heads: Count | None = 2
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 32_768
+    rms_norm_eps: float = 1e-5
+    qkv_bias: bool | None = None
+    """What older files call ``attention_bias``."""
+    bias: bool | None = None
+    """What older files call ``mlp_bias``."""
+
+    def biases(self) -> frozenset[str]:
+        inputs = self.attention_bias if self.qkv_bias is None else self.qkv_bias
+        others = self.mlp_bias if self.bias is None else self.bias
+        return (QKV if inputs else NONE) | ((QKVO - QKV) | MLP if others else NONE)
+
+
+class GraniteSettings(FamilySettings, kw_only=True):
+    """IBM's Granite 3: embedding, residuals, scores and logits have factors."""
+
+    attention_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+    def attention_scale(self) -> float:
+        return self.attention_multiplier
+
+    def recipe(self) -> ModelRecipe:
+        recipe = super().recipe()
+        layers = tuple(replace(layer, residual_scale=self.residual_multiplier) for layer in recipe.layers)
+        return replace(
+            recipe, layers=layers, embedding_scale=self.embedding_multiplier, logits_scale=1 / self.logits_scaling
+        )
+
+
+class HyperClovaXSettings(GraniteSettings, kw_only=True):
+    """NAVER's HyperCLOVA X SEED: Granite's factors, and more norms behind each part if the file says so."""
+
+    use_post_norm: bool = True
+    attention_multiplier: float | None = None  # type: ignore[assignment]  # the usual factor if the file has none
+
+    def attention_scale(self) -> float:
+        usual = float(self.head_size() ** -0.5)
+        return usual if self.attention_multiplier is None else self.attention_multiplier
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = super().layer(index)
+        if not self.use_post_norm:
+            return layer
+        norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+        return replace(layer, norms=norms, order=NormOrder.SANDWICH)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), logits_scale=self.logits_scaling)
+
+
+class ApertusSettings(FamilySettings, kw_only=True):
+    """The Swiss AI Initiative's Apertus: an activation with weights of its own."""
+
+    activations: ClassVar[tuple[str, ...]] = ("xielu",)
+    head_norms: ClassVar[bool] = True
+    default_theta: ClassVar[float] = 12_000_000.0
+    vocab_size: Count = 131_072
+    intermediate_size: Count = 14_336
+    hidden_act: str = "xielu"
+    max_position_embeddings: Count = 65_536
+    rms_norm_eps: float = 1e-5
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def mlp(self) -> MlpRecipe:
+        return MlpRecipe(self.intermediate_size, Activation.XIELU, "")
+
+    def layer(self, index: int) -> LayerRecipe:
+        return replace(super().layer(index), norms=("attention_layernorm", "feedforward_layernorm"))
+
+
+class NanoChatSettings(FamilySettings, kw_only=True):
+    """Karpathy's nanochat: norms without weights, also of the embedding and of rotated heads, and bounded logits."""
+
+    activations: ClassVar[tuple[str, ...]] = ("relu2",)
+    vocab_size: Count = 50_304
+    hidden_size: Count = 768
+    intermediate_size: Count = 8192
+    num_hidden_layers: Count = 12
+    num_attention_heads: Count = 6
+    hidden_act: str = "relu2"
+    eos_token_id: int | list[int] | None = 1
+    final_logit_softcapping: float | None = 15.0
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def norm(self) -> Norm:
+        return Norm(self.rms_norm_eps, weighted=False)
+
+    def rotary(self) -> Rotary:
+        return replace(super().rotary(), backwards=True)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(super().attention(index), norms=HeadNorm(self.norm(), *HEAD_NORMS, after_rotary=True))
+
+    def mlp(self) -> MlpRecipe:
+        return MlpRecipe(self.intermediate_size, Activation.RELU_SQUARED, "", "mlp.fc1", "mlp.fc2")
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), embedding_norm=self.norm(), logits_cap=self.final_logit_softcapping)

@@ -1,0 +1,121 @@
+"""Qwen 2, with biased projections, and Qwen 3, with normalised heads, dense and with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pdserve.models.families.settings import (
+    FULL,
+    NONE,
+    QKV,
+    QKVO,
+    SLIDING,
+    Count,
+    FamilySettings,
+    gated_expert,
+    windows_of,
+)
+from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpRecipe
+
+
+class Qwen2Settings(FamilySettings, kw_only=True):
+    """The last layers see a window, or those that ``layer_types`` names, if ``use_sliding_window`` allows it."""
+
+    vocab_size: Count = 151_936
+    intermediate_size: Count = 22_016
+    num_key_value_heads: Count | None = 32
+    max_position_embeddings: Count = 32_768
+    eos_token_id: int | list[int] | None = None
+    use_sliding_window: bool = False
+    sliding_window: Count | None = 4096
+    max_window_layers: int = 28
+
+    def biases(self) -> frozenset[str]:
+        return QKV
+
+    def windows(self) -> tuple[int | None, ...]:
+        window = self.sliding_window if self.use_sliding_window else None
+        first = self.num_hidden_layers if window is None else self.max_window_layers
+        usual = [SLIDING if i >= first else FULL for i in range(self.num_hidden_layers)]
+        return windows_of(self.layer_types_or(usual), self.num_hidden_layers, window)
+
+
+class Qwen3Settings(Qwen2Settings, kw_only=True):
+    """Qwen 3 has heads of 128 channels where a file does not say otherwise."""
+
+    head_norms: ClassVar[bool] = True
+    head_dim: Count | None = 128
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+
+class Qwen3MoeSettings(FamilySettings, kw_only=True):
+    """Most layers have experts, and every layer sees a window if ``use_sliding_window`` allows it."""
+
+    head_norms: ClassVar[bool] = True
+    vocab_size: Count = 151_936
+    hidden_size: Count = 2048
+    intermediate_size: Count = 6144
+    num_hidden_layers: Count = 24
+    num_key_value_heads: Count | None = 4
+    max_position_embeddings: Count = 32_768
+    eos_token_id: int | list[int] | None = None
+    use_sliding_window: bool = False
+    sliding_window: Count | None = 4096
+    num_experts: int = 128
+    num_local_experts: int | None = None
+    """What newer files call ``num_experts``."""
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: list[int] | None = None
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window if self.use_sliding_window else None,) * self.num_hidden_layers
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        count = self.num_experts if self.num_local_experts is None else self.num_local_experts
+        sparse = (index + 1) % self.decoder_sparse_step == 0 and index not in (self.mlp_only_layers or [])
+        if count <= 0 or not sparse:
+            return self.mlp()
+        expert = gated_expert(self.moe_intermediate_size)
+        return ExpertsRecipe(count, self.num_experts_per_tok, expert, normalised=self.norm_topk_prob)
+
+
+class Qwen2MoeSettings(Qwen3MoeSettings, kw_only=True):
+    """Qwen 1.5 and 2 with experts: one more expert sees every token, weighed by a gate of its own."""
+
+    head_norms: ClassVar[bool] = False
+    intermediate_size: Count = 5632
+    num_attention_heads: Count = 16
+    num_key_value_heads: Count | None = 16
+    max_window_layers: int = 28
+    sliding_window: int | None = 4096
+    num_experts: int = 60
+    num_experts_per_tok: Count = 4
+    moe_intermediate_size: Count = 1408
+    shared_expert_intermediate_size: Count = 5632
+    qkv_bias: bool = True
+
+    def biases(self) -> frozenset[str]:
+        return QKV if self.qkv_bias else NONE
+
+    def windows(self) -> tuple[int | None, ...]:
+        window = (self.sliding_window or None) if self.use_sliding_window else None
+        first = self.num_hidden_layers if window is None else self.max_window_layers
+        usual = [SLIDING if i >= first else FULL for i in range(self.num_hidden_layers)]
+        return windows_of(self.layer_types_or(usual), self.num_hidden_layers, window)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        if not isinstance(part, ExpertsRecipe):
+            return part
+        gate, up, down = (f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        shared = MlpRecipe(self.shared_expert_intermediate_size, gate=gate, up=up, down=down)
+        return replace(part, shared=shared, shared_gate="mlp.shared_expert_gate")

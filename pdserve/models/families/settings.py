@@ -1,0 +1,297 @@
+"""Has what the families share: their settings, as a ``config.json`` has them, and the recipe that follows from these.
+
+What a file leaves out has the value that transformers gives it. transformers does not read the file itself, because it
+loads parts of torch for that which take three seconds of every start; ``tests/models/test_family_settings.py`` compares
+the two for each family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from pdserve.errors import ModelError
+from pdserve.models.recipe import (
+    Activation,
+    AttentionRecipe,
+    FeedForwardRecipe,
+    HeadNorm,
+    LayerRecipe,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    MlpRecipe,
+    ModelRecipe,
+    Norm,
+    Rotary,
+    YarnScaling,
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SELF_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+QKV = frozenset(SELF_ATTENTION[:3])
+QKVO = frozenset(SELF_ATTENTION)
+MLP = frozenset({"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"})
+NONE: frozenset[str] = frozenset()
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
+    "xielu": Activation.XIELU,
+}
+"""transformers' names of activations."""
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class RotarySettings(msgspec.Struct, kw_only=True):
+    """The object ``rope_parameters``, or ``rope_scaling`` in older files. Gemma 3 has one for each kind of layer."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: Count | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    partial_rotary_factor: float | None = None
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
+    alpha: float | None = None
+    full_attention: RotarySettings | None = None
+    sliding_attention: RotarySettings | None = None
+
+
+def gated_expert(channels: int, activation: Activation = Activation.SILU) -> MlpRecipe:
+    """Returns an expert with the usual names."""
+    gate, up, down = (f"mlp.experts.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+    return MlpRecipe(channels, activation, gate, up, down)
+
+
+class FamilySettings(msgspec.Struct, kw_only=True):
+    """The settings that all families share, with Llama's values for those that a file leaves out.
+
+    The recipe is that of Llama. A family overrides what it has otherwise.
+    """
+
+    activations: ClassVar[tuple[str, ...]] = ("silu",)
+    """The values of ``hidden_act`` that are known to be computed exactly."""
+    head_norms: ClassVar[bool] = False
+    """Whether the queries and keys of each head are normalised."""
+    partly_turned: ClassVar[bool] = False
+    """Whether ``partial_rotary_factor`` is honoured."""
+    interleaved: ClassVar[bool] = False
+    """Whether neighbouring channels are turned against each other."""
+    default_theta: ClassVar[float] = 10_000.0
+    """The base of the frequencies if the file does not have it."""
+    turned_part: ClassVar[float] = 1.0
+    """The part of a head that is turned if the file does not say it."""
+
+    vocab_size: Count = 32_000
+    hidden_size: Count = 4096
+    intermediate_size: Count = 11_008
+    num_hidden_layers: Count = 32
+    num_attention_heads: Count = 32
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: Count = 2048
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    eos_token_id: int | list[int] | None = 2
+    rope_theta: float | None = None
+    rope_scaling: RotarySettings | None = None
+    rope_parameters: RotarySettings | None = None
+    original_max_position_embeddings: Count | None = None
+    partial_rotary_factor: float | None = None
+    per_layer_config: object = None
+    is_causal: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    layer_types: list[str] | None = None
+
+    def check(self) -> None:
+        """Raises ModelError for a setting that would be computed wrongly."""
+        self._check_shared()
+        self._check_activation("hidden_act")
+
+    def left_to_transformers(self) -> bool:
+        """Returns whether there is a setting that no part computes, and transformers' code does."""
+        return False
+
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def channels(self) -> int:
+        """Returns the channels of a feed-forward part that is no expert."""
+        return self.intermediate_size
+
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    def attention_scale(self) -> float:
+        """Returns the factor of the attention scores."""
+        return float(self.head_size() ** -0.5)
+
+    def biases(self) -> frozenset[str]:
+        """Returns the names of the projections that have a bias."""
+        return (QKVO if self.attention_bias else NONE) | (MLP if self.mlp_bias else NONE)
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Returns the number of tokens that each layer sees; None for a layer that sees all."""
+        return (None,) * self.num_hidden_layers
+
+    def rotary(self) -> Rotary:
+        """Returns the frequencies of the layers that see all tokens."""
+        empty = RotarySettings()
+        chosen = self.rope_parameters or empty
+        if self.rope_scaling is not None and self.rope_scaling != empty:
+            chosen = self.rope_scaling
+        if chosen.full_attention is not None or chosen.sliding_attention is not None:
+            raise ModelError("rotary frequencies for each kind of layer are only supported in a Gemma 3")
+        if self.original_max_position_embeddings is not None:
+            chosen = msgspec.structs.replace(
+                chosen, original_max_position_embeddings=self.original_max_position_embeddings
+            )
+        theta = self.default_theta if self.rope_theta is None else self.rope_theta
+        return rotary_of(chosen, theta, self.max_position_embeddings, self.turned_channels(), self.interleaved)
+
+    def turned_channels(self) -> int | None:
+        """Returns how many channels of a head are turned; None for all."""
+        given = (self.rope_parameters, self.rope_scaling)
+        factors = [each.partial_rotary_factor for each in (*given, self) if each is not None]
+        factor = next((factor for factor in factors if factor is not None), self.turned_part)
+        return None if factor == 1.0 else int(self.head_size() * factor)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return self.rotary()
+
+    def norm(self) -> Norm:
+        """Returns the kind of the norms of layers and of the last one."""
+        return Norm(self.rms_norm_eps)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return AttentionRecipe(
+            rotary=self.rotary_of_layer(index),
+            window=self.windows()[index],
+            biased=self.biases() & QKVO,
+            norms=HeadNorm(self.norm(), *HEAD_NORMS) if self.head_norms else None,
+        )
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return self.mlp()
+
+    def mlp(self) -> MlpRecipe:
+        return MlpRecipe(self.intermediate_size, ACTIVATIONS[self.hidden_act], biased=self.biases() & MLP)
+
+    def layer(self, index: int) -> LayerRecipe:
+        return LayerRecipe(self.attention(index), self.feed_forward(index), self.norm())
+
+    def recipe(self) -> ModelRecipe:
+        layers = tuple(self.layer(index) for index in range(self.num_hidden_layers))
+        return ModelRecipe(layers, self.norm(), self.tie_word_embeddings)
+
+    def layer_types_or(self, kinds: Sequence[str]) -> Sequence[str]:
+        """Returns ``layer_types``, or ``kinds`` if the file has none."""
+        return kinds if self.layer_types is None else self.layer_types
+
+    def _check_activation(self, name: str) -> None:
+        given = getattr(self, name)
+        if given not in self.activations:
+            known = ", ".join(repr(each) for each in self.activations)
+            raise ModelError(f"{name} {given!r} is not supported; supported: {known}")
+
+    def _check_shared(self) -> None:
+        if self.per_layer_config is not None:
+            raise ModelError("per_layer_config, settings of single layers, is not supported")
+        if not self.is_causal:
+            raise ModelError("is_causal has to be true: tokens that see later ones are not supported")
+        given = (self.rope_scaling, self.rope_parameters)
+        kinds = (kind for own in given if own for kind in (own.full_attention, own.sliding_attention))
+        for own in (self, *given, *kinds):
+            if own is not None and own.partial_rotary_factor not in (None, 1.0) and not self.partly_turned:
+                raise ModelError("partial_rotary_factor, positions in a part of each head, is not supported")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ModelError(f"{self.num_attention_heads} heads cannot share {self.hidden_size} hidden channels")
+        if self.head_size() % 2:
+            raise ModelError(f"a head of {self.head_size()} channels is not supported; their number has to be even")
+        turned = self.turned_channels()
+        if turned is not None and (turned % 2 or not 0 < turned <= self.head_size()):
+            raise ModelError(f"{turned} of {self.head_size()} channels of a head cannot be turned; an even number can")
+
+
+def windows_of(kinds: Sequence[str], layers: int, window: int | None) -> tuple[int | None, ...]:
+    if len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
+        raise ModelError(f"layer_types must be one of {FULL!r} and {SLIDING!r} for each of {layers} layers")
+    if window is None and SLIDING in kinds:
+        raise ModelError(f"there are layers with {SLIDING!r}, but no sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def rotary_of(
+    given: RotarySettings, theta: float, max_positions: int, width: int | None = None, interleaved: bool = False
+) -> Rotary:
+    """Returns the frequencies, with ``theta`` if ``given`` has none. Raises ModelError for an unsupported scaling."""
+    kind = given.rope_type or given.type or "default"
+    original = given.original_max_position_embeddings or max_positions
+    scaling: LinearScaling | YarnScaling | Llama3Scaling | LongScaling | None
+    match kind:
+        case "default":
+            scaling = None
+        case "linear":
+            scaling = LinearScaling(_needed(given.factor, "factor", kind))
+        case "yarn":
+            scaling = YarnScaling(
+                factor=_needed(given.factor, "factor", kind),
+                original_positions=original,
+                beta_fast=given.beta_fast or 32.0,
+                beta_slow=given.beta_slow or 1.0,
+                truncate=given.truncate,
+                attention_factor=given.attention_factor,
+                mscale=given.mscale,
+                mscale_all_dim=given.mscale_all_dim,
+            )
+        case "llama3":
+            scaling = Llama3Scaling(
+                factor=_needed(given.factor, "factor", kind),
+                low_freq_factor=_needed(given.low_freq_factor, "low_freq_factor", kind),
+                high_freq_factor=_needed(given.high_freq_factor, "high_freq_factor", kind),
+                original_positions=original,
+            )
+        case "longrope" | "su":
+            if given.short_factor is None or given.long_factor is None:
+                raise ModelError(f"rotary scaling {kind!r} needs short_factor and long_factor")
+            factor = given.attention_factor
+            if factor is None:
+                factor = _long_factor(max_positions, original, given.factor)
+            scaling = LongScaling(tuple(given.short_factor), tuple(given.long_factor), original, factor)
+        case _:
+            raise ModelError(f"rotary scaling {kind!r} is not supported")
+    return Rotary(theta if given.rope_theta is None else given.rope_theta, scaling, (), width, interleaved)
+
+
+def _long_factor(max_positions: int, original: int, factor: float | None) -> float:
+    """Returns the factor of cosines and sines for contexts beyond ``original`` (Ding et al., 2024)."""
+    ratio = max_positions / original if factor is None else factor
+    return 1.0 if ratio <= 1.0 else math.sqrt(1 + math.log(ratio) / math.log(original))
+
+
+def _needed(value: float | None, name: str, kind: str) -> float:
+    if value is None or value <= 0:
+        raise ModelError(f"rotary scaling {kind!r} needs a positive {name}")
+    return value

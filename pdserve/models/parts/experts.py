@@ -1,0 +1,131 @@
+"""Computes experts: a router sends each token to a few of many feed-forward parts (Shazeer et al., 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from pdserve.models.parts.feed_forward import Mlp, activation_of, inner_projections
+from pdserve.models.parts.projections import Building, column_parallel
+from pdserve.models.recipe import ExpertsRecipe, MlpRecipe, Scoring
+from pdserve.models.tp.shares import share
+from pdserve_kernels.contract import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert, with this rank's part of its channels."""
+
+    inner: Linear
+    down: Linear
+
+
+class Experts:
+    """All experts of a layer and their router. Only the experts that a step's tokens are sent to are computed."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: ExpertsRecipe, prefix: str) -> None:
+        """Takes the tensors whose names begin with ``prefix``."""
+        checkpoint = building.checkpoint
+        self._recipe, self._tp = recipe, building.tp
+        router = checkpoint.take(f"{prefix}{recipe.router}.weight", (recipe.count, hidden_size))
+        self._router = _Precise(router.float()) if recipe.precise_router else building.kernels.linear(router)
+        self._correction = (
+            checkpoint.take(f"{prefix}{recipe.correction}", recipe.correction_shape or (recipe.count,))
+            if recipe.correction
+            else None
+        )
+        mine = share(building.tp, recipe.expert.channels, "channels of an expert")
+        self._experts = [
+            _expert(hidden_size, building, _numbered(recipe.expert, i), prefix, mine) for i in range(recipe.count)
+        ]
+        self._activate = activation_of(building.kernels, recipe.expert)
+        self._shared = None if recipe.shared is None else Mlp(hidden_size, building, recipe.shared, prefix)
+        self._shared_gate = None
+        if recipe.shared_gate:
+            gate = checkpoint.take(f"{prefix}{recipe.shared_gate}.weight", (1, hidden_size))
+            self._shared_gate = building.kernels.linear(gate)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, hidden_size]`` to the same shape."""
+        weights, experts = self._route(x)
+        order = experts.flatten().argsort(stable=True)
+        tokens, weights = order // self._recipe.chosen, weights.flatten()[order].unsqueeze(1)
+        chosen = experts.flatten()
+        counts = chosen.new_zeros(len(self._experts)).scatter_add_(0, chosen, torch.ones_like(chosen))
+        out, first = torch.zeros_like(x), 0
+        for expert, count in zip(self._experts, self._tp.read(counts), strict=True):
+            if count:
+                group = slice(first, first + count)
+                inner = self._activate(expert.inner(x[tokens[group]]))
+                out.index_add_(0, tokens[group], expert.down(inner) * weights[group])
+                first += count
+        out = self._tp.all_reduce(out)
+        if self._shared is None:
+            return out
+        shared = self._shared(x)
+        return out + (shared if self._shared_gate is None else self._shared_gate(x).sigmoid() * shared)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the weights and the indexes of each token's experts, both ``[tokens, chosen]``."""
+        recipe, logits = self._recipe, self._router(x)
+        match recipe.scoring:
+            case Scoring.SOFTMAX:
+                scores = logits.softmax(-1, dtype=torch.float32)
+            case Scoring.SOFTMAX_OF_CHOSEN:
+                scores = logits.float()
+            case Scoring.SIGMOID:
+                scores = logits.float().sigmoid()
+        if self._correction is None and recipe.groups == 1:
+            weights, experts = scores.topk(recipe.chosen, -1)
+        else:
+            experts = self._chosen(scores if self._correction is None else scores + self._correction.float().flatten())
+            weights = scores.gather(-1, experts)
+        if recipe.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+            weights = weights.softmax(-1)
+        if recipe.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + recipe.smallest_sum)
+        if recipe.scale != 1.0:
+            weights = weights * recipe.scale
+        return weights.to(x.dtype), experts
+
+    def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns the experts with the highest scores, in the groups with the highest ones."""
+        recipe = self._recipe
+        if recipe.groups > 1:
+            grouped = scores.view(len(scores), recipe.groups, -1)
+            best = grouped.topk(2, -1).values.sum(-1).topk(recipe.chosen_groups, -1).indices
+            barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
+            scores = grouped.masked_fill(barred.unsqueeze(-1), 0.0 if recipe.correction else float("-inf")).flatten(1)
+        return scores.topk(recipe.chosen, -1).indices
+
+
+@dataclass(frozen=True, slots=True)
+class _Precise:
+    """A product in fp32."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self.weight)
+
+
+def _numbered(expert: MlpRecipe, number: int) -> MlpRecipe:
+    """Returns a recipe of one expert with its number in its names."""
+    gate, up, down, fused = (
+        name.replace("{}", str(number)) for name in (expert.gate, expert.up, expert.down, expert.fused)
+    )
+    biased = frozenset(name.replace("{}", str(number)) for name in expert.biased)
+    return replace(expert, gate=gate, up=up, down=down, fused=fused, biased=biased)
+
+
+def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str, mine: slice) -> Expert:
+    """Takes an expert's tensors."""
+    shape = (hidden_size, recipe.channels)
+    down = building.checkpoint.take_unread(f"{prefix}{recipe.down}.weight", shape, columns=mine)
+    return Expert(
+        inner=column_parallel(building, hidden_size, inner_projections(recipe, prefix, mine)),
+        # The sum over the ranks is taken once a layer, not once an expert.
+        down=building.linear(down),
+    )

@@ -1,0 +1,99 @@
+"""Computes a layer's feed-forward part, with this rank's part of the channels in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from pdserve.models.checkpoint.weights import Rows
+from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
+from pdserve.models.recipe import Activation, MlpRecipe
+from pdserve.models.tp.shares import share
+from pdserve_kernels.contract import Kernels
+
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+"""Maps ``[tokens, hidden_size]`` to the same shape."""
+
+
+class Mlp:
+    """One feed-forward part that computes every token."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str) -> None:
+        """Takes the tensors whose names begin with ``prefix``."""
+        mine = share(building.tp, recipe.channels, "MLP channels")
+        self._inner = column_parallel(building, hidden_size, inner_projections(recipe, prefix, mine))
+        shape, biased = (hidden_size, recipe.channels), recipe.down in recipe.biased
+        self._down = RowParallel(
+            building, prefix + recipe.down, shape, mine, biased=biased, transposed=recipe.transposed
+        )
+        if recipe.activation is Activation.XIELU:
+            self._activate: Callable[[torch.Tensor], torch.Tensor] = _Xielu(building, f"{prefix}mlp.act_fn.")
+        else:
+            self._activate = activation_of(building.kernels, recipe)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(self._activate(self._inner(x)))
+
+
+def inner_projections(recipe: MlpRecipe, prefix: str, mine: slice) -> Sequence[Projection]:
+    """Returns the projections to a part's channels: gate and up side by side, or up alone."""
+    channels = recipe.channels
+    if not recipe.fused:
+        names = (recipe.gate, recipe.up) if recipe.gate else (recipe.up,)
+        return [Projection(prefix + name, channels, mine, name in recipe.biased, recipe.transposed) for name in names]
+    rows: Rows = slice(0, 2 * channels)
+    if mine.stop - mine.start != channels:
+        rows = (*range(mine.start, mine.stop), *range(channels + mine.start, channels + mine.stop))
+    return [Projection(prefix + recipe.fused, 2 * channels, rows, recipe.fused in recipe.biased)]
+
+
+def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns what maps the outputs of ``inner_projections`` to the inputs of the last product."""
+    alone = _ALONE[recipe.activation]
+    if not recipe.gate and not recipe.fused:
+        return alone
+    match recipe.activation:
+        case Activation.SILU:
+            return kernels.silu_and_mul
+        case Activation.GELU_TANH:
+            return kernels.gelu_and_mul
+
+    def gated(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return alone(gate) * up
+
+    return gated
+
+
+class _Xielu:
+    """An activation with two learned factors (Huang and Schlag, 2024): a square above 0, an exponential below."""
+
+    def __init__(self, building: Building, prefix: str) -> None:
+        above, below, self._beta, self._least = (
+            building.checkpoint.take(f"{prefix}{name}", shape)
+            for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
+        )
+        self._above, self._below = F.softplus(above), self._beta + F.softplus(below)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        negative = (torch.expm1(torch.minimum(x, self._least)) - x) * self._below + self._beta * x
+        return torch.where(x > 0, self._above * x * x + self._beta * x, negative)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
+_ALONE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: _gelu_tanh,
+    Activation.RELU: F.relu,
+    Activation.RELU_SQUARED: _relu_squared,
+}

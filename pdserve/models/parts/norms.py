@@ -1,0 +1,63 @@
+"""Normalises hidden states: by root mean square, or by mean and variance."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from pdserve.models.parts.projections import Building
+from pdserve.models.recipe import Norm, NormKind
+from pdserve_kernels.contract import Kernels
+
+
+class LoadedNorm(Protocol):
+    """Normalises over the last dimension."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the normalised sum, and the sum."""
+
+
+def load_norm(building: Building, norm: Norm, name: str, width: int) -> LoadedNorm:
+    """Takes the tensors of the norm ``name`` over ``width`` channels."""
+    checkpoint = building.checkpoint
+    weight = None
+    if norm.weighted:
+        weight = checkpoint.take(f"{name}.weight", (width,))
+        if norm.offset:
+            weight = weight + norm.offset
+    if norm.kind is NormKind.LAYER:
+        return LayerNorm(width, weight, checkpoint.take(f"{name}.bias", (width,)) if norm.biased else None, norm.eps)
+    if weight is None:
+        weight = torch.ones(width, dtype=checkpoint.dtype, device=checkpoint.device)
+    return RmsNorm(building.kernels, weight, norm.eps)
+
+
+class RmsNorm:
+    """Satisfies ``LoadedNorm``."""
+
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, eps: float) -> None:
+        self._kernels, self._weight, self._eps = kernels, weight, eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._kernels.rms_norm(x, self._weight, self._eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class LayerNorm:
+    """Satisfies ``LoadedNorm``."""
+
+    def __init__(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
+        self._shape, self._weight, self._bias, self._eps = (width,), weight, bias, eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return self(total), total

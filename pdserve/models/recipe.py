@@ -1,0 +1,279 @@
+"""Says what a model is made of: parts, their sizes, and the names of their tensors.
+
+A family reads its configuration and returns a ``ModelRecipe``; ``decoder.RecipeDecoder`` builds and runs what the
+recipe says. So a family without a new part has no code of its own that computes.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every frequency is divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Low frequencies are divided by ``factor``, high ones stay, and those between are mixed (Peng et al., 2023)."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Low frequencies are divided by ``factor``, high ones stay, and those between are smoothed, as in Llama 3.1."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """Each frequency is divided by a number of its own: one list of them for contexts beyond the original ones."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_positions: int
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The frequencies with which positions turn queries and keys."""
+
+    theta: float
+    scaling: LinearScaling | YarnScaling | Llama3Scaling | LongScaling | None = None
+    divisors: tuple[float, ...] = ()
+    """The divisor of each frequency; empty if none is divided."""
+    width: int | None = None
+    """The channels of a head, from the first on, that are turned; None for all of them."""
+    interleaved: bool = False
+    """Whether neighbouring channels are turned against each other, and not the halves."""
+    backwards: bool = False
+    """Whether they are turned the other way."""
+
+
+class NormKind(enum.Enum):
+    RMS = "rms"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalisation over the last dimension."""
+
+    eps: float
+    kind: NormKind = NormKind.RMS
+    offset: float = 0.0
+    """What is added to the weights of the checkpoint."""
+    weighted: bool = True
+    biased: bool = False
+
+
+class Activation(enum.Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    RELU_SQUARED = "relu_squared"
+    XIELU = "xielu"
+
+
+class Fusion(enum.Enum):
+    """How one tensor holds the queries, keys and values of all heads, from its first output on."""
+
+    PARTS = "parts"
+    """All query heads, then all key heads, then all value heads."""
+    GROUPS = "groups"
+    """For each key head: its query heads, itself, and its value head. With a key head for each query head, by head."""
+
+
+class NormScope(enum.Enum):
+    """What of the queries, and of the keys, is normalised together."""
+
+    HEAD = "head"
+    """Each head, all with the same weights."""
+    EACH_HEAD = "each_head"
+    """Each head, with weights of its own."""
+    ALL = "all"
+    """All heads together."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """The normalisation of queries and keys."""
+
+    norm: Norm
+    query: str
+    key: str
+    scope: NormScope = NormScope.HEAD
+    after_rotary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRecipe:
+    """One layer's attention. Names are those of tensors, within the layer and without ``.weight`` or ``.bias``."""
+
+    rotary: Rotary | None
+    """None for a layer that does not know positions."""
+    window: int | None = None
+    """The number of tokens that the layer sees, including the newest; None for all."""
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    out: str = "self_attn.o_proj"
+    fused: str = ""
+    """The tensor that holds ``query``, ``key`` and ``value``, if there is one."""
+    fusion: Fusion = Fusion.PARTS
+    biased: frozenset[str] = frozenset()
+    """Those of the names above that have a bias."""
+    norms: HeadNorm | None = None
+    transposed: bool = False
+    """Whether the checkpoint has the weights as ``[in, out]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlpRecipe:
+    """A feed-forward part: ``down(activation(gate(x)) * up(x))``, or without a gate ``down(activation(up(x)))``."""
+
+    channels: int
+    activation: Activation = Activation.SILU
+    gate: str = "mlp.gate_proj"
+    """Empty if there is no gate."""
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    fused: str = ""
+    """The tensor that holds ``gate`` and then ``up``, if there is one."""
+    biased: frozenset[str] = frozenset()
+    """Those of the names above that have a bias."""
+    transposed: bool = False
+    """Whether the checkpoint has the weights as ``[in, out]``."""
+
+
+class Scoring(enum.Enum):
+    """How a router's outputs become the weights of experts."""
+
+    SOFTMAX = "softmax"
+    """Softmax over all experts, of which the largest are chosen."""
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+    """The largest are chosen, and softmax is taken over these."""
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsRecipe:
+    """A feed-forward part of many experts, of which each token is sent to a few."""
+
+    count: int
+    chosen: int
+    expert: MlpRecipe
+    """One expert. Its names have ``{}`` where the number of the expert stands."""
+    router: str = "mlp.gate"
+    scoring: Scoring = Scoring.SOFTMAX
+    normalised: bool = False
+    """Whether the weights of the chosen experts are scaled to a sum of one."""
+    correction: str = ""
+    """The tensor, by its whole name, that is added to the scores by which experts are chosen, not to their weights."""
+    correction_shape: tuple[int, ...] = ()
+    """The shape of this tensor, if it is not that of the scores of one token."""
+    precise_router: bool = False
+    """Whether the router computes in fp32 whatever the numbers of the model."""
+    groups: int = 1
+    chosen_groups: int = 1
+    """Experts are chosen from so many of ``groups`` equal groups: those whose two best experts score highest."""
+    scale: float = 1.0
+    """What the weights are multiplied by."""
+    smallest_sum: float = 0.0
+    """What is added to the sum by which weights are divided."""
+    shared: MlpRecipe | None = None
+    """One more expert, to which each token is sent."""
+    shared_gate: str = ""
+    """The product whose sigmoid weighs the shared expert, if there is one."""
+
+
+FeedForwardRecipe = MlpRecipe | ExpertsRecipe
+
+
+class NormOrder(enum.Enum):
+    """Where the norms of a layer stand, and so how many they are."""
+
+    PRE = "pre"
+    """Before attention, and before the feed-forward part."""
+    POST = "post"
+    """After attention, and after the feed-forward part, before each is added to the residual."""
+    SANDWICH = "sandwich"
+    """Before and after attention, and before and after the feed-forward part."""
+    PARALLEL = "parallel"
+    """One before both parts, which are added together; or, if two are named, one before each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecipe:
+    attention: AttentionRecipe
+    feed_forward: FeedForwardRecipe
+    norm: Norm
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """The names of the norms, in the order of ``order``."""
+    order: NormOrder = NormOrder.PRE
+    residual_scale: float = 1.0
+    """What the outputs of both parts are multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A table with a vector for each position, which is added to the embedding."""
+
+    name: str
+    rows: int
+    offset: int = 0
+    """The row of position 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecipe:
+    """A whole model. Names are those of tensors, without ``.weight`` or ``.bias``."""
+
+    layers: tuple[LayerRecipe, ...]
+    norm: Norm
+    """The last one, before the head."""
+    tied: bool
+    """Whether the head has the weights of the embedding."""
+    embedding: str = "model.embed_tokens"
+    embedding_scale: float = 1.0
+    """What the embedding is multiplied by, in the numbers of the weights."""
+    embedding_norm: Norm | None = None
+    """A norm without weights of the embedding."""
+    positions: LearnedPositions | None = None
+    layer_prefix: str = "model.layers."
+    """What stands before the number of a layer in the names of its tensors."""
+    last_norm: str = "model.norm"
+    head: str = "lm_head"
+    head_biased: bool = False
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
+    """Logits ``x`` become ``cap * tanh(x / cap)``."""
+    prefix: str = ""
+    """What a checkpoint of a larger model has before all names of this one."""
+    unused: tuple[str, ...] = ()
+    """The beginnings of the names of tensors that belong to other parts of a larger model."""
+    unused_ends: tuple[str, ...] = ()
+    """The ends of the names of tensors that are no weights, such as masks."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step does the same operations for all inputs, so that a recorded one may be replayed."""
+        return not any(isinstance(layer.feed_forward, ExpertsRecipe) for layer in self.layers)

@@ -1,0 +1,117 @@
+"""The families that have a recipe, by the ``model_type`` of their configurations."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.errors import ModelError
+from pdserve.models.families.cohere import Cohere2Settings, CohereSettings
+from pdserve.models.families.ernie import ErnieMoeSettings, ErnieSettings
+from pdserve.models.families.exaone import Exaone4Settings
+from pdserve.models.families.gemma import Gemma3Settings, GemmaSettings
+from pdserve.models.families.glm import Dots1Settings, Glm4MoeSettings, Glm4Settings, GlmSettings, SolarOpenSettings
+from pdserve.models.families.gpt import (
+    FalconSettings,
+    Gpt2Settings,
+    GptBigCodeSettings,
+    GptJSettings,
+    GptNeoXSettings,
+    Jais2Settings,
+    NemotronSettings,
+    OptSettings,
+    PersimmonSettings,
+    StableLmSettings,
+    Starcoder2Settings,
+)
+from pdserve.models.families.hunyuan import HunYuanMoeSettings, HunYuanSettings
+from pdserve.models.families.llama import (
+    ApertusSettings,
+    ArceeSettings,
+    CwmSettings,
+    GraniteSettings,
+    HeliumSettings,
+    HyperClovaXSettings,
+    InternLm3Settings,
+    LlamaSettings,
+    MinistralSettings,
+    MistralSettings,
+    NanoChatSettings,
+    SeedOssSettings,
+    SmolLm3Settings,
+)
+from pdserve.models.families.mixtral import MiniMaxM2Settings, MixtralSettings
+from pdserve.models.families.olmo import FlexOlmoSettings, Olmo2Settings, Olmo3Settings, OlmoeSettings, OlmoSettings
+from pdserve.models.families.phi import Phi3Settings, PhiSettings
+from pdserve.models.families.qwen import Qwen2MoeSettings, Qwen2Settings, Qwen3MoeSettings, Qwen3Settings
+from pdserve.models.families.settings import FamilySettings
+
+FAMILIES: dict[str, type[FamilySettings]] = {
+    "llama": LlamaSettings,
+    "mistral": MistralSettings,
+    "ministral": MinistralSettings,
+    "mixtral": MixtralSettings,
+    "qwen2": Qwen2Settings,
+    "qwen2_moe": Qwen2MoeSettings,
+    "qwen3": Qwen3Settings,
+    "qwen3_moe": Qwen3MoeSettings,
+    "gemma": GemmaSettings,
+    "gemma3_text": Gemma3Settings,
+    "phi": PhiSettings,
+    "phi3": Phi3Settings,
+    "glm": GlmSettings,
+    "glm4": Glm4Settings,
+    "glm4_moe": Glm4MoeSettings,
+    "solar_open": SolarOpenSettings,
+    "olmo": OlmoSettings,
+    "olmo2": Olmo2Settings,
+    "olmo3": Olmo3Settings,
+    "olmoe": OlmoeSettings,
+    "flex_olmo": FlexOlmoSettings,
+    "cohere": CohereSettings,
+    "cohere2": Cohere2Settings,
+    "granite": GraniteSettings,
+    "smollm3": SmolLm3Settings,
+    "exaone4": Exaone4Settings,
+    "seed_oss": SeedOssSettings,
+    "ernie4_5": ErnieSettings,
+    "ernie4_5_moe": ErnieMoeSettings,
+    "hunyuan_v1_dense": HunYuanSettings,
+    "hunyuan_v1_moe": HunYuanMoeSettings,
+    "dots1": Dots1Settings,
+    "hyperclovax": HyperClovaXSettings,
+    "apertus": ApertusSettings,
+    "nanochat": NanoChatSettings,
+    "minimax_m2": MiniMaxM2Settings,
+    "arcee": ArceeSettings,
+    "helium": HeliumSettings,
+    "cwm": CwmSettings,
+    "internlm3": InternLm3Settings,
+    "starcoder2": Starcoder2Settings,
+    "stablelm": StableLmSettings,
+    "nemotron": NemotronSettings,
+    "jais2": Jais2Settings,
+    "persimmon": PersimmonSettings,
+    "gpt_neox": GptNeoXSettings,
+    "gpt2": Gpt2Settings,
+    "gpt_bigcode": GptBigCodeSettings,
+    "gptj": GptJSettings,
+    "opt": OptSettings,
+    "falcon": FalconSettings,
+}
+"""The settings of each family. ``fallback`` takes the others."""
+
+
+def settings_from_json(family: str, text: bytes | msgspec.Raw) -> FamilySettings:
+    """Reads a family's settings. Raises ModelError if one has a value that it cannot have."""
+    try:
+        return msgspec.json.decode(text, type=FAMILIES[family])
+    except msgspec.DecodeError as exc:
+        raise ModelError(str(exc)) from exc
+
+
+def settings_from_values(family: str, values: dict[str, object]) -> FamilySettings:
+    """Takes a family's settings out of a dictionary. Raises ModelError if one has a value that it cannot have."""
+    try:
+        return msgspec.convert(values, FAMILIES[family])
+    except msgspec.ValidationError as exc:
+        raise ModelError(str(exc)) from exc

@@ -1,0 +1,60 @@
+"""Tests each family's recipe: logits and tokens are those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.runner import StepRow
+from tests.models.greedy import small_runner
+from tests.models.rank_program import Case
+from tests.models.test_tensor_parallel import computed
+from tests.models.tiny_families import CASES, families_without_a_case, save_tiny
+from tests.tiny_models import reference_logits
+
+PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
+CHUNKS = (17, 3, 21)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_every_logit_is_that_of_transformers(tmp_path: Path, case: str) -> None:
+    folder = save_tiny(case, tmp_path)
+    assert isinstance(read_decoder_config(folder), FamilyConfig)
+    wanted = reference_logits(folder, PROMPT)
+    tolerance = 2e-4 * float(wanted.abs().max())
+    runner = small_runner(folder)
+    pieces: list[torch.Tensor] = []
+    table, start = range(16), 0
+    for size in CHUNKS:
+        # Another request shares each step, so that rows are seen to be independent.
+        other = StepRow(PROMPT[5:6], 0, range(16, 20), False)
+        row = StepRow(PROMPT[start : start + size], start, table, True, range(size))
+        runner.run([other, row], score=pieces.append)
+        start += size
+    found = torch.cat(pieces)
+    assert wanted.std() > 0.05
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+    single = torch.cat([runner.run([StepRow(PROMPT[i : i + 1], i, range(16, 32), True)]) for i in range(len(PROMPT))])
+    torch.testing.assert_close(single, wanted, rtol=0, atol=tolerance)
+
+
+def test_every_family_has_a_case() -> None:
+    assert not families_without_a_case()
+
+
+RANKED = sorted(set(CASES) - {"smollm3-window", "phi3-window", "mixtral-window"})
+
+
+@pytest.mark.integration
+def test_ranks_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    folders = {case: save_tiny(case, tmp_path / case) for case in RANKED}
+    prompts = [PROMPT[:6], PROMPT[3:20]]
+    cases = [Case(str(folders[case]), size, prompts, 5) for case in RANKED for size in (1, 2)]
+    results = computed(cases)
+    for case, alone, split in zip(RANKED, results[::2], results[1::2], strict=True):
+        assert not alone.error, case
+        assert split == alone, case

@@ -1,0 +1,138 @@
+"""Tiny random checkpoints of every family that has a recipe, written by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from pdserve.models.table import FAMILIES
+from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+KINDS = [SLIDING, FULL, SLIDING]
+HEADS = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+"""A shape whose heads share the hidden channels."""
+GPT: dict[str, Any] = {"vocab_size": 512, "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 512, "n_inner": 96}
+GPT |= {"initializer_range": 0.4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+DEEPSEEK_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ministral": ("ministral", SHAPE | {"sliding_window": WINDOW, "layer_types": KINDS}),
+    "mixtral": ("mixtral", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("mixtral", HEADS | {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        HEADS | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "mlp_only_layers": [1]},
+    ),
+    "gemma": ("gemma", SHAPE),
+    "phi": ("phi", HEADS | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}}),
+    "phi-normed": ("phi", HEADS | {"qk_layernorm": True, "partial_rotary_factor": 0.4}),
+    "phi3": ("phi3", HEADS | {"original_max_position_embeddings": 512}),
+    "phi3-window": ("phi3", HEADS | {"sliding_window": WINDOW, "original_max_position_embeddings": 512}),
+    "phi3-long": ("phi3", HEADS | {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32}),
+    "glm": ("glm", SHAPE | {"head_dim": 12}),
+    "glm4": ("glm4", SHAPE | {"head_dim": 12}),
+    "glm4-moe": ("glm4_moe", HEADS | DEEPSEEK_EXPERTS | {"use_qk_norm": True, "attention_bias": True, "head_dim": 12}),
+    "glm4-moe-groups": (
+        "glm4_moe",
+        HEADS | DEEPSEEK_EXPERTS | {"head_dim": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    ),
+    "solar-open": ("solar_open", SHAPE | DEEPSEEK_EXPERTS),
+    "olmo": ("olmo", HEADS),
+    "olmo2": ("olmo2", HEADS),
+    "olmo3": ("olmo3", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),
+    "olmoe": ("olmoe", HEADS | EXPERTS),
+    "flex-olmo": ("flex_olmo", HEADS | EXPERTS),
+    "cohere": ("cohere", HEADS),
+    "cohere-normed": ("cohere", HEADS | {"use_qk_norm": True}),
+    "cohere2": ("cohere2", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),
+    "granite": (
+        "granite",
+        HEADS
+        | {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+    ),
+    "smollm3": ("smollm3", HEADS | {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": (
+        "smollm3",
+        HEADS | {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": KINDS},
+    ),
+    "exaone4": ("exaone4", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),
+    "exaone4-full": ("exaone4", HEADS | {"sliding_window": None, "layer_types": [FULL] * 3}),
+    "seed-oss": ("seed_oss", SHAPE | {"attention_out_bias": True}),
+    "ernie": ("ernie4_5", SHAPE),
+    "ernie-biased": ("ernie4_5", SHAPE | {"use_bias": True}),
+    "minimax-m2": (
+        "minimax_m2",
+        SHAPE | {"head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 6},
+    ),
+    "arcee": ("arcee", HEADS | {"hidden_act": "relu2"}),
+    "helium": ("helium", HEADS | {"head_dim": 10}),
+    "cwm": ("cwm", SHAPE | {"sliding_window": WINDOW, "layer_types": KINDS, "rope_parameters": LLAMA3_ROPE}),
+    "ernie-moe": (
+        "ernie4_5_moe",
+        HEADS | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    ),
+    "hunyuan": ("hunyuan_v1_dense", SHAPE),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        SHAPE | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "hunyuan-moe": ("hunyuan_v1_moe", SHAPE | {"num_experts": 8, "moe_topk": 3}),
+    "dots1": ("dots1", HEADS | DEEPSEEK_EXPERTS | {"n_shared_experts": 2, "first_k_dense_replace": 1}),
+    "hyperclovax": ("hyperclovax", SHAPE | {"residual_multiplier": 1.0, "logits_scaling": 0.5}),
+    "hyperclovax-two-norms": ("hyperclovax", SHAPE | {"use_post_norm": False, "residual_multiplier": 0.5}),
+    "apertus": ("apertus", HEADS | {"hidden_act": "xielu"}),
+    "nanochat": ("nanochat", HEADS | {"hidden_act": "relu2"}),
+    "starcoder2": ("starcoder2", HEADS | {"sliding_window": WINDOW}),
+    "stablelm": ("stablelm", HEADS | {"use_qkv_bias": True, "partial_rotary_factor": 0.4}),
+    "stablelm-parallel": ("stablelm", HEADS | {"use_parallel_residual": True, "partial_rotary_factor": 0.4}),
+    "nemotron": ("nemotron", HEADS | {"hidden_act": "relu2", "partial_rotary_factor": 0.4}),
+    "jais2": ("jais2", HEADS | {"hidden_act": "relu2"}),
+    "persimmon": ("persimmon", HEADS | {"hidden_act": "relu2", "partial_rotary_factor": 0.4}),
+    "gpt-neox": ("gpt_neox", HEADS | {"rotary_pct": 0.4}),
+    "gpt-neox-sequential": ("gpt_neox", HEADS | {"rotary_pct": 0.4, "use_parallel_residual": False}),
+    "gpt2": ("gpt2", GPT),
+    "gpt-bigcode": ("gpt_bigcode", GPT),
+    "gpt-bigcode-heads": ("gpt_bigcode", GPT | {"multi_query": False}),
+    "gptj": ("gptj", GPT | {"rotary_dim": 4}),
+    "opt": ("opt", HEADS | {"ffn_dim": 96, "word_embed_proj_dim": 60}),
+    "falcon": ("falcon", HEADS),
+    "falcon-heads": ("falcon", HEADS | {"multi_query": False, "bias": True}),
+    "falcon-sequential": ("falcon", HEADS | {"parallel_attn": False}),
+    "falcon-groups": ("falcon", HEADS | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "internlm3": ("internlm3", SHAPE | {"attention_bias": True, "mlp_bias": True}),
+}
+"""The ``model_type`` and settings of each case. Windows are shorter than prompts; scores of experts are corrected."""
+
+
+def config_of(case: str) -> PretrainedConfig:
+    family, settings = CASES[case]
+    return CONFIG_MAPPING[family](**settings)
+
+
+def save_tiny(case: str, folder: Path) -> Path:
+    """Saves a random model in ``folder``, always the same one."""
+    torch.manual_seed(sum(case.encode()))
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config_of(case), dtype=torch.float32)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and ("norm" in name or name.endswith("bias")):
+            torch.nn.init.uniform_(tensor.data, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def families_without_a_case() -> set[str]:
+    from tests.tiny_models import FAMILIES as OLDER
+
+    return set(FAMILIES) - {family for family, _ in CASES.values()} - {config.model_type for config in OLDER.values()}
