@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+import msgspec
+
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
@@ -46,7 +48,7 @@ class GlmSettings(FamilySettings, kw_only=True):
     head_dim: Count | None = 128
     max_position_embeddings: Count = 131_072
     rms_norm_eps: float = 1.5625e-07
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = msgspec.field(default_factory=lambda: [151_329, 151_336, 151_338])
     attention_bias: bool = True
 
     def biases(self) -> frozenset[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+import msgspec
+
 from pdserve.errors import ModelError
 from pdserve.models.families.settings import (
     FULL,
@@ -72,7 +74,7 @@ class CwmSettings(FamilySettings, kw_only=True):
     head_dim: Count | None = 128
     max_position_embeddings: Count = 131_072
     rms_norm_eps: float = 1e-5
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = msgspec.field(default_factory=lambda: [128_001, 128_008, 128_009])
     sliding_window: Count | None = 8192
 
     def biases(self) -> frozenset[str]:
