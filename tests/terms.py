@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdserve.wire.journal import DIGEST_BYTES
+from pdserve.control.journal import DIGEST_BYTES
 from pdserve.wire.terms import PromptTerms, Resume, Terms
 from pdserve.wire.ticket import Ticket
 

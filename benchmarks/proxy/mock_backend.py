@@ -20,10 +20,10 @@ import uvloop
 
 from benchmarks.programs import study_program
 from pdserve.api.node.registration import Registration
+from pdserve.control.journal import DONE_ENTRY, entry
 from pdserve.process import die_with_parent
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import DONE_ENTRY, entry
 from pdserve.wire.version import SPOKEN
 
 SECRET_ENV = "PDSERVE_SECRET"  # noqa: S105 (a name)

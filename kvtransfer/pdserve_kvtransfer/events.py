@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.wire.terms import NO_PROMPT_TERMS, PrefillTarget, PromptTerms
 from pdserve.wire.transfer import UNKNOWN_LOAD, FailureCause, PrefillLoad
 

@@ -17,7 +17,7 @@ from pdserve.errors import TransferError
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.patience import LOOKS
 from pdserve.process import share_interpreter
-from pdserve.wire.rank_transfer import (
+from pdserve.wire.rank import (
     CloseLink,
     Direction,
     LeaveRank,

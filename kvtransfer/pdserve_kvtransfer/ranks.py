@@ -17,8 +17,8 @@ import msgspec
 import zmq
 
 from pdserve.errors import PeerLost, RankLost, TransferError
-from pdserve.wire.links import TransportKind
-from pdserve.wire.rank_transfer import (
+from pdserve.wire.discovery import TransportKind
+from pdserve.wire.rank import (
     CloseLink,
     Direction,
     LeaveRank,

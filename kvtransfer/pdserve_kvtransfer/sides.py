@@ -12,10 +12,9 @@ from typing import Protocol, TypeAlias
 
 import zmq
 
-from pdserve.wire.frame import Sealer, Secrets
+from pdserve.control.frame import Sealer, Secrets
 from pdserve.wire.ids import TransferId
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import EngineSpec, FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import CachedFetchOrder, EventQueue, FetchOrder

@@ -6,9 +6,9 @@ from collections import Counter
 
 import msgspec
 
+from pdserve.control.frame import ClockSkew
+from pdserve.wire.discovery import TransportKind
 from pdserve.wire.engine_counts import TransferCounts
-from pdserve.wire.frame import ClockSkew
-from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.events import FailureKind
 
 

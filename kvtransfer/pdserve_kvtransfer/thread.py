@@ -21,13 +21,12 @@ from contextlib import ExitStack
 
 import zmq
 
+from pdserve.control.frame import Purpose, Sealer, Secrets
 from pdserve.errors import RankLost, TransferError
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.process import share_interpreter
-from pdserve.wire.frame import Purpose, Sealer, Secrets
 from pdserve.wire.ids import TransferId
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (
     BLOCK_HASH_BYTES,

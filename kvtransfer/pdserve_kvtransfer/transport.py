@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.wire.links import TransportKind
+from pdserve.wire.discovery import TransportKind
 from pdserve_kvtransfer.region import Memory
 
 MAX_PIECE_BYTES = 256 * 2**20

@@ -71,6 +71,7 @@ from pdserve.config import (
     TransferConfig,
     WorkersConfig,
 )
+from pdserve.control.frame import Secrets
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.tp.tp_ranks import RANK_COMMAND
 from pdserve.errors import RankLost
@@ -78,7 +79,6 @@ from pdserve.http.tls import Trust
 from pdserve.models.checkpoint.cached_tokenizer import CachedTokenizer
 from pdserve.wire.command import NodeChange
 from pdserve.wire.discovery import Capacity, NodeInfo, Role
-from pdserve.wire.frame import Secrets
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.sides import LocalEngine

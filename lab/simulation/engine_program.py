@@ -25,6 +25,7 @@ from lab.simulation.machine.rank_group import SimGroup, SimLifeBoard
 from lab.simulation.machine.virtual_time import SimProcess, present_process, present_thread
 from lab.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
 from pdserve.config import EngineConfig, EngineLaunch, RankLaunch, Switch
+from pdserve.control.frame import Secrets
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.assembly import warm_up
 from pdserve.engine.kv_cache.block_manager import BlockManager
@@ -48,7 +49,6 @@ from pdserve.models.backend import CPU
 from pdserve.models.runner import Score, StepRow
 from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.engine import Ready, Starting
-from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import Loaded, LoadModel, RankFailed
 from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from pdserve.config.declare import AUTO_IS_ZERO, Switch, itl_target, setting, ttft_target
-from pdserve.wire.grammar import MAX_GRAMMAR_BYTES
+from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES
 
 
 class Batching(enum.Enum):

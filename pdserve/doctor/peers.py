@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.compiled_library import can_be_built
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig
+from pdserve.control.frame import MAX_AGE_S
 from pdserve.doctor.finding import Finding, ok, problem, warning
 from pdserve.errors import HandshakeRefused, TransferError
 from pdserve.models.backend import choose_device
@@ -20,7 +21,6 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.demo import resolve_model
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_tensors import stays_in_blocks
-from pdserve.wire.frame import MAX_AGE_S
 from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.cpu.library import CPU_KERNELS

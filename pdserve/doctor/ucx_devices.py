@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.errors import TransferError
-from pdserve.wire.links import TransportKind
+from pdserve.wire.discovery import TransportKind
 from pdserve_kvtransfer.configuration import configured_ucx
 from pdserve_kvtransfer.ucx.rdma_ports import RdmaPort
 from pdserve_kvtransfer.ucx.ucx_library import PREFER_SYSTEM, SHARED_MEMORY, Lane, LoadedUcx

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
+from pdserve.control.frame import Secrets
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
@@ -44,7 +45,6 @@ from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout
 from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.engine import Ready
-from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import Loaded, LoadModel
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import EngineSpec

@@ -21,8 +21,7 @@ from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens, Pen
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.models.runner import Score, StepRow
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve_kernels.host_copies import to_device
 
 

@@ -36,8 +36,7 @@ from pdserve.errors import EngineError
 from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.wire.terms import PrefillTarget, Terms, turn_at
 
 

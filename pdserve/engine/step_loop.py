@@ -34,6 +34,7 @@ from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.wake_up import WakeUp
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.machine.memory import REST_S
+from pdserve.wire.discovery import LinkCounts
 from pdserve.wire.engine import (
     Abort,
     AskStats,
@@ -53,7 +54,6 @@ from pdserve.wire.engine_counts import (
     SchedulerCounts,
     TransferCounts,
 )
-from pdserve.wire.links import LinkCounts
 from pdserve.wire.transfer import FailureCause
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from typing import Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdserve.errors import GrammarRefused
-from pdserve.wire.grammar import JSON_WHITESPACE, Grammar, GrammarKind
+from pdserve.wire.sampling_params import JSON_WHITESPACE, Grammar, GrammarKind
 
 MAX_SYMBOLS: Final = 8_000
 """The symbols of a grammar's rules. A schema of some 2,000 required properties has so many. The time of a mask

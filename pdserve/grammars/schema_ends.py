@@ -21,7 +21,7 @@ from llguidance import LLTokenizer
 from pdserve.errors import GrammarRefused
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.grammars.references import referred
-from pdserve.wire.grammar import Grammar, GrammarKind
+from pdserve.wire.sampling_params import Grammar, GrammarKind
 
 _VALUES: Final = frozenset({"enum", "const", "default", "examples"})
 """Keywords that have values, and no schemas."""

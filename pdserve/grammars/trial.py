@@ -22,7 +22,7 @@ from pdserve.grammars.compiling import MAX_MESSAGE_CHARS, compile_grammar, threa
 from pdserve.grammars.schema_ends import Endless, with_ends
 from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.process import die_with_parent
-from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial, TriedGrammar
+from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial, TriedGrammar
 
 MAX_MEMORY_BYTES = 4 * 2**30
 """The address space of this process. A grammar that needs more ends it."""

@@ -10,8 +10,18 @@ from bisect import insort
 
 import msgspec
 
-from pdserve.wire.timeline import Gap, Gaps, Moment, MomentKind, Phase, PhaseKind, ProcessKind, RequestLane
-from pdserve.wire.trace_context import TraceContext, new_span_id
+from pdserve.wire.timeline import (
+    Gap,
+    Gaps,
+    Moment,
+    MomentKind,
+    Phase,
+    PhaseKind,
+    ProcessKind,
+    RequestLane,
+    TraceContext,
+    new_span_id,
+)
 
 MAX_PHASES = 96
 MAX_MOMENTS = 64

@@ -18,8 +18,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from pdserve.wire.timeline import Moment, Phase, PhaseKind, ProcessKind, RequestLane
-from pdserve.wire.trace_context import new_span_id
+from pdserve.wire.timeline import Moment, Phase, PhaseKind, ProcessKind, RequestLane, new_span_id
 
 Value = str | int | float | tuple[str, ...]
 

@@ -14,8 +14,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.config import TraceConfig
-from pdserve.wire.timeline import RequestLane
-from pdserve.wire.trace_context import TraceContext, new_trace_id, read_traceparent
+from pdserve.wire.timeline import RequestLane, TraceContext, new_trace_id, read_traceparent
 
 MAX_RECALLED = 64
 """The most lanes with one id that are looked up: ids are the clients', and may be all alike."""

@@ -12,8 +12,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from pdserve.control.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.discovery import Role
-from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
 from pdserve.wire.ids import BootId, RequestId, new_id
 
 COMMAND_PATH = "/internal/command"

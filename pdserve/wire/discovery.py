@@ -11,13 +11,78 @@ that it cannot accept with ``ProxyRefusal``, which says why.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pdserve.wire.frame import Reason
+from pdserve.control.frame import Reason
 from pdserve.wire.ids import BootId
-from pdserve.wire.links import LinkCounts
+
+
+class NodeSizes(msgspec.Struct, frozen=True):
+    """The sizes that a node has chosen, or was given, when it started."""
+
+    model: str
+    """The name for clients."""
+    format: str
+    """The form of the weights: ``bfloat16``, or ``GGUF, Q4_K, Q6_K``."""
+    device: str
+    """``CPU, 4 cores``, or a GPU's name."""
+    kernels: str
+    ranks: int
+    kv_mib: int
+    """The KV cache of all ranks together."""
+    kv_tokens: int
+    context: int
+    """The most tokens of a prompt and its output together."""
+    places: int
+    """The most requests of a step."""
+    step_tokens: int
+
+    @property
+    def lines(self) -> list[str]:
+        """The block that people read: a line for each thing that is worth knowing."""
+        whole = self.kv_tokens // self.context if self.context else 0
+        plural = "" if whole == 1 else "s"
+        contexts = f"{whole:,} full context{plural} of {self.context:,}"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return [
+            f"model     {self.model}",
+            f"format    {self.format}",
+            f"device    {self.device}, {self.kernels} kernels, {ranks}",
+            f"KV cache  {self.kv_mib:,} MiB: {self.kv_tokens:,} tokens, {contexts}",
+            f"steps     {self.places} places, {self.step_tokens:,} tokens",
+        ]
+
+
+LinkCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+
+
+class TransportKind(enum.Enum):
+    """How the blocks of a link travel. Each is the name of a field of ``LinkCounts``."""
+
+    MAPPED = "mapped"
+    """The receiver maps the sender's KV cache, and copies blocks out of it."""
+    SHARED_MEMORY = "shared_memory"
+    RDMA = "rdma"
+    TCP = "tcp"
+    OTHER = "other"
+
+
+class LinkCounts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The number of links that have moved blocks and are open, by what carries their blocks."""
+
+    mapped: LinkCount = 0
+    shared_memory: LinkCount = 0
+    rdma: LinkCount = 0
+    tcp: LinkCount = 0
+    other: LinkCount = 0
+
+    @classmethod
+    def of(cls, counts: Mapping[TransportKind, int]) -> LinkCounts:
+        return cls(**{kind.value: counts.get(kind, 0) for kind in TransportKind})
+
 
 Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]

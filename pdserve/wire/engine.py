@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pdserve.wire.discovery import ComputeCores, NodeLoad, Role
+from pdserve.wire.discovery import ComputeCores, LinkCounts, NodeLoad, Role
 from pdserve.wire.engine_counts import (
     CacheStats,
     CoreStats,
@@ -23,9 +23,7 @@ from pdserve.wire.engine_counts import (
     gauge,
 )
 from pdserve.wire.ids import RequestUuid
-from pdserve.wire.links import LinkCounts
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
+from pdserve.wire.sampling_params import PromptLogprobs, SamplingParams, TokenLogprobs
 from pdserve.wire.terms import Terms
 from pdserve.wire.timeline import RequestLane
 

@@ -13,13 +13,21 @@
       Stop ──────────────────────────────▶
 
 Rank 0's messages are numbered from 1, over all kinds. A message that was lost or overtook another is an error.
+
+The transfer threads of the ranks have a channel of their own (``RankTransferMessage``), in the same way. Rank 0 alone
+talks to other nodes' control channels, and each rank moves its own part of the KV cache. A *link* is one rank's
+connection to all ranks of one other engine. Rank 0 numbers the links. A block has the same number on all ranks.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import enum
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+
+from pdserve.wire.discovery import TransportKind
+from pdserve.wire.transfer import TransferTag
 
 # ---------------------------------------------------------------- rank 0 → rank
 
@@ -127,3 +135,169 @@ class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 FromRank: TypeAlias = Arrived | Loaded | Captured | Written | RankFailed
+
+
+BlockIds: TypeAlias = tuple[int, ...]
+Address: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=65_536)]
+
+
+class _RankMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    link: int
+
+
+# ---------------------------------------------------------------- rank 0 → rank
+
+
+class Direction(enum.Enum):
+    """What a link is for. Two engines that fetch from each other have a link for each direction."""
+
+    FETCH = "fetch"
+    """This engine receives the other engine's blocks over it."""
+    PUSH = "push"
+    """This engine sends its own blocks over it."""
+
+
+class OpenLink(_RankMessage, frozen=True, tag="open"):
+    """Orders a rank to open a link. The answer is ``LinkOpened``."""
+
+    direction: Direction
+
+
+class ConnectLink(_RankMessage, frozen=True, tag="connect"):
+    addresses: tuple[Address, ...]
+    """The addresses of the other engine's ranks, in rank order."""
+
+
+class CloseLink(_RankMessage, frozen=True, tag="close"):
+    """Orders a rank to close a link. The answer is ``LinkClosed``. From then on the link touches no memory."""
+
+
+class Expect(_RankMessage, frozen=True, tag="expect"):
+    """Orders a rank of a fetching engine to let these blocks land. The answer is ``Expecting``."""
+
+    tag: TransferTag
+    first_block: int
+    block_ids: BlockIds
+    digests: bool
+    paced: bool = False
+    """Whether ``ExpectMore`` may follow until ``Forget``."""
+
+
+class ExpectMore(_RankMessage, frozen=True, tag="expect_more"):
+    """Orders a rank to let the next blocks of a paced transfer land, too. The answer is ``Expecting``."""
+
+    tag: TransferTag
+    block_ids: BlockIds
+
+
+class Forget(_RankMessage, frozen=True, tag="forget"):
+    """Orders a rank to accept no more pieces of a transfer. The answer is ``Forgotten``."""
+
+    tag: TransferTag
+
+
+class SendBlocks(_RankMessage, frozen=True, tag="send"):
+    """Orders a rank of a pushing engine to send these final blocks, which are the prompt's from ``first_block`` on."""
+
+    tag: TransferTag
+    first_block: int
+    block_ids: BlockIds
+    digests: bool
+
+
+class LeaveRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="leave"):
+    """Orders a rank to close everything and end the thread."""
+
+
+LinkCommand: TypeAlias = ConnectLink | CloseLink | Expect | ExpectMore | Forget | SendBlocks
+RankCommand: TypeAlias = OpenLink | LinkCommand | LeaveRank
+
+# ---------------------------------------------------------------- rank → rank 0
+
+
+class LinkOpened(_RankMessage, frozen=True, tag="opened"):
+    address: Address
+
+
+class LinkInUse(_RankMessage, frozen=True, tag="in_use"):
+    """The link has moved its first pieces, by this transport."""
+
+    transport: TransportKind
+    lanes: str
+    no_rdma: str
+    """Why they did not go by RDMA, if that is to be known (see ``LinkPath``)."""
+
+
+class LinkBroken(_RankMessage, frozen=True, tag="broken"):
+    """The link moves nothing any more, and rank 0 must close it."""
+
+    reason: str
+
+
+class LinkClosed(_RankMessage, frozen=True, tag="closed"):
+    pass
+
+
+class Expecting(_RankMessage, frozen=True, tag="expecting"):
+    tag: TransferTag
+
+
+class PiecesLanded(_RankMessage, frozen=True, tag="landed"):
+    tag: TransferTag
+    indexes: tuple[int, ...]
+    """The indexes of the pieces (see ``pdserve_kvtransfer.pieces``)."""
+    digests: tuple[int, ...]
+    """The digest of each piece; empty if digests are not wanted."""
+    size: int
+    """The bytes of all these pieces."""
+
+
+class Forgotten(_RankMessage, frozen=True, tag="forgotten"):
+    tag: TransferTag
+    in_flight: BlockIds
+    """Blocks that may still be written to, until ``Released`` names them."""
+
+
+class Released(_RankMessage, frozen=True, tag="released"):
+    tag: TransferTag
+    block_ids: BlockIds
+
+
+class Dropped(_RankMessage, frozen=True, tag="dropped"):
+    """Pieces that belong to no transfer were received into scratch memory."""
+
+    count: int
+
+
+class PiecesSent(_RankMessage, frozen=True, tag="sent"):
+    tag: TransferTag
+    count: int
+    size: int
+    """The bytes of all these pieces."""
+
+
+class PiecesAnnounced(_RankMessage, frozen=True, tag="announced"):
+    """The digests of the pieces that this rank sends to ``target``, one for each block."""
+
+    tag: TransferTag
+    target: int
+    first_block: int
+    digests: tuple[int, ...]
+
+
+RankReport: TypeAlias = (
+    LinkOpened
+    | LinkInUse
+    | LinkBroken
+    | LinkClosed
+    | Expecting
+    | PiecesLanded
+    | Forgotten
+    | Released
+    | Dropped
+    | PiecesSent
+    | PiecesAnnounced
+)
+
+_prepared: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in (RankCommand, RankReport)]
+"""The first decoder of a struct prepares it, and msgspec 0.22 crashes if two threads do that at once."""

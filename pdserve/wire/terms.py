@@ -12,9 +12,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pdserve.control.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
 from pdserve.wire.ids import BootId, RequestId
-from pdserve.wire.journal import DIGEST_BYTES, MAX_JOURNAL_BYTES
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.timeline import TraceContext
 
 MAX_HISTORY_BYTES = 2**30
 KEY_BYTES = 16
@@ -79,7 +79,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     journal_bytes: Annotated[int, Meta(ge=0, le=MAX_JOURNAL_BYTES)]
     digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-    """The journal's ``pdserve.wire.journal.digest``."""
+    """The journal's ``pdserve.control.journal.digest``."""
     prepare: bool = False
     """Whether the node is only to fetch what holders have of the answer's KV cache: the node that answers goes on, and
     the real request follows. The node generates nothing."""
@@ -161,7 +161,7 @@ class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     movable: bool = False
     """Whether another node can go on with the answers while this one still has them (``RoomWanted``)."""
     answer: AnswerIdentity | None = None
-    """The answer's identity. With one, the node writes a journal (``pdserve.wire.journal``) into a streamed answer."""
+    """The answer's identity. With one, the node writes a journal (``control.journal``) into a streamed answer."""
     resume: Resume | None = None
     """The answer goes on after the tokens of this journal. Needs ``answer``."""
     storing: Storing | None = None

@@ -45,10 +45,9 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from pdserve.wire.frame import Reason
+from pdserve.control.frame import Reason
 from pdserve.wire.ids import BootId, RequestId, TransferId
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.wire.terms import NO_PROMPT_TERMS, PrefillTarget, PromptTerms
 from pdserve.wire.version import Spoken
 

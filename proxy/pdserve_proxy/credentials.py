@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pdserve.config import AdmissionConfig, ProxyConfig, StatusConfig
+from pdserve.control.frame import Secrets
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.http.tls import ServerTls, Trust, read_authorities, read_certificate
-from pdserve.wire.frame import Secrets
 from pdserve.wire.proxy_workers import ApiKey, Credentials
 
 MIN_KEY_CHARS = 16

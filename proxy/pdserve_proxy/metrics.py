@@ -14,11 +14,11 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.control.frame import ClockSkew
 from pdserve.metrics.processes import BuildInfo, own_process
 from pdserve.metrics.text import text_of
 from pdserve.tracing.tracing import SpanCounts
 from pdserve.wire.discovery import Role
-from pdserve.wire.frame import ClockSkew
 from pdserve.wire.proxy_workers import Family, Sample
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.discovery_server import DropCause

@@ -11,13 +11,13 @@ import msgspec
 import uvloop
 
 from pdserve.config import ProxyConfig, RoleChoice
+from pdserve.control.frame import Secrets
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.server import bind, url_of
 from pdserve.process import allow_open_files, collect_rarely, set_up_logging
 from pdserve.settings import is_loopback
 from pdserve.signals import Reread, on_hangup, stop_signals
 from pdserve.tracing.tracing import Tracing
-from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.timeline import RequestLane
 from pdserve_proxy.continuation.losses import Suspects

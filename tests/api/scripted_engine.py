@@ -48,8 +48,7 @@ from pdserve.wire.engine import (
     ToEngine,
 )
 from pdserve.wire.engine_counts import CacheStats, QueueStats, SchedulerCounts, TransferCounts
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
+from pdserve.wire.sampling_params import PromptLogprobs, SamplingParams, TokenLogprobs
 from tests.api.behaviour import ENDLESS_TOKEN_TEXT, ENGINE_FAILURE, REPLY_TEXT, SPLIT_TEXT, Behaviour
 
 MAX_MODEL_LEN = 256

@@ -28,17 +28,16 @@ from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.routes.app import create_app
 from pdserve.config import GrammarConfig, StreamConfig
+from pdserve.control.frame import Purpose, Sealer
+from pdserve.control.journal import digest
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import EngineGone
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.http.routes import DirectRoutes
-from pdserve.wire.discovery import Role
+from pdserve.wire.discovery import NodeSizes, Role
 from pdserve.wire.engine import EngineStats, FinishReason, PrefillSource, Ready, RequestOutput, RequestReport
-from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import digest
-from pdserve.wire.node_sizes import NodeSizes
 from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume, Terms
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from tests.api.node import MODEL, WAIT_S

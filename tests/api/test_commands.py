@@ -10,10 +10,10 @@ import pytest
 
 from pdserve.api.node.commands import CommandGate, check_role, is_confined
 from pdserve.config import DiscoveryConfig, TransferConfig
+from pdserve.control.frame import MAX_AGE_S, Purpose, Sealer, to_header
 from pdserve.errors import InvalidRequest, Unauthorized
 from pdserve.wire.command import Command, CommandSigner, Drain, Recall, SetRole
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad, Role
-from pdserve.wire.frame import MAX_AGE_S, Purpose, Sealer, to_header
 from pdserve.wire.ids import new_id
 
 SECRET = b"a cluster secret"

@@ -39,9 +39,8 @@ from pdserve.config import (
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.http.routes import DirectRoutes
 from pdserve.settings import cache_folder
-from pdserve.wire.discovery import Role
+from pdserve.wire.discovery import NodeSizes, Role
 from pdserve.wire.ids import new_id
-from pdserve.wire.node_sizes import NodeSizes
 from tests.api.behaviour import Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest
 from tests.api.plain_http import get

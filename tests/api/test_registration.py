@@ -14,6 +14,7 @@ import pytest
 
 from pdserve.api.node.proxy_link import JITTER, MISSED_ACKS, ProxyLink, RegistrationState
 from pdserve.api.node.registration import Registration
+from pdserve.control.frame import Opened, Opener, Purpose, Sealer
 from pdserve.errors import ConfigError, WrongReceiver
 from pdserve.wire.discovery import (
     Ack,
@@ -28,7 +29,6 @@ from pdserve.wire.discovery import (
     Register,
     Role,
 )
-from pdserve.wire.frame import Opened, Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.version import SPOKEN
 

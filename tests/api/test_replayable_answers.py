@@ -16,12 +16,11 @@ from pdserve.api.replay.answer_log import MAX_READERS, OVERHEAD_BYTES, SMALL_BYT
 from pdserve.api.replay.replayable_answers import SHARE, ReplayableAnswers, ReplayLimits
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.routes.completions import RequestBody
+from pdserve.control.journal import JOURNALED_ANSWER, cut, digest
 from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest
-from pdserve.wire.journal import cut, digest
 from pdserve.wire.kept_answer import KEPT_HEADER, read_event_id, read_replay
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep, Resume
-from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from tests.api.node import WAIT_S
 from tests.api.stepped_node import ANSWER, Reply, SteppedNode, stepped_node
 from tests.api.test_resumed_answers import CHAT, MESSAGES, PLAIN, TEXT, events_of, journal_of, words

@@ -24,9 +24,9 @@ from pdserve.api.generation.engine_client import EngineState
 from pdserve.api.generation.generation import Generation
 from pdserve.api.requests.preparing import INLINE_BYTES
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
+from pdserve.control.journal import cut, cut_room_blocks, digest
 from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.wire.discovery import NodeInfo, Register, Role
-from pdserve.wire.journal import cut, cut_room_blocks, digest
 from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
 from pdserve.wire.ticket import TICKET_HEADER, Prepared, decode_prepared
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour

@@ -15,9 +15,8 @@ from pdserve.api.answers import answer, text_generation
 from pdserve.api.answers.answer import CompleteAnswer
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.requests.tokenizer import Tokenizer
+from pdserve.control.journal import AnswerHead, AnswerReader, cut_room_lines, parse
 from pdserve.wire.engine import RequestOutput
-from pdserve.wire.journal import cut_room_lines, parse
-from pdserve.wire.whole_answer import AnswerHead, AnswerReader
 from tests.api.node import MODEL
 from tests.api.stepped_node import ROOM, Reply, stepped_node
 from tests.api.test_resumed_answers import BODIES, CHAT, MESSAGES, TEXT, UNFIT, alphabet, words

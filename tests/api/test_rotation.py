@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from pdserve.config import DiscoveryConfig, ModelConfig, NodeConfig, SecurityConfig
+from pdserve.control.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.errors import AuthenticationFailed
 from pdserve.wire.discovery import Ack, NodeHello, ProxyWelcome, Register, ToProxy
 from pdserve.wire.engine import Renew
-from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER
 from pdserve.wire.version import SPOKEN

@@ -35,6 +35,7 @@ from pdserve.config import (
     Switch,
     ToolFormat,
 )
+from pdserve.control.frame import Opener, Purpose, Sealer
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, CommandSigner, Drain
 from pdserve.wire.discovery import (
     Ack,
@@ -48,7 +49,6 @@ from pdserve.wire.discovery import (
     ToProxy,
 )
 from pdserve.wire.engine import Shutdown
-from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.ticket import TICKET_HEADER

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from pdserve.api.node.serving_node import TicketGate
+from pdserve.control.frame import Purpose, Sealer
+from pdserve.control.journal import digest
 from pdserve.errors import Unauthorized
-from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import digest
 from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
 from pdserve.wire.ticket import Ticket
 from tests.terms import made_ticket

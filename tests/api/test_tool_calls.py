@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from pdserve.api.message.formats import MessageFormats
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.config import ReasoningFormat, ToolFormat
-from pdserve.wire.journal import cut
-from pdserve.wire.whole_answer import AnswerReader
+from pdserve.control.journal import AnswerReader, cut
 from tests.api.message.test_parsers import CASES, TOOLS
 from tests.api.node import MODEL
 from tests.api.scripted_engine import EOS

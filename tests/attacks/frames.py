@@ -9,10 +9,10 @@ from typing import Any, TypeAlias, get_type_hints
 
 import msgspec
 
+from pdserve.control.frame import MAX_FRAME_BYTES, NAMED, UNNAMED, Purpose, Sealer
 from pdserve.errors import WrongReceiver
 from pdserve.wire import discovery
 from pdserve.wire.discovery import Ack, Capacity, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
-from pdserve.wire.frame import MAX_FRAME_BYTES, NAMED, UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.terms import PromptTerms

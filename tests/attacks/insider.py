@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.wire.frame import Purpose, Sealer
+from pdserve.control.frame import Purpose, Sealer
+from pdserve.control.journal import digest
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import digest
 from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
 from pdserve.wire.ticket import Ticket
 from tests.processes import SECRET as CLUSTER_SECRET

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import zmq
 
+from pdserve.control.frame import Opener, Purpose, Sealer
 from pdserve.errors import WrongReceiver
 from pdserve.wire.discovery import Capacity, FromProxy, NodeHello, NodeInfo, ProxyWelcome, Role
-from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, ToDecode
 from pdserve.wire.version import SPOKEN

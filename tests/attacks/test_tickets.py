@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
+from pdserve.control.frame import UNNAMED, Purpose, Sealer
+from pdserve.control.journal import cut, digest, entry, parse
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad
-from pdserve.wire.frame import UNNAMED, Purpose, Sealer
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import cut, digest, entry, parse
 from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
 from tests.attacks.attack import attacks, carry_out, check_answer
 from tests.attacks.case import BAD, CHAT, DETOKENIZE, EITHER, FINE, TEXT, TOKENIZE, At, HttpCase, body_with, head, post

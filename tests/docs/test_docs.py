@@ -42,7 +42,7 @@ from pdserve.settings import ROOTS, load
 from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
 from pdserve.tracing.tracing import SpanCounts
-from pdserve.wire import discovery, engine, proxy_workers, rank, rank_transfer, transfer
+from pdserve.wire import discovery, engine, proxy_workers, rank, transfer
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.registry import Registry
@@ -331,7 +331,7 @@ def test_every_request_field_is_explained() -> None:
 
 def test_every_message_is_in_the_protocol() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
-    for module in (discovery, engine, proxy_workers, rank, rank_transfer, transfer):
+    for module in (discovery, engine, proxy_workers, rank, transfer):
         for name, value in vars(module).items():
             if (
                 not name.startswith("_")

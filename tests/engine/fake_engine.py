@@ -21,8 +21,7 @@ from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.ids import new_id
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.wire.terms import NO_OWN_TARGETS, PrefillTarget, RequestTargets
 from pdserve.wire.transfer import FailureCause
 from tests.engine.fake_model import EOS, FakeModel, choose, prompt_logprobs

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pdserve.wire.prompt_logprobs import PromptLogprobs
+from pdserve.wire.sampling_params import PromptLogprobs
 
 VOCAB = 40
 EOS = 2

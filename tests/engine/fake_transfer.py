@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (

@@ -17,8 +17,7 @@ from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.models.runner import ModelRunner
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from tests.engine.fake_engine import FakeEngine, FakeGrammars
 from tests.engine.fake_model import FakeModel, talkative
 from tests.engine.test_step_loop import Client, engine, prompt

@@ -35,8 +35,7 @@ from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from pdserve_kernels.host_copies import HostCopy
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative

@@ -13,8 +13,7 @@ from pdserve.models import runner as runner_module
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import PrefillSource
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import PromptLogprobs, SamplingParams
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.engine.kv_connector.test_connectors_faulty_blocks import Threads

@@ -12,8 +12,7 @@ import jsonschema
 import pytest
 
 from pdserve.wire.engine import FinishReason
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from tests.engine.test_step_loop import Answer, engine, prompt
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vocabulary import FIRST_BYTE, tiny_text

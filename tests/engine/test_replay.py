@@ -19,8 +19,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
 from pdserve.wire.engine import FinishReason, PrefillSource
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from pdserve_kernels.contract import Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels

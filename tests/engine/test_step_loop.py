@@ -44,9 +44,8 @@ from pdserve.wire.engine import (
     Submit,
     ToEngine,
 )
-from pdserve.wire.grammar import Grammar, GrammarKind
 from pdserve.wire.ids import new_id
-from pdserve.wire.sampling_params import SamplingParams, TokenLogprobs
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams, TokenLogprobs
 from pdserve.wire.terms import PrefillTarget
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.engine.placements import make_placement

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdserve.config import Batching
 from pdserve.engine.request import Request
 from pdserve.wire.engine import FinishReason
-from pdserve.wire.prompt_logprobs import PromptLogprobs
+from pdserve.wire.sampling_params import PromptLogprobs
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer, prompt_logprobs
 from tests.engine.fake_transfer import NodeThread, Wire

@@ -12,8 +12,7 @@ from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, engine, prompt
 from tests.tiny_models import save_tiny_model

@@ -13,7 +13,7 @@ from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import GrammarRefused, ModelError
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.grammars.vocabulary import load_vocabulary
-from pdserve.wire.grammar import Grammar, GrammarKind
+from pdserve.wire.sampling_params import Grammar, GrammarKind
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_vocabulary import EOS, FIRST_BYTE, save_tiny_tokenizer, tiny_vocabulary
 

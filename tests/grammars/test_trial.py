@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from pdserve.grammars.trial import try_grammar
-from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial, TriedGrammar
+from pdserve.wire.sampling_params import Grammar, GrammarKind, GrammarTrial, TriedGrammar
 from tests.tiny_vocabulary import tiny_vocabulary
 
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import zmq
 
+from pdserve.control.frame import Opener, Purpose, Sealer
 from pdserve.errors import AuthenticationFailed
-from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.errors import PeerLost, TransferError
+from pdserve.wire.discovery import TransportKind
 from pdserve.wire.ids import new_id
-from pdserve.wire.links import TransportKind
 from pdserve_kvtransfer.region import Memory, host_bytes
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage
 

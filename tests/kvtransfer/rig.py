@@ -12,8 +12,8 @@ from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
 
 from pdserve.config import TransferConfig, UcxCalls
+from pdserve.control.frame import Secrets
 from pdserve.settings import cache_folder
-from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.terms import PrefillTarget

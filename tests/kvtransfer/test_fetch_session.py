@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank_transfer import Expect, ExpectMore, Forget
+from pdserve.wire.rank import Expect, ExpectMore, Forget
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (

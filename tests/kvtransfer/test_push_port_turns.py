@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.wire.rank_transfer import ConnectLink, PiecesAnnounced, PiecesSent, SendBlocks
+from pdserve.wire.rank import ConnectLink, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.sampling_params import SampledToken
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushWanted
 from pdserve_kvtransfer.pieces import tag_of

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank_transfer import SendBlocks
+from pdserve.wire.rank import SendBlocks
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.terms import MAX_DEADLINE_S
 from pdserve.wire.transfer import Accept, BlocksReady, CachedRequest, Failed, FirstToken, Held, PrefillRequest

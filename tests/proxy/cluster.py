@@ -27,6 +27,7 @@ from pdserve.config import (
     RoutingConfig,
     TlsConfig,
 )
+from pdserve.control.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.discovery import (
     Capacity,
     ComputeCores,
@@ -38,7 +39,6 @@ from pdserve.wire.discovery import (
     Register,
     Role,
 )
-from pdserve.wire.frame import Opener, Purpose, Sealer, Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from pdserve.wire.version import SPOKEN

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from pdserve.config import AdmissionConfig, TraceConfig
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.timeline import TraceContext
 from tests.proxy.cluster import Cluster, cluster, proxy_config
 from tests.proxy.journaling_nodes import complete, dies_at, nodes, refuses
 

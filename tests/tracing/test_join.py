@@ -18,8 +18,8 @@ from pdserve.wire.timeline import (
     RecalledLanes,
     RequestLane,
     Timeline,
+    TraceContext,
 )
-from pdserve.wire.trace_context import TraceContext
 from tests.examples import examples
 
 

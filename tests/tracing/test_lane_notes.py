@@ -6,8 +6,7 @@ import pytest
 
 from pdserve.tracing.lane_notes import LONGEST_GAPS, MAX_MOMENTS, MAX_PHASES, GapNotes, LaneNotes
 from pdserve.tracing.tracing import MAX_RECALLED, RecentLanes
-from pdserve.wire.timeline import Gap, MomentKind, PhaseKind, ProcessKind, RequestLane
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.timeline import Gap, MomentKind, PhaseKind, ProcessKind, RequestLane, TraceContext
 
 TRACE = TraceContext(b"t" * 16, b"s" * 8)
 

@@ -18,8 +18,7 @@ from pdserve.tracing.bounded_session import BoundedSession
 from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.tracing.span_export import MAX_QUEUED, SpanExport, traces_url
 from pdserve.tracing.tracing import NO_PARENT, SpanCounts, Tracing
-from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane, TraceContext
 from tests.tracing.receiver import receiver
 
 TRACE = TraceContext(bytes(range(16)), b"p" * 8)

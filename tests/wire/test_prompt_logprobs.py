@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.wire.frame import Opener, Purpose, Sealer
+from pdserve.control.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import TransferId
-from pdserve.wire.prompt_logprobs import MAX_SENT_BYTES, NUMBER_BYTES, PromptLogprobs, can_be_sent
-from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
+from pdserve.wire.sampling_params import (
+    MAX_SENT_BYTES,
+    NUMBER_BYTES,
+    PromptLogprobs,
+    SampledToken,
+    TokenLogprobs,
+    can_be_sent,
+)
 from pdserve.wire.transfer import FirstToken, ToDecode
 
 SECRET = b"the secret of a cluster"

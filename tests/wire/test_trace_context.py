@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.wire.trace_context import TraceContext, read_traceparent
+from pdserve.wire.timeline import TraceContext, read_traceparent
 from tests.examples import examples
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

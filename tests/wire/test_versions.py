@@ -9,9 +9,9 @@ import msgpack
 import msgspec
 import pytest
 
+from pdserve.control.frame import Opener, Purpose, Sealer
 from pdserve.errors import UnreadableMessage
 from pdserve.wire import discovery
-from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.ticket import Ticket
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, SPOKEN, Spoken, for_protocol, since

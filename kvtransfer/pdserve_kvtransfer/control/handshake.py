@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pdserve.control.frame import Opened
 from pdserve.errors import HandshakeRefused, PeerLost, StaleFrame
-from pdserve.wire.frame import Opened
 from pdserve.wire.transfer import EngineSpec, Hello, Pong, Refused, ToDecode, Welcome
 from pdserve_kvtransfer.pieces import head_map
 

@@ -16,6 +16,8 @@ from typing import Generic, TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pdserve.control.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
+from pdserve.control.frame import MAX_FRAME_BYTES, Opened, Opener, Purpose, Secrets
 from pdserve.errors import (
     ForgedFrame,
     MalformedFrame,
@@ -26,8 +28,6 @@ from pdserve.errors import (
     WrongReceiver,
 )
 from pdserve.log_throttle import LogThrottle
-from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
-from pdserve.wire.frame import MAX_FRAME_BYTES, Opened, Opener, Purpose, Secrets
 from pdserve_kvtransfer.stats import TransferStats
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ import secrets
 from collections import OrderedDict
 from typing import TypeAlias
 
+from pdserve.control.frame import Opened
 from pdserve.errors import PeerLost, SpoiltMessage, StaleFrame
-from pdserve.wire.frame import Opened
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank_transfer import (
+from pdserve.wire.rank import (
     ConnectLink,
     Direction,
     Dropped,

@@ -1,6 +1,6 @@
 """One decode rank's end of the link to one prefill engine. It decides which arrivals may land, and where.
 
-Commands and reports are those of ``pdserve.wire.rank_transfer``. A piece is received only when it has arrived and its
+Commands and reports are those of ``pdserve.wire.rank``. A piece is received only when it has arrived and its
 transfer is known to be alive, so no memory is written that no transfer has asked for.
 """
 
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from pdserve.errors import PeerLost
-from pdserve.wire.rank_transfer import (
+from pdserve.wire.rank import (
     CloseLink,
     ConnectLink,
     Dropped,

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from pdserve.wire.rank_transfer import Expect, ExpectMore, Forget
+from pdserve.wire.rank import Expect, ExpectMore, Forget
 from pdserve.wire.transfer import (
     Accept,
     BlocksReady,

@@ -10,8 +10,8 @@ from typing import TypeVar, cast
 
 import zmq
 
+from pdserve.control.frame import Opened, Purpose, Sealer
 from pdserve.errors import PeerLost
-from pdserve.wire.frame import Opened, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import (
     EngineSpec,

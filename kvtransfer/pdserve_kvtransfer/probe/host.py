@@ -10,10 +10,10 @@ import logging
 import math
 import time
 
+from pdserve.control.connection_guard import RoutedMessage
+from pdserve.control.frame import MAX_REASON_CHARS
 from pdserve.errors import PeerLost, TransferError
 from pdserve.installed_version import INSTALLED_VERSION
-from pdserve.wire.connection_guard import RoutedMessage
-from pdserve.wire.frame import MAX_REASON_CHARS
 from pdserve.wire.transfer import (
     MAX_PROBE_BYTES,
     Examine,

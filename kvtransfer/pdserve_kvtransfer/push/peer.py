@@ -6,10 +6,10 @@ import logging
 
 import msgspec
 
+from pdserve.control.frame import MAX_REASON_CHARS, UNDECODABLE
 from pdserve.errors import PeerLost, UnreadableMessage
-from pdserve.wire.frame import MAX_REASON_CHARS, UNDECODABLE
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank_transfer import (
+from pdserve.wire.rank import (
     ConnectLink,
     Direction,
     LinkBroken,

@@ -1,6 +1,6 @@
 """One prefill rank's end of the link to one decode engine. It sends its heads of each block to the decode ranks.
 
-Commands and reports are those of ``pdserve.wire.rank_transfer``.
+Commands and reports are those of ``pdserve.wire.rank``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from pdserve.wire.rank_transfer import (
+from pdserve.wire.rank import (
     CloseLink,
     ConnectLink,
     LinkClosed,

@@ -12,10 +12,9 @@ import enum
 from collections import deque
 from typing import TypeAlias
 
-from pdserve.wire.frame import MAX_REASON_CHARS
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.rank_transfer import SendBlocks
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.control.frame import MAX_REASON_CHARS
+from pdserve.wire.rank import SendBlocks
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import MAX_DEADLINE_S
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
+from pdserve.control.connection_guard import RoutedMessage
+from pdserve.control.frame import Opened
 from pdserve.errors import RankLost, StaleFrame, TransferError, UnreadableMessage, WrongReceiver
-from pdserve.wire.connection_guard import RoutedMessage
-from pdserve.wire.frame import Opened
 from pdserve.wire.ids import TransferId
 from pdserve.wire.transfer import (
     Accept,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.wire.links import TransportKind
+from pdserve.wire.discovery import TransportKind
 from pdserve_kvtransfer.ucx.ucx_library import RDMA_FAMILIES, Lane, LoadedUcx
 
 _INFINIBAND = "class/infiniband"

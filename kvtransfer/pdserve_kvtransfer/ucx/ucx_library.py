@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import TransferError
-from pdserve.wire.links import TransportKind
+from pdserve.wire.discovery import TransportKind
 
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _MAPS = Path("/proc/self/maps")

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from pdserve.errors import TransferError
-from pdserve.wire.links import TransportKind
+from pdserve.wire.discovery import TransportKind
 from pdserve.wire.transfer import LinkAddress, MemoryOffer
 from pdserve_kvtransfer.region import Memory
 from pdserve_kvtransfer.transport import ArrivedMessage, LinkPath, MovedMessage

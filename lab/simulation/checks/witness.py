@@ -13,7 +13,7 @@ from typing import Any
 from lab.simulation.machine.virtual_time import SimProcess, present_process
 from lab.simulation.plan import PlannedRequest
 from pdserve.api.node.serving_node import TicketGate
-from pdserve.wire.frame import MAX_AGE_S
+from pdserve.control.frame import MAX_AGE_S
 from pdserve.wire.terms import PRIORITY_S
 from pdserve.wire.ticket import Ticket
 from pdserve_kvtransfer.push.side import PushSide

@@ -193,7 +193,7 @@ MUTANTS = (
     Mutant(
         "a ticket is taken twice",
         27,
-        "pdserve.wire.frame.Opener",
+        "pdserve.control.frame.Opener",
         "_check_first_use",
         "if not self._counters_of(frame.sender).use(frame.counter):",
         "if False:",
@@ -301,7 +301,7 @@ RARE = (
     Mutant(
         "an answer begins anew after its first byte",
         21,
-        "pdserve.wire.journal.Journal",
+        "pdserve.control.journal.Journal",
         "emitted",
         "self.choices[choice].token_ids)",
         "self.choices[choice].token_ids[:0])",
@@ -373,7 +373,7 @@ RARE = (
     Mutant(
         "a journal's last token is generated again",
         21,
-        "pdserve.wire.journal.Journal",
+        "pdserve.control.journal.Journal",
         "emitted",
         "self.choices[choice].token_ids)",
         "self.choices[choice].token_ids[:-1])",
@@ -413,7 +413,7 @@ RARE = (
     Mutant(
         "the signature of a frame is not looked at",
         13,
-        "pdserve.wire.frame.Opener",
+        "pdserve.control.frame.Opener",
         "_authentic",
         "if not any(",
         "if False and any(",

@@ -15,7 +15,7 @@ from lab.simulation.machine.messaging import Descriptors
 from lab.simulation.machine.network import Flow, Network
 from lab.simulation.machine.virtual_time import present_process
 from pdserve.errors import PeerLost, TransferError
-from pdserve.wire.links import TransportKind
+from pdserve.wire.discovery import TransportKind
 from pdserve_kvtransfer.region import Memory, host_bytes
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage
 

@@ -428,7 +428,7 @@ def simulated(
     state.__init__ = begin_ordered_state  # type: ignore[method-assign]
     compiled, Rule._compile_builder = Rule._compile_builder, _kept_builder(Rule._compile_builder)  # type: ignore[method-assign]
     RankProcess.__bases__ = (SimChild,)
-    guard = _module("pdserve.wire.connection_guard").ConnectionGuard
+    guard = _module("pdserve.control.connection_guard").ConnectionGuard
     waiting, guard._waiting = guard._waiting, lambda self, descriptor, port: 0
     try:
         yield descriptors

@@ -1,6 +1,6 @@
 """Makes the response of a completion out of text deltas: complete, or as a stream of events.
 
-A complete response that is not ready soon goes out with a journal before it (``pdserve.wire.whole_answer``).
+A complete response that is not ready soon goes out with a journal before it (``pdserve.control.journal``).
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration, parts_of
 from pdserve.api.message.parts import PartsBuilder
 from pdserve.api.requests.openai_request import GenerationRequest
+from pdserve.control.journal import (
+    DONE_ENTRY,
+    JOURNALED_ANSWER,
+    USAGE_ENTRY,
+    AnswerHead,
+    entry,
+    entry_with_logprobs,
+    room_line,
+)
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_body, error_event, error_form, error_headers, internal_error
 from pdserve.http.request import JSON, PIECE_BYTES, Reply
-from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, entry, entry_with_logprobs, room_line
-from pdserve.wire.whole_answer import JOURNALED_ANSWER, AnswerHead
 
 ENTRY_TOKENS = 256
 """An entry has the log probabilities of so many tokens at most."""

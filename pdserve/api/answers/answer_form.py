@@ -37,7 +37,7 @@ from pdserve.api.answers.openai_response import (
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.api.message.parts import CallPiece, MessageParts
-from pdserve.wire.journal import Journal
+from pdserve.control.journal import Journal
 from pdserve.wire.terms import AnswerIdentity
 
 CallId: TypeAlias = Callable[[int, int], str]

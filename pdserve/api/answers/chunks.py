@@ -17,7 +17,7 @@ from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.generation.outcome import ChoiceOutcome
 from pdserve.api.message.parts import MessageParts
-from pdserve.wire.journal import entry
+from pdserve.control.journal import entry
 
 DONE = b"data: [DONE]\n\n"
 
@@ -100,7 +100,7 @@ class PlainStream:
 
 
 class JournaledStream:
-    """Encodes a stream whose events begin with their entries (``pdserve.wire.journal``)."""
+    """Encodes a stream whose events begin with their entries (``pdserve.control.journal``)."""
 
     def __init__(self, chunks: Chunks) -> None:
         self.chunks = chunks

@@ -16,8 +16,7 @@ from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions
 from pdserve.api.answers.logprobs import CompleteLogprobs, ShownToken, finite
 from pdserve.api.answers.openai_response import ChatLogprobs, PromptTokenLogprob, TextLogprobs
 from pdserve.api.answers.text_generation import TextDelta
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import TokenLogprobs
+from pdserve.wire.sampling_params import PromptLogprobs, TokenLogprobs
 
 _PIECE_ENTRIES = 1_024
 """About so many log probabilities are encoded at once."""

@@ -28,11 +28,10 @@ from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import CallPiece, MessageParts, Piece, joined
 from pdserve.api.message.reasoning import ReasoningTokens
 from pdserve.api.node.node_metrics import RequestMetrics
+from pdserve.control.journal import JournaledChoice
 from pdserve.errors import RequestError
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
-from pdserve.wire.journal import JournaledChoice
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import TokenLogprobs
+from pdserve.wire.sampling_params import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

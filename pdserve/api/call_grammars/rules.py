@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pdserve.api.message.call_parser import CallMarkers
 from pdserve.errors import InvalidRequest
-from pdserve.wire.grammar import MAX_GRAMMAR_BYTES
+from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES
 
 STRING = '%json {"type": "string"}'
 NUMBER = '%json {"type": "number"}'

@@ -17,7 +17,7 @@ from pdserve.api.message.tool_schemas import ANNOTATIONS, ToolSchema
 from pdserve.api.requests.grammar_check import GrammarPart
 from pdserve.api.requests.tools import ToolUse
 from pdserve.errors import InvalidRequest
-from pdserve.wire.grammar import Grammar, GrammarKind
+from pdserve.wire.sampling_params import Grammar, GrammarKind
 
 MAX_DEPTH = 64
 """How deeply the lists and objects of a schema may be nested, its own subschemas included."""

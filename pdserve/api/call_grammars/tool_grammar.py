@@ -31,7 +31,7 @@ from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.api.requests.answer_reading import AnswerReading
 from pdserve.config import ToolFormat
 from pdserve.errors import InvalidRequest
-from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
 
 def hermes_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:

@@ -1,7 +1,7 @@
 """What the routes of the dialects answer with: a parser of their requests, and the answers to them.
 
 Another node can go on behind any event of a dialect's stream. Every event has an entry of its own
-(``pdserve.wire.journal``). One delta may bring several events: they are a *group*. The entry of the group's first event
+(``control.journal``). One delta may bring several events: they are a *group*. The entry of the group's first event
 names all of its tokens, and the entries of the others name none:
 
     :0 314 8              a block ends
@@ -34,9 +34,9 @@ from pdserve.api.dialects.dialect_request import DialectRequest, TranslatedChat
 from pdserve.api.dialects.messages_answer import MessageEvents
 from pdserve.api.dialects.responses_answer import ResponseEvents
 from pdserve.api.requests.openai_request import BodyParser, Parsed
+from pdserve.control.journal import DONE_ENTRY, Journal, JournaledChoice, entry
 from pdserve.errors import InvalidRequest, RequestError
 from pdserve.http.errors import ErrorForm, error_event, internal_error
-from pdserve.wire.journal import DONE_ENTRY, Journal, JournaledChoice, entry
 
 _encoder = msgspec.json.Encoder()
 

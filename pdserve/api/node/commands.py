@@ -13,12 +13,12 @@ import msgspec
 
 from pdserve.api.node.serving_node import NodePhase, ServingNode
 from pdserve.config import DiscoveryConfig, TransferConfig
+from pdserve.control.frame import Opener, Purpose, Secrets, from_header
 from pdserve.errors import InvalidRequest, Unauthorized, WireError
 from pdserve.http.request import JSON, HttpRequest
 from pdserve.settings import is_loopback
 from pdserve.wire.command import COMMAND_HEADER, Command, CommandResult, Drain, Recall, SetRole
 from pdserve.wire.discovery import Role
-from pdserve.wire.frame import Opener, Purpose, Secrets, from_header
 from pdserve.wire.ids import BootId
 from pdserve.wire.timeline import RecalledLanes
 

@@ -22,6 +22,7 @@ from random import Random
 
 import msgspec
 
+from pdserve.control.frame import Opened, Sealer
 from pdserve.wire.discovery import (
     Ack,
     FromProxy,
@@ -35,7 +36,6 @@ from pdserve.wire.discovery import (
     Role,
     ToProxy,
 )
-from pdserve.wire.frame import Opened, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.version import SPOKEN, Spoken
 

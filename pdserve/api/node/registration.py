@@ -32,11 +32,11 @@ import zmq
 
 from pdserve.api.node.proxy_link import MISSED_ACKS, ProxyLink, ProxyView, RegistrationStatus
 from pdserve.api.node.proxy_names import LookUp, ProxyNames, is_name, look_up
+from pdserve.control.frame import Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.errors import ConfigError, WireError
 from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.log_throttle import LogThrottle
 from pdserve.wire.discovery import MAX_REPORTED_PROXIES, Deregister, FromProxy, NodeInfo, NodeLoad, Role, ToProxy
-from pdserve.wire.frame import Opened, Opener, Purpose, Sealer, Secrets
 
 log = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from pdserve.api.requests.grammar_check import GrammarCheck
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.routes.app import create_app
 from pdserve.config import DrainMode, EngineConfig, NodeConfig
+from pdserve.control.frame import Secrets
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.installed_version import INSTALLED_VERSION
@@ -43,11 +44,9 @@ from pdserve.process import set_up_logging, share_interpreter
 from pdserve.settings import is_loopback
 from pdserve.signals import Reread, StopSignals, on_hangup, stop_signals
 from pdserve.tracing.tracing import SpanCounts, Tracing
-from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, Role
+from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, NodeSizes, Role
 from pdserve.wire.engine import Ready
-from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
-from pdserve.wire.node_sizes import NodeSizes
 from pdserve.wire.version import SPOKEN
 
 log = logging.getLogger(__name__)

@@ -23,12 +23,11 @@ from pdserve.api.requests.preparing import Preparer
 from pdserve.api.requests.prompts import ModelLimits
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.config import StreamConfig, Switch
+from pdserve.control.frame import Opener, Purpose, Secrets, from_header
 from pdserve.errors import Unauthorized, Unavailable, WireError
 from pdserve.tracing.tracing import Tracing
-from pdserve.wire.discovery import Role
+from pdserve.wire.discovery import NodeSizes, Role
 from pdserve.wire.engine import Ready
-from pdserve.wire.frame import Opener, Purpose, Secrets, from_header
-from pdserve.wire.node_sizes import NodeSizes
 from pdserve.wire.ticket import Ticket
 from pdserve.wire.timeline import RequestLane
 

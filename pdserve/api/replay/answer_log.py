@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.control.journal import JOURNALED_ANSWER, cut_room_lines, room_line
 from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest, Reply
 from pdserve.patience import PatientTimer
-from pdserve.wire.journal import cut_room_lines, room_line
 from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep
-from pdserve.wire.whole_answer import JOURNALED_ANSWER
 
 log = logging.getLogger(__name__)
 

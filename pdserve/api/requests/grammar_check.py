@@ -27,7 +27,7 @@ from pdserve.config import GrammarConfig
 from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, TooManyRequests, Unavailable
 from pdserve.grammars.client_turns import ClientTurns
 from pdserve.process import AnsweringProcess, ChildDied, python_program
-from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial, TriedGrammar
+from pdserve.wire.sampling_params import Grammar, GrammarKind, GrammarTrial, TriedGrammar
 
 START_S = 60.0
 """The process has this long to start and to read the vocabulary."""

@@ -14,8 +14,8 @@ from hmac import compare_digest
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.requests.openai_request import GenerationRequest
 from pdserve.api.requests.prompts import Prompt
+from pdserve.control.journal import Journal, JournaledChoice, JournalError, digest, parse
 from pdserve.errors import InvalidRequest, Unauthorized
-from pdserve.wire.journal import Journal, JournaledChoice, JournalError, digest, parse
 from pdserve.wire.terms import Resume, Storing
 
 

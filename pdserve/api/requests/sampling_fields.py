@@ -13,8 +13,7 @@ from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest, 
 from pdserve.api.requests.prompts import Prompt
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.errors import InvalidRequest
-from pdserve.wire.grammar import Grammar
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, SamplingParams
 
 TokenRuns: TypeAlias = tuple[tuple[int, ...], ...]
 

@@ -25,7 +25,7 @@ from pdserve.api.call_grammars.rules import RuleBook, one_of, quoted
 from pdserve.api.call_grammars.schema_parts import MAX_DEPTH, closed_schema
 from pdserve.api.requests.grammar_check import GrammarPart
 from pdserve.errors import InvalidRequest
-from pdserve.wire.grammar import JSON_WHITESPACE, Grammar, GrammarKind
+from pdserve.wire.sampling_params import JSON_WHITESPACE, Grammar, GrammarKind
 
 MAX_PARTS = 512
 """The most formats of one list."""

@@ -14,7 +14,7 @@ from pdserve.api.requests.request_fields import SharedFields
 from pdserve.api.requests.structural_tags import Format, StructuralTag, Structures, Triggers, tag_grammar
 from pdserve.api.requests.tools import ToolUse
 from pdserve.errors import InvalidRequest
-from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial
+from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial
 
 MAX_CHOICES = 10_000
 GrammarText: TypeAlias = Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]

@@ -41,7 +41,7 @@ from pdserve.http.request import JSON, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH, DirectRoutes, quart_app
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.command import COMMAND_PATH
-from pdserve.wire.node_sizes import NodeSizes
+from pdserve.wire.discovery import NodeSizes
 
 
 class NodeServerInfo(msgspec.Struct, frozen=True):

@@ -58,16 +58,15 @@ from pdserve.api.requests.sampling_fields import (
 from pdserve.api.requests.structured_outputs import wanted_calls, wanted_grammar
 from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
 from pdserve.config import Switch
+from pdserve.control.journal import Journal, room_block
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, Reply, request_label
 from pdserve.tracing.lane_notes import LaneNotes
-from pdserve.wire.grammar import Grammar
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import Journal, room_block
+from pdserve.wire.sampling_params import Grammar
 from pdserve.wire.terms import MAX_CLIENT_BYTES, AnswerIdentity, Keep, PromptTerms, RequestTargets, Terms
 from pdserve.wire.ticket import TICKET_HEADER, Prepared, Ticket
-from pdserve.wire.timeline import PhaseKind, ProcessKind
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.timeline import PhaseKind, ProcessKind, TraceContext
 
 IGNORED_HEADER = "x-pdserve-ignored"
 MAX_IGNORED = 20

@@ -32,8 +32,7 @@ from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from pdserve_kernels.contract import Kernels
 
 _LARGE = "8B-shaped"

@@ -28,8 +28,7 @@ from pdserve.config import ClusterConfig, HttpConfig, LogLevel, NodeConfig, Swit
 from pdserve.process import ChildDied, Listening, ServerProcess, held_port, partition_cores, pdserve_command
 from pdserve.serving import Node
 from pdserve.settings import load, to_environ
-from pdserve.wire.discovery import Role
-from pdserve.wire.node_sizes import NodeSizes
+from pdserve.wire.discovery import NodeSizes, Role
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_DEVICE = "lo"

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from pdserve.config import EngineConfig, KvReturn, RankLaunch, Switch
+from pdserve.control.frame import Secrets
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.cached_blocks import CachedFetcher, CachedPusher
 from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S, KvConnector, NoTransferConnector, TransferConnector
@@ -33,7 +34,6 @@ from pdserve.errors import ConfigError, EngineError
 from pdserve.liveness import LifeBoard, LifeSign, copy_loop, transfer_loop
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.wire.discovery import Role
-from pdserve.wire.frame import Secrets
 from pdserve.wire.rank import DownloadBlocks, UploadBlocks
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.configuration import bound_to_loopback, side_settings

@@ -19,8 +19,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.ids import TransferId
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.timeline import MomentKind, PhaseKind
 from pdserve_kvtransfer.events import (
     BlocksReleased,

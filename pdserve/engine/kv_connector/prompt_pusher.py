@@ -16,8 +16,7 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId
-from pdserve.wire.prompt_logprobs import joined
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import SamplingParams, joined
 from pdserve.wire.terms import Terms
 from pdserve.wire.timeline import MomentKind, PhaseKind
 from pdserve.wire.transfer import FailureCause, PrefillLoad

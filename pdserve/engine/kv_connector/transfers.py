@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdserve.wire.ids import TransferId
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import CachedFetchOrder, FetchOrder, TransferEvent

@@ -22,7 +22,7 @@ from pdserve.engine.sampling.grammar_matcher import GrammarBudget, GrammarMatche
 from pdserve.errors import GrammarRefused, ModelError
 from pdserve.grammars.client_turns import WaitingTurns
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar, thread_with_deep_stack
-from pdserve.wire.grammar import Grammar
+from pdserve.wire.sampling_params import Grammar
 
 log = logging.getLogger(__name__)
 

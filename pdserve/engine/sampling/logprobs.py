@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.engine.sampling.sampling_row import SamplingRow, row_groups
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import TokenLogprobs
+from pdserve.wire.sampling_params import PromptLogprobs, TokenLogprobs
 from pdserve_kernels.host_copies import HostCopy, to_device
 
 

@@ -19,7 +19,7 @@ from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import BootId
-from pdserve.wire.prompt_logprobs import can_be_sent
+from pdserve.wire.sampling_params import can_be_sent
 
 MAX_TRIED = 32
 """The search ends after so many requests for which no fetch can be ordered now, because each step searches."""

@@ -6,8 +6,7 @@ import logging
 
 from pdserve.engine.request import Request
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport, StepOutput
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 
 log = logging.getLogger(__name__)
 

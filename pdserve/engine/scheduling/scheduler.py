@@ -32,8 +32,7 @@ from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.room_watch import RoomWatch
 from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.wire.engine import FinishReason, PrefillSource, RoomWanted
-from pdserve.wire.prompt_logprobs import PromptLogprobs, joined
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, joined
 from pdserve.wire.timeline import MomentKind
 
 

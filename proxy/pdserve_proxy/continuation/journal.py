@@ -1,6 +1,6 @@
 """Keeps the journal of every answer, from which another node can resume it: its request and its entries.
 
-The node begins each event of a stream with an entry (``pdserve.wire.journal``). ``JournaledEvents`` cuts the entries
+The node begins each event of a stream with an entry (``pdserve.control.journal``). ``JournaledEvents`` cuts the entries
 off, so that no client sees one, and adds them to the stream's ``RelayJournal``. All journals of a process share the
 budget of its ``JournalBudget``. A journal that does not fit, or could not be complete, is dropped: its answer goes on,
 and cannot be resumed.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from pdserve.wire.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, cut, cut_room_blocks, parse
+from pdserve.control.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, cut, cut_room_blocks, parse
 from pdserve_proxy.relay.complete_events import CompleteEvents
 from pdserve_proxy.relay.dispatch import NodeRequest
 

@@ -28,10 +28,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from pdserve.config import RelayConfig
+from pdserve.control.journal import Journal, JournalError
 from pdserve.errors import Unavailable
 from pdserve.patience import PatientTimeout
 from pdserve.wire.discovery import NodeInfo
-from pdserve.wire.journal import Journal, JournalError
 from pdserve.wire.ticket import MAX_PREPARED_BYTES, Prepared, decode_prepared
 from pdserve_proxy.continuation.resume import (
     NEXT_EVENT_S,

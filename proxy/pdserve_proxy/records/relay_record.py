@@ -12,8 +12,16 @@ import msgspec
 
 from pdserve.tracing.lane_notes import MAX_MOMENTS, MAX_PHASES
 from pdserve.wire.status import Pause
-from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, ProcessKind, RequestLane
-from pdserve.wire.trace_context import TraceContext, new_span_id
+from pdserve.wire.timeline import (
+    Moment,
+    MomentKind,
+    Phase,
+    PhaseKind,
+    ProcessKind,
+    RequestLane,
+    TraceContext,
+    new_span_id,
+)
 from pdserve_proxy.routing.router import Route
 
 

@@ -20,6 +20,8 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from pdserve.config import RegistryConfig
+from pdserve.control.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
+from pdserve.control.frame import MAX_REASON_CHARS, ClockSkew, Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -30,7 +32,6 @@ from pdserve.errors import (
     WrongReceiver,
 )
 from pdserve.log_throttle import LogThrottle
-from pdserve.wire.connection_guard import ConnectionGuard, MessageReader, RoutedMessage
 from pdserve.wire.discovery import (
     Ack,
     ComputeCores,
@@ -45,7 +46,6 @@ from pdserve.wire.discovery import (
     Role,
     ToProxy,
 )
-from pdserve.wire.frame import MAX_REASON_CHARS, ClockSkew, Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.version import SPOKEN, Spoken
 from pdserve_proxy.incidents import Incidents

@@ -1,4 +1,4 @@
-"""Reads a response in one piece: as it comes, or one that its node journals (``pdserve.wire.whole_answer``).
+"""Reads a response in one piece: as it comes, or one that its node journals (``pdserve.control.journal``).
 
 The journal of such an answer is stored as that of a stream is. When the node is lost, another one goes on with the
 answer, whose client has nothing of it yet and gets all of it in the end.
@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pdserve.control.journal import JOURNALED_ANSWER, AnswerError, AnswerReader, cut_room_lines
 from pdserve.errors import BadUpstream
 from pdserve.patience import PatientTimeout
-from pdserve.wire.journal import cut_room_lines
-from pdserve.wire.whole_answer import JOURNALED_ANSWER, AnswerError, AnswerReader
 from pdserve_proxy.continuation.journal import RelayJournal
 from pdserve_proxy.continuation.resume import Resumption
 from pdserve_proxy.relay.dispatch import REFUSALS

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from pdserve.config import ProxyConfig
+from pdserve.control.frame import Purpose, Sealer, Secrets, to_header
+from pdserve.control.journal import digest
 from pdserve.errors import PrefillLost
 from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
-from pdserve.wire.frame import Purpose, Sealer, Secrets, to_header
-from pdserve.wire.journal import digest
 from pdserve.wire.terms import PrefillTarget, PromptTerms, Resume, Terms
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from pdserve_proxy.continuation.losses import ReturnedRequest, judge_returned

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from pdserve.config import ProxyConfig, Switch
+from pdserve.control.journal import JOURNALED_ANSWER
 from pdserve.errors import Gone, PrefillLost
 from pdserve.http.tls import Trust
 from pdserve.tracing.tracing import Tracing
@@ -27,7 +28,6 @@ from pdserve.wire.kept_answer import KEPT_HEADER, read_replay
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.terms import AnswerIdentity
 from pdserve.wire.timeline import RequestLane
-from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.continuation.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.continuation.move import PlannedMoves

@@ -27,8 +27,7 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import Pause
-from pdserve.wire.timeline import Moment, MomentKind
-from pdserve.wire.trace_context import TraceContext, new_span_id
+from pdserve.wire.timeline import Moment, MomentKind, TraceContext, new_span_id
 from pdserve_proxy.records.relay_record import Detours, RelayRecord, RequestSpan, attempt_phase
 from pdserve_proxy.relay.outcomes import CutReason, RelayOutcome
 from pdserve_proxy.routing.attempts import Attempt

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 from pdserve.config import RolesConfig, TargetsConfig
+from pdserve.control.frame import Secrets
 from pdserve.http.tls import Trust
 from pdserve.wire.command import SetRole
-from pdserve.wire.frame import Secrets
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.roles.decision import RoleDecider, Targets

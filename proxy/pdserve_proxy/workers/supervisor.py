@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeAlias
 
 from pdserve.config import ProxyConfig, RoleChoice
+from pdserve.control.frame import Secrets
 from pdserve.errors import PdserveError
 from pdserve.http.server import bind_shared, url_of
 from pdserve.http.tls import Trust
 from pdserve.local_socket import folder_of
 from pdserve.process import ChildProcess
-from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import new_id
 from pdserve.wire.proxy_workers import Credentials
 from pdserve_proxy.metrics import ProxyMetrics

@@ -23,7 +23,7 @@ from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.errors import InvalidRequest
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.grammars.vocabulary import load_vocabulary
-from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar
+from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from tests.api.message.test_parsers import calls
 
 EOS = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pdserve.wire.journal import cut
+from pdserve.control.journal import cut
 
 
 def events_in(stream: bytes) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdserve.api.message.formats import MessageFormats
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.config import ReasoningFormat, ToolFormat
-from pdserve.wire.journal import DONE_ENTRY, cut, digest
+from pdserve.control.journal import DONE_ENTRY, cut, digest
 from pdserve.wire.terms import Resume, Storing
 from tests.api.dialects.sse import events_in
 from tests.api.node import MODEL

@@ -22,7 +22,7 @@ from pdserve.api.requests.grammar_check import (
 )
 from pdserve.config import GrammarConfig
 from pdserve.errors import DeadlineExceeded, InvalidRequest, TooManyRequests, Unavailable
-from pdserve.wire.grammar import Grammar, GrammarKind, GrammarTrial
+from pdserve.wire.sampling_params import Grammar, GrammarKind, GrammarTrial
 from tests.tiny_vocabulary import save_tiny_tokenizer
 
 pytestmark = pytest.mark.integration

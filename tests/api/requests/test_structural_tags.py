@@ -14,7 +14,7 @@ from pdserve.api.requests.structural_tags import MAX_TRIGGER_CHARS, MAX_TRIGGERS
 from pdserve.api.requests.structured_outputs import StructuredFields, wanted_grammar
 from pdserve.errors import GrammarRefused, InvalidRequest
 from pdserve.grammars.compiling import compile_grammar
-from pdserve.wire.grammar import MAX_GRAMMAR_BYTES, Grammar
+from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from tests.tiny_vocabulary import tiny_vocabulary
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -11,7 +11,7 @@ import pytest
 from pdserve.api.call_grammars.schema_parts import MAX_DEPTH
 from pdserve.api.requests.structured_outputs import StructuredFields, wanted_grammar
 from pdserve.errors import InvalidRequest
-from pdserve.wire.grammar import GrammarKind
+from pdserve.wire.sampling_params import GrammarKind
 
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**OBJECT, "additionalProperties": False}

@@ -20,6 +20,7 @@ from pdserve.config import (
     SchedulerConfig,
     TransferConfig,
 )
+from pdserve.control.frame import Secrets
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import open_connector
 from pdserve.engine.kv_connector.connector import NoTransferConnector, TransferConnector
@@ -39,10 +40,8 @@ from pdserve.liveness import LifeBoard, loop_names, transfer_loop
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
-from pdserve.wire.frame import Secrets
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.wire.terms import PrefillTarget, PromptTerms
 from pdserve.wire.transfer import UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
 from pdserve.wire.version import PROTOCOL_VERSION

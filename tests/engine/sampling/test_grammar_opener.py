@@ -16,8 +16,7 @@ from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.errors import ModelError
 from pdserve.grammars import compiling
 from pdserve.grammars.compiling import CompiledGrammar
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from tests.terms import made_terms
 from tests.tiny_vocabulary import tiny_vocabulary
 

@@ -18,8 +18,7 @@ from pdserve.engine.sampling.grammar_opener import GrammarWorker
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from tests.eventually import eventually
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_vocabulary import EOS, FIRST_BYTE, tiny_vocabulary

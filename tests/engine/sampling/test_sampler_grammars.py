@@ -20,8 +20,7 @@ from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.sampling.token_choice import TokenIds
 from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar
-from pdserve.wire.grammar import Grammar, GrammarKind
-from pdserve.wire.sampling_params import SampledToken, SamplingParams
+from pdserve.wire.sampling_params import Grammar, GrammarKind, SampledToken, SamplingParams
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_vocabulary import EOS, FIRST_BYTE, tiny_vocabulary
 

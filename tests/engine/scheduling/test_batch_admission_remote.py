@@ -11,8 +11,7 @@ from pdserve.engine.placement.placement_rule import PlacementDecision
 from pdserve.engine.placement.prefill_time import PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request, Status
-from pdserve.wire.prompt_logprobs import NUMBER_BYTES
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import NUMBER_BYTES, SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import PrefillLoad
 from tests.engine.placements import make_placement
@@ -49,7 +48,7 @@ def test_local_prompts_are_admitted_while_more_than_a_batch_waits_for_remote_one
 def test_a_prompt_whose_log_probabilities_fit_into_no_message_is_computed_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdserve.wire.prompt_logprobs.MAX_SENT_BYTES", 10 * 2 * NUMBER_BYTES)
+    monkeypatch.setattr("pdserve.wire.sampling_params.MAX_SENT_BYTES", 10 * 2 * NUMBER_BYTES)
     bench = Bench(num_blocks=64, max_num_seqs=4, max_num_batched_tokens=32)
     fitting, plain, larger = [add(bench, i, length, remote=True) for i, length in enumerate((10, 11, 11))]
     for request in (fitting, larger):

@@ -12,7 +12,7 @@ from typing import cast
 import msgpack
 import pytest
 
-from pdserve.wire.frame import Purpose, Sealer
+from pdserve.control.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import Failed, Hello, Ping, ToPrefill, Welcome
 from pdserve_kvtransfer.control.sockets import FrameOpener, Spoilt

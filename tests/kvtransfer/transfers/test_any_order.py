@@ -22,11 +22,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.control.connection_guard import RoutedMessage
+from pdserve.control.frame import Purpose, Sealer
 from pdserve.errors import PeerLost, TransferError
-from pdserve.wire.connection_guard import RoutedMessage
-from pdserve.wire.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
-from pdserve.wire.rank_transfer import RankCommand, RankReport
+from pdserve.wire.rank import RankCommand, RankReport
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pdserve.config import TransferConfig
-from pdserve.wire.links import LinkCounts, TransportKind
+from pdserve.wire.discovery import LinkCounts, TransportKind
 from pdserve_kvtransfer.ucx import ucx_transport
 from pdserve_kvtransfer.ucx.rdma_ports import RdmaPort
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdserve.control.frame import MAX_AGE_S
 from pdserve.errors import AuthenticationFailed, TransferError
-from pdserve.wire.frame import MAX_AGE_S
-from pdserve.wire.rank_transfer import Direction
+from pdserve.wire.rank import Direction
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.transfer import Cancel, Failed, Hello, LinkAddress, Ping, Pong, Refused, Welcome
 from pdserve_kvtransfer import rank_thread

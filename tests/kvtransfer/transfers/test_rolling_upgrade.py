@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pdserve.config import TransferConfig
-from pdserve.wire.frame import NAMED, Purpose, Sealer
+from pdserve.control.frame import NAMED, Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import Examine, Examined, Failed, Hello, Ping, Pong, PrefillRequest, Refused, Welcome
 from pdserve.wire.version import PROTOCOL_VERSION, SPOKEN

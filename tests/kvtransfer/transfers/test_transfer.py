@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdserve.config import TransferConfig
-from pdserve.wire.frame import Secrets
+from pdserve.control.frame import Secrets
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.terms import PromptTerms
 from pdserve.wire.transfer import FailureCause, Hello, PrefillLoad, PrefillRequest, Welcome

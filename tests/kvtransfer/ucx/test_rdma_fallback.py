@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.wire.links import TransportKind
+from pdserve.wire.discovery import TransportKind
 from pdserve_kvtransfer.ucx.rdma_ports import RdmaPort, why_no_rdma
 from pdserve_kvtransfer.ucx.ucx_library import Lane, LoadedUcx
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.wire.journal import Journal, JournaledChoice
+from pdserve.control.journal import Journal, JournaledChoice
 from pdserve.wire.ticket import Prepared
 from pdserve_proxy.continuation.move import FEW_TOKENS, FullBlockWatch, lacking_now, tokens_to_wait
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.wire import journal as wire
-from pdserve.wire.journal import DONE_ENTRY, USAGE_ENTRY, Journal, cut, entry
+from pdserve.control import journal as wire
+from pdserve.control.journal import DONE_ENTRY, USAGE_ENTRY, Journal, cut, entry
 from pdserve_proxy.continuation.journal import GROWTH_BYTES, DropReason, JournalBudget, JournaledEvents, RelayJournal
 from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES
 from pdserve_proxy.relay.dispatch import NodeRequest

@@ -13,9 +13,9 @@ import aiohttp
 import msgspec
 import pytest
 
+from pdserve.control.journal import cut
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.wire.discovery import NodeInfo, Role
-from pdserve.wire.journal import cut
 from pdserve.wire.ticket import Prepared
 from pdserve_proxy.continuation import move, resume
 from pdserve_proxy.relay.outcomes import MoveReason

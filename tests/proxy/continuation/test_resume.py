@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from pdserve.config import AdmissionConfig, ProxyConfig, Switch
+from pdserve.control.journal import DONE_ENTRY, cut
 from pdserve.errors import PrefillLost
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
 from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
-from pdserve.wire.journal import DONE_ENTRY, cut
 from pdserve_proxy.continuation import losses, resume, turns
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry

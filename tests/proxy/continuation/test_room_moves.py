@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from pdserve.control.journal import room_block, room_line
 from pdserve.wire.discovery import NodeLoad
-from pdserve.wire.journal import room_block, room_line
 from pdserve.wire.ticket import Prepared
 from pdserve_proxy.continuation import move, resume
 from tests.proxy.cluster import Cluster, cluster, eventually, metric

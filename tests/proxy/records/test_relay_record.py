@@ -12,8 +12,7 @@ import pytest
 from pdserve.tracing.lane_notes import MAX_MOMENTS, MAX_PHASES
 from pdserve.wire.discovery import Role
 from pdserve.wire.status import RequestStage
-from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, RequestLane
-from pdserve.wire.trace_context import TraceContext
+from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, RequestLane, TraceContext
 from pdserve_proxy.records import relay_record
 from pdserve_proxy.records.relay_record import Detours
 from pdserve_proxy.records.request_view import request_view

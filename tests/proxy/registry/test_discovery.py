@@ -17,9 +17,9 @@ import zmq.asyncio
 
 from pdserve.api.node.proxy_link import RegistrationStatus
 from pdserve.api.node.registration import Registration
+from pdserve.control.frame import Opener, Purpose, Sealer
 from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeLoad, Register, Role
-from pdserve.wire.frame import Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.status import IncidentKind
 from pdserve_proxy.incidents import Incidents

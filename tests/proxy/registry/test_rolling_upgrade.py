@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.api.node.registration import Registration
+from pdserve.control.frame import NAMED, Opener, Purpose, Sealer
 from pdserve.wire.discovery import (
     Ack,
     FromProxy,
@@ -25,7 +26,6 @@ from pdserve.wire.discovery import (
     Register,
     Role,
 )
-from pdserve.wire.frame import NAMED, Opener, Purpose, Sealer
 from pdserve.wire.ids import new_id
 from pdserve.wire.version import SPOKEN
 from tests.proxy.cluster import HEARTBEAT_MS, SECRET, cancelled, eventually, node_info, registered

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.control.journal import JOURNALED_ANSWER, MAX_LINE_BYTES, AnswerHead, entry
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.wire.discovery import Role
-from pdserve.wire.journal import entry
-from pdserve.wire.whole_answer import JOURNALED_ANSWER, MAX_LINE_BYTES, AnswerHead
 from pdserve_proxy.continuation import resume
 from tests.proxy.cluster import Cluster, cluster, error_of, eventually, heard, metric, node_info, proxy_config
 from tests.proxy.continuation.test_resume import NO_WAIT, config, nothing_is_left, resumes

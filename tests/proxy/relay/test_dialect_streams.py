@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pdserve.wire.journal import DONE_ENTRY, cut, entry
+from pdserve.control.journal import DONE_ENTRY, cut, entry
 from tests.proxy.fake_node import Behaviour, Exchange
 from tests.proxy.journaling_nodes import nodes, split
 from tests.proxy.shared_proxy import SharedProxy

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdserve.config import AdmissionConfig, ProxyConfig, StoreConfig, Switch, WorkersConfig
-from pdserve.wire.journal import DONE_ENTRY, entry
+from pdserve.control.journal import DONE_ENTRY, entry
 from tests.proxy.cluster import Cluster, cluster, error_of, eventually, metric, proxy_config
 from tests.proxy.fake_node import Behaviour, Exchange
 from tests.proxy.journaling_nodes import Nodes, nodes, ticket_in

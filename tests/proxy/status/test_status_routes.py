@@ -13,11 +13,11 @@ import pytest
 
 from pdserve.api.node.commands import CommandGate
 from pdserve.config import AdmissionConfig, ProxyConfig, StatusConfig, StatusPage, WorkersConfig
+from pdserve.control.journal import JOURNALED_ANSWER
 from pdserve.errors import Unavailable
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, Drain, SetRole
 from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.status import IncidentKind, RequestStage
-from pdserve.wire.whole_answer import JOURNALED_ANSWER
 from pdserve_proxy.recent_counts import STEP_S
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry

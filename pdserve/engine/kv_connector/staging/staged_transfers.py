@@ -23,8 +23,7 @@ from pdserve.engine.kv_connector.staging.block_copier import Copier
 from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
 from pdserve.engine.kv_connector.transfers import PacedFetches, PacedTransfers, Pushes
 from pdserve.wire.ids import TransferId
-from pdserve.wire.prompt_logprobs import PromptLogprobs
-from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
 from pdserve_kvtransfer.events import (

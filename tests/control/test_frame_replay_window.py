@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdserve.wire.frame import WINDOW, ReplayWindow, RisingCounter
+from pdserve.control.frame import WINDOW, ReplayWindow, RisingCounter
 
 near = st.integers(1, 40)
 edges = st.sampled_from([1, 2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, 2 * WINDOW, 2 * WINDOW + 1, 2**63 - 1])

@@ -8,7 +8,7 @@ A node that was asked for a journal begins every event with a comment of server-
     :done                 the event ends the stream
     :room 912             no event: the node wishes that another one goes on, with free blocks for so many tokens
     :0 314 8 [[-0.5,1,[]],[-2.25,3,[]]]
-                          so in an answer in one piece (``whole_answer``): with the tokens' log probabilities as JSON
+                          so in an answer in one piece: with the tokens' log probabilities as JSON
 
 If a choice's last tokens have an event before that of its end, all of them are in that event's entry, with a stop token
 that is not shown. So a choice whose tokens end it by the engine's rules has shown all its text, whatever was held back.
@@ -17,6 +17,19 @@ Entry and event are one block of lines, so a client has the event exactly if the
 cuts the entries off and keeps them as bytes; nobody parses one unless the node is lost. A stream without entries is an
 ordinary one, which cannot be resumed. No line of JSON begins with a colon after an empty line, so no text of an answer
 can look like an entry.
+
+**An answer in one piece** has its entries before it:
+
+    :0 314 8 2290         these tokens of choice 0 were generated after those that have an entry already
+    :1 17
+    {"status":200,"headers":{"content-type":"application/json"}}
+    {"id": …              the answer's body, to the end of the response
+
+The client gets nothing but the answer's own status, headers and body. Until they are complete, another node can go on
+with the answer: the proxy sends it the entries, as those of a stream. No entry says that a choice is over: the node
+that goes on says so itself, and shows all of the text once more. Where log probabilities are asked for, entries have
+them too, because no other node can report those of tokens that it has not generated. An answer that is ready soon goes
+out without all this.
 """
 
 from __future__ import annotations
@@ -25,6 +38,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 
@@ -205,3 +219,86 @@ def _read_logprobs(data: bytes, number: int, tokens: int, vocab_size: int) -> li
     if len(logprobs) != tokens or not all(0 <= token_id < vocab_size for token_id in named):
         raise JournalError(f"entry {number} of the journal has log probabilities of other tokens")
     return logprobs
+
+
+JOURNALED_ANSWER = "application/vnd.pdserve.answer"
+"""The content type of such a response, which no client sees."""
+MAX_LINE_BYTES = 2**20
+"""The largest line before the body."""
+
+_HeaderValue = Annotated[str, msgspec.Meta(pattern=r"\A[ -~]*\Z")]
+
+
+class AnswerError(ValueError):
+    """The bytes are no such response. The message says why."""
+
+
+class AnswerHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The status and the headers of the answer that follows."""
+
+    status: Annotated[int, msgspec.Meta(ge=200, le=599)]
+    headers: dict[str, _HeaderValue]
+    """The headers, whose names are in lower case."""
+
+    def encode(self) -> bytes:
+        """Returns the line that precedes the answer's body."""
+        return msgspec.json.encode(self) + b"\n"
+
+
+_head = msgspec.json.Decoder(AnswerHead)
+
+
+class AnswerReader:
+    """Takes the body of one such response apart, however it is cut."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._line = b""
+        """The beginning of a line whose end has not come."""
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self.head: AnswerHead | None = None
+        """None until it has come."""
+
+    def feed(self, piece: bytes) -> bytes:
+        """Returns the whole entries that ``piece`` completes, each with its colon and its end of line.
+
+        Raises AnswerError.
+        """
+        if self.head is not None:
+            self._add(piece)
+            return b""
+        # An entry has numbers and brackets: the first brace begins the head.
+        entries, brace, rest = (self._line + piece).partition(b"{")
+        if brace:
+            line, end, body = rest.partition(b"\n")
+            self._line = b"" if end else brace + line
+            if end:
+                self.head = _decode(brace + line)
+                self._add(body)
+        else:
+            entries, end, self._line = entries.rpartition(b"\n")
+            entries += end
+        if len(self._line) > MAX_LINE_BYTES:
+            raise AnswerError(f"a line is above {MAX_LINE_BYTES} bytes")
+        if entries and not (entries.startswith(b":") and entries.endswith(b"\n")):
+            raise AnswerError(f"a line is no entry: {entries[:80]!r}")
+        return entries
+
+    def body(self) -> bytes:
+        """Returns what has come of the answer's body."""
+        return b"".join(self._pieces)
+
+    def _add(self, piece: bytes) -> None:
+        self._size += len(piece)
+        if self._size > self._max_body_bytes:
+            raise AnswerError(f"the answer is above {self._max_body_bytes} bytes")
+        if piece:
+            self._pieces.append(piece)
+
+
+def _decode(line: bytes) -> AnswerHead:
+    try:
+        return _head.decode(line)
+    except msgspec.MsgspecError as exc:
+        raise AnswerError(f"the answer's head is none: {exc}") from exc

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.errors import AuthenticationFailed, MalformedFrame, StaleFrame, UnreadableMessage, WireError, WrongReceiver
-from pdserve.wire.discovery import Ack, ToProxy
-from pdserve.wire.frame import (
+from pdserve.control.frame import (
     MAX_AGE_S,
     MAX_FRAME_BYTES,
     NAMED,
@@ -22,6 +20,8 @@ from pdserve.wire.frame import (
     Sealer,
     Secrets,
 )
+from pdserve.errors import AuthenticationFailed, MalformedFrame, StaleFrame, UnreadableMessage, WireError, WrongReceiver
+from pdserve.wire.discovery import Ack, ToProxy
 
 SECRET = b"the cluster's own secret"
 BOOT = b"0123456789abcdef"

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.wire.journal import entry, entry_with_logprobs
+from pdserve.control.journal import MAX_LINE_BYTES, AnswerError, AnswerHead, AnswerReader, entry, entry_with_logprobs
 from pdserve.wire.sampling_params import TokenLogprobs
-from pdserve.wire.whole_answer import MAX_LINE_BYTES, AnswerError, AnswerHead, AnswerReader
 
 LOGPROBS = TokenLogprobs(-0.5, 1, ((2290, -0.5), (7, -1e-9)))
 ENTRIES = entry(0, [314, 8]) + entry(1, [17]) + entry_with_logprobs(2, [2290], [LOGPROBS])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.wire.journal import (
+from pdserve.control.journal import (
     DONE_ENTRY,
     USAGE_ENTRY,
     Journal,

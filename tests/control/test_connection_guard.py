@@ -10,8 +10,8 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from pdserve.wire import connection_guard
-from pdserve.wire.connection_guard import ConnectionGuard, MessageReader
+from pdserve.control import connection_guard
+from pdserve.control.connection_guard import ConnectionGuard, MessageReader
 from tests.eventually import eventually
 
 LIMIT = 100_000
