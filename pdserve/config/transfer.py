@@ -89,8 +89,8 @@ class TransferConfig:
     )
     lease_ms: int = setting(
         "transfer-lease-ms",
-        "Another engine that is silent for this many milliseconds counts as dead. Raise it if links take longer to "
-        "open.",
+        "Another engine that is silent for this many milliseconds counts as dead, and a transfer whose sent blocks do "
+        "not land for as long has stalled. Raise it if links take longer to open.",
         3000,
         minimum=20,
         maximum=600_000,
