@@ -371,7 +371,7 @@ def rank_model(kv_heads: int, pace: Callable[[SimProcess], Pace]) -> dict[str, A
         f"{loading}rank_backend": lambda *_: None,
         f"{loading}rank_device": lambda *_: CPU,
         f"{loading}kept_block_kernels": lambda *_: None,
-        "pdserve__models__checkpoint__decoder_config__read_decoder_config": lambda _: SimpleNamespace(
+        "pdserve__models__checkpoint__config_reading__read_decoder_config": lambda _: SimpleNamespace(
             kv_heads=kv_heads
         ),
         "pdserve__models__runner__kv_layout": lambda *_: SimpleNamespace(block_bytes=0),
