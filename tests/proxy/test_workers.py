@@ -278,6 +278,7 @@ async def test_workers_die_with_their_supervisor() -> None:
     program = f"""
 import sys
 from pdserve_proxy.server import serve
+from tests.proxy.test_workers import workers_config
 sys.exit(serve(workers_config(), {SECRET!r}))
 """
 
