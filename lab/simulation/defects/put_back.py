@@ -120,7 +120,7 @@ PUT_BACK = (
     ),
     Mutant(
         "requests wait for a host that is gone although the registry has dropped it",
-        1021,
+        1101,
         f"{RELAY}.relay.Relay",
         "__aenter__",
         "self._registry.on_loss(lambda node: self._pool.suspect(node.url))",
