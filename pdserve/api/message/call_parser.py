@@ -277,8 +277,10 @@ class CallParser(ABC):
             self._take(start)
             self._state = self._behind_broken
             return bool(marker)
-        shown = len(text.rstrip(f"{_BLANKS}{self._broken_tail}")) if len(text) <= MAX_BLANK else len(text) - MAX_BLANK
-        self._argue(self._take(shown))
+        # What may stand behind the arguments waits, whatever else has come with it.
+        end = text[-MAX_BLANK:]
+        waits = len(end) - len(end.rstrip(f"{_BLANKS}{self._broken_tail}"))
+        self._argue(self._take(len(text) - waits))
         return False
 
 

@@ -319,6 +319,13 @@ FRAGMENTS = [
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=9).map("".join)
 
 
+def test_a_long_end_of_broken_arguments_is_passed_on_as_it_comes() -> None:
+    text = '<function=f>\n{"a" ' + '"b" ' * 40
+    reader, at_once = (parser(ToolFormat.QWEN_XML, reasoning=False, parallel=False) for _ in range(2))
+    told = [reader.add(text[:40]), reader.add(text[40:])]
+    assert joined(told) == at_once.add(text)
+
+
 @settings(max_examples=examples(150))
 @given(st.sampled_from(FORMATS), TEXTS, st.sets(st.integers(1, 200), max_size=12), st.booleans(), st.booleans())
 def test_any_split_of_any_text_gives_the_same(
