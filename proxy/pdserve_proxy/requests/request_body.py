@@ -13,8 +13,8 @@ import re
 import msgspec
 
 from pdserve.errors import InvalidRequest
+from pdserve.http.whole_number import read_whole
 from pdserve.wire.terms import MAX_PRIORITY
-from pdserve.wire.whole_number import read_whole
 
 INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")
 """The beginnings of top-level keys that nodes use among themselves and that clients may not send."""
