@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
@@ -181,11 +182,15 @@ async def stream_answer(
     if sampling.max_tokens:
         body["max_tokens"] = sampling.max_tokens
     url, timeout_s = server.url, server.access.timeout_s
+    headers: dict[str, str] = {}
+    if server.tells_nodes:
+        # So an answer that is stopped before its first byte can be looked up, too.
+        answer.request_id = headers[REQUEST_ID_HEADER] = uuid.uuid4().hex
     answer.began_s = time.monotonic()
     try:
         async with (
             server.access.session(timeout_s) as session,
-            session.post(f"{url}/v1/chat/completions", json=body) as response,
+            session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response,
         ):
             answer.request_id = response.headers.get(REQUEST_ID_HEADER, "")
             if response.status != 200:
