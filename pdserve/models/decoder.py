@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -113,13 +113,19 @@ class RecipeDecoder:
         return self._head(self._norm(hidden))
 
 
-Layer = Callable[
-    [torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, Attention], tuple[torch.Tensor, torch.Tensor]
-]
-"""Maps ``(residual, delta, cos, sin, attention)`` to ``(delta, residual)``.
+class Layer(Protocol):
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: Attention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``(delta, residual)``.
 
-``delta`` is the output of the layer's last part, which the next norm adds to the residual in one pass.
-"""
+        ``delta`` is the output of the layer's last part, which the next norm adds to the residual in one pass.
+        """
 
 
 def _layer(config: FamilyConfig, building: Building, model: ModelRecipe, index: int) -> Layer:
@@ -128,15 +134,18 @@ def _layer(config: FamilyConfig, building: Building, model: ModelRecipe, index: 
     attend = SelfAttention(config, building, recipe.attention, prefix, index)
     feed = _feed_forward(config, building, recipe, prefix)
     norms = [load_norm(building, recipe.norm, prefix + name, config.hidden_size) for name in recipe.norms]
+    scale = recipe.residual_scale
     match recipe.order:
         case NormOrder.PRE:
-            return _PreNorm(attend, feed, norms, recipe.residual_scale)
+            before_attention, before_feed = norms
+            return _InTurn(attend, feed, scale, before_attention, None, before_feed, None)
         case NormOrder.POST:
-            return _PostNorm(attend, feed, norms)
+            after_attention, after_feed = norms
+            return _InTurn(attend, feed, scale, None, after_attention, None, after_feed)
         case NormOrder.SANDWICH:
-            return _SandwichNorm(attend, feed, norms)
+            return _InTurn(attend, feed, scale, *norms)
         case NormOrder.PARALLEL:
-            return _Parallel(attend, feed, norms, recipe.residual_scale)
+            return _Parallel(attend, feed, scale, *norms)
 
 
 def _feed_forward(config: FamilyConfig, building: Building, recipe: LayerRecipe, prefix: str) -> FeedForward:
@@ -145,33 +154,17 @@ def _feed_forward(config: FamilyConfig, building: Building, recipe: LayerRecipe,
     return kind(config.hidden_size, building, part, prefix)  # type: ignore[arg-type]  # each kind gets its own recipe
 
 
-class _PreNorm:
-    """Attention and feed-forward part, each after a norm."""
+@dataclass(frozen=True, slots=True)
+class _InTurn:
+    """Attention, and then the feed-forward part, each with a norm before it, behind it, or both."""
 
-    def __init__(self, attend: SelfAttention, feed: FeedForward, norms: list[LoadedNorm], scale: float) -> None:
-        self._attend, self._feed, self._scale = attend, feed, scale
-        self._input_norm, self._feed_norm = norms
-
-    def __call__(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: Attention,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, residual = _normed(self._input_norm, delta, residual)
-        attended = _scaled(self._attend(normed, cos, sin, attention), self._scale)
-        normed, residual = self._feed_norm.of_sum(attended, residual)
-        return _scaled(self._feed(normed), self._scale), residual
-
-
-class _PostNorm:
-    """Attention and feed-forward part, each before a norm."""
-
-    def __init__(self, attend: SelfAttention, feed: FeedForward, norms: list[LoadedNorm]) -> None:
-        self._attend, self._feed = attend, feed
-        self._after_attention, self._after_feed = norms
+    attend: SelfAttention
+    feed: FeedForward
+    scale: float
+    before_attention: LoadedNorm | None
+    after_attention: LoadedNorm | None
+    before_feed: LoadedNorm | None
+    after_feed: LoadedNorm | None
 
     def __call__(
         self,
@@ -181,40 +174,21 @@ class _PostNorm:
         sin: torch.Tensor,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if delta is not None:
-            residual = residual + delta
-        residual = residual + self._after_attention(self._attend(residual, cos, sin, attention))
-        return self._after_feed(self._feed(residual)), residual
+        normed, residual = _normed(self.before_attention, delta, residual)
+        attended = _added(self.attend(normed, cos, sin, attention), self.after_attention, self.scale)
+        normed, residual = _normed(self.before_feed, attended, residual)
+        return _added(self.feed(normed), self.after_feed, self.scale), residual
 
 
-class _SandwichNorm:
-    """Attention and feed-forward part, each between two norms."""
-
-    def __init__(self, attend: SelfAttention, feed: FeedForward, norms: list[LoadedNorm]) -> None:
-        self._attend, self._feed = attend, feed
-        self._before_attention, self._after_attention, self._before_feed, self._after_feed = norms
-
-    def __call__(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: Attention,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, residual = _normed(self._before_attention, delta, residual)
-        attended = self._after_attention(self._attend(normed, cos, sin, attention))
-        normed, residual = self._before_feed.of_sum(attended, residual)
-        return self._after_feed(self._feed(normed)), residual
-
-
+@dataclass(frozen=True, slots=True)
 class _Parallel:
     """Attention and feed-forward part beside each other, after one norm or one each."""
 
-    def __init__(self, attend: SelfAttention, feed: FeedForward, norms: list[LoadedNorm], scale: float) -> None:
-        self._attend, self._feed, self._scale = attend, feed, scale
-        self._norm, *others = norms
-        self._feed_norm = others[0] if others else None
+    attend: SelfAttention
+    feed: FeedForward
+    scale: float
+    norm: LoadedNorm
+    feed_norm: LoadedNorm | None = None
 
     def __call__(
         self,
@@ -224,15 +198,22 @@ class _Parallel:
         sin: torch.Tensor,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, residual = _normed(self._norm, delta, residual)
-        fed = normed if self._feed_norm is None else self._feed_norm(residual)
-        both = self._attend(normed, cos, sin, attention) + self._feed(fed)
-        return _scaled(both, self._scale), residual
+        normed, residual = _normed(self.norm, delta, residual)
+        fed = normed if self.feed_norm is None else self.feed_norm(residual)
+        return _added(self.attend(normed, cos, sin, attention) + self.feed(fed), None, self.scale), residual
 
 
-def _normed(norm: LoadedNorm, delta: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed(
+    norm: LoadedNorm | None, delta: torch.Tensor | None, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the normalised sum of residual and delta, and the sum. Without a norm both are the sum."""
+    if norm is None:
+        total = residual if delta is None else residual + delta
+        return total, total
     return (norm(residual), residual) if delta is None else norm.of_sum(delta, residual)
 
 
-def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return x if scale == 1.0 else x * scale
+def _added(output: torch.Tensor, norm: LoadedNorm | None, scale: float) -> torch.Tensor:
+    """Returns what a part's output adds to the residual."""
+    output = output if norm is None else norm(output)
+    return output if scale == 1.0 else output * scale

@@ -89,7 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan-moe": ("hunyuan_v1_moe", SHAPE | {"num_experts": 8, "moe_topk": 3}),
     "dots1": ("dots1", HEADS | DEEPSEEK_EXPERTS | {"n_shared_experts": 2, "first_k_dense_replace": 1}),
-    "hyperclovax": ("hyperclovax", SHAPE | {"residual_multiplier": 1.0, "logits_scaling": 0.5}),
+    "hyperclovax": ("hyperclovax", SHAPE | {"residual_multiplier": 0.7, "logits_scaling": 0.5}),
     "hyperclovax-two-norms": ("hyperclovax", SHAPE | {"use_post_norm": False, "residual_multiplier": 0.5}),
     "apertus": ("apertus", HEADS | {"hidden_act": "xielu"}),
     "nanochat": ("nanochat", HEADS | {"hidden_act": "relu2"}),
