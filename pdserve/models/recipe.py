@@ -99,7 +99,7 @@ class Fusion(enum.Enum):
     PARTS = "parts"
     """All query heads, then all key heads, then all value heads."""
     GROUPS = "groups"
-    """For each key head: its query heads, itself, and its value head. With a key head for each query head, by head."""
+    """Each key head stands behind its query heads and before its value head."""
 
 
 class NormScope(enum.Enum):

@@ -57,11 +57,12 @@ class Cohere2Settings(CohereSettings, kw_only=True):
     default_theta: ClassVar[float] = 10_000.0
     sliding_window: Count | None = 4096
     sliding_window_pattern: Count = 4
+    layer_types: list[str] | None = None
 
     def windows(self) -> tuple[int | None, ...]:
         numbers = range(1, self.num_hidden_layers + 1)
         usual = [SLIDING if number % self.sliding_window_pattern else FULL for number in numbers]
-        return windows_of(self.layer_types_or(usual), self.num_hidden_layers, self.sliding_window)
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
 
     def rotary_of_layer(self, index: int) -> Rotary | None:
         return None if self.windows()[index] is None else self.rotary()

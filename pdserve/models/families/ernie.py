@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
-from pdserve.models.families.settings import MLP, NONE, QKVO, Count, FamilySettings, gated_expert
-from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpRecipe
+from pdserve.models.families.settings import MLP, NONE, QKVO, Count, FamilySettings, gated, gated_expert
+from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe
 
 
 class ErnieSettings(FamilySettings, kw_only=True):
@@ -53,17 +52,12 @@ class ErnieMoeSettings(ErnieSettings, kw_only=True):
         if (index + 1) % self.moe_layer_interval or not self.moe_layer_start_index <= index <= last:
             return self.mlp()
         channels, shared = self.moe_intermediate_size, None
-        expert = gated_expert(channels)
-        if self.use_bias:
-            expert = replace(expert, biased=frozenset({expert.gate, expert.up, expert.down}))
         if self.moe_num_shared_experts > 0:
-            gate, up, down = (f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-            biased = frozenset({gate, up, down}) if self.use_bias else NONE
-            shared = MlpRecipe(channels * self.moe_num_shared_experts, gate=gate, up=up, down=down, biased=biased)
+            shared = gated("mlp.shared_experts", channels * self.moe_num_shared_experts, biased=self.use_bias)
         return ExpertsRecipe(
             self.moe_num_experts,
             self.moe_k,
-            expert,
+            gated_expert(channels, biased=self.use_bias),
             normalised=True,
             correction="mlp.moe_statics.e_score_correction_bias",
             correction_shape=(1, self.moe_num_experts),

@@ -20,6 +20,7 @@ class Exaone4Settings(FamilySettings, kw_only=True):
     rms_norm_eps: float = 1e-5
     sliding_window: Count | None = 4096
     sliding_window_pattern: int | str | None = 4
+    layer_types: list[str] | None = None
 
     def biases(self) -> frozenset[str]:
         return NONE
@@ -35,7 +36,7 @@ class Exaone4Settings(FamilySettings, kw_only=True):
             each = {"L": SLIDING, "G": FULL}
             usual = [each.get(pattern[i % len(pattern)], "") for i in range(layers)]
             usual[-1] = FULL
-        return windows_of(self.layer_types_or(usual), layers, self.sliding_window)
+        return windows_of(self.layer_types, usual, layers, self.sliding_window)
 
     def rotary_of_layer(self, index: int) -> Rotary | None:
         return self.rotary() if self.sliding_window is None or self.windows()[index] is not None else None

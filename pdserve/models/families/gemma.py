@@ -83,6 +83,7 @@ class Gemma3Settings(FamilySettings, kw_only=True):
     query_pre_attn_scalar: Count = 256
     sliding_window: Count | None = 4096
     sliding_window_pattern: Count = 6
+    layer_types: list[str] | None = None
     rope_local_base_freq: float = 10_000.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -112,7 +113,7 @@ class Gemma3Settings(FamilySettings, kw_only=True):
     def windows(self) -> tuple[int | None, ...]:
         numbers = range(1, self.num_hidden_layers + 1)
         usual = [SLIDING if number % self.sliding_window_pattern else FULL for number in numbers]
-        return windows_of(self.layer_types_or(usual), self.num_hidden_layers, self.sliding_window)
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
 
     def rotary(self) -> Rotary:
         both = self.rope_parameters

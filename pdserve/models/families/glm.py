@@ -19,6 +19,7 @@ from pdserve.models.families.settings import (
     SLIDING,
     Count,
     FamilySettings,
+    gated,
     gated_expert,
     windows_of,
 )
@@ -98,7 +99,6 @@ class Glm4MoeSettings(FamilySettings, kw_only=True):
         if index < self.first_k_dense_replace:
             return self.mlp()
         channels = self.moe_intermediate_size
-        gate, up, down = (f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         return ExpertsRecipe(
             self.n_routed_experts,
             self.num_experts_per_tok,
@@ -111,7 +111,7 @@ class Glm4MoeSettings(FamilySettings, kw_only=True):
             chosen_groups=self.topk_group,
             scale=self.routed_scaling_factor,
             smallest_sum=1e-20,
-            shared=MlpRecipe(channels * self.n_shared_experts, gate=gate, up=up, down=down),
+            shared=gated("mlp.shared_experts", channels * self.n_shared_experts),
         )
 
     def recipe(self) -> ModelRecipe:
@@ -151,6 +151,7 @@ class Dots1Settings(Glm4MoeSettings, kw_only=True):
     norm_topk_prob: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 62
+    layer_types: list[str] | None = None
 
     def biases(self) -> frozenset[str]:
         return QKVO if self.attention_bias else NONE
@@ -161,4 +162,4 @@ class Dots1Settings(Glm4MoeSettings, kw_only=True):
             SLIDING if window is not None and index >= self.max_window_layers else FULL
             for index in range(self.num_hidden_layers)
         ]
-        return windows_of(self.layer_types_or(usual), self.num_hidden_layers, window)
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, window)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from pdserve.models.families.settings import Count, FamilySettings, gated_expert
-from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, FeedForwardRecipe, HeadNorm, MlpRecipe, Rotary
+from pdserve.models.families.settings import Count, FamilySettings, gated, gated_expert
+from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, FeedForwardRecipe, HeadNorm, Rotary
 
 
 class HunYuanSettings(FamilySettings, kw_only=True):
@@ -36,7 +36,6 @@ class HunYuanMoeSettings(HunYuanSettings, kw_only=True):
     moe_topk: Count = 1
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
-        gate, up, down = (f"mlp.shared_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         return ExpertsRecipe(
             self.num_experts,
             self.moe_topk,
@@ -44,5 +43,5 @@ class HunYuanMoeSettings(HunYuanSettings, kw_only=True):
             router="mlp.gate.wg",
             normalised=True,
             precise_router=True,
-            shared=MlpRecipe(self.intermediate_size, gate=gate, up=up, down=down),
+            shared=gated("mlp.shared_mlp", self.intermediate_size),
         )

@@ -55,10 +55,11 @@ class MistralSettings(FamilySettings, kw_only=True):
 class MinistralSettings(MistralSettings, kw_only=True):
     """Some layers see a window."""
 
+    layer_types: list[str] | None = None
+
     def windows(self) -> tuple[int | None, ...]:
-        usual = FULL if self.sliding_window is None else SLIDING
-        kinds = self.layer_types_or([usual] * self.num_hidden_layers)
-        return windows_of(kinds, self.num_hidden_layers, self.sliding_window)
+        usual = [FULL if self.sliding_window is None else SLIDING] * self.num_hidden_layers
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
 
 
 class CwmSettings(FamilySettings, kw_only=True):
@@ -76,13 +77,14 @@ class CwmSettings(FamilySettings, kw_only=True):
     rms_norm_eps: float = 1e-5
     eos_token_id: int | list[int] | None = msgspec.field(default_factory=lambda: [128_001, 128_008, 128_009])
     sliding_window: Count | None = 8192
+    layer_types: list[str] | None = None
 
     def biases(self) -> frozenset[str]:
         return MLP if self.mlp_bias else NONE
 
     def windows(self) -> tuple[int | None, ...]:
-        kinds = self.layer_types_or([SLIDING if i % 4 else FULL for i in range(self.num_hidden_layers)])
-        return windows_of(kinds, self.num_hidden_layers, self.sliding_window)
+        usual = [SLIDING if i % 4 else FULL for i in range(self.num_hidden_layers)]
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
 
 
 class SmolLm3Settings(FamilySettings, kw_only=True):
@@ -101,6 +103,7 @@ class SmolLm3Settings(FamilySettings, kw_only=True):
     sliding_window: Count | None = None
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Count = 4
+    layer_types: list[str] | None = None
 
     def _turned(self) -> list[bool]:
         """Returns whether each layer knows positions."""
@@ -113,8 +116,7 @@ class SmolLm3Settings(FamilySettings, kw_only=True):
     def windows(self) -> tuple[int | None, ...]:
         window = self.sliding_window if self.use_sliding_window else None
         usual = [FULL if window is None or turned else SLIDING for turned in self._turned()]
-        kinds = self.layer_types_or(usual) if window is not None else [FULL] * self.num_hidden_layers
-        return windows_of(kinds, self.num_hidden_layers, window)
+        return windows_of(None if window is None else self.layer_types, usual, self.num_hidden_layers, window)
 
     def rotary_of_layer(self, index: int) -> Rotary | None:
         return self.rotary() if self._turned()[index] else None

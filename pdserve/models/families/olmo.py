@@ -73,10 +73,11 @@ class Olmo3Settings(Olmo2Settings, kw_only=True):
 
     default_theta: ClassVar[float] = 500_000.0
     sliding_window: Count | None = 4096
+    layer_types: list[str] | None = None
 
     def windows(self) -> tuple[int | None, ...]:
-        kinds = self.layer_types_or([FULL if i % 4 == 3 else SLIDING for i in range(self.num_hidden_layers)])
-        return windows_of(kinds, self.num_hidden_layers, self.sliding_window)
+        usual = [FULL if i % 4 == 3 else SLIDING for i in range(self.num_hidden_layers)]
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
 
     def rotary_of_layer(self, index: int) -> Rotary:
         theta = self.default_theta if self.rope_theta is None else self.rope_theta

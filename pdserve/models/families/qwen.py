@@ -13,10 +13,11 @@ from pdserve.models.families.settings import (
     SLIDING,
     Count,
     FamilySettings,
+    gated,
     gated_expert,
     windows_of,
 )
-from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpRecipe
+from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe
 
 
 class Qwen2Settings(FamilySettings, kw_only=True):
@@ -30,6 +31,7 @@ class Qwen2Settings(FamilySettings, kw_only=True):
     use_sliding_window: bool = False
     sliding_window: Count | None = 4096
     max_window_layers: int = 28
+    layer_types: list[str] | None = None
 
     def biases(self) -> frozenset[str]:
         return QKV
@@ -38,7 +40,7 @@ class Qwen2Settings(FamilySettings, kw_only=True):
         window = self.sliding_window if self.use_sliding_window else None
         first = self.num_hidden_layers if window is None else self.max_window_layers
         usual = [SLIDING if i >= first else FULL for i in range(self.num_hidden_layers)]
-        return windows_of(self.layer_types_or(usual), self.num_hidden_layers, window)
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, window)
 
 
 class Qwen3Settings(Qwen2Settings, kw_only=True):
@@ -96,6 +98,7 @@ class Qwen2MoeSettings(Qwen3MoeSettings, kw_only=True):
     num_attention_heads: Count = 16
     num_key_value_heads: Count | None = 16
     max_window_layers: int = 28
+    layer_types: list[str] | None = None
     sliding_window: int | None = 4096
     num_experts: int = 60
     num_experts_per_tok: Count = 4
@@ -110,12 +113,11 @@ class Qwen2MoeSettings(Qwen3MoeSettings, kw_only=True):
         window = (self.sliding_window or None) if self.use_sliding_window else None
         first = self.num_hidden_layers if window is None else self.max_window_layers
         usual = [SLIDING if i >= first else FULL for i in range(self.num_hidden_layers)]
-        return windows_of(self.layer_types_or(usual), self.num_hidden_layers, window)
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, window)
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         part = super().feed_forward(index)
         if not isinstance(part, ExpertsRecipe):
             return part
-        gate, up, down = (f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-        shared = MlpRecipe(self.shared_expert_intermediate_size, gate=gate, up=up, down=down)
+        shared = gated("mlp.shared_expert", self.shared_expert_intermediate_size)
         return replace(part, shared=shared, shared_gate="mlp.shared_expert_gate")

@@ -77,10 +77,16 @@ class RotarySettings(msgspec.Struct, kw_only=True):
     sliding_attention: RotarySettings | None = None
 
 
-def gated_expert(channels: int, activation: Activation = Activation.SILU) -> MlpRecipe:
+def gated(prefix: str, channels: int, *, biased: bool = False) -> MlpRecipe:
+    """Returns a gated part whose tensors, named ``prefix``, have the usual names."""
+    gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+    biases = frozenset({gate, up, down}) if biased else NONE
+    return MlpRecipe(channels, gate=gate, up=up, down=down, biased=biases)
+
+
+def gated_expert(channels: int, *, biased: bool = False) -> MlpRecipe:
     """Returns an expert with the usual names."""
-    gate, up, down = (f"mlp.experts.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-    return MlpRecipe(channels, activation, gate, up, down)
+    return gated("mlp.experts.{}", channels, biased=biased)
 
 
 class FamilySettings(msgspec.Struct, kw_only=True):
@@ -123,7 +129,6 @@ class FamilySettings(msgspec.Struct, kw_only=True):
     is_causal: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
-    layer_types: list[str] | None = None
 
     def check(self) -> None:
         """Raises ModelError for a setting that would be computed wrongly."""
@@ -206,10 +211,6 @@ class FamilySettings(msgspec.Struct, kw_only=True):
         layers = tuple(self.layer(index) for index in range(self.num_hidden_layers))
         return ModelRecipe(layers, self.norm(), self.tie_word_embeddings)
 
-    def layer_types_or(self, kinds: Sequence[str]) -> Sequence[str]:
-        """Returns ``layer_types``, or ``kinds`` if the file has none."""
-        return kinds if self.layer_types is None else self.layer_types
-
     def _check_activation(self, name: str) -> None:
         given = getattr(self, name)
         if given not in self.activations:
@@ -235,7 +236,14 @@ class FamilySettings(msgspec.Struct, kw_only=True):
             raise ModelError(f"{turned} of {self.head_size()} channels of a head cannot be turned; an even number can")
 
 
-def windows_of(kinds: Sequence[str], layers: int, window: int | None) -> tuple[int | None, ...]:
+def windows_of(
+    given: Sequence[str] | None, usual: Sequence[str], layers: int, window: int | None
+) -> tuple[int | None, ...]:
+    """Returns each layer's window by ``layer_types``, which is ``given``, or by the ``usual`` kinds without it.
+
+    Raises ModelError if the kinds are unknown, or not as many as ``layers``, or if a kind lacks its window.
+    """
+    kinds = usual if given is None else given
     if len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
         raise ModelError(f"layer_types must be one of {FULL!r} and {SLIDING!r} for each of {layers} layers")
     if window is None and SLIDING in kinds:

@@ -75,9 +75,7 @@ class SelfAttention:
     def _head_norms(self, building: Building, norms: HeadNorm, prefix: str) -> HeadNorms:
         def weight(name: str) -> torch.Tensor:
             taken = building.checkpoint.take(f"{prefix}{name}.weight", (self._head_dim,))
-            return (
-                _ordered(taken, self._order) + norms.norm.offset if norms.norm.offset else _ordered(taken, self._order)
-            )
+            return _ordered(taken + norms.norm.offset, self._order)
 
         return HeadNorms(weight(norms.query), weight(norms.key), norms.norm.eps)
 
