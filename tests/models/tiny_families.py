@@ -82,6 +82,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "ernie4_5_moe",
         HEADS | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
     ),
+    "ernie-moe-biased": (
+        "ernie4_5_moe",
+        HEADS | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "use_bias": True},
+    ),
     "hunyuan": ("hunyuan_v1_dense", SHAPE),
     "hunyuan-alpha": (
         "hunyuan_v1_dense",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pdserve.models.families.settings import MLP, NONE, QKVO, Count, FamilySettings, gated, gated_expert
-from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe
+from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, ModelRecipe
 
 
 class ErnieSettings(FamilySettings, kw_only=True):
@@ -57,10 +58,13 @@ class ErnieMoeSettings(ErnieSettings, kw_only=True):
         return ExpertsRecipe(
             self.moe_num_experts,
             self.moe_k,
-            gated_expert(channels, biased=self.use_bias),
+            gated_expert(channels),
             normalised=True,
             correction="mlp.moe_statics.e_score_correction_bias",
             correction_shape=(1, self.moe_num_experts),
             precise_router=True,
             shared=shared,
         )
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), head_biased=self.use_bias)

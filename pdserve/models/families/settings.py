@@ -84,9 +84,9 @@ def gated(prefix: str, channels: int, *, biased: bool = False) -> MlpRecipe:
     return MlpRecipe(channels, gate=gate, up=up, down=down, biased=biases)
 
 
-def gated_expert(channels: int, *, biased: bool = False) -> MlpRecipe:
+def gated_expert(channels: int) -> MlpRecipe:
     """Returns an expert with the usual names."""
-    return gated("mlp.experts.{}", channels, biased=biased)
+    return gated("mlp.experts.{}", channels)
 
 
 class FamilySettings(msgspec.Struct, kw_only=True):

@@ -66,23 +66,26 @@ def vocab_parallel_head(
     same: such a checkpoint's configuration is wrong, and its tensors are not.
     """
     name, part = f"{recipe.head}.weight", vocab_share(building.tp, shape[0])
+    bias = building.checkpoint.take(f"{recipe.head}.bias", shape[:1], rows=part) if recipe.head_biased else None
     if not recipe.tied:
-        bias = building.checkpoint.take(f"{recipe.head}.bias", shape[:1], rows=part) if recipe.head_biased else None
         linear = building.linear(building.weight(name, shape, rows=part), bias)
     else:
-        linear = _tied_head(building, embedding, building.checkpoint.take_optional(name, shape, rows=part))
+        linear = _tied_head(building, embedding, building.checkpoint.take_optional(name, shape, rows=part), bias)
     return VocabParallelHead(building.tp, linear, shape[0], recipe.logits_scale, recipe.logits_cap)
 
 
-def _tied_head(building: Building, embedding: VocabParallelEmbedding, own: torch.Tensor | None) -> Linear:
+def _tied_head(
+    building: Building, embedding: VocabParallelEmbedding, own: torch.Tensor | None, bias: torch.Tensor | None
+) -> Linear:
     table = embedding.table
     if not isinstance(table, torch.Tensor):
+        assert bias is None, "no family with weights in blocks has a head with a bias"
         return table if own is None else building.linear(own)
     # Before weights are read, what they are is not known.
     if own is not None and not own.is_meta and not torch.equal(own, table):
-        return building.linear(own)
+        return building.linear(own, bias)
     outer, inner = table.shape
-    return building.linear(UnreadWeight(embedding.key, (outer, inner), table.dtype, lambda: table))
+    return building.linear(UnreadWeight(embedding.key, (outer, inner), table.dtype, lambda: table), bias)
 
 
 class PositionTable:
