@@ -45,7 +45,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("glm4_moe", HEADS | DEEPSEEK_EXPERTS | {"use_qk_norm": True, "attention_bias": True, "head_dim": 12}),
     "glm4-moe-groups": (
         "glm4_moe",
-        HEADS | DEEPSEEK_EXPERTS | {"head_dim": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        HEADS
+        | DEEPSEEK_EXPERTS
+        | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "head_dim": 12},
     ),
     "solar-open": ("solar_open", SHAPE | DEEPSEEK_EXPERTS),
     "olmo": ("olmo", HEADS),
@@ -119,18 +121,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """The ``model_type`` and settings of each case. Windows are shorter than prompts; scores of experts are corrected."""
 
 
-def config_of(case: str) -> PretrainedConfig:
+def config_of(case: str, **changes: object) -> PretrainedConfig:
     family, settings = CASES[case]
-    return CONFIG_MAPPING[family](**settings)
+    return CONFIG_MAPPING[family](**settings | changes)
 
 
-def save_tiny(case: str, folder: Path) -> Path:
-    """Saves a random model in ``folder``, always the same one."""
+def save_tiny(case: str, folder: Path, **changes: object) -> Path:
+    """Saves a random model in ``folder``, always the same one. ``changes`` are settings in place of the case's."""
     torch.manual_seed(sum(case.encode()))
     auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(config_of(case), dtype=torch.float32)
+    model: PreTrainedModel = auto.from_config(config_of(case, **changes), dtype=torch.float32)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and ("norm" in name or name.endswith("bias")):
+        if "correction" in name:
+            # Some corrected scores are below 0.
+            torch.nn.init.uniform_(tensor.data, -1.5, 1.5)
+        elif tensor.is_floating_point() and ("norm" in name or name.endswith("bias")):
             torch.nn.init.uniform_(tensor.data, 0.5, 1.5)
     model.save_pretrained(folder)
     return folder

@@ -97,7 +97,7 @@ class Experts:
             grouped = scores.view(len(scores), recipe.groups, -1)
             best = grouped.topk(2, -1).values.sum(-1).topk(recipe.chosen_groups, -1).indices
             barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
-            scores = grouped.masked_fill(barred.unsqueeze(-1), 0.0 if recipe.correction else float("-inf")).flatten(1)
+            scores = grouped.masked_fill(barred.unsqueeze(-1), float("-inf")).flatten(1)
         return scores.topk(recipe.chosen, -1).indices
 
 
