@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
 
+from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.runner import StepRow
@@ -42,6 +47,38 @@ def test_every_logit_is_that_of_transformers(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
     single = torch.cat([runner.run([StepRow(PROMPT[i : i + 1], i, range(16, 32), True)]) for i in range(len(PROMPT))])
     torch.testing.assert_close(single, wanted, rtol=0, atol=tolerance)
+
+
+def switches(case: str) -> dict[str, bool]:
+    """Returns the settings of a case's family that are on or off, each as the case does not have it."""
+    family, settings = CASES[case]
+    fields = msgspec.structs.fields(FAMILIES[family])
+    return {
+        field.encode_name: not settings.get(field.encode_name, field.default)
+        for field in fields
+        if isinstance(field.default, bool) and field.encode_name in CONFIG_MAPPING[family]().to_dict()
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_no_switch_is_ignored(tmp_path: Path, case: str) -> None:
+    for name, value in switches(case).items():
+        try:
+            folder = save_tiny(case, tmp_path / name, **{name: value})
+        except (StrictDataclassError, NotImplementedError):
+            # transformers does not have such a model, either.
+            continue
+        try:
+            runner = small_runner(folder)
+        except ModelError:
+            continue
+        wanted = reference_logits(folder, PROMPT)
+        pieces: list[torch.Tensor] = []
+        runner.run([StepRow(PROMPT, 0, range(16), True, range(len(PROMPT)))], score=pieces.append)
+        torch.testing.assert_close(
+            torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()), msg=partial("{}: {}".format, name)
+        )
 
 
 def test_every_family_has_a_case() -> None:

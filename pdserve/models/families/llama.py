@@ -114,9 +114,10 @@ class SmolLm3Settings(FamilySettings, kw_only=True):
         return [(index + 1) % self.no_rope_layer_interval != 0 for index in range(self.num_hidden_layers)]
 
     def windows(self) -> tuple[int | None, ...]:
-        window = self.sliding_window if self.use_sliding_window else None
-        usual = [FULL if window is None or turned else SLIDING for turned in self._turned()]
-        return windows_of(None if window is None else self.layer_types, usual, self.num_hidden_layers, window)
+        # Kinds that a file names hold whatever use_sliding_window says, as they do in transformers.
+        windowed = self.use_sliding_window and self.sliding_window is not None
+        usual = [SLIDING if windowed and not turned else FULL for turned in self._turned()]
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
 
     def rotary_of_layer(self, index: int) -> Rotary | None:
         return self.rotary() if self._turned()[index] else None
