@@ -8,7 +8,6 @@ import select
 import signal
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
-from importlib.metadata import version
 
 from pdserve.errors import ConfigError, ModelError, PdserveError
 from pdserve.printable import printable
@@ -106,7 +105,10 @@ def main(argv: Sequence[str] | None = None, environ: MutableMapping[str, str] = 
         print(USAGE)
         return 0
     if name == "--version":
-        print(f"pdserve {version('pdserve')}")
+        # Only this subcommand needs the module, which takes long to load.
+        from pdserve.installed_version import INSTALLED_VERSION
+
+        print(f"pdserve {INSTALLED_VERSION}")
         return 0
     if not name:
         print(USAGE, file=sys.stderr)

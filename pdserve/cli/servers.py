@@ -1,6 +1,6 @@
 """``pdserve proxy`` serves the proxy, and ``pdserve prefill``, ``decode`` and ``mixed`` serve one node.
 
-This module does not import torch, so that a proxy starts in a fraction of a second.
+This module imports neither torch nor what reads models, so that a proxy starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from pdserve.cli.start_checks import check_node
 from pdserve.config import HttpConfig, NodeConfig, ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.process import set_up_logging
@@ -60,6 +59,8 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     read_secret = partial(resolve_secret, config.security, _binds(config), state_folder(environ))
     secret = read_secret()
 
+    # Neither a mistake above nor a proxy needs these, which read models.
+    from pdserve.cli.start_checks import check_node
     from pdserve.hub.finding import FoundModel, known_model
 
     set_up_logging(config.log, "api", node=config.discovery.name)
