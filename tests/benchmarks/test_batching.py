@@ -16,7 +16,10 @@ from tests.benchmarks.studies import run_study
 SHORT = ("--max-prompt-tokens", "32", "--min-output-tokens", "2", "--max-output-tokens", "6", "--requests", "4")
 
 
+# tests/engine/scheduling shows in `make test` what each mode does, and tests/cluster/test_same_tokens.py that a token
+# depends on no batch.
 @pytest.mark.integration
+@pytest.mark.nightly
 def test_both_modes_give_the_same_tokens_in_one_table_and_one_plot(tiny_model: Path, tmp_path: Path) -> None:
     core = str(min(os.sched_getaffinity(0)))
     node = ("--model", str(tiny_model), "--dtype", "fp32", "--kv-cache-mib", "64", "--cores", core)

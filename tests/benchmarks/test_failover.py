@@ -9,17 +9,17 @@ import pytest
 from pdserve.bench.report import read_report
 from tests.benchmarks.studies import run_study
 
-pytestmark = pytest.mark.integration
+# tests/faults/test_failover.py and test_drain.py show in `make test` that answers go on as they were.
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 # In bf16, the default: its compiled kernels give the same bits in every batch.
 SMALL = ("--clients", "3", "--prompt-tokens", "40", "--output-tokens", "160", "--kv-cache-mib", "64")
 
 
-NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(7200)]
-
-
 @pytest.mark.parametrize(
-    ("rounds", "faults"), [(2, "kill,drain"), pytest.param(200, "kill,hang", marks=NIGHTLY)], ids=["few", "many"]
+    ("rounds", "faults"),
+    [(2, "kill,drain"), pytest.param(200, "kill,hang", marks=pytest.mark.timeout(7200))],
+    ids=["few", "many"],
 )
 def test_streams_go_on_whatever_happens_to_their_nodes(
     slow_tiny_model: Path, tmp_path: Path, rounds: int, faults: str

@@ -11,7 +11,8 @@ from benchmarks.stream.variants import OFF, ON
 from pdserve.bench.report import Report, read_report
 from tests.benchmarks.studies import run_study
 
-pytestmark = pytest.mark.integration
+# The other modules of this folder show in `make test` what its engine, its clients and its figures do.
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 RUN = ("--streams", "8", "--variants", "off,on,on-interval", "--seconds", "0.3", "--rate", "800")
 
