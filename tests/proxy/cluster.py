@@ -141,10 +141,13 @@ async def registered(
     *controls: str,
     secret: bytes | Secrets = SECRET,
     heartbeat_ms: int = HEARTBEAT_MS,
-    load: NodeLoad = NodeLoad(running=1),  # noqa: B008  # frozen
+    load: NodeLoad | Callable[[], NodeLoad] = NodeLoad(running=1),  # noqa: B008  # frozen
 ) -> AsyncIterator[Registration]:
-    """Lets ``node`` send heartbeats to the proxies at ``controls``; entered when all of them know it."""
-    registration = Registration(node, controls, secret, heartbeat_ms, lambda: load)
+    """Lets ``node`` send heartbeats to the proxies at ``controls``; entered when all of them know it.
+
+    ``load`` is what every heartbeat says, or returns what the next one says.
+    """
+    registration = Registration(node, controls, secret, heartbeat_ms, load if callable(load) else lambda: load)
     task = asyncio.create_task(registration.run())
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -202,7 +205,11 @@ class Cluster:
     before: Mapping[str, float] = field(default_factory=dict)
     """The figures from which this test counts, by their lines."""
 
-    async def add(self, *nodes: NodeInfo, load: NodeLoad = NodeLoad(running=1)) -> None:  # noqa: B008  # frozen
+    async def add(
+        self,
+        *nodes: NodeInfo,
+        load: NodeLoad | Callable[[], NodeLoad] = NodeLoad(running=1),  # noqa: B008  # frozen
+    ) -> None:
         for node in nodes:
             registration = await self.nodes.enter_async_context(registered(node, self.addresses.control, load=load))
             self.registrations[node.boot_id] = registration

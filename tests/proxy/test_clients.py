@@ -14,7 +14,7 @@ import msgspec
 import openai
 import pytest
 
-from pdserve.config import AdmissionConfig, ProxyConfig, RoutingConfig, RoutingPolicy
+from pdserve.config import AdmissionConfig, ProxyConfig, RegistryConfig, RoutingConfig, RoutingPolicy
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.wire.discovery import NodeLoad, Role
 from pdserve.wire.proxy_workers import ApiKey
@@ -237,10 +237,20 @@ async def test_beside_a_request_for_a_thousand_answers_an_ordinary_one_gets_its_
 
 
 async def test_the_load_of_a_request_is_the_answers_that_it_asks_for() -> None:
+    """A heartbeat's load replaces what the proxy has counted, so heartbeats say what there is, and come seldom."""
     held = Held()
-    config = dataclasses.replace(proxy_config(), routing=RoutingConfig(policy=RoutingPolicy.LEAST_LOADED))
+    config = dataclasses.replace(
+        proxy_config(),
+        registry=RegistryConfig(control_port=0, heartbeat_ms=60_000),
+        routing=RoutingConfig(policy=RoutingPolicy.LEAST_LOADED),
+    )
+
+    def load_of(node: FakeNode) -> NodeLoad:
+        return NodeLoad(running=sum(8 if b"prompt" in request.body else 1 for request in node.requests))
+
     async with FakeNode(held) as one, FakeNode(held) as other, cluster(config) as running:
-        await running.add(node_info("x", Role.MIXED, one.url), node_info("y", Role.MIXED, other.url))
+        await running.add(node_info("x", Role.MIXED, one.url), load=lambda: load_of(one))
+        await running.add(node_info("y", Role.MIXED, other.url), load=lambda: load_of(other))
 
         async def send(**fields: object) -> int:
             async with running.http.post("/v1/completions", json=fields) as response:
