@@ -1,4 +1,4 @@
-"""Tests ``pdserve bench load`` as a process, against a server whose answers the test decides."""
+"""Tests ``pdserve bench load``, as a process where it measures, against a server whose answers the test decides."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 
 from pdserve.bench.report import Report, Row, read_report
 from tests.bench.openai_server import OpenAiServer
+from tests.cli.in_process import call
 from tests.processes import clean_environ, pdserve
 
 LIMIT_S = 120.0
@@ -146,17 +147,17 @@ def free_port() -> int:
 def test_a_dead_port_is_one_sentence() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     for more in ((), ("--served-model-name", "m", "--requests", "100000")):
-        with pdserve("bench", "load", "--url", url, *more) as process:
-            assert process.wait(LIMIT_S) == 1
-            assert process.output.splitlines() == [f"pdserve bench: nothing answers at {url}: Connection refused"]
+        done = call("bench", "load", "--url", url, *more)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == f"pdserve bench: nothing answers at {url}: Connection refused\n"
 
 
 def test_a_wrong_line_is_one_sentence_and_nothing_is_sent(tmp_path: Path) -> None:
     file = lines_file(tmp_path, [{"prompt": "a"}, {"promt": "b"}])
-    with pdserve("bench", "load", "--url", f"http://127.0.0.1:{free_port()}", "--dataset", file) as process:
-        assert process.wait(LIMIT_S) == 1
-        (line,) = process.output.splitlines()
-        assert "requests.jsonl, line 2: it has none of prompt, messages" in line
+    done = call("bench", "load", "--url", f"http://127.0.0.1:{free_port()}", "--dataset", file)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "requests.jsonl, line 2: it has none of prompt, messages" in line
 
 
 async def test_a_plan_that_cannot_be_carried_out_is_refused(tmp_path: Path) -> None:
@@ -179,10 +180,10 @@ async def test_a_plan_that_cannot_be_carried_out_is_refused(tmp_path: Path) -> N
     ],
 )
 def test_a_flag_that_would_have_no_effect_is_refused(flags: tuple[str, ...], message: str) -> None:
-    with pdserve("bench", "load", "--url", f"http://127.0.0.1:{free_port()}", *flags) as process:
-        assert process.wait(LIMIT_S) == 2
-        (line,) = process.output.splitlines()
-        assert message in line
+    done = call("bench", "load", "--url", f"http://127.0.0.1:{free_port()}", *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert message in line
 
 
 async def test_a_warm_up_that_fails_shows_the_servers_words() -> None:

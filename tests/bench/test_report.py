@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from pdserve.bench.report import Better, Figure, Row, Unit, changes, number, rea
 from pdserve.bench.streamed_answer import summarise
 from pdserve.errors import BenchError
 from tests.bench.reports import batching_report, ratio, report, stream
-from tests.processes import clean_environ
+from tests.cli.in_process import call
 
 
 def test_json_and_back(tmp_path: Path) -> None:
@@ -113,20 +112,14 @@ def test_reports_of_two_benchmarks_are_not_compared() -> None:
 
 
 @pytest.mark.integration
-def test_the_command_tells_a_regression_by_its_status(tmp_path: Path) -> None:
+def test_the_command_tells_a_regression_by_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("old", 10.0), ("same", 9.8), ("worse", 5.0)):
         (tmp_path / f"{name}.json").write_bytes(to_json(report(ratio(value))))
 
+    monkeypatch.chdir(tmp_path)
+
     def compare(new: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "pdserve", "bench", "compare", "old.json", f"{new}.json"],
-            cwd=tmp_path,
-            env=clean_environ(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return call("bench", "compare", "old.json", f"{new}.json")
 
     assert compare("same").returncode == 0
     done = compare("worse")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.chat.terminal import finished_blocks
+from tests.cli.in_process import call
 from tests.cli.scripted_server import (
     DONE,
     USAGE,
@@ -46,15 +47,7 @@ def ask(terminal: Terminal, text: str) -> str:
 
 
 def pipe(text: str, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "pdserve", "chat", *argv],
-        input=text,
-        env=clean_environ(**environ),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return call("chat", *argv, text=text, **environ)
 
 
 FLAGS = ("--system", "Be brief.", "--temperature", "0", "--markdown", "off")
@@ -193,17 +186,12 @@ def test_reasoning_is_dim_and_not_a_part_of_the_conversation(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("markdown", ["on", "off"])
 def test_a_model_cannot_change_the_terminal(tmp_path: Path, markdown: str) -> None:
-    with scripted(whole("a\x1b[2Jb\x07\x9b2Jc")) as server, chat(server, tmp_path, "--markdown", markdown) as one:
-        assert "a[2Jb2Jc" in ask(one, "Why?")
-        assert "\x1b[2J" not in one.shown and "\x07" not in one.shown
-
-
-@pytest.mark.parametrize("markdown", ["on", "off"])
-def test_a_model_cannot_change_the_terminal_with_percent_codes_in_links(tmp_path: Path, markdown: str) -> None:
     """Renderers of Markdown show the addresses of links decoded."""
     link = "<http://a/%1b]52;c;cm0%07%1b[2J%c2%9b2J>"
-    with scripted(whole(link)) as server, chat(server, tmp_path, "--markdown", markdown) as one:
-        ask(one, "Why?")
+    answers = (whole("a\x1b[2Jb\x07\x9b2Jc"), whole(link))
+    with scripted(*answers) as server, chat(server, tmp_path, "--markdown", markdown) as one:
+        assert "a[2Jb2Jc" in ask(one, "Why?")
+        assert "http://a/" in ask(one, "And?")
         assert "\x1b]52" not in one.shown
         assert "\x1b[2J" not in one.shown and "\x9b" not in one.shown and "\x07" not in one.shown
 
@@ -301,7 +289,7 @@ def test_a_server_without_the_model_is_told(listed: object, flags: tuple[str, ..
 
 def test_a_server_cannot_change_the_terminal_with_its_errors() -> None:
     refusal = Answer([rb'{"error": {"message": "a\u001b]0;b\u0007c\u009b2J"}}'], 503)
-    with scripted(refusal, listed=models("a\x1b[2J" + "b" * 2**20)) as server:
+    with scripted(refusal, listed=models("a\x1b[2J" + "b" * 2**19)) as server:
         for flags in (("--model", "c"), ()):
             said = pipe("Why?", server.url, *flags).stderr
             assert said.isascii()

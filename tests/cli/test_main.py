@@ -1,4 +1,4 @@
-"""Runs the command as a process and tests its exit statuses, its messages, and the modules that it imports."""
+"""Tests the command's exit statuses and messages, how its processes end, and the modules that they import."""
 
 from __future__ import annotations
 
@@ -10,24 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.in_process import call
 from tests.processes import SECRET, clean_environ, pdserve
 
 pytestmark = pytest.mark.integration
 
 
-def call(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "pdserve", *argv],
-        env=clean_environ(**environ),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 def test_alone_it_prints_help_and_fails() -> None:
-    done = call()
+    command = [sys.executable, "-P", "-m", "pdserve"]
+    done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "usage: pdserve SUBCOMMAND" in done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 
@@ -14,8 +13,9 @@ import pytest
 from pdserve.cli.watch.trace import failed, slowest, table
 from pdserve.wire.status import Incident, IncidentKind, RequestStage, SeenRequest
 from pdserve_proxy.status.report import StatusReport
+from tests.cli.in_process import call
 from tests.cli.test_top_screen import report
-from tests.processes import clean_environ, pdserve
+from tests.processes import pdserve
 
 
 def ended(name: str, arrived_s: float, total_s: float, outcome: str = "ok", status: int = 200) -> SeenRequest:
@@ -69,14 +69,7 @@ def test_the_failed_ones_are_the_clusters_faults_the_newest_first() -> None:
 @pytest.mark.integration
 def test_the_command_lists_and_draws_what_failed() -> None:
     def trace(*flags: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "pdserve", "trace", *flags, "--proxy-url", url],
-            env=clean_environ(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return call("trace", *flags, "--proxy-url", url)
 
     with pdserve("proxy", "--port", "0", "--control-port", "0", "--status-page", "on") as proxy:
         url = proxy.listening().url

@@ -13,6 +13,7 @@ from pdserve.cli.start_checks import check_model
 from pdserve.cli.up.command import StartTimes, _fitted
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig, NodeConfig, UpConfig
 from pdserve.errors import ConfigError
+from tests.cli.in_process import call
 from tests.processes import SECRET, pdserve
 
 GIB = 2**30
@@ -34,12 +35,11 @@ def test_a_port_that_is_taken_is_told_with_its_flag(command: Sequence[str], flag
         taken.listen()
         port = str(taken.getsockname()[1])
         model = () if command[0] == "proxy" else ("--model", str(tiny_model))
-        with pdserve(*command, *model, flag, port, PDSERVE_SECRET=SECRET) as program:
-            assert program.wait(60) == 2, program.output
+        done = call(*command, *model, flag, port, PDSERVE_SECRET=SECRET)
         said = f"{flag} {port} is taken: another program listens on 127.0.0.1:{port}. Stop that, or give another {flag}"
-        assert said in program.output
+        assert said in done.stderr
         # Nothing has started: the mistake is all that is printed.
-        assert len(program.output.splitlines()) == 1
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
 
 
 def test_an_address_of_another_machine_is_told() -> None:
@@ -50,10 +50,9 @@ def test_an_address_of_another_machine_is_told() -> None:
 @pytest.mark.parametrize("command", [("up",), ("mixed", "--port", "0")])
 def test_a_context_that_the_model_does_not_know_is_told(command: Sequence[str], tiny_model: Path) -> None:
     flags = ("--port", "0", "--model", str(tiny_model), "--max-model-len", "1000000")
-    with pdserve(*command, *flags, PDSERVE_SECRET=SECRET) as program:
-        assert program.wait(60) == 2
-    assert "--max-model-len is 1000000, but the model knows only" in program.output
-    assert len(program.output.splitlines()) == 1
+    done = call(*command, *flags, PDSERVE_SECRET=SECRET)
+    assert "--max-model-len is 1000000, but the model knows only" in done.stderr
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
 
 
 def test_a_machine_with_less_memory_than_the_proxy_takes_is_not_taken_for_an_unknown_one(

@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 from pdserve_proxy.status.report import StatusReport
-from tests.processes import clean_environ, pdserve, running
+from tests.cli.in_process import call
+from tests.processes import clean_environ, pdserve
 
 pytestmark = pytest.mark.integration
 
@@ -122,14 +123,14 @@ def test_a_proxy_that_goes_is_said_and_one_that_comes_back_is_shown_again() -> N
 
 def test_without_a_terminal_it_prints_reports(proxy: str) -> None:
     flags = ("--proxy-url", proxy, "--api-key", KEY, "--interval-s", "0.1")
-    with running(top(*flags, "--once", "--json"), clean_environ()) as process:
-        assert process.wait(WAIT_S) == 0
-        (line,) = process.lines
-        assert msgspec.json.decode(line, type=StatusReport).nodes == ()
-    with running(top("--proxy-url", proxy, "--once"), clean_environ()) as process:
-        assert process.wait(WAIT_S) == 1
-        assert "an API key is needed" in process.output and KEY not in process.output
-        assert "--api-key-file names a file with a key, and PDSERVE_API_KEY is one" in process.output
+    done = call("top", *flags, "--once", "--json")
+    assert done.returncode == 0
+    (line,) = done.stdout.splitlines()
+    assert msgspec.json.decode(line, type=StatusReport).nodes == ()
+    done = call("top", "--proxy-url", proxy, "--once")
+    assert done.returncode == 1
+    assert "an API key is needed" in done.stderr and KEY not in done.stderr
+    assert "--api-key-file names a file with a key, and PDSERVE_API_KEY is one" in done.stderr
 
 
 def test_whoever_reads_may_stop_reading(proxy: str) -> None:
