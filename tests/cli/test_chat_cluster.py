@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def up_of(*argv: str, **environ: str) -> UpConfig:
     """Returns the settings that the cluster of such a chat has."""
     config, file = load_with_file(ChatConfig, argv, environ, prog="pdserve chat")
     return load(UpConfig, [], cluster_environ(config, environ, file), prog="pdserve up")
+
+
+def has_engine(marker: str) -> bool:
+    found = False
+    for pid in cluster_processes(marker):
+        with suppress(OSError):
+            found |= command_has(pid, "pdserve.engine")
+    return found
 
 
 def test_a_cluster_has_the_settings_of_its_chat(tmp_path: Path) -> None:
@@ -58,7 +67,8 @@ def test_a_cluster_that_ends_is_told_and_one_that_is_left_ends(tiny_model: Path,
         one.until(PROMPT, 150)
         (up,) = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, "up")]
         os.kill(up, signal.SIGKILL)
-        eventually(lambda: up not in cluster_processes(str(tmp_path)), "the cluster has ended")
+        # With ``up`` itself, all that it has started ends.
+        eventually(lambda: cluster_processes(str(tmp_path)) == {one.process.pid}, "the cluster has ended")
         one.line("How?")
         one.until("the cluster was killed by SIGKILL")
         assert one.wait() == 1
@@ -66,9 +76,10 @@ def test_a_cluster_that_ends_is_told_and_one_that_is_left_ends(tiny_model: Path,
 
 
 @pytest.mark.integration
-def test_killed_it_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+def test_killed_while_its_cluster_starts_it_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
     with pdserve_in_terminal("chat", str(tiny_model), *SMALL, XDG_STATE_HOME=str(tmp_path)) as one:
-        one.until(PROMPT, 150)
+        # The engine loads its libraries now.
+        eventually(lambda: has_engine(str(tmp_path)), "an engine has been started")
         one.process.kill()
         wait_until_gone(str(tmp_path))
 
