@@ -70,7 +70,7 @@ def test_a_client_that_leaves(attacked: Target, case: LeavingCase) -> None:
         with Connection(attacked.cluster.url) as connection:
             connection.send(case.stage.value)
             leave(connection, case.leaving)
-    attacked.check_answers()
+    attacked.attack_is_over()
 
 
 @pytest.mark.parametrize("stage", Stage)
@@ -82,7 +82,7 @@ def test_a_request_that_ends_too_early(attacked: Target, stage: Stage) -> None:
         answer = connection.answer()
         if answer is not None:
             check_answer(answer, HttpCase(stage.name, (), BAD | {408}))
-    attacked.check_answers()
+    attacked.attack_is_over()
 
 
 @pytest.mark.parametrize("leaving", Leaving)

@@ -144,7 +144,7 @@ def test_bytes_for_a_control_port(attacked: Target, port: Port, name: str) -> No
     with raw(port.address(attacked)) as connection:
         connection.sendall(BYTES[name])
         check_port(attacked, port)
-    attacked.check_answers()
+    attacked.attack_is_over()
 
 
 @pytest.mark.parametrize("case", attacks(CASES))
@@ -172,8 +172,9 @@ def attack_port(attacked: Target, port: Port, spec: EngineSpec, link: UcxLink, c
         if not case.cuts:
             talk.ask(names=case.names)
             check_answers(talk, case)
-    check_port(attacked, port)
-    attacked.check_answers()
+    # The attacker itself was answered, unless it was cut off.
+    if attacked.attack_is_over() or case.cuts:
+        check_port(attacked, port)
 
 
 def check_answers(talk: Talk, case: FrameCase) -> None:
@@ -239,7 +240,7 @@ def test_bytes_for_every_port_of_the_engines(attacked: Target, name: str) -> Non
             connection.sendall((BYTES | UCX_BYTES)[name])
             reached += 1
     assert reached >= len(engines)
-    attacked.check_answers()
+    attacked.attack_is_over()
 
 
 @contextmanager

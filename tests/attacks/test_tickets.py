@@ -144,14 +144,14 @@ def asked(target: Target, *tickets: str) -> bytes:
 def test_a_forged_ticket(attacked: Target, office: Office, case: TicketCase) -> None:
     request = asked(attacked, case.make(office))
     carry_out(attacked, HttpCase(case.name, (request,), REFUSED, at=At.DECODE))
-    attacked.check_answers()
+    attacked.attack_is_over()
 
 
 @pytest.mark.parametrize("where", NOWHERE)
 def test_a_ticket_to_a_prefill_node_that_is_none(attacked: Target, office: Office, where: str) -> None:
     ticket = header(office.frame(PrefillTarget("nobody", NOWHERE[where], new_id())))
     carry_out(attacked, HttpCase(where, (asked(attacked, ticket),), FINE, tokens=True, at=At.DECODE))
-    attacked.check_answers()
+    attacked.attack_is_over()
 
 
 def test_a_ticket_to_another_boot_of_the_prefill_node(attacked: Target, office: Office) -> None:
@@ -219,7 +219,7 @@ JOURNALS = {
 def test_a_journal_that_is_none(attacked: Target, office: Office, name: str) -> None:
     request = streamed(attacked, JOURNALS[name], office.resuming(JOURNALS[name]))
     carry_out(attacked, HttpCase(name, (request,), BAD, at=At.DECODE))
-    attacked.check_answers()
+    attacked.attack_is_over()
 
 
 def test_a_client_cannot_resume(attacked: Target, office: Office) -> None:
