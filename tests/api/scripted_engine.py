@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -89,7 +90,7 @@ class Running:
 
 class ScriptedEngine:
     def __init__(self, launch: EngineLaunch, journal: Path) -> None:
-        self._tokenizer: Tokenizer = Tokenizer.from_file(f"{launch.config.model_dir}/tokenizer.json")
+        self._tokenizer_file = Path(launch.config.model_dir, "tokenizer.json")
         self._places = launch.config.scheduler.max_num_seqs or 8
         self._journal = journal
         self._requests: dict[int, Running] = {}
@@ -97,6 +98,11 @@ class ScriptedEngine:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.connect(launch.address)
         self._messages: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """It takes long to read, and many tests ask for no answer."""
+        return Tokenizer.from_file(str(self._tokenizer_file))
 
     def run(self) -> None:
         self._send(Starting("loading weights"))
