@@ -13,6 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 from pdserve.config import CpuKernels
 from pdserve.settings import cache_folder
 from tests.examples import load_profiles
+from tests.once import made_once
 
 load_profiles()
 
@@ -117,8 +118,12 @@ def slow_tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _tiny_model(tokenizer: Path, folders: pytest.TempPathFactory, layers: int) -> Path:
-    # The import is here because it loads the models of transformers, which most tests do not need.
-    from tests.tiny_models import save_tiny_chat_model
-
     shape = {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}
-    return save_tiny_chat_model(tokenizer, folders.mktemp("tiny"), **shape)
+
+    def make(folder: Path) -> None:
+        # The import is here because it loads the models of transformers, which most tests do not need.
+        from tests.tiny_models import save_tiny_chat_model
+
+        save_tiny_chat_model(tokenizer, folder, **shape)
+
+    return made_once(folders, f"tiny-of-{layers}-layers", make)
