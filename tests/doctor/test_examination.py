@@ -72,7 +72,7 @@ def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
 
 def test_a_cluster_that_fits(running: Running, doctor: Doctor) -> None:
     flags = ["--proxy-url", running.cluster.url, "--model", str(running.model), "--dtype", "fp32"]
-    found = doctor(*flags)
+    found = doctor(*flags, "--probe-mib", "8")
     assert found.status == 0, found.text
     peer = f"peer {running.control.removeprefix('tcp://')}"
     assert any("the same secret" in seen for seen in found.seen(peer, "ok"))
@@ -110,7 +110,7 @@ def test_another_secret_and_nobody(running: Running, doctor: Doctor) -> None:
 
 
 def test_transports_that_do_not_meet(running: Running, doctor: Doctor) -> None:
-    found = doctor("--peer", running.control, "--ucx-tls", "tcp")
+    found = doctor("--peer", running.control, "--ucx-tls", "tcp", "--probe-mib", "8")
     assert found.status == 0, found.text
     assert any("although both are on one machine" in seen for seen in found.seen("transport", "warning"))
     assert "add sm to --ucx-tls" in " ".join(found.text.split())
