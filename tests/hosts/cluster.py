@@ -19,10 +19,11 @@ NEW_TOKENS = 8
 PROMPT_TOKENS = 900
 BLOCK_BYTES = 16 * 4 * 2 * 2 * 32 * 4
 """The bytes of a block of the model below: tokens, layers, KV heads, keys and values, head size, fp32."""
+LEASE_S = 2.0
 FLAGS = (
     *("--dtype", "fp32", "--kv-cache-mib", "64", "--max-num-batched-tokens", "64", "--max-num-seqs", "16"),
     # Without a prefix cache, every prompt has to be transferred again.
-    *("--prefix-cache", "off", "--transfer-lease-ms", "2000", "--transfer-heartbeat-ms", "200"),
+    *("--prefix-cache", "off", "--transfer-lease-ms", f"{LEASE_S * 1000:.0f}", "--transfer-heartbeat-ms", "200"),
     # Blocks are sent while later chunks are still computed.
     *("--kv-overlap", "on"),
     # These hosts share memory that UCX would find, and real hosts do not.

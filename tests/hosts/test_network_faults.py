@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
@@ -15,7 +16,7 @@ import pytest
 from tests.cluster.nodes import MODEL, http
 from tests.cluster.test_cluster import open_stream
 from tests.eventually import eventually
-from tests.hosts.cluster import BLOCK_BYTES, PROMPT_TOKENS, Hosts, open_files, prompt, threads
+from tests.hosts.cluster import BLOCK_BYTES, LEASE_S, PROMPT_TOKENS, Hosts, open_files, prompt, threads
 from tests.hosts.wire import Path
 from tests.tiny_models import Reference
 
@@ -83,16 +84,28 @@ def test_a_cut_in_the_middle_of_a_transfer(hosts: Hosts, reference: Reference, w
 
 
 def test_a_cut_that_heals_in_time_is_only_a_delay(hosts: Hosts, reference: Reference) -> None:
+    """On a busy machine a cut may last for too long, and is then tried again."""
+    assert any(heals_in_time(hosts, reference, seed) for seed in range(40, 60)), "no cut was short enough"
+
+
+def heals_in_time(hosts: Hosts, reference: Reference, seed: int) -> bool:
+    """Cuts both ways during a transfer until something is lost. Returns whether that was short enough to be judged."""
+    hosts.cluster.until_idle()
     remote = hosts.prefills("remote")
     there, back = hosts.network.wire.between("prefill", "decode")
+    began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        answer = cut_in_the_middle(hosts, 40, pool, ("prefill", "decode"), ("decode", "prefill"))
+        answer = cut_in_the_middle(hosts, seed, pool, ("prefill", "decode"), ("decode", "prefill"))
         lost = there.lost
         eventually(lambda: there.lost > lost, "something was lost")
         there.mend()
         back.mend()
-        assert answer.result(TIMEOUT_S) == reference.answer(prompt(40))
+        took_s = time.monotonic() - began
+        assert answer.result(TIMEOUT_S) == reference.answer(prompt(seed))
+    if took_s > LEASE_S / 2:
+        return False
     eventually(lambda: hosts.prefills("remote") == remote + 1, "the prefill node computes the prompt")
+    return True
 
 
 def test_a_cut_between_two_requests(hosts: Hosts, reference: Reference) -> None:
