@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.config import FEW_PROMPTS, NEWEST_SHARE, OVERLAP_FROM_TOKENS, Disaggregation, TargetsConfig, TransferConfig
-from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.placement.step_cost import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.answer import Answer
 from pdserve.plan.bounds import Bounds

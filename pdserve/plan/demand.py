@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.placement.step_cost import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.fit import chunks_of
 from pdserve.plan.load import PlannedRequest

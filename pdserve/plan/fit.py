@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.placement.step_cost import StepParts
 from pdserve.engine.scheduling.batch_plan import chunk_tokens
 from pdserve.errors import PlanError
 

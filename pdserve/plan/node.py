@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from pdserve.config import Disaggregation, SchedulerConfig, TargetsConfig, TransferConfig
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.placement_rule import PlacementDecision
+from pdserve.engine.placement.placement_rule import PlacementDecision, PromptSize
 from pdserve.engine.placement.prefill_node import PrefillNode
-from pdserve.engine.placement.prefill_time import PromptSize
-from pdserve.engine.placement.step_cost import StepCost
-from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.placement.step_cost import StepCost, StepParts
 from pdserve.engine.scheduling.batch_admission import LEAST_KEPT, MAX_TRIED
 from pdserve.engine.scheduling.batch_plan import chunk_tokens
 from pdserve.engine.scheduling.step_budget import StepBudget

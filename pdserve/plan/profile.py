@@ -13,7 +13,7 @@ from statistics import fmean
 
 import msgspec
 
-from pdserve.engine.placement.step_parts import StepParts, Times
+from pdserve.engine.placement.step_cost import StepParts, Times
 from pdserve.errors import PlanError
 
 VERSION = 2

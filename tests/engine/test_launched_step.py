@@ -26,7 +26,7 @@ from pdserve.config import (
 from pdserve.engine.assembly import CPU_WARM_UP_TOKENS, overlaps, warm_up_tokens
 from pdserve.engine.launched_step import LaunchedStep, StepAhead, decodes_on
 from pdserve.engine.request import Request
-from pdserve.engine.sampling import grammar_step, pending_tokens, sampling_row
+from pdserve.engine.sampling import pending_tokens, sampler, sampling_row
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
@@ -326,7 +326,7 @@ def shared_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("shared_logits")
-@pytest.mark.parametrize("step_s", [grammar_step.STEP_S, 1e-9], ids=["asked in the step", "waiting"])
+@pytest.mark.parametrize("step_s", [sampler.STEP_S, 1e-9], ids=["asked in the step", "waiting"])
 def test_refused_tokens_change_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
     """Some requests have children, some are preempted, and some end while a step is under way."""
     num_launched, num_dropped, num_preempted = 0, 0, 0
@@ -351,7 +351,7 @@ def test_refused_tokens_change_no_answer(folder: Path, monkeypatch: pytest.Monke
             wanted = client.together(asked)
         doomed = {number: rng.randint(1, 15) for number in rng.sample(sorted(wanted), k=1)}
         with monkeypatch.context() as patch:
-            patch.setattr(grammar_step, "STEP_S", step_s)
+            patch.setattr(sampler, "STEP_S", step_s)
             patch.setattr(Scheduler, "expired", expired_and_doomed)
             patch.setattr(StepAhead, "joined", joined)
             with engine(folder, overlap=True, num_blocks=11 if seed % 2 else 30) as client:

@@ -13,7 +13,7 @@ import torch
 from pdserve.config import Dtype
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Status
-from pdserve.engine.sampling import grammar_step
+from pdserve.engine.sampling import sampler
 from pdserve.grammars import compiling
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
@@ -170,7 +170,7 @@ def test_an_answer_that_waits_for_its_grammar_has_the_same_tokens(
     with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
         whole = client.together(family + others)
     if heavy == "out of time":
-        monkeypatch.setattr(grammar_step, "STEP_S", -1.0)
+        monkeypatch.setattr(sampler, "STEP_S", -1.0)
     elif heavy == "too heavy":
         monkeypatch.setattr(compiling, "_quick", lambda *_: None)
     with engine(folder, True, NUM_BLOCKS, own_runner=runner) as client:

@@ -11,7 +11,7 @@ from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
-from pdserve.engine.step_watch import FIRST_STEP_S, LONGER, StepWatch
+from pdserve.engine.step_loop import FIRST_STEP_S, LONGER, StepWatch
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import STEP_TOKEN_BOUNDS
 from pdserve.wire.ids import new_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.placement.step_cost import StepParts
 from pdserve.plan.profile import VERSION, CacheGeometry, FrontCost, NodeSpeed, PaceProbe, Profile, TransferCost
 
 PARTS = StepParts(

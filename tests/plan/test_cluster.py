@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import Disaggregation, TargetsConfig
-from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.placement.step_cost import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, live
 from pdserve.plan.load import Lengths, PlannedRequest, poisson_load, read_lengths

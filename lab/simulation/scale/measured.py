@@ -9,7 +9,7 @@ import numpy as np
 
 from pdserve.bench.report import Report, Row, read_report
 from pdserve.config import CacheConfig
-from pdserve.engine.placement.step_parts import StepParts
+from pdserve.engine.placement.step_cost import StepParts
 from pdserve.plan.profile import VERSION, CacheGeometry, FrontCost, NodeSpeed, Profile, TransferCost
 
 REPORTS = Path(__file__).parents[3] / "docs" / "benchmarks"

@@ -8,9 +8,16 @@ from collections.abc import Hashable
 
 from pdserve.config import Disaggregation, SchedulerConfig, TransferConfig
 from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, TTFT_FACTOR, LatencyTargets, OwnItl
-from pdserve.engine.placement.placement_rule import Estimate, PlacementDecision, estimate, place
+from pdserve.engine.placement.placement_rule import (
+    Estimate,
+    LocalMeasures,
+    PlacementDecision,
+    PromptSize,
+    estimate,
+    place,
+    remote_time,
+)
 from pdserve.engine.placement.prefill_node import PrefillNode
-from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, remote_time
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillDecisions, PrefillNodeStats, PrefillReason, PrefillSource, PrefillStats
 from pdserve.wire.ids import BootId

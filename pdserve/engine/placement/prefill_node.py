@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from pdserve.engine.placement.prefill_time import RemoteMeasures
+from pdserve.engine.placement.placement_rule import RemoteMeasures
 from pdserve.wire.transfer import PrefillLoad
 
 PROBE_S = 10.0

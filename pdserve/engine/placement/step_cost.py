@@ -14,10 +14,10 @@ import copy
 import math
 from collections.abc import Sequence
 from operator import mul
+from statistics import fmean
+from typing import Self
 
 import msgspec
-
-from pdserve.engine.placement.step_parts import StepParts
 
 PRIOR_TOKEN_S = 1e-3
 """The time of a prompt's token that is assumed before any was measured."""
@@ -46,6 +46,62 @@ _TELLING_TOKENS = 32
 """A chunk of fewer tokens takes the time of reading the weights, and says little about the rate of long ones."""
 _SWEEPS = 2
 _RESCALE = 1e3
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Fields that are times in seconds, and nothing else."""
+
+    def times(self, factor: float) -> Self:
+        """Returns what takes ``factor`` times as long."""
+        return type(self)(**{name: factor * getattr(self, name) for name in self.__struct_fields__})
+
+    @classmethod
+    def mean(cls, of: Sequence[Self]) -> Self:
+        """Returns the mean of each field."""
+        return cls(**{name: fmean(getattr(one, name) for one in of) for name in cls.__struct_fields__})
+
+
+class StepParts(Times, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The seconds that each part of a step takes. None is negative.
+
+    ``StepCost`` learns them while an engine serves, and ``pdserve.plan`` reads them from a profile.
+    """
+
+    batch: float
+    """What any step takes in which requests decode."""
+    request: float
+    """What each of these requests adds."""
+    context_token: float
+    """What each token of their contexts adds."""
+    chunk_alone: float
+    """What a step with chunks of prompts, and nothing else, takes besides their tokens."""
+    chunk_beside: float
+    """What chunks add besides their tokens where requests decode."""
+    prompt_token: float
+    """What each token of a chunk adds."""
+    prompt_token_read: float
+    """What each token of a chunk adds for each token of its prompt before the chunk."""
+
+    def decoding_s(self, rows: int, context_tokens: float) -> float:
+        """Returns what a step takes in which so many requests decode, with so many tokens in their contexts."""
+        return self.batch + rows * self.request + context_tokens * self.context_token if rows else 0.0
+
+    def token_s(self, prompt_context: float) -> float:
+        """Returns what a token of a chunk adds that has so many tokens of its prompt before it."""
+        return self.prompt_token + prompt_context * self.prompt_token_read
+
+    def step_s(self, rows: int, context_tokens: float, prompt_tokens: int, prompt_context: float = 0.0) -> float:
+        """Returns what such a step takes. It takes no less with more of anything."""
+        decoding_s = self.decoding_s(rows, context_tokens)
+        if not prompt_tokens:
+            return decoding_s
+        fixed_s = max(self.chunk_alone, decoding_s + self.chunk_beside) if rows else self.chunk_alone
+        return fixed_s + prompt_tokens * self.token_s(prompt_context)
+
+    def least(self, other: StepParts) -> StepParts:
+        """Returns the parts of a node whose every part takes as long as in the faster one of the two."""
+        return StepParts(**{name: min(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__})
+
 
 _BATCH, _ROW, _CONTEXT, _ALONE, _BESIDE, _TOKEN, _READ = range(7)
 _ALL = range(7)

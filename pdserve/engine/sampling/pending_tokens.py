@@ -17,13 +17,11 @@ from typing import Protocol
 
 import torch
 
-from pdserve.engine.sampling.drawing import draw, is_drawn, uniform
-from pdserve.engine.sampling.grammar_step import GrammarStep
 from pdserve.engine.sampling.logit_rules import has_own_rules, needs_last_token
 from pdserve.engine.sampling.logprobs import PendingReports
-from pdserve.engine.sampling.sampler import choose_instead, proposes, reports_of, sample
+from pdserve.engine.sampling.sampler import GrammarStep, choose_instead, proposes, reports_of, sample
 from pdserve.engine.sampling.sampling_row import SamplingRow, row_groups
-from pdserve.engine.sampling.token_choice import TokenChoice, after_rules, group_logits
+from pdserve.engine.sampling.token_choice import TokenChoice, after_rules, draw, group_logits, is_drawn, uniform
 from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
 from pdserve_kernels.host_copies import HostCopy, to_device
 

@@ -11,8 +11,7 @@ from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_tables import BlockTables
 from pdserve.engine.placement.latency_targets import OwnItl
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.placement_rule import PlacementDecision
-from pdserve.engine.placement.prefill_time import PromptSize
+from pdserve.engine.placement.placement_rule import PlacementDecision, PromptSize
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Reuse, SchedulerCounters
 from pdserve.engine.scheduling.queues import Queues

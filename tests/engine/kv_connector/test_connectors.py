@@ -27,8 +27,7 @@ from pdserve.engine.kv_connector.connector import NoTransferConnector, TransferC
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.placement.latency_targets import NONE_YET
-from pdserve.engine.placement.placement_rule import PlacementDecision
-from pdserve.engine.placement.prefill_time import PromptSize
+from pdserve.engine.placement.placement_rule import PlacementDecision, PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, RemoteMeasures
+from pdserve.engine.placement.placement_rule import LocalMeasures, PromptSize, RemoteMeasures
 
 TOKENS = st.integers(0, 100_000)
 RATES = st.floats(10, 1e6)

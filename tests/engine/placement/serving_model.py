@@ -18,8 +18,7 @@ from pdserve.config import Disaggregation, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.placement_rule import PlacementDecision
-from pdserve.engine.placement.prefill_time import PromptSize
+from pdserve.engine.placement.placement_rule import PlacementDecision, PromptSize
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import OutputCollector

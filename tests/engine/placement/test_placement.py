@@ -9,8 +9,7 @@ import pytest
 from pdserve.config import Disaggregation
 from pdserve.engine.placement.latency_targets import NONE_OWN, OwnItl
 from pdserve.engine.placement.placement import STALE_S, Placement
-from pdserve.engine.placement.placement_rule import PlacementDecision
-from pdserve.engine.placement.prefill_time import PromptSize
+from pdserve.engine.placement.placement_rule import PlacementDecision, PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import new_id

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.engine.placement.latency_targets import TtftAim
-from pdserve.engine.placement.placement_rule import VERY_LATE, PlacementDecision, estimate, place
-from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, RemoteMeasures
+from pdserve.engine.placement.placement_rule import (
+    VERY_LATE,
+    LocalMeasures,
+    PlacementDecision,
+    PromptSize,
+    RemoteMeasures,
+    estimate,
+    place,
+)
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from tests.engine.placement.figures import HERES, PROMPTS, SECONDS, THERES, TOKENS
 

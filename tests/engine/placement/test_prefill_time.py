@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.placement.prefill_time import LocalMeasures, PromptSize, RemoteMeasures, local_time, remote_time
+from pdserve.engine.placement.placement_rule import LocalMeasures, PromptSize, RemoteMeasures, local_time, remote_time
 from tests.engine.placement.figures import HERES, PROMPTS, THERES, TOKENS
 
 CHUNK = 256

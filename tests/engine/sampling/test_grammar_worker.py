@@ -12,7 +12,7 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
-from pdserve.engine.sampling import grammar_step
+from pdserve.engine.sampling import sampler
 from pdserve.engine.sampling.grammar_matcher import MASK_S, MASKS_S, GrammarBudget, GrammarMatcher, GrammarWaits
 from pdserve.engine.sampling.grammar_opener import GrammarWorker
 from pdserve.engine.sampling.sampler import sample
@@ -115,7 +115,7 @@ def test_no_step_asks_a_heavy_grammar(vocabulary: LLTokenizer, beside: Beside) -
 def test_rows_beyond_the_time_of_a_step_wait(
     vocabulary: LLTokenizer, beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_step, "STEP_S", 1e-9)
+    monkeypatch.setattr(sampler, "STEP_S", 1e-9)
     compiled = compile_grammar(LETTERS, vocabulary)
     matchers = [GrammarMatcher(compiled, [A], worker=beside.worker) for _ in range(5)]
     sampling = SamplingParams(max_tokens=9, seed=1, grammar=LETTERS, top_p=0.9)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.sampling import drawing, filters, sampling_row
+from pdserve.engine.sampling import filters, sampling_row, token_choice
 from pdserve.engine.sampling.filters import BEST_FEW
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
@@ -211,14 +211,14 @@ def test_a_zero_of_either_sign_is_the_same() -> None:
 
 def test_block_edges_let_no_forbidden_token_through() -> None:
     """Inverts the distribution at a number at the very edge of a block, give or take a rounding."""
-    block = drawing.INVERSION_BLOCK
+    block = token_choice.INVERSION_BLOCK
     for torch_seed in range(100):
         torch.manual_seed(torch_seed)
         logits = torch.rand(1, 8 * block).log()
         logits[:, ::block] = float("-inf")
         ends = logits.softmax(-1).view(-1, block).sum(-1).double().cumsum(-1)
         edges = (ends / ends[-1])[:-1].tolist()
-        tokens = drawing.draw(logits.repeat(len(edges), 1), [params()] * len(edges), edges)
+        tokens = token_choice.draw(logits.repeat(len(edges), 1), [params()] * len(edges), edges)
         assert all(token % block for token in tokens)
 
 

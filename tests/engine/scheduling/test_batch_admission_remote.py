@@ -7,8 +7,7 @@ import pytest
 
 from pdserve.config import Disaggregation
 from pdserve.engine.placement.placement import Placement
-from pdserve.engine.placement.placement_rule import PlacementDecision
-from pdserve.engine.placement.prefill_time import PromptSize
+from pdserve.engine.placement.placement_rule import PlacementDecision, PromptSize
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request, Status
 from pdserve.wire.sampling_params import NUMBER_BYTES, SampledToken
