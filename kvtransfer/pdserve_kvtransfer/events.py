@@ -1,13 +1,18 @@
-"""The orders for fetches, the events that a transfer thread gives to its engine, and the queue that brings them."""
+"""The orders for fetches, the events that a transfer thread gives to its engine, their queue, and its counters."""
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
+from pdserve.control.frame import ClockSkew
+from pdserve.wire.discovery import TransportKind
+from pdserve.wire.engine_counts import TransferCounts
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.wire.terms import NO_PROMPT_TERMS, PrefillTarget, PromptTerms
@@ -359,3 +364,26 @@ class EventQueue:
             return event
         self._cancelled.discard(transfer_id)
         return FetchCancelled(transfer_id, event.quarantined)
+
+
+class TransferStats(TransferCounts, kw_only=True):
+    """Totals since the start, except ``quarantined_blocks``, ``clocks`` and ``links``, which are of the present.
+
+    The transfer thread alone changes them.
+    """
+
+    failures: Counter[FailureKind] = msgspec.field(default_factory=Counter)
+    clocks: ClockSkew = msgspec.field(default_factory=ClockSkew)
+    """How far the clocks of other engines are from this one's."""
+    quarantined_blocks: int = 0
+    links: Counter[TransportKind] = msgspec.field(default_factory=Counter)
+    """The links that have moved blocks and are open, each rank's by itself."""
+
+    def snapshot(self) -> TransferStats:
+        """Returns a copy that stays as it is. Another thread may call it."""
+        return msgspec.structs.replace(self, failures=self.failures.copy(), links=self.links.copy())
+
+    @property
+    def failures_by_name(self) -> dict[str, int]:
+        """The number of failures of each kind, those that never happened too."""
+        return {kind.value: self.failures[kind] for kind in FailureKind}

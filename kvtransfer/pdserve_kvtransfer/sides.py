@@ -17,11 +17,10 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import EngineSpec, FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import CachedFetchOrder, EventQueue, FetchOrder
+from pdserve_kvtransfer.events import CachedFetchOrder, EventQueue, FetchOrder, TransferStats
 from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.ranks import RankChannels
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import Transport
 
 _DRAIN_LEASES = 3

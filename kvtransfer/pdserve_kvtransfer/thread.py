@@ -37,7 +37,14 @@ from pdserve.wire.transfer import (
     PrefillLoad,
 )
 from pdserve_kvtransfer.control.sockets import loopback_only
-from pdserve_kvtransfer.events import CachedFetchOrder, EventQueue, FetchOrder, TransferEvent, TransferThreadDied
+from pdserve_kvtransfer.events import (
+    CachedFetchOrder,
+    EventQueue,
+    FetchOrder,
+    TransferEvent,
+    TransferStats,
+    TransferThreadDied,
+)
 from pdserve_kvtransfer.fetch.side import FetchSide
 from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.push.side import PushSide
@@ -57,7 +64,6 @@ from pdserve_kvtransfer.sides import (
     TransferCommand,
     earliest,
 )
-from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.transport import BusyPoll, Transport
 
 log = logging.getLogger(__name__)

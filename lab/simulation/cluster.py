@@ -685,7 +685,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
                 pdserve_kvtransfer__thread__PushSide=cluster.witness.push_side(),
                 pdserve_proxy__workers__worker_channel__MAX_UNANSWERED=UNANSWERED_PINGS,
-                pdserve_proxy__roles__controller__RoleDecider=watched_decider(cluster.violated),
+                pdserve_proxy__roles__RoleDecider=watched_decider(cluster.violated),
                 **cluster.proxy_processes.stand_ins(cluster.witness.admission()),
             ) as descriptors,
             watched_transfers(cluster.transfer_is),

@@ -27,7 +27,7 @@ from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.responses.storage import OwnStorage
 from pdserve_proxy.responses.store import ResponseStore
-from pdserve_proxy.roles.controller import RoleController
+from pdserve_proxy.roles import RoleController
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import Addresses, ProcessState, serve_clients, store_limits
 from pdserve_proxy.status.report import Reporter, relay_status

@@ -32,7 +32,8 @@ def test_phases_take_turns_and_are_always_the_same() -> None:
     assert all(40 < count < 95 for count in counts[1::2])
 
 
-# tests/cluster/test_role_switch.py shows in `make test` that roles change under load, and tests/proxy/roles when.
+# In `make test`, tests/cluster/test_role_switch.py shows that roles change under load, and
+# tests/proxy/test_role_decider.py when.
 @pytest.mark.integration
 @pytest.mark.nightly
 def test_a_cluster_of_paced_nodes_answers_all_requests(demo_model: Path, tmp_path: Path) -> None:

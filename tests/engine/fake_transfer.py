@@ -26,8 +26,8 @@ from pdserve_kvtransfer.events import (
     PushOutcome,
     PushWanted,
     TransferEvent,
+    TransferStats,
 )
-from pdserve_kvtransfer.stats import TransferStats
 from tests.engine.fake_model import FakeModel
 
 HOLDER = PrefillTarget("d0", "tcp://127.0.0.1:2", new_id())

@@ -112,7 +112,7 @@ NOTICED = (
         Mutant(
             "nodes do not rest after a move",
             1,
-            "pdserve_proxy.roles.decision.RoleDecider",
+            "pdserve_proxy.roles.RoleDecider",
             "_look",
             "if now < group.rests_until_s or not (prefill and decode):",
             "if not (prefill and decode):",

@@ -28,7 +28,7 @@ from pdserve.errors import (
     WrongReceiver,
 )
 from pdserve.log_throttle import LogThrottle
-from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.events import TransferStats
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from pdserve.wire.transfer import (
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.control.handshake import Handshake
 from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener
+from pdserve_kvtransfer.events import TransferStats
 from pdserve_kvtransfer.probe.asker import ProbeAsker, probe_memory
-from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.ucx.ucx_library import Lane
 from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport
 

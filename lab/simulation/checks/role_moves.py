@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pdserve.wire.discovery import Role
 from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode
-from pdserve_proxy.roles.decision import RoleDecider, RoleSwitch, Targets
+from pdserve_proxy.roles import RoleDecider, RoleSwitch, Targets
 
 MOVING = (Role.PREFILL, Role.DECODE)
 """The roles between which nodes move."""

@@ -34,9 +34,9 @@ from pdserve_kvtransfer.events import (
     PushEnded,
     PushWanted,
     TransferEvent,
+    TransferStats,
     TransferThreadDied,
 )
-from pdserve_kvtransfer.stats import TransferStats
 
 CLOSE_TIMEOUT_S = 5.0
 

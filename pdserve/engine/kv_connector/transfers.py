@@ -8,8 +8,7 @@ from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import CachedFetchOrder, FetchOrder, TransferEvent
-from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.events import CachedFetchOrder, FetchOrder, TransferEvent, TransferStats
 
 
 class Fetches(Protocol):

@@ -19,8 +19,7 @@ from pdserve.errors import RequestError
 from pdserve.metrics.histogram import BucketCounts, seconds_to
 from pdserve.wire.status import IncidentKind
 from pdserve_proxy.continuation.journal import JournalBudget
-from pdserve_proxy.incidents import Incidents
-from pdserve_proxy.recent_counts import RecentCounts
+from pdserve_proxy.recent import Incidents, RecentCounts
 from pdserve_proxy.records.node_counts import NodeCounts
 from pdserve_proxy.records.relay_record import RelayRecord
 from pdserve_proxy.records.request_view import has_failed

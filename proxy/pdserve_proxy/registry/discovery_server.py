@@ -48,7 +48,7 @@ from pdserve.wire.discovery import (
 )
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.version import SPOKEN, Spoken
-from pdserve_proxy.incidents import Incidents
+from pdserve_proxy.recent import Incidents
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
 
 log = logging.getLogger(__name__)

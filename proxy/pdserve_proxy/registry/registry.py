@@ -26,7 +26,7 @@ from pdserve.errors import MalformedFrame
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.proxy_workers import KnownNode, Nodes, NodesChanged
 from pdserve.wire.version import SPOKEN, Spoken
-from pdserve_proxy.recent_counts import RecentCounts
+from pdserve_proxy.recent import RecentCounts
 from pdserve_proxy.registry.snapshot import (
     Reachability,
     RegisteredNode,

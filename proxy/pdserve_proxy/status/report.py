@@ -17,8 +17,7 @@ import msgspec
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
-from pdserve_proxy.incidents import last_incidents
-from pdserve_proxy.recent_counts import STEP_S, STEPS, RecentCounts, step_of
+from pdserve_proxy.recent import STEP_S, STEPS, RecentCounts, last_incidents, step_of
 from pdserve_proxy.records.access_log import MAX_RECENT, RequestCounts
 from pdserve_proxy.records.request_view import has_failed, request_view, stage_of
 from pdserve_proxy.registry.snapshot import RegisteredNode, Snapshot

@@ -13,7 +13,7 @@ from pdserve.errors import BadUpstream, InvalidRequest, NotFound, UnsupportedMed
 from pdserve.wire.command import CommandResult, Drain, NodeChange, SetRole
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.status import IncidentKind
-from pdserve_proxy.incidents import Incidents
+from pdserve_proxy.recent import Incidents
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.status.access import StatusAccess
 from pdserve_proxy.status.report import SharedReport

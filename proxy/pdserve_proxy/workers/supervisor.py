@@ -29,7 +29,7 @@ from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.responses.store import ResponseStore
-from pdserve_proxy.roles.controller import RoleController
+from pdserve_proxy.roles import RoleController
 from pdserve_proxy.serving import Addresses, store_limits
 from pdserve_proxy.workers.worker import WORKER_COMMAND, WorkerLaunch
 from pdserve_proxy.workers.worker_channel import SOCKET_NAME, WorkerChannel

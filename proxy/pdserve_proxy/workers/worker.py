@@ -62,10 +62,10 @@ from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
+from pdserve_proxy.responses.storage import SupervisorStorage
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import ProcessState, serve_clients, store_limits
 from pdserve_proxy.status.report import relay_status
-from pdserve_proxy.workers.stored_responses import SupervisorStorage
 
 log = logging.getLogger(__name__)
 

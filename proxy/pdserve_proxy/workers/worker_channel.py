@@ -62,9 +62,9 @@ from pdserve_proxy.metrics import ProxyMetrics, lasting_families, nodes_of, of_n
 from pdserve_proxy.records.node_counts import OTHER_NODES
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.registry.snapshot import RegisteredNode
+from pdserve_proxy.responses.storage import abandon, answer
 from pdserve_proxy.responses.store import ResponseStore
 from pdserve_proxy.status.report import Reporter, SharedReport, relay_status
-from pdserve_proxy.workers.stored_responses import abandon, answer
 
 log = logging.getLogger(__name__)
 

@@ -58,9 +58,9 @@ from pdserve_kvtransfer.events import (
     PushOutcome,
     PushWanted,
     TransferEvent,
+    TransferStats,
     TransferThreadDied,
 )
-from pdserve_kvtransfer.stats import TransferStats
 from tests.engine.placements import make_placement
 from tests.engine.whole_connector import whole_connector
 from tests.eventually import eventually

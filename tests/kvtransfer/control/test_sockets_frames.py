@@ -16,7 +16,7 @@ from pdserve.control.frame import Purpose, Sealer
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.transfer import Failed, Hello, Ping, Refused, ToPrefill, Welcome
 from pdserve_kvtransfer.control.sockets import FrameOpener, Spoilt
-from pdserve_kvtransfer.stats import TransferStats
+from pdserve_kvtransfer.events import TransferStats
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode
 from tests.kvtransfer.rig import SECRET, SPEC, engine

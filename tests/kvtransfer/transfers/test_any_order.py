@@ -64,6 +64,7 @@ from pdserve_kvtransfer.events import (
     PushEnded,
     PushWanted,
     TransferEvent,
+    TransferStats,
 )
 from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.rank_thread import RankThread
@@ -78,7 +79,6 @@ from pdserve_kvtransfer.sides import (
     OfferBlocks,
     PushBlocks,
 )
-from pdserve_kvtransfer.stats import TransferStats
 from pdserve_kvtransfer.thread import BothSides
 from tests.examples import examples
 from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport

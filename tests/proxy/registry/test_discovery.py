@@ -22,8 +22,8 @@ from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeLoad, Register, Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.status import IncidentKind
-from pdserve_proxy.incidents import Incidents
 from pdserve_proxy.metrics import ProxyMetrics, render_families
+from pdserve_proxy.recent import Incidents
 from pdserve_proxy.registry.discovery_server import MAX_MESSAGE_BYTES, DiscoveryServer
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
 from tests.endless_message import is_cut, many_parts, sends_without_end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from pdserve.wire.status import IncidentKind
-from pdserve_proxy.incidents import ALIKE_S, MAX_INCIDENTS, MAX_TEXT_CHARS, Incidents, last_incidents
+from pdserve_proxy.recent import ALIKE_S, MAX_INCIDENTS, MAX_TEXT_CHARS, Incidents, last_incidents
 
 
 def test_alike_incidents_in_a_row_become_one() -> None:

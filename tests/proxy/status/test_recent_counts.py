@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_proxy.recent_counts import STEP_S, STEPS, RecentCounts, step_of
+from pdserve_proxy.recent import STEP_S, STEPS, RecentCounts, step_of
 
 
 @given(st.lists(st.tuples(st.floats(0, 4000), st.integers(0, 9)), max_size=200))

@@ -18,7 +18,7 @@ from pdserve.errors import Unavailable
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, Drain, SetRole
 from pdserve.wire.discovery import NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.status import IncidentKind, RequestStage
-from pdserve_proxy.recent_counts import STEP_S
+from pdserve_proxy.recent import STEP_S
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.status.report import (

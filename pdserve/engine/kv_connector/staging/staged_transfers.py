@@ -45,9 +45,9 @@ from pdserve_kvtransfer.events import (
     PushEvent,
     PushWanted,
     TransferEvent,
+    TransferStats,
     TransferThreadDied,
 )
-from pdserve_kvtransfer.stats import TransferStats
 
 
 @dataclass(slots=True)

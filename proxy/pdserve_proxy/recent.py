@@ -1,6 +1,8 @@
-"""Keeps the last things that went wrong or changed in the cluster, for those who watch it.
+"""Remembers the last minutes of one process of a proxy, for those who watch the cluster.
 
-What strangers can cause has bounds: so many incidents are kept, and those that are alike become one with a count.
+``Incidents`` are the last things that went wrong or changed. What strangers can cause has bounds: so many incidents are
+stored, and those that are alike become one with a count. ``RecentCounts`` say how much came in each of the last steps
+of time.
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ ALIKE_S = 30.0
 """Incidents of one kind, with the same node and text, become one if no more than this lies between two of them."""
 LOOKED_THROUGH = 16
 """The number of incidents among which one that is alike is looked for."""
+
+STEP_S = 5
+"""A step takes so many seconds. Steps have numbers: the monotonic clock divided by this."""
+STEPS = 60
+"""So many whole steps are remembered."""
 
 
 class Incidents:
@@ -49,3 +56,30 @@ def last_incidents(parts: Iterable[Iterable[Incident]]) -> tuple[Incident, ...]:
     """Returns the last incidents of several processes, the last one at the end."""
     everything = sorted((one for part in parts for one in part), key=lambda one: one.at_s)
     return tuple(everything[-MAX_INCIDENTS:])
+
+
+def step_of(at_s: float) -> int:
+    """Returns the number of the step that ``at_s`` lies in."""
+    return int(at_s // STEP_S)
+
+
+class RecentCounts:
+    """The sums of what came in each step, in a bounded number of steps. Steps in which nothing came are not stored."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, int] = {}
+
+    def add(self, at_s: float, number: int = 1) -> None:
+        """Adds ``number`` to the step of ``at_s``, a time that is hardly before those of earlier calls."""
+        step = step_of(at_s)
+        if step in self._sums:
+            self._sums[step] += number
+            return
+        self._sums[step] = number
+        # The present step and all whole ones before it.
+        while len(self._sums) > STEPS + 1:
+            del self._sums[min(self._sums)]
+
+    def by_step(self) -> dict[int, int]:
+        """Returns the sums by the numbers of their steps. Some may be older than what is shown."""
+        return dict(self._sums)

@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
 from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode
-from pdserve_proxy.roles.decision import Pressure, RoleDecider, RoleSwitch, Targets, pressure_of
+from pdserve_proxy.roles import Pressure, RoleDecider, RoleSwitch, Targets, pressure_of
 from tests.proxy.cluster import node_info
 
 TARGETS = Targets(ttft_s=1.0, itl_s=0.1, looks=3, rest_s=30.0)
