@@ -21,8 +21,7 @@ from pdserve.settings import load, to_environ, with_current_names
 
 if TYPE_CHECKING:
     from pdserve.plan.cluster import ClusterShape
-    from pdserve.plan.load import PlannedRequest
-    from pdserve.plan.observed import ObservedLoad
+    from pdserve.plan.load import ObservedLoad, PlannedRequest
     from pdserve.plan.prediction import Prediction
     from pdserve.plan.profile import Profile
 
@@ -115,7 +114,7 @@ async def _look(plan: PredictionConfig, authorities: str) -> ObservedLoad:
     import msgspec
 
     from pdserve.bench.cluster import known_nodes, read_metrics
-    from pdserve.plan.observed import observed_load
+    from pdserve.plan.load import observed_load
 
     async def look(session: aiohttp.ClientSession, url: str) -> str:
         try:
@@ -146,9 +145,8 @@ class _Forecast:
 
 def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Forecast:
     from pdserve.plan.cluster import ClusterShape
-    from pdserve.plan.demand import check_itl, least_nodes
     from pdserve.plan.prediction import PlanTargets, predict, predict_if_good
-    from pdserve.plan.sizing import Sizing, checked_sizing
+    from pdserve.plan.sizing import Sizing, check_itl, checked_sizing, least_nodes
 
     plan, targets = config.plan, config.targets
     wanted = PlanTargets(targets.target_ttft_ms / 1e3, targets.target_itl_ms / 1e3, plan.percentile)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import PlanError
-from pdserve.plan.load import Lengths, PlannedRequest, poisson_load, rate_of, read_lengths, read_trace
-from pdserve.plan.observed import observed_load
+from pdserve.plan.load import Lengths, PlannedRequest, observed_load, poisson_load, rate_of, read_lengths, read_trace
 
 
 def test_requests_come_at_the_rate_and_with_the_lengths_that_were_asked_for() -> None:

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from pdserve.config import TargetsConfig
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
-from pdserve.plan.demand import check_itl, least_nodes
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import PendingPrompt, SimulatedNode
 from pdserve.plan.prediction import PlanTargets, Prediction, predict, predict_if_good
-from pdserve.plan.sizing import Sizing, checked_sizing, neighbours
+from pdserve.plan.sizing import Sizing, check_itl, checked_sizing, least_nodes, neighbours
 from tests.examples import examples
 from tests.plan.profiles import profile_of
 
