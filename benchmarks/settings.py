@@ -19,7 +19,7 @@ from pdserve.config import (
     setting,
 )
 from pdserve.errors import ConfigError
-from pdserve.settings.checks import check_counts
+from pdserve.settings.load import check_counts
 
 _SHAPE = re.compile(r"mix|[1-9][0-9]{0,6}/[1-9][0-9]{0,6}")
 

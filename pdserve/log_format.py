@@ -1,4 +1,6 @@
-"""Writes log records as JSON, one object a line, for programs that collect logs.
+"""How log lines look, and how many of them an event may cause.
+
+It writes log records as JSON, one object a line, for programs that collect logs.
 
 A message of pdserve is a template with ``name=%s`` in it. The names become fields of the object, with the arguments as
 their values. They are taken from the template and never from the finished text, so that no text of a client or a peer
@@ -26,6 +28,24 @@ FieldValue: TypeAlias = str | int | float | bool | None
 _SPECIFIER = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?%[-+ #0]*\d*(?:\.\d+)?(?P<type>[a-zA-Z%])")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _DURATIONS = ("_ms", "_s")
+
+
+class LogThrottle:
+    """Counts the events of one kind, and lets one log line through every ``every_s`` seconds."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._next_s = float("-inf")
+        self._events = 0
+
+    def add(self, now: float) -> int:
+        """Counts one event. Returns how many there were since the last line if another is due, and otherwise 0."""
+        self._events += 1
+        if now < self._next_s:
+            return 0
+        events, self._events = self._events, 0
+        self._next_s = now + self._every_s
+        return events
 
 
 class LogLine(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.log_throttle import LogThrottle
+from pdserve.log_format import LogThrottle
 
 
 def test_the_first_event_is_logged_at_once_and_later_lines_count_those_between() -> None:

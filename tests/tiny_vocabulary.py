@@ -1,5 +1,6 @@
 """Makes the tokenizer of the tiny models' 512 tokens: every byte, and some pairs of letters, so that grammars have
-something to choose from."""
+something to choose from.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
-from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.grammars.compiling import load_vocabulary
 from tests.tiny_models import VOCAB_SIZE
 
 SPECIAL = ("<pad>", "<s>", "</s>")

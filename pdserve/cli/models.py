@@ -14,11 +14,9 @@ from pathlib import Path
 from pdserve.config import FetchConfig, ModelsConfig, PullConfig
 from pdserve.errors import ConfigError, ModelError
 from pdserve.hub.cache import CachedRepository, cache_of, is_complete, repositories
+from pdserve.hub.download import Message, Note, in_gb, shown_progress
 from pdserve.hub.finding import FoundModel, WantedModel, fetched_model, known_model
-from pdserve.hub.messages import Message, Note
-from pdserve.hub.progress import in_gb, shown_progress
-from pdserve.hub.selection import label_of
-from pdserve.hub.suitability import check_model
+from pdserve.hub.selection import check_model, label_of
 from pdserve.settings import load
 
 EXIT_REFUSED = 1

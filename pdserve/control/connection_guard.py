@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from pdserve.log_throttle import LogThrottle
+from pdserve.log_format import LogThrottle
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from pdserve.config import CacheConfig, DoctorConfig, KvReturn, Switch, TransferConfig
-from pdserve.doctor import machine, network, probe, software, ucx_devices, ucx_tools
+from pdserve.doctor import machine, network, probe, ucx_devices, ucx_tools
 from pdserve.doctor.cluster import check_instances, prefill_controls, read_instances
 from pdserve.doctor.finding import Finding, Verdict, not_applicable, ok, problem, warning
 from pdserve.doctor.machine import LimitFacts
@@ -64,7 +64,7 @@ class _Doctor:
         self._secret = secret
         self._ours = ours
         self._tls = config.transfer.ucx_tls or environ.get("UCX_TLS", "")
-        self._software = software.read_software(environ)
+        self._software = machine.read_software(environ)
         self._tools: UcxTools | None = ucx_tools.read_tools(self._software.ucx)
         self._limits: LimitFacts = machine.read_limits()
         self._yardsticks: dict[tuple[str, int], Yardstick | None] = {}
@@ -90,7 +90,7 @@ class _Doctor:
         facts = self._software
         ports = read_rdma()
         gpus = machine.read_gpus()
-        self._findings += software.check_software(facts)
+        self._findings += machine.check_software(facts)
         self._findings.append(ucx_tools.check_tools(self._tools))
         usable = not facts.ucx_error and self._ucx(tuple(dict.fromkeys(port.device for port in ports)), len(gpus.names))
         self._findings += machine.check_limits(self._limits, rdma=bool(ports))

@@ -1,20 +1,24 @@
-"""Checks what of this machine an engine started from here would have: cores, memory, limits and GPUs."""
+"""Checks what of this machine an engine started from here would have: software, cores, memory, limits and GPUs."""
 
 from __future__ import annotations
 
 import os
+import platform
 import resource
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations
 from pathlib import Path
 
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, TransferError
 from pdserve.machine.core_ledger import CoreLedger, CoreState
-from pdserve.machine.core_share import cpu_quota, read_text
-from pdserve.machine.engines_here import RunningEngine, running_engines
+from pdserve.machine.core_share import RunningEngine, cpu_quota, read_text, running_engines
+from pdserve_kvtransfer.ucx.ucx_library import PREFER_SYSTEM, LoadedUcx, loaded_ucx
+
+_PACKAGES = ("pdserve", "torch", "transformers", "pyzmq", "ucxx-cu13", "libucx-cu13")
 
 _SLOW_GOVERNORS = frozenset({"powersave", "conservative"})
 _MIN_FREE_BYTES = 2**30
@@ -25,6 +29,86 @@ _MIN_DESCRIPTORS = 4096
 _MIN_LOCKED_BYTES = 2**30
 _SHM = Path("/dev/shm")  # noqa: S108 — it is looked at, nothing is made there.
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class SoftwareFacts:
+    python: str
+    kernel: str
+    packages: Mapping[str, str]
+    """The version of each package; empty if the package is not installed."""
+    ucx: LoadedUcx | None
+    """The UCX library that ucxx has loaded."""
+    ucx_error: str
+    """Why UCX cannot be loaded; empty if it can be."""
+    variables: Mapping[str, str]
+    """The variables of the environment that choose and direct UCX. Nodes that are started from it obey them, too."""
+
+
+def read_software(environ: Mapping[str, str]) -> SoftwareFacts:
+    ucx, error = _load_ucx()
+    return SoftwareFacts(
+        python=platform.python_version(),
+        kernel=platform.release(),
+        packages=dict(map(_installed, _PACKAGES)),
+        ucx=ucx,
+        ucx_error=error,
+        variables={
+            name: value for name, value in sorted(environ.items()) if name.startswith("UCX_") or name == PREFER_SYSTEM
+        },
+    )
+
+
+def _installed(package: str) -> tuple[str, str]:
+    """Returns a package and its version. The one for CUDA 12 will do where the one for CUDA 13 is not."""
+    names = (package, package.replace("cu13", "cu12"))
+    return next(((name, found) for name in names if (found := _version(name))), (package, ""))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _load_ucx() -> tuple[LoadedUcx | None, str]:
+    """Returns the library, or None and the error."""
+    try:
+        return loaded_ucx(), ""
+    except TransferError as exc:
+        return None, str(exc)
+
+
+def check_software(facts: SoftwareFacts) -> list[Finding]:
+    return [_packages(facts), _ucx(facts), _variables(facts)]
+
+
+def _packages(facts: SoftwareFacts) -> Finding:
+    missing = [name for name, found in facts.packages.items() if not found]
+    versions = ", ".join(f"{name} {found}" for name, found in facts.packages.items() if found)
+    seen = f"{versions}, Python {facts.python}, Linux {facts.kernel}"
+    if missing:
+        return problem("software", f"{seen}; missing: {', '.join(missing)}", "pip install pdserve brings all of them")
+    return ok("software", seen)
+
+
+def _ucx(facts: SoftwareFacts) -> Finding:
+    if facts.ucx_error:
+        names = " ".join(name for name in facts.packages if "ucx" in name)
+        return problem(
+            "UCX library",
+            facts.ucx_error,
+            f"without {PREFER_SYSTEM}, the package is taken: pip install --force-reinstall {names}; "
+            "without UCX no KV block moves",
+        )
+    return ok("UCX library", str(facts.ucx))
+
+
+def _variables(facts: SoftwareFacts) -> Finding:
+    if not facts.variables:
+        return ok("UCX variables", "none in this environment")
+    return ok("UCX variables", " ".join(f"{name}={value}" for name, value in facts.variables.items()))
 
 
 @dataclass(frozen=True, slots=True)

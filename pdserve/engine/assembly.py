@@ -34,7 +34,7 @@ from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop, WakeUp
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
-from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.grammars.compiling import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.memory import give_freed_memory_back
 from pdserve.models.checkpoint.config_reading import read_decoder_config

@@ -18,8 +18,18 @@ from pdserve.engine.step_loop import WakeUp
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.errors import EngineError, PdserveError
 from pdserve.liveness import LifeBoard, step_loop
-from pdserve.machine.core_share import NVIDIA_DRIVER, CoreShare, cpu_quota, machine_id, quota_note, share_cores
-from pdserve.machine.engines_here import core_words, cores_left, other_engines, sharing_note
+from pdserve.machine.core_share import (
+    NVIDIA_DRIVER,
+    CoreShare,
+    core_words,
+    cores_left,
+    cpu_quota,
+    machine_id,
+    other_engines,
+    quota_note,
+    share_cores,
+    sharing_note,
+)
 from pdserve.models.lean_torch import import_torch
 from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup

@@ -18,9 +18,8 @@ from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pdserve.errors import GrammarRefused, PdserveError
-from pdserve.grammars.compiling import MAX_MESSAGE_CHARS, compile_grammar, thread_with_deep_stack
+from pdserve.grammars.compiling import MAX_MESSAGE_CHARS, compile_grammar, load_vocabulary, thread_with_deep_stack
 from pdserve.grammars.schema_ends import Endless, with_ends
-from pdserve.grammars.vocabulary import load_vocabulary
 from pdserve.process import die_with_parent
 from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial, TriedGrammar
 

@@ -22,6 +22,13 @@ from pdserve.http.errors import error_body, error_form, error_headers
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.patience import PatientTimeout
 
+MOST_DIGITS = 18
+"""An integer of more digits is beyond all that any field takes. Python's ``int`` refuses some thousands of them."""
+
+
+_MOST = int("9" * MOST_DIGITS)
+_FIRST = frozenset(b"%c" % character for character in b"-0123456789")
+
 Scope: TypeAlias = Mapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Any]]
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
@@ -42,6 +49,31 @@ _PAGE_HEADERS = (b"origin", b"sec-fetch-site")
 """Browsers send at least one of these with a page's request that has a body. Scripts cannot leave them out."""
 
 _LABEL = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def as_whole(number: str) -> float | int:
+    """Returns a number that is written with a point or an exponent; as an integer if it is one."""
+    value = float(number)
+    return int(value) if value.is_integer() else value
+
+
+def read_whole(value: bytes) -> int | None:
+    """Returns the integer that is this JSON value; None for any other value.
+
+    One of more than ``MOST_DIGITS`` digits comes as the least or greatest number of so many.
+    """
+    if value[:1] not in _FIRST:
+        return None
+    text = value.decode("latin-1")
+    try:
+        if any(mark in text for mark in ".eE"):
+            number = float(text)
+            return int(number) if number.is_integer() else None
+        if len(text) > MOST_DIGITS:
+            return -_MOST if text[0] == "-" else _MOST
+        return int(text)
+    except ValueError:  # msgspec has found the end of the number, and a node will find that it is none
+        return None
 
 
 def request_label(given: str | None) -> str:

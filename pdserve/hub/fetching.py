@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from pdserve.errors import HubError
 from pdserve.hub.cache import PARTIAL, CachedRepository
-from pdserve.hub.progress import in_gb
+from pdserve.hub.download import in_gb
 from pdserve.hub.remote import RETRIES, Listing, RemoteFile, explained, opened, retry_pause_s, url_of
 
 AT_ONCE = 4

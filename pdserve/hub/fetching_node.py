@@ -11,9 +11,8 @@ import msgspec
 
 from pdserve.config import HttpConfig, NodeConfig
 from pdserve.http.server import HttpServer, bind
+from pdserve.hub.download import DownloadProgress, Message, ProgressLines, percent
 from pdserve.hub.finding import FoundModel, WantedModel, fetched_model
-from pdserve.hub.messages import DownloadProgress, Message
-from pdserve.hub.progress import ProgressLines, percent
 from pdserve.signals import stop_signals
 
 log = logging.getLogger(__name__)

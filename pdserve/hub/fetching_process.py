@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.errors import HubError, ModelError
-from pdserve.hub.messages import DownloadFailed, DownloadOrder, Message
+from pdserve.hub.download import DownloadFailed, DownloadOrder, Message
 from pdserve.hub.names import hub_name
 from pdserve.process import die_with_parent
 

@@ -14,9 +14,8 @@ import msgspec
 from pdserve.config import FetchConfig, ModelConfig, Switch
 from pdserve.errors import HubError, ModelError
 from pdserve.hub.cache import CachedRepository, cache_of, cached_model, is_complete, repositories, repository_of
-from pdserve.hub.messages import DownloadEnded, DownloadFailed, DownloadOrder, Message
+from pdserve.hub.download import DownloadEnded, DownloadFailed, DownloadOrder, Message, shown_progress
 from pdserve.hub.names import HubName, hub_name
-from pdserve.hub.progress import shown_progress
 from pdserve.models.checkpoint.demo import DEMO, DEMO_NAME, resolve_model, served_model_name
 from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.printable import printable

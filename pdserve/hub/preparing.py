@@ -1,4 +1,4 @@
-"""Makes a model of the hub whole in the cache, or says why it cannot be: the weights come last."""
+"""Makes a model of the hub complete in the cache, or says why it cannot be: the weights come last."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pathlib import Path
 
 from pdserve.errors import ModelError
 from pdserve.hub.cache import CachedRepository, cached_model
+from pdserve.hub.download import DownloadEnded, DownloadProgress, Message, Note, in_gb
 from pdserve.hub.fetching import Fetcher, alone
-from pdserve.hub.messages import DownloadEnded, DownloadProgress, Message, Note
 from pdserve.hub.names import HubName
-from pdserve.hub.progress import in_gb
 from pdserve.hub.remote import Listing, RemoteFile, list_files, look_up
-from pdserve.hub.selection import Selection, select
-from pdserve.hub.suitability import check_gguf_start, check_listing, check_settings
+from pdserve.hub.selection import Selection, check_gguf_start, check_listing, check_settings, select
 from pdserve.models.checkpoint.model_files import INDEX, weight_files
 from pdserve.printable import printable
 

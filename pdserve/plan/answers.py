@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pdserve.plan.load import PlannedRequest
 from pdserve.plan.profile import NodeSpeed
 
-
 _BEHIND = 0.05
 """A cluster that leaves more of the requests behind does not keep up."""
 

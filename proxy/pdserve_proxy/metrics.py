@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.control.frame import ClockSkew
-from pdserve.metrics.processes import BuildInfo, own_process
-from pdserve.metrics.text import text_of
+from pdserve.metrics import BuildInfo, own_process, text_of
 from pdserve.tracing.tracing import SpanCounts
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Family, Sample

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pdserve.api.node.engine_metrics import EngineCollector
+from pdserve.api.node.node_metrics import EngineCollector
 from pdserve.wire.engine import (
     EngineStats,
     PrefillDecisions,

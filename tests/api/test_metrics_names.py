@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.api.generation.outcome import ChoiceOutcome
+from pdserve.api.generation.request_log import ChoiceOutcome
 from pdserve.api.node.node_metrics import OTHER_NAMES, SAME_NAMES, MetricsScale, NodeMetrics
 from pdserve.config import MetricsNames
 from pdserve.wire.engine import EngineStats

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from pdserve.api.generation.outcome import ChoiceOutcome
-from pdserve.api.generation.request_log import RequestRecord, log_request
+from pdserve.api.generation.request_log import ChoiceOutcome, RequestRecord, log_request
 from pdserve.wire.engine import PrefillReason, PrefillSource, RequestReport
 
 

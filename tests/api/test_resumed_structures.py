@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.grammars.compiling import load_vocabulary
 from tests.api.node import MODEL
 from tests.api.scripted_engine import EOS
 from tests.api.stepped_node import stepped_node

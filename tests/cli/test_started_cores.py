@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.machine.engines_here import running_engines
+from pdserve.machine.core_share import running_engines
 from tests.processes import SECRET, pdserve
 
 pytestmark = pytest.mark.integration

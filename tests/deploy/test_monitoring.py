@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from promql_parser import AggModifierType, AggregateExpr, Expr, MatchOp, VectorSelector
 
 from pdserve.api.node.node_metrics import NodeMetrics
-from pdserve.metrics.processes import BuildInfo, own_process
+from pdserve.metrics import BuildInfo, own_process
 from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.snapshot import Snapshot

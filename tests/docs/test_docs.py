@@ -36,7 +36,7 @@ from pdserve.cli.main import ALIASES, SUBCOMMANDS
 from pdserve.cli.node_commands import drain_flags, role_flags
 from pdserve.cli.watch.trace import trace_flags
 from pdserve.config import Dtype, NodeConfig, RoutingPolicy
-from pdserve.metrics.processes import BuildInfo, own_process
+from pdserve.metrics import BuildInfo, own_process
 from pdserve.models.runner import kv_layout
 from pdserve.settings import ROOTS, load
 from pdserve.settings.other_servers import MEANINGS

@@ -12,7 +12,7 @@ import pytest
 from pdserve.doctor.finding import Verdict
 from pdserve.doctor.machine import CoreFacts, check_core_ledger, check_cores, read_cores
 from pdserve.machine.core_ledger import CoreLedger, CoreState, CoreWord
-from pdserve.machine.engines_here import RunningEngine
+from pdserve.machine.core_share import RunningEngine
 from tests.core_words import write
 
 FINE = CoreFacts(

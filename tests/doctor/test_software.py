@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from pdserve.doctor.finding import Verdict
-from pdserve.doctor.software import check_software, read_software
+from pdserve.doctor.machine import check_software, read_software
 
 
 def test_what_is_installed_here_is_fine() -> None:
@@ -28,7 +28,7 @@ def test_ucxx_may_be_for_cuda_12_or_13(cuda: str, monkeypatch: pytest.MonkeyPatc
             raise PackageNotFoundError(package)
         return "1.2.3"
 
-    monkeypatch.setattr("pdserve.doctor.software.version", version)
+    monkeypatch.setattr("pdserve.doctor.machine.version", version)
     packages = read_software({}).packages
     assert all(packages.values())
     assert f"ucxx-{cuda}" in packages and f"libucx-{cuda}" in packages

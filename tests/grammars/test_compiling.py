@@ -11,8 +11,7 @@ from llguidance import LLTokenizer
 from pdserve.api.requests.structured_outputs import StructuredFields, wanted_grammar
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import GrammarRefused, ModelError
-from pdserve.grammars.compiling import compile_grammar
-from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.grammars.compiling import compile_grammar, load_vocabulary
 from pdserve.wire.sampling_params import Grammar, GrammarKind
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_vocabulary import EOS, FIRST_BYTE, save_tiny_tokenizer, tiny_vocabulary

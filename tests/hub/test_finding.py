@@ -11,9 +11,8 @@ import pytest
 from pdserve.config import ModelConfig
 from pdserve.errors import ModelError
 from pdserve.hub.cache import cache_of
+from pdserve.hub.download import DownloadProgress, Note, ProgressLines
 from pdserve.hub.finding import known_model
-from pdserve.hub.messages import DownloadProgress, Note
-from pdserve.hub.progress import ProgressLines
 
 PROGRAM = """
 import sys

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.machine.engines_here import RunningEngine, core_list, core_words, cores_left, other_engines, sharing_note
+from pdserve.machine.core_share import RunningEngine, core_list, core_words, cores_left, other_engines, sharing_note
 
 
 def engine(pid: int, *cores: int) -> RunningEngine:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from pdserve.metrics.histogram import BucketCounts, seconds_to, tokens_to
+from pdserve.metrics import BucketCounts, seconds_to, tokens_to
 from tests.examples import examples
 
 BOUNDS = (0.5, 1.0, 16384.0, 1e6)

@@ -9,7 +9,7 @@ import time
 
 from prometheus_client.core import Metric
 
-from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
+from pdserve.metrics import BuildInfo, ProcessMetrics, installed
 
 NAMES = {
     "process_virtual_memory_bytes",

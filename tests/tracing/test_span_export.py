@@ -13,10 +13,9 @@ import requests
 
 from pdserve.config import TraceConfig
 from pdserve.errors import ConfigError
-from pdserve.settings.checks import check
-from pdserve.tracing.bounded_session import BoundedSession
+from pdserve.settings.load import check
 from pdserve.tracing.lane_notes import LaneNotes
-from pdserve.tracing.span_export import MAX_QUEUED, SpanExport, traces_url
+from pdserve.tracing.span_export import MAX_QUEUED, BoundedSession, SpanExport, traces_url
 from pdserve.tracing.tracing import NO_PARENT, SpanCounts, Tracing
 from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane, TraceContext
 from tests.tracing.receiver import receiver

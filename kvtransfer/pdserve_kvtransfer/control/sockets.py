@@ -27,7 +27,7 @@ from pdserve.errors import (
     WireError,
     WrongReceiver,
 )
-from pdserve.log_throttle import LogThrottle
+from pdserve.log_format import LogThrottle
 from pdserve_kvtransfer.events import TransferStats
 
 log = logging.getLogger(__name__)

@@ -397,8 +397,8 @@ def simulated(
             lambda config, count: network.share(present_process(), config.host, config.port, count),
         ),
         # What this process takes of the machine differs from run to run, and so do the lengths of its numbers.
-        (_module("pdserve.metrics.processes")._usual, lambda pid: ()),
-        (_module("pdserve.metrics.processes")._threads, lambda pid: ()),
+        (_module("pdserve.metrics")._usual, lambda pid: ()),
+        (_module("pdserve.metrics")._threads, lambda pid: ()),
     ]
     names["pdserve_proxy__workers__worker__socket"] = Likeness(socket, socket=network.inherited)
     by_id = {id(real): stand_in for real, stand_in in replaced}

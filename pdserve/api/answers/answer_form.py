@@ -35,7 +35,7 @@ from pdserve.api.answers.openai_response import (
     ToolCallDelta,
 )
 from pdserve.api.answers.text_generation import TextDelta
-from pdserve.api.generation.outcome import ChoiceOutcome
+from pdserve.api.generation.request_log import ChoiceOutcome
 from pdserve.api.message.parts import CallPiece, MessageParts
 from pdserve.control.journal import Journal
 from pdserve.wire.terms import AnswerIdentity

@@ -15,7 +15,7 @@ from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoi
 from pdserve.api.answers.openai_response import ChunkChoice, Envelope, TextChunkChoice, Usage
 from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta
-from pdserve.api.generation.outcome import ChoiceOutcome
+from pdserve.api.generation.request_log import ChoiceOutcome
 from pdserve.api.message.parts import MessageParts
 from pdserve.control.journal import entry
 

@@ -22,8 +22,14 @@ from pdserve.api.answers.logprobs import ShownToken, ShownTokens
 from pdserve.api.answers.openai_response import StopReason
 from pdserve.api.answers.stop_strings import Stops
 from pdserve.api.generation.generation import TURN_TOKENS, ChoiceOutput, Generation
-from pdserve.api.generation.outcome import ChoiceOutcome, failure_of, outcome_of
-from pdserve.api.generation.request_log import RequestRecord, keep_lane, log_request
+from pdserve.api.generation.request_log import (
+    ChoiceOutcome,
+    RequestRecord,
+    failure_of,
+    keep_lane,
+    log_request,
+    outcome_of,
+)
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import CallPiece, MessageParts, Piece, joined
 from pdserve.api.message.reasoning import ReasoningTokens

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from pdserve.api.answers.openai_response import ChatTokenLogprob, Usage
-from pdserve.api.generation.outcome import ChoiceOutcome
+from pdserve.api.generation.request_log import ChoiceOutcome
 from pdserve.api.message.parts import CallPiece, TextPiece
 from pdserve.errors import RequestError
 

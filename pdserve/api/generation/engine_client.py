@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from pdserve.api.generation.generation import EACH_TOKEN, BatchNotify, Generation, ReadPace
-from pdserve.api.generation.outcome import shutting_down
+from pdserve.api.generation.request_log import shutting_down
 from pdserve.config import EngineConfig, EngineLaunch, LivenessConfig
 from pdserve.errors import ConfigError, EngineError, EngineGone, InvalidRequest, RequestError, Unavailable
 from pdserve.liveness import LifeBoard, LifeWatch, loop_names, motion_of

@@ -35,7 +35,7 @@ from pdserve.api.node.proxy_names import LookUp, ProxyNames, is_name, look_up
 from pdserve.control.frame import Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.errors import ConfigError, WireError
 from pdserve.liveness import Motion, Silence, motion_of
-from pdserve.log_throttle import LogThrottle
+from pdserve.log_format import LogThrottle
 from pdserve.wire.discovery import MAX_REPORTED_PROXIES, Deregister, FromProxy, NodeInfo, NodeLoad, Role, ToProxy
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from pdserve.api.generation.engine_client import ENGINE_COMMAND, EngineClient
-from pdserve.api.generation.outcome import shutting_down
+from pdserve.api.generation.request_log import shutting_down
 from pdserve.api.message.formats import formats_of
 from pdserve.api.node.commands import CommandGate, NodeCommands, is_confined
 from pdserve.api.node.node_metrics import MetricsScale, NodeMetrics
@@ -37,7 +37,7 @@ from pdserve.http.server import HttpServer, bind, url_of
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
 from pdserve.machine.memory import give_freed_memory_back, give_large_blocks_back
-from pdserve.metrics.processes import BuildInfo, ProcessMetrics, installed
+from pdserve.metrics import BuildInfo, ProcessMetrics, installed
 from pdserve.models.checkpoint.gguf_file import forget_gguf
 from pdserve.models.checkpoint.weight_form import weights_words
 from pdserve.process import set_up_logging, share_interpreter

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.api.generation.outcome import shutting_down
+from pdserve.api.generation.request_log import shutting_down
 from pdserve.config import GrammarConfig
 from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, TooManyRequests, Unavailable
 from pdserve.grammars.client_turns import ClientTurns

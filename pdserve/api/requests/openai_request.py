@@ -36,7 +36,7 @@ from pdserve.api.requests.request_fields import (
 from pdserve.api.requests.structured_outputs import ResponseFormat, StructuredFields, StructuredOutputs
 from pdserve.api.requests.tools import ToolChoice, Tools
 from pdserve.errors import InvalidRequest
-from pdserve.http.whole_number import as_whole
+from pdserve.http.request import as_whole
 
 UNCOUNTED_BYTES = 100_000
 """Shorter bodies cannot hold too many values, and are not counted."""

@@ -25,8 +25,7 @@ from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messa
 from pdserve.api.dialects.responses_request import ResponsesRequest, chat_of_response
 from pdserve.api.generation.engine_client import PromptChoices, WantedChoice
 from pdserve.api.generation.generation import TURN_TOKENS, Generation, ReadPace
-from pdserve.api.generation.outcome import failure_of
-from pdserve.api.generation.request_log import NodeNotes, RequestRecord
+from pdserve.api.generation.request_log import NodeNotes, RequestRecord, failure_of
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.node.serving_node import ServingNode
 from pdserve.api.replay.answer_log import ReplayableAnswer

@@ -11,15 +11,17 @@ from pathlib import Path
 import torch
 from llguidance import LLTokenizer
 
-from pdserve.bench.engine.hardware import Hardware, measure, seconds_of
 from pdserve.bench.engine.lent_core_rows import lent_core_rows
 from pdserve.bench.engine.parts import (
+    Hardware,
     LinearStack,
     Products,
     attention_s,
     constrained_sampling_s,
+    measure,
     products_of,
     sampling_s,
+    seconds_of,
 )
 from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
@@ -27,7 +29,7 @@ from pdserve.bench.machine import chip_name, this_machine
 from pdserve.bench.report import Better, Figure, Report, Row, Unit
 from pdserve.config import Switch
 from pdserve.config.bench import BenchEngineConfig
-from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.grammars.compiling import load_vocabulary
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.runner import TORCH_DTYPES

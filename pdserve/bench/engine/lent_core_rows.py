@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.bench.engine.hardware import seconds_of
+from pdserve.bench.engine.parts import seconds_of
 from pdserve.bench.engine.subject import Steps, Subject
 from pdserve.bench.report import Better, Figure, Row, Unit
 from pdserve.errors import BenchError

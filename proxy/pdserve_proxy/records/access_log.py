@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pdserve.errors import RequestError
-from pdserve.metrics.histogram import BucketCounts, seconds_to
+from pdserve.metrics import BucketCounts, seconds_to
 from pdserve.wire.status import IncidentKind
 from pdserve_proxy.continuation.journal import JournalBudget
 from pdserve_proxy.recent import Incidents, RecentCounts

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from pdserve.metrics.histogram import BucketCounts, seconds_to
+from pdserve.metrics import BucketCounts, seconds_to
 from pdserve.wire.discovery import NodeInfo
 
 MAX_LABELLED = 64

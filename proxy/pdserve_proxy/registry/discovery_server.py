@@ -31,7 +31,7 @@ from pdserve.errors import (
     WireError,
     WrongReceiver,
 )
-from pdserve.log_throttle import LogThrottle
+from pdserve.log_format import LogThrottle
 from pdserve.wire.discovery import (
     Ack,
     ComputeCores,

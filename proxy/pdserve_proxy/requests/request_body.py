@@ -13,7 +13,7 @@ import re
 import msgspec
 
 from pdserve.errors import InvalidRequest
-from pdserve.http.whole_number import read_whole
+from pdserve.http.request import read_whole
 from pdserve.wire.terms import MAX_PRIORITY
 
 INTERNAL_PREFIXES = ("kv_transfer", "pdserve_", "x-pdserve")

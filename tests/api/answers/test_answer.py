@@ -17,8 +17,7 @@ from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, byte_l
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextGeneration
 from pdserve.api.generation.generation import DEADLINE_GRACE_S, Generation, ReadPace
-from pdserve.api.generation.outcome import shutting_down
-from pdserve.api.generation.request_log import RequestRecord
+from pdserve.api.generation.request_log import RequestRecord, shutting_down
 from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.errors import Internal
 from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput

@@ -17,7 +17,7 @@ from pdserve.api.answers.logprobs import ShownToken
 from pdserve.api.answers.openai_response import Envelope
 from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta
-from pdserve.api.generation.outcome import ChoiceOutcome
+from pdserve.api.generation.request_log import ChoiceOutcome
 from pdserve.wire.sampling_params import TokenLogprobs
 from pdserve.wire.terms import AnswerIdentity
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdserve.api.answers.detokenizer import BytesDetokenizer, TokenBytes, WindowDetokenizer, byte_level_bytes
 from pdserve.api.answers.stop_strings import StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
-from pdserve.api.generation.outcome import ChoiceOutcome
+from pdserve.api.generation.request_log import ChoiceOutcome
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.sampling_params import TokenLogprobs
 from tests.examples import examples

@@ -13,8 +13,7 @@ from pdserve.api.call_grammars.tool_grammar import tool_grammar
 from pdserve.api.message.parts import MessageParts, joined
 from pdserve.api.requests.answer_reading import AnswerReading
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.grammars.compiling import compile_grammar
-from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.grammars.compiling import compile_grammar, load_vocabulary
 from tests.api.call_grammars.test_tool_grammar import EOS
 
 MAX_TOKENS = 150

@@ -21,8 +21,7 @@ from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.requests.tools import FunctionReference, NamedToolChoice, Tools, tool_use
 from pdserve.config import ReasoningFormat, ToolFormat
 from pdserve.errors import InvalidRequest
-from pdserve.grammars.compiling import compile_grammar
-from pdserve.grammars.vocabulary import load_vocabulary
+from pdserve.grammars.compiling import compile_grammar, load_vocabulary
 from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from tests.api.message.test_parsers import calls
 

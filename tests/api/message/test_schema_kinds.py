@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.api.call_grammars.rules import MarkerTokens, no_token
-from pdserve.api.call_grammars.xml_form import xml_form
+from pdserve.api.call_grammars.tool_grammar import xml_form
 from pdserve.api.message.tool_schemas import KINDS, MAX_VALUES, NULL, STRING, SchemaKinds, ToolSchema
 
 REFERENCES = 2_000

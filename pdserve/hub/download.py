@@ -1,16 +1,65 @@
-"""Shows how far a download is: one bar on a terminal, and elsewhere a line every few seconds."""
+"""What the process that fetches a model says, a line of JSON for each message, and how its user sees it.
+
+On a terminal a download is one bar, and elsewhere a line every few seconds.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
-from pdserve.hub.messages import DownloadProgress, Message, Note
+import msgspec
 
 LINE_S = 5.0
 """Seconds between two lines where stderr is no terminal."""
+
+
+class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
+    """How much of the download is there. ``done`` begins with what an earlier download has left."""
+
+    done: int
+    total: int
+    """Bytes of all files that are served, except those that were there."""
+
+
+class Note(msgspec.Struct, frozen=True, tag=True):
+    """A sentence for the user."""
+
+    text: str
+
+
+class DownloadEnded(msgspec.Struct, frozen=True, tag=True):
+    """The model is whole. This is the last message."""
+
+    path: str
+    """The folder or GGUF file."""
+    commit: str
+    fetched: int
+    """How many bytes came over the network."""
+
+
+class DownloadFailed(msgspec.Struct, frozen=True, tag=True):
+    """Why there is no model. This is the last message."""
+
+    message: str
+    passing: bool
+    """Whether the same may work later, without a change of settings."""
+
+
+Message: TypeAlias = DownloadProgress | Note | DownloadEnded | DownloadFailed
+
+
+class DownloadOrder(msgspec.Struct, frozen=True):
+    """What the process is to fetch."""
+
+    model: str
+    """A name of the hub."""
+    cache: str
+    """The folder of cached models."""
+    newest: bool = False
+    """Whether the hub is asked even if the model is whole in the cache."""
 
 
 @contextmanager

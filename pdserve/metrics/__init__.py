@@ -1,1 +1,0 @@
-"""What the metrics of nodes and proxies have in common. It imports nothing of ours."""
