@@ -11,11 +11,11 @@ from pathlib import Path
 from pdserve.cli.up.kernel_compiler import may_have_gpu
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig, NodeConfig
 from pdserve.errors import ConfigError
-from pdserve.machine.memory import available_memory
+from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import has_own_decoder, read_decoder_config
 from pdserve.models.checkpoint.gguf_file import forget_gguf
 from pdserve.models.checkpoint.weight_form import model_size
-from pdserve.models.sizes import GPU_ONLY, MIB, check_weights, cpu_cache, fitting_context
+from pdserve.models.sizes import GPU_ONLY, check_weights, cpu_cache, fitting_context
 
 
 def check_model(

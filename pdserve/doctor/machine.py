@@ -16,14 +16,14 @@ from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.errors import ConfigError, TransferError
 from pdserve.machine.core_ledger import CoreLedger, CoreState
 from pdserve.machine.core_share import RunningEngine, cpu_quota, read_text, running_engines
+from pdserve.machine.memory import MIB
 from pdserve_kvtransfer.ucx.ucx_library import PREFER_SYSTEM, LoadedUcx, loaded_ucx
 
 _PACKAGES = ("pdserve", "torch", "transformers", "pyzmq", "ucxx-cu13", "libucx-cu13")
 
 _SLOW_GOVERNORS = frozenset({"powersave", "conservative"})
 _MIN_FREE_BYTES = 2**30
-_MIB = 2**20
-_MIN_SHM_BYTES = 64 * _MIB
+_MIN_SHM_BYTES = 64 * MIB
 """Docker's default, which a few links of UCX use up."""
 _MIN_DESCRIPTORS = 4096
 _MIN_LOCKED_BYTES = 2**30
@@ -295,7 +295,7 @@ def _descriptors(facts: LimitFacts) -> Finding:
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / _MIB:.0f} MiB"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / MIB:.0f} MiB"
 
 
 @dataclass(frozen=True, slots=True)

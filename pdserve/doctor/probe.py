@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.doctor.machine import LimitFacts
-from pdserve.doctor.ucx_tools import Yardstick
+from pdserve.doctor.ucx_programs import Yardstick
 from pdserve.errors import TransferError
 from pdserve.wire.transfer import MAX_PROBE_BYTES, MAX_PROBE_MESSAGE_BYTES
 from pdserve_kvtransfer.probe.examiner import Examiner, Measured

@@ -1,7 +1,7 @@
 """Says how much memory a process may still take, and gives the memory that it has freed back to the system.
 
 What it may take is what the machine has, and its control group. Both versions of control groups are read. What a group
-has in its file cache is given back when memory is short, so it counts as free, as the kernel counts it in
+has in its file cache is freed when memory is short, so it counts as free, as the kernel counts it in
 ``MemAvailable``.
 
 By itself, glibc keeps up to 64 MiB free at the end of its heap, and whatever is free below a block that is in use. So
@@ -17,6 +17,8 @@ import ctypes
 from pathlib import Path
 
 from pdserve.machine.core_share import control_groups, read_text
+
+MIB = 2**20
 
 REST_S = 5.0
 """An engine without work for so long gives its free memory back, once."""

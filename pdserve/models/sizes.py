@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.config import CacheConfig, SchedulerConfig
 from pdserve.errors import ConfigError
-
-MIB = 2**20
+from pdserve.machine.memory import MIB
 
 PROCESS_BYTES = 512 * MIB
 """What a node's processes take on a CPU beside weights and KV cache; each further rank takes it once more."""

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from pdserve.config import CacheConfig, SchedulerConfig
 from pdserve.errors import ConfigError
+from pdserve.machine.memory import MIB
 from pdserve.models.sizes import (
     GPU_SHARE,
     LEAST_CACHE_MIB,
-    MIB,
     PROCESS_BYTES,
     USUAL_CACHE_BYTES,
     ModelSize,

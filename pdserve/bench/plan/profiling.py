@@ -25,7 +25,7 @@ from pdserve.config import Disaggregation, Switch
 from pdserve.config.bench import PlanProfileConfig, ProfilingConfig
 from pdserve.errors import BenchError, PlanError
 from pdserve.machine.core_ledger import private_ledger
-from pdserve.machine.memory import available_memory
+from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.weight_form import model_size
@@ -46,7 +46,6 @@ from pdserve.process import partition_cores
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
-_MIB = 2**20
 _AT_ONCE = 4
 """So many nodes share this machine's memory."""
 _MOVED = (64, 256, 512, 1024)
@@ -169,10 +168,10 @@ def sized(config: PlanProfileConfig, folder: Path) -> PlanProfileConfig:
     """
     decoder = read_decoder_config(folder)
     model = model_size(folder, decoder, config.model, config.cpu.kernels)
-    memory = config.cache.node_memory_mib * _MIB or available_memory() // _AT_ONCE
+    memory = config.cache.node_memory_mib * MIB or available_memory() // _AT_ONCE
     cache = cpu_cache(model, config.cache, config.model.max_model_len, memory, ranks=1)
     cores = len(_cores(config)) // config.profile.nodes
-    scheduler = cpu_scheduler(model, config.scheduler, cache.kv_cache_mib * _MIB, cores)
+    scheduler = cpu_scheduler(model, config.scheduler, cache.kv_cache_mib * MIB, cores)
     return replace(config, cache=cache, scheduler=scheduler)
 
 
@@ -182,7 +181,7 @@ def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
     token_bytes = 2 * model.num_layers * model.kv_heads * model.head_dim * TORCH_DTYPES[config.model.dtype].itemsize
     return CacheGeometry(
         block_size=size,
-        num_blocks=config.cache.kv_cache_mib * _MIB // (size * token_bytes),
+        num_blocks=config.cache.kv_cache_mib * MIB // (size * token_bytes),
         block_bytes=size * token_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

@@ -31,6 +31,7 @@ from pdserve.config import Switch
 from pdserve.config.bench import BenchTransferConfig, CacheMemory
 from pdserve.engine.kv_connector.kv_return import RETURNS_PER_S
 from pdserve.engine.runner_loading import cpu_kernels
+from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.settings import to_environ
 
@@ -39,7 +40,6 @@ _IN_A_ROW = 4
 _AHEAD = 2
 """The fetches that are under way at once, as on a node with several requests, so that none waits for its order."""
 
-_MIB = 2**20
 _LEAST_BLOCKS = 8
 _MOST_BLOCKS = 4096
 _TINY_BYTES = 64
@@ -146,7 +146,7 @@ def run(
         for kib in bench.block_kib:
             _say(f"blocks of {kib} KiB")
             size = kib * 1024
-            blocks = min(max(bench.fetch_mib * _MIB // size, _LEAST_BLOCKS), _MOST_BLOCKS)
+            blocks = min(max(bench.fetch_mib * MIB // size, _LEAST_BLOCKS), _MOST_BLOCKS)
             moved = moves(prefill, CacheShape(size, blocks), blocks, setup, bench.repeats)
             yardsticks = Yardsticks(
                 perftest_bytes_per_s(config.transfer, environ, size, cores, survivable=True, memory=bench.memory),
@@ -188,7 +188,7 @@ def _decode_rows(
 ) -> list[Row]:
     bench = config.bench
     size = subject.runner.layout.block_bytes
-    shape = CacheShape(size, max(bench.fetch_mib * _MIB // size, CHUNK_BLOCKS))
+    shape = CacheShape(size, max(bench.fetch_mib * MIB // size, CHUNK_BLOCKS))
     step_rows = subject.decode_rows(bench.decode_batch, bench.decode_context)
     found = []
     for tokens_per_s in (bench.prefill_tokens_per_s, None):

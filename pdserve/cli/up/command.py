@@ -30,8 +30,8 @@ from pdserve.http.tls import trusting_only
 from pdserve.hub.finding import find_model
 from pdserve.machine.core_ledger import private_ledger
 from pdserve.machine.core_share import cores_within, cpu_quota
-from pdserve.machine.memory import available_memory
-from pdserve.models.sizes import GPU_SHARE, MIB
+from pdserve.machine.memory import MIB, available_memory
+from pdserve.models.sizes import GPU_SHARE
 from pdserve.process import ChildDied
 from pdserve.serving import ClusterReport
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder, with_current_names

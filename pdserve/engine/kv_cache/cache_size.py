@@ -16,14 +16,13 @@ import torch
 from pdserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from pdserve.engine.sampling.sampling_row import sampling_bytes
 from pdserve.errors import ConfigError
-from pdserve.machine.memory import available_memory
+from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weight_form import weight_bytes
 from pdserve.models.checkpoint.weights import parameters
 from pdserve.models.runner import SCORED_LOGITS
 from pdserve.models.sizes import (
     GPU_ONLY,
-    MIB,
     ModelSize,
     cpu_cache,
     cpu_scheduler,

@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 
 from pdserve.errors import ModelError
 from pdserve.machine.file_system import check_own, file_system, make_own_folder
+from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.cached_files import code_digest
 from pdserve.models.checkpoint.fingerprint import weights_fingerprint
 from pdserve.models.checkpoint.gguf_file import is_gguf
@@ -65,7 +66,6 @@ _MARK = b"pdweight"
 _LARGE_PAGE = 2**21
 _WRITTEN_AT_ONCE = 2**23
 _MAP_FIXED = 0x10
-_MIB = 2**20
 
 Index = dict[str, tuple[int, int]]
 """Where the bytes of each key begin, and how many they are."""
@@ -220,7 +220,7 @@ def kept_weights(path: Path, nbytes: int, most_mib: int, other: FilledMemory, ra
             try:
                 if _has_room(path.parent, draft.size, most_mib, ranks):
                     draft.finish()
-                    _remove_old(path, most_mib * _MIB)
+                    _remove_old(path, most_mib * MIB)
             except OSError as exc:
                 log.warning("the packed weights cannot be kept in %s: %s", path.parent, exc)
 
@@ -261,11 +261,11 @@ def _has_room(folder: Path, nbytes: int, most_mib: int, ranks: int) -> bool:
 
     A warning says why not. Raises OSError.
     """
-    needed, free = ranks * nbytes / _MIB, shutil.disk_usage(folder).free
+    needed, free = ranks * nbytes / MIB, shutil.disk_usage(folder).free
     if needed > most_mib:
         log.warning("packed weights of %.0f MiB are not kept: --packed-weights-mib is %d", needed, most_mib)
     elif 2 * nbytes > free:
-        log.warning("packed weights of %.0f MiB are not kept: %s has %.0f MiB left", needed, folder, free / _MIB)
+        log.warning("packed weights of %.0f MiB are not kept: %s has %.0f MiB left", needed, folder, free / MIB)
     else:
         return True
     return False

@@ -11,8 +11,8 @@ import torch
 from pdserve.config import CacheConfig
 from pdserve.engine.kv_cache.cache_size import cache_blocks, context_length, gpu_cache_bytes
 from pdserve.errors import ConfigError
+from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.weights import parameters
-from pdserve.models.sizes import MIB
 
 GIB = 2**30
 CPU = torch.device("cpu")
