@@ -36,7 +36,7 @@ LOCK_TIMEOUT_S = 200.0
 
 
 class BuildError(Exception):
-    """There is no compiler, or it failed, or the library cannot be kept or loaded."""
+    """There is no compiler, or it failed, or the library cannot be stored or loaded."""
 
 
 @dataclass(frozen=True, slots=True)

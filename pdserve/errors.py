@@ -72,7 +72,7 @@ class ModelError(PdserveError):
 
 
 class HubError(PdserveError):
-    """A model cannot be fetched now: no network, no room on the disk, a hub with too much to do, spoilt bytes."""
+    """A model cannot be fetched now: no network, a full disk, a hub with too much to do, spoilt bytes."""
 
 
 class WireError(PdserveError):
@@ -175,7 +175,7 @@ class RankLost(EngineError):
 
     @classmethod
     def silent(cls, ranks: tuple[int, ...], timeout_s: float) -> RankLost:
-        """Returns the error for ``ranks``, one of which kept the others waiting for longer than ``timeout_s``."""
+        """Returns the error for ``ranks``, one of which made the others wait for longer than ``timeout_s``."""
         names = ", ".join(map(str, ranks))
         who = f"one of the tensor-parallel ranks {names}" if len(ranks) > 1 else f"tensor-parallel rank {names}"
         return cls(f"{who} hangs: no sign of it for {timeout_s:.1f} s", ranks)
@@ -258,7 +258,7 @@ class UnsupportedMediaType(RequestError):
 
 
 class Gone(RequestError):
-    """What the client asks for was here, or may have been, and is not kept any more."""
+    """What the client asks for was here, or may have been, and is not stored any more."""
 
     status = 410
     type = "not_found_error"

@@ -9,7 +9,7 @@ import zmq
 
 from pdserve.errors import ConfigError
 
-_HINT = "TMPDIR may name a folder with room"
+_HINT = "TMPDIR may name a folder with free space"
 
 
 def folder_of(socket_name: str, prefix: str) -> tempfile.TemporaryDirectory[str]:

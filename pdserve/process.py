@@ -286,7 +286,7 @@ class ServerProcess(ChildProcess):
 
 
 END_S = 1.0
-"""A child that closes its pipes has this long to end, to be told how it ended."""
+"""A child that closes its pipes has this long to end, so that the error says how it ended."""
 
 
 class AnsweringProcess(ChildProcess):

@@ -51,7 +51,7 @@ _NOT_HERE = frozenset({"model", "prefill", "decode", "mixed", "port", "ask", "re
 _STOP_MARGIN_S = 45.0
 """Seconds that the cluster has to stop, after those that its running requests have."""
 _LONGEST_START_S = 86_400
-"""The child's own limit, which begins later than that of ``serve``, has to be told after it."""
+"""The child's own limit, which begins later than that of ``serve``, has to end after it."""
 _KILLED_S = 10.0
 """A killed child is waited for so long."""
 
@@ -109,7 +109,7 @@ class Cluster:
 
     @property
     def logs(self) -> Path | None:
-        """The folder with the log of each process, such as ``decode-0.log``; None if none is kept."""
+        """The folder with the log of each process, such as ``decode-0.log``; None if none is written."""
         logs = self._child.reported().logs
         return Path(logs) if logs else None
 

@@ -169,7 +169,7 @@ async def run_job(
             else:
                 await _receive(response, stream, job)
     except TimeoutError:
-        stream.fail(f"no whole answer within {_REQUEST_TIMEOUT_S:g} s")
+        stream.fail(f"no complete answer within {_REQUEST_TIMEOUT_S:g} s")
     except aiohttp.ClientConnectorError as exc:
         stream.fail("no connection", repr(exc))
     except aiohttp.ClientError as exc:

@@ -83,7 +83,7 @@ def _check_arrivals(config: BenchLoadConfig) -> None:
     """Raises ConfigError for flags that would have no effect."""
     rate, usual = config.arrivals.rate, BenchLoadConfig()
     if rate and config.load.concurrency != usual.load.concurrency:
-        raise ConfigError("--request-rate and --concurrency exclude each other: a rate is kept, however many wait")
+        raise ConfigError("--request-rate and --concurrency exclude each other: a rate holds, however many wait")
     if not rate and config.arrivals.burstiness != usual.arrivals.burstiness:
         raise ConfigError("--burstiness needs --request-rate, whose times it spreads")
 

@@ -22,7 +22,7 @@ class Dtype(enum.Enum):
 
 
 class Weights(enum.Enum):
-    """The form in which quantised weights are kept."""
+    """The form in which quantised weights are held in memory."""
 
     AUTO = "auto"
     DEQUANTISE = "dequantise"

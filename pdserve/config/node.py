@@ -75,7 +75,7 @@ class LivenessConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings that the engine process gets as MessagePack at its start, so that it reads none from the outside."""
+    """The settings that the engine process gets as MessagePack at its start, so that it reads none itself."""
 
     role: Role
     boot_id: bytes
@@ -134,7 +134,7 @@ class RankLaunch:
     life: int
     """The inherited descriptor of the memory in which the engine's loops show life."""
     cores: tuple[int, ...]
-    """The rank is kept to these; empty if it may use all that it finds."""
+    """The rank is pinned to these; empty if it may use all that it finds."""
     threads: int
     config: EngineConfig
 

@@ -127,5 +127,5 @@ def error_event(
 
 
 def internal_error(process: str) -> Internal:
-    """Returns what a client is told of a defect in ``process``, whose details are in the log alone."""
+    """Returns what a client gets to know of a defect in ``process``, whose details are in the log alone."""
     return Internal(f"internal error; the {process}'s log has the details")

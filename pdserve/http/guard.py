@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol with bounds on what a client may do to a connection before its request is complete.
 
-    WAITING ──▶ HEAD ──▶ BODY ──▶ ANSWERING ──▶ WAITING     a connection that is kept
+    WAITING ──▶ HEAD ──▶ BODY ──▶ ANSWERING ──▶ WAITING     a connection that stays open
                   │        │          ├──▶ HALF_CLOSED      the client says no more, and may still read
                   └────────┴──────────┴──────────┴──▶ CLOSING    refused, or its last response is over
 
@@ -113,7 +113,7 @@ def guarded_config(
 ) -> uvicorn.Config:
     """Returns the configuration of every HTTP server of pdserve: guarded, without websockets, logging only warnings.
 
-    ``shutdown_s`` is the time that running responses get once the server is told to end. ``GuardedHttp`` describes
+    ``shutdown_s`` is the time that running responses get once the server has to end. ``GuardedHttp`` describes
     ``max_connections``, ``write_timeout_s`` and ``last_request_s``, and ``CrossOrigin`` the ``origins``. The handlers
     of ``own_checks``, which are paths, check themselves which pages may send them requests.
     """
@@ -526,7 +526,7 @@ class GuardedHttp(HttpToolsProtocol):
         state, sent_ms_ago = _TCP_INFO.unpack(info)
         begun, new = self.cycle.response_started, self.cycle.scope["http_version"] == "1.1"
         can_be_asked = new and (not begun or bool(self.cycle.chunked_encoding))
-        # Where bytes wait for room at the client, the kernel asks it for some, and the write timer bounds the wait.
+        # Where bytes wait for a client that does not read, the kernel probes it, and the write timer bounds the wait.
         unasked_s = 0.0 if self._outlet.unread_bytes() else min(now - self._half_closed_s, sent_ms_ago / 1000)
         silent = not can_be_asked and unasked_s >= self.half_closed_s
         if state == _TCP_CLOSE or (silent and self._looks_again):

@@ -60,7 +60,7 @@ class Outlet:
         self._held: list[bytes] | None = None
         self.is_closing = transport.is_closing
         self.writes = 0
-        """How often something was written for responses that are not sent as a whole."""
+        """How often something was written for responses that are not sent at once."""
         self.on_disconnect: Callable[[], object] | None = None
         """Called once if the client leaves before its response is over, so that no task has to wait for this."""
 
@@ -97,7 +97,7 @@ class Outlet:
         return unsent + int.from_bytes(in_kernel, sys.byteorder)
 
     def respond(self, status: int, fields: bytes, body: bytes) -> None:
-        """Sends a whole response. ``fields`` are well-formed lines of its head, one of them its ``content-length``."""
+        """Sends a response. ``fields`` are well-formed lines of its head, one of them its ``content-length``."""
         cycle = self.cycle
         if cycle is None or cycle.disconnected:
             return

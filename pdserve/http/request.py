@@ -82,7 +82,7 @@ def request_label(given: str | None) -> str:
 
 
 class ClientGone(Exception):
-    """The client left before its request was whole."""
+    """The client left before its request was complete."""
 
 
 class BodyBounds(Protocol):
@@ -110,7 +110,7 @@ class Reply(Protocol):
         """Writes the next part of a body at once. Returns False where ``drain`` should come before the next."""
 
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Sends the whole response."""
+        """Sends the complete response."""
 
     async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
         """Sends status, headers and the first part of a body."""
@@ -199,7 +199,7 @@ class HttpRequest:
         self._outlet.on_disconnect = self.task.cancel
 
     async def body(self, max_bytes: int, bounds: BodyBounds | None = None) -> bytes:
-        """Returns the whole body. ``bounds`` are told of its bytes, and whether it has to be waited for.
+        """Returns the complete body. ``bounds`` count its bytes, and whether it has to be waited for.
 
         Raises PayloadTooLarge, RequestTimeout, ClientGone, and what ``bounds`` raise.
         """
@@ -241,7 +241,7 @@ class HttpRequest:
                 return bytes(body)
 
     async def respond(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Sends the whole response. Returns when what is unread of it fits into what one connection may have unread.
+        """Sends the complete response. Returns when what is unread of it fits into what one connection may have unread.
 
         A response before it on this connection may be unread too: that is waited for as well.
         """
@@ -256,7 +256,7 @@ class HttpRequest:
         self._outlet.respond(status, fields.encode("latin-1", "replace"), body)
 
     async def refuse(self, error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Sends ``error`` as the whole response, in the form of its route; ``headers`` are added to the error's own."""
+        """Sends ``error`` as the response, in the form of its route; ``headers`` are added to the error's own."""
         body = error_body(error, error_form(self.path), self.label)
         await self.respond(error.status, {**JSON, **error_headers(error), **headers}, body)
 

@@ -129,7 +129,7 @@ def quart_app(process: str, max_body_bytes: int, on_error: Callable[[int], None]
     """Returns a Quart application without routes, which answers every error in OpenAI's shape.
 
     Every response carries the request's label. ``process`` and ``on_error`` are as ``DirectRoutes`` has them. A client
-    that asks for another route is told of those that are ``served``. Each path has one spelling.
+    that asks for another route gets the names of those that are ``served``. Each path has one spelling.
     """
     app = Quart("pdserve", static_folder=None)
     app.url_map.merge_slashes = False

@@ -31,7 +31,7 @@ class Note(msgspec.Struct, frozen=True, tag=True):
 
 
 class DownloadEnded(msgspec.Struct, frozen=True, tag=True):
-    """The model is whole. This is the last message."""
+    """The model is complete. This is the last message."""
 
     path: str
     """The folder or GGUF file."""
@@ -59,7 +59,7 @@ class DownloadOrder(msgspec.Struct, frozen=True):
     cache: str
     """The folder of cached models."""
     newest: bool = False
-    """Whether the hub is asked even if the model is whole in the cache."""
+    """Whether the hub is asked even if the model is complete in the cache."""
 
 
 @contextmanager

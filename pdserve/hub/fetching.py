@@ -114,12 +114,12 @@ class Fetcher:
             raise self._cannot_be_written(exc) from exc
 
     def _cannot_be_written(self, exc: OSError) -> HubError:
-        return HubError(f"{self.listing.name} cannot be kept in {self.repository.cache}: {exc}")
+        return HubError(f"{self.listing.name} cannot be stored in {self.repository.cache}: {exc}")
 
     def fetch_start(self, file: RemoteFile, nbytes: int) -> Path:
         """Fetches the first ``nbytes`` of a file, or all of a shorter one, and returns where they are.
 
-        They need not be what the hub has: only a whole file is checked. Raises HubError and ModelError.
+        They need not be what the hub has: only a complete file is checked. Raises HubError and ModelError.
         """
         blob = self._blob(file)
         if blob.is_file():
@@ -221,7 +221,7 @@ def alone(repository: CachedRepository, said: Callable[[str], None]) -> Iterator
                         f"end it (it holds {path}), and try again"
                     ) from None
     except OSError as exc:
-        raise HubError(f"models cannot be kept in {repository.cache}: {exc}") from exc
+        raise HubError(f"models cannot be stored in {repository.cache}: {exc}") from exc
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 async def fetch_model(wanted: WantedModel, config: NodeConfig, environ: Mapping[str, str]) -> FoundModel | None:
     """Fetches a node's model, and answers meanwhile at the node's address how far that is, if it has a fixed port.
 
-    Returns None if the node is told to end before. Raises ModelError, HubError, and ConfigError if it cannot listen.
+    Returns None if the node has to end before. Raises ModelError, HubError, and ConfigError if it cannot listen.
     """
     state = FetchingState(str(wanted.name))
     lines = ProgressLines(str(wanted.name), log.info)

@@ -29,7 +29,7 @@ Tell = Callable[[Message], None]
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A model that is whole on this machine."""
+    """A model that is complete on this machine."""
 
     path: Path
     """The folder or GGUF file."""
@@ -140,9 +140,9 @@ def _local(text: str) -> FoundModel:
 
 
 def _cached(cache: Path) -> str:
-    """Returns the models that are whole in the cache, in words."""
+    """Returns the models that are complete in the cache, in words."""
     names = [each.name for each in repositories(cache) if any(map(is_complete, each.snapshots()))]
     if not names:
-        return "the cache has no whole model"
+        return "the cache has no complete model"
     more = f" and {len(names) - _LISTED} more" if names[_LISTED:] else ""
     return f"the cache has {', '.join(names[:_LISTED])}{more}"

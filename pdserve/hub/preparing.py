@@ -22,7 +22,7 @@ _REPORT_S = 0.2
 _HEADER = 2**24
 """Bytes of a GGUF file that have its header, with all tokens of its tokeniser, for most models."""
 _LARGEST_SETTING = 2**28
-"""Bytes of the largest file that is not of weights. It is in memory as a whole."""
+"""Bytes of the largest file that is not of weights. All of it is in memory."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Preparation:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, *, newest: bool) -> DownloadEnded:
-        """Returns the model once it is whole. ``newest`` asks the hub even if a whole one is here.
+        """Returns the model once it is complete. ``newest`` asks the hub even if a complete one is here.
 
         Raises ModelError and HubError.
         """

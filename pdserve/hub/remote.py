@@ -55,7 +55,7 @@ class RemoteFile:
     path: str
     nbytes: int
     digest: str
-    """The SHA-256 of its bytes if it is kept as a large file, and else git's own digest, in hexadecimal."""
+    """The SHA-256 of its bytes if it is stored as a large file, and else git's own digest, in hexadecimal."""
 
     @property
     def is_large(self) -> bool:

@@ -182,7 +182,7 @@ def check_settings(folder: Path, name: str, formats: frozenset[str] = frozenset(
 def check_gguf_start(path: Path, name: HubName) -> None:
     """Raises ModelError if the header of a GGUF file, of which the rest may be missing, tells that it cannot be served.
 
-    A header that is not whole tells nothing.
+    A header that is not complete says nothing.
     """
     file = read_gguf_start(path)
     if file is not None:

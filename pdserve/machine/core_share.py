@@ -54,9 +54,9 @@ def other_engines(pid: int, root: Path = Path("/")) -> list[RunningEngine]:
 
 
 def cores_left(allowed: Sequence[int], others: Iterable[RunningEngine]) -> list[int]:
-    """Returns those of the ``allowed`` cores that no other engine is kept to; all of them if none is left.
+    """Returns those of the ``allowed`` cores that no other engine is pinned to; all of them if none is left.
 
-    An engine that may use all of them is kept to none.
+    An engine that may use all of them is pinned to none.
     """
     taken = [engine.cores for engine in others if not engine.cores.issuperset(allowed)]
     left = sorted(set(allowed).difference(*taken))
@@ -100,7 +100,7 @@ class CoreShare:
     """What one process computes with."""
 
     cores: tuple[int, ...]
-    """It is kept to these; empty if it may use all that it finds."""
+    """It is pinned to these; empty if it may use all that it finds."""
     threads: int
 
 

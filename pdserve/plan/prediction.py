@@ -38,7 +38,7 @@ class PlanTargets:
     percentile: float = 90.0
 
     def good(self, answer: Answer) -> bool:
-        """Returns whether an answer kept both, the ITL in the mean of its gaps."""
+        """Returns whether an answer met both, the ITL in the mean of its gaps."""
         tpot_s = answer.tpot_s
         return (not self.ttft_s or answer.ttft_s <= self.ttft_s) and (
             not self.itl_s or tpot_s is None or tpot_s <= self.itl_s

@@ -2,7 +2,7 @@
 
 No wall clock is compared. A node says what its monotonic clock showed as it answered. That moment lies between the
 question and the answer, so the two clocks' difference is known to half of the time that both took on their way. Clocks
-drift apart by some microseconds a second, which is much less for as long as lanes are kept.
+drift apart by some microseconds a second, which is much less for as long as lanes are stored.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class SpanExport:
         self._counts = counts
         self._throttle = LogThrottle(WARN_EVERY_S)
         self._overflowed = 0
-        """The lanes for which there was no room. Only ``add`` counts, and only the thread compares."""
+        """The lanes for which the queue was full. Only ``add`` counts, and only the thread compares."""
         self._reported_overflow = 0
         self._tell_overflow_s = 0.0
         self._queue: deque[RequestLane] = deque()

@@ -99,7 +99,7 @@ class Tracing:
     """The lanes of one process, and the contexts of the traces that begin in it."""
 
     def __init__(self, config: TraceConfig | None = None) -> None:
-        """Without ``config`` nothing is kept, and nothing is exported."""
+        """Without ``config`` nothing is recorded, and nothing is exported."""
         self._config = config or TraceConfig(kept_lanes=0)
         self.lanes = RecentLanes(self._config.kept_lanes)
 

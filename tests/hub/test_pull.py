@@ -213,7 +213,7 @@ def test_without_a_network_a_name_fails_in_one_sentence(tmp_path: Path) -> None:
 
 def test_offline_a_model_comes_from_the_cache_alone(hub: FakeHub, tmp_path: Path) -> None:
     environ = hub.environ(tmp_path)
-    assert "the cache has no whole model" in refused(environ, "pull", "tiny/llama", "--offline")
+    assert "the cache has no complete model" in refused(environ, "pull", "tiny/llama", "--offline")
     folder = pulled(environ, "tiny/llama")
     asked = len(hub.requests)
     done = call(environ, "pull", "--offline", "tiny/llama")

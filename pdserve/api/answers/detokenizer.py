@@ -1,4 +1,4 @@
-"""Turns token ids into text while they come, without ever decoding the whole output again.
+"""Turns token ids into text while they come, without ever decoding all output again.
 
 The pieces that ``add`` and ``flush`` return, put together, are what decoding all ids at once gives. A character whose
 bytes are spread over several tokens is held back until it is complete.

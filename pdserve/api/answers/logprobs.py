@@ -162,7 +162,7 @@ class CompleteLogprobs:
             self._fields.setdefault(name, []).extend(pieces)
 
     def encoded(self, empty: ChatLogprobs | TextLogprobs) -> msgspec.Raw:
-        """Returns the whole as JSON, or ``empty`` as JSON if there was no token."""
+        """Returns all of it as JSON, or ``empty`` as JSON if there was no token."""
         lists = {name for name in empty.__struct_fields__ if isinstance(getattr(empty, name), list)}
         self.add(empty)
         fields = [

@@ -334,7 +334,7 @@ class ChoiceText:
         """Returns what ``parser`` shows of the text of ``delta``."""
         if not delta.tokens:
             return [parser.add(delta.text)]
-        # Log probabilities are told apart by the kind of text that their tokens make.
+        # Log probabilities are sorted by the kind of text that their tokens make.
         pieces = cut_at_tokens(delta.text, self._num_chars - len(delta.text), delta.tokens)
         return [self._parsed_tokens.read(piece, parser) for piece in pieces]
 
@@ -480,7 +480,7 @@ class TextGeneration:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens of the whole answer so far are those with which the model thinks."""
+        """How many tokens of the complete answer so far are those with which the model thinks."""
         return self._reasoning_before + sum(text.reasoning_tokens for text in self._texts)
 
     @property

@@ -183,7 +183,7 @@ def tool_grammar(
     """Returns the grammar of the answers to a prompt that ends so; None if calls may be anything.
 
     ``special_id`` and ``is_text`` tell of the tokens that the vocabulary has for markers, as ``MarkerTokens`` says.
-    Raises InvalidRequest if the functions take more room than a grammar may have.
+    Raises InvalidRequest if the functions take more bytes than a grammar may have.
     """
     tools, make = reading.tools, _FORMS.get(reading.formats.calls)
     functions = list(tools.callable.values())

@@ -195,25 +195,25 @@ class Generation:
         if output.finish is not None:
             del self._open[output.local_id]
             if not output.finish.is_answer:
-                # The whole answer ends with it, and what the other choices have said is part of that.
+                # The complete answer ends with it, and what the other choices have said is part of that.
                 self._due.update((other.choice, other) for other in self._open.values())
         return due
 
     def want_room(self, tokens: int) -> None:
-        """Notes that the engine would have the answer go on at a node with room for so many tokens."""
+        """Notes that the engine would have the answer go on at a node with free blocks for so many tokens."""
         self._room_tokens = tokens
         self._tell_room()
 
     def on_room(self, callback: Callable[[int], object] | None) -> None:
-        """From now on calls ``callback`` with the tokens for which the engine wants room elsewhere, each time.
+        """From now on calls ``callback`` with the tokens for which the engine wants blocks elsewhere, each time.
 
-        A wish that came before is told at once. Without a callback, wishes are kept.
+        A wish that came before is passed on at once. Without a callback, wishes wait.
         """
         self._on_room = callback
         self._tell_room()
 
     def take_room(self) -> int:
-        """Returns for how many tokens the engine wants room elsewhere, once for each wish; 0 if it has none."""
+        """Returns for how many tokens the engine wants blocks elsewhere, once for each wish; 0 if it has none."""
         tokens, self._room_tokens = self._room_tokens, 0
         return tokens
 
@@ -244,7 +244,7 @@ class Generation:
         if self._left_over:
             await asyncio.sleep(0)
         items, left = [], self._turn_tokens
-        # A failure ends the whole answer, after all that the other choices have said.
+        # A failure ends all choices of the answer, after all that the other choices have said.
         for unread in sorted(self._due.values(), key=attrgetter("failed")):
             if left <= 0:
                 break
@@ -262,7 +262,7 @@ class Generation:
         self._end([local_id for local_id, unread in self._open.items() if unread.choice == choice])
 
     def fail(self, failure: RequestError) -> None:
-        """Ends every open choice with ``FinishReason.ERROR``. The client is told ``failure``."""
+        """Ends every open choice with ``FinishReason.ERROR``. The client gets ``failure``."""
         self.failure = failure
         for local_id in list(self._open):
             self.deliver(RequestOutput(local_id, [], FinishReason.ERROR, None, failure.message))

@@ -110,7 +110,7 @@ class RequestRecord:
 
     @property
     def answer_tokens(self) -> int:
-        """The tokens of the whole answer so far, whichever node has generated them."""
+        """The tokens of the complete answer so far, whichever node has generated them."""
         return self.output_tokens + (self.resumed_tokens or 0)
 
     @property

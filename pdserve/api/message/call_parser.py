@@ -2,7 +2,7 @@
 
 ``find_marker`` finds markers like ``<tool_call>`` in text that comes in pieces.
 
-A region begins with a marker, such as ``<tool_call>``, or where the whole answer begins with a character that no
+A region begins with a marker, such as ``<tool_call>``, or where the complete answer begins with a character that no
 ordinary text of the format begins with. A format may also know a call by its own beginning. Each format says how one
 call of a region reads. What is no call of a function that the request has becomes content, with the marker before it.
 A call whose arguments have begun stays a call, as far as it is one, because the client has its beginning already.

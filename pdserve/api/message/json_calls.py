@@ -106,7 +106,7 @@ class JsonCallParser(CallParser):
         return name if name in self._tools else None
 
     def _read_whole(self, text: str) -> None:
-        """Reads a call that has come as a whole."""
+        """Reads a complete call."""
         fields = _fields(text) or {}
         name = self._name(fields)
         arguments = _arguments(fields)
@@ -169,7 +169,7 @@ def _text(value: msgspec.Raw) -> str | None:
 
 
 def _arguments(fields: Mapping[str, msgspec.Raw]) -> str | None:
-    """Returns the arguments of a whole call as JSON. A call may lack them, or have them as a string of JSON."""
+    """Returns the arguments of a complete call as JSON. A call may lack them, or have them as a string of JSON."""
     given = next((fields[key] for key in ARGUMENTS if key in fields), _NULL)
     text = bytes(given).decode() if (string := _text(given)) is None else string
     if text == "null":

@@ -25,7 +25,7 @@ class _ContentPieces(PartsBuilder):
     """Notes where content stands in the text."""
 
     def __init__(self, end: Callable[[], int]) -> None:
-        """``end`` returns where the content ends that is told now."""
+        """``end`` returns where the content ends that is reported now."""
         super().__init__()
         self.pieces: list[ContentPiece] = []
         self._end = end
@@ -36,7 +36,7 @@ class _ContentPieces(PartsBuilder):
 
 
 class MessageParser:
-    """Splits one answer into reasoning, content and calls. What it has told of a text depends on the text alone."""
+    """Splits one answer into reasoning, content and calls. What it has reported of a text depends on the text alone."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class MessageParser:
         return self._length - waiting - (0 if self._calls is None else self._calls.undecided)
 
     def _read_end(self) -> int:
-        """Returns where the content ends that is told now. All that follows has not been read yet."""
+        """Returns where the content ends that is reported now. All that follows has not been read yet."""
         return self._length - (0 if self._calls is None else self._calls.unread)
 
     def _add(self, text: str, parts: PartsBuilder) -> None:

@@ -39,7 +39,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 class PythonCallParser(CallParser):
-    """Reads calls with keyword arguments that are literals. A call is passed on when it is whole."""
+    """Reads calls with keyword arguments that are literals. A call is passed on when it is complete."""
 
     def __init__(self, markers: CallMarkers, tools: Mapping[str, ToolSchema], *, parallel: bool) -> None:
         super().__init__(markers, tools, parallel=parallel)

@@ -68,7 +68,7 @@ class _TooMuch(Exception):
 class SchemaKinds:
     """Looks at the schemas of one function.
 
-    Any number of parameters may refer to one part, and a part to itself. So what is known of a part is kept, and the
+    Any number of parameters may refer to one part, and a part to itself. So what is known of a part is cached, and the
     steps are counted for all parameters together.
     """
 

@@ -55,7 +55,7 @@ def plain_text(schema: object, kinds: SchemaKinds) -> PlainString | None:
 
 
 class XmlCallParser(CallParser):
-    """Reads calls whose arguments come one by one. A text goes on as it comes, any other value when it is whole."""
+    """Reads calls whose arguments come one by one. A text goes on as it comes, any other value when it is complete."""
 
     def __init__(self, tools: Mapping[str, ToolSchema], *, parallel: bool) -> None:
         super().__init__(QWEN_XML, tools, parallel=parallel)
@@ -123,7 +123,7 @@ class XmlCallParser(CallParser):
         return False
 
     def _read_end(self) -> bool:
-        """Reads the end of a call whose arguments are whole."""
+        """Reads the end of a call whose arguments are complete."""
         if end := _END.match(self._waiting):
             self._take(end.end())
             self._state = self._between
@@ -155,7 +155,7 @@ class XmlCallParser(CallParser):
         return True
 
     def _read_value(self) -> bool:
-        """Reads a value, which is passed on when it is whole."""
+        """Reads a value, which is passed on when it is complete."""
         end = self._value_end()
         if 0 <= end <= MAX_HELD:
             self._add_argument(self._name, self._waiting[self._value_start : end].removesuffix("\n"))

@@ -192,7 +192,7 @@ def _prefill(stats: PrefillStats) -> Iterable[Metric]:
 
 
 def _steps(stats: StepStats) -> Iterable[Metric]:
-    """Yields what steps take, and how those with prompts beside streams kept their target."""
+    """Yields what steps take, and how often those with prompts beside streams met their target."""
     steps = HistogramMetricFamily("pdserve_iteration_tokens", "tokens of a step, of prompts and answers")
     bounds = [*map(floatToGoString, STEP_TOKEN_BOUNDS), "+Inf"]
     steps.add_metric([], list(zip(bounds, accumulate(stats.num_tokens), strict=True)), stats.tokens)

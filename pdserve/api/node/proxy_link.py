@@ -65,7 +65,7 @@ class ProxyView:
 
     status: RegistrationStatus
     role: Role | None = None
-    """The role by which the proxy routes, if the node has told it one."""
+    """The role by which the proxy routes, if the node has sent it one."""
 
     @property
     def accepted(self) -> bool:
@@ -75,7 +75,7 @@ class ProxyView:
 class ProxyLink:
     """The node's side of its registration at one proxy, without I/O. Times are seconds on one monotonic clock.
 
-    ``heartbeat_s`` counts until the proxy has told its own.
+    ``heartbeat_s`` counts until the proxy has sent its own.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ that has just been given thousands of requests takes seconds for one turn, and a
 thread needs none of them. It does look whether there still are any: for a loop that has not turned for ``stuck_s``,
 or for ``STILL_S`` in which it did not run either, it says nothing, so that the proxies drop a node that hangs.
 
-A proxy that is down costs nothing: frames go only to connections that stand, so none is kept to grow stale. What is
+A proxy that is down costs nothing: frames go only to connections that stand, so none is stored and grows stale. What is
 sent to a proxy, and when, is decided in ``proxy_link``.
 
 ``proxy_names`` finds the addresses of proxies that are given by name. The node registers at a new address at once. It
@@ -289,7 +289,7 @@ class _ProxyConnection:
             log.error("proxy %s refuses this node: %s", self.proxy, self._refusal)
 
     def _send(self, message: ToProxy) -> bool:
-        """Sends the message if a connection has room for it: a frame that waits would only be too old later."""
+        """Sends the message if a connection can take it now: a frame that waits would only be too old later."""
         try:
             self.socket.send(self.link.seal(self._sealer, message), zmq.NOBLOCK)
         except zmq.Again:

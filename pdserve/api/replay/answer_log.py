@@ -63,7 +63,7 @@ class _Reader:
     position: int = 0
     """How many events, or pieces, it has."""
     wishes: int = 0
-    """How many wishes for room it has heard of."""
+    """How many wishes for blocks elsewhere it has received."""
 
 
 class ReplayableAnswer(Reply):
@@ -167,7 +167,7 @@ class ReplayableAnswer(Reply):
         self._end(False)
 
     async def drain(self) -> None:
-        """Waits until readers have taken so much that the log has room again. Without readers it is given up.
+        """Waits until readers have taken so much that the log is below its limit again. Without readers it is given up.
 
         An answer that takes too much although its readers have all of it is stored no longer, or it would never go on.
         """
@@ -217,7 +217,7 @@ class ReplayableAnswer(Reply):
         self._store.grew(self, size)
 
     def _trim(self) -> bool:
-        """Drops the oldest events that all readers have, while they take too much. Returns whether there is room."""
+        """Drops the oldest events that all readers have, while they take too much. Returns whether more may come."""
         if not (self._streamed or self._too_long) or not self.readers:
             return False
         least = SMALL_BYTES // 2 if self._store.overdrawn else self._store.share_bytes // 2
@@ -340,7 +340,7 @@ class ReplayableAnswer(Reply):
             end += 1
         reader.position += end - start
         if end > start and self.full:
-            self.wake()  # the producer may wait for room
+            self.wake()  # the producer may wait until the log is below its limit
         wish = self._wish if reader.wishes != self._wishes and not self.over else b""
         reader.wishes = self._wishes
         return b"".join(self._pieces[start:end]) + wish
@@ -367,6 +367,6 @@ class ReplayableAnswer(Reply):
 def events_gone() -> Gone:
     """Returns the error for a client whose events cannot be found."""
     return Gone(
-        "the events behind this Last-Event-ID are not kept any more: send the request without it",
+        "the events behind this Last-Event-ID are not stored any more: send the request without it",
         code="answer_not_kept",
     )

@@ -8,7 +8,7 @@
 Only requests that say so have such a log (``pdserve.wire.kept_answer``): any other ends with its client, at once.
 
 What strangers can cause is bounded: the number of answers, their memory, and the time and the places in the engine's
-batch of those that are computed for nobody. An old answer that is over makes room for a new one, first among those of
+batch of those that are computed for nobody. An old answer that is over is dropped for a new one, first among those of
 the owner who has most. An answer that has to leave this node is not computed on: the proxy that takes it elsewhere
 closes its connection, too.
 """
@@ -58,7 +58,7 @@ class AnswerUse(enum.Enum):
     COMPUTED = "computed"
     """Nobody reads it, and it is not over."""
     IDLE = "idle"
-    """Nobody reads it, and it is over: it makes room for others."""
+    """Nobody reads it, and it is over: it is dropped for others."""
     GONE = "gone"
 
 
@@ -195,7 +195,7 @@ class ReplayableAnswers:
         return opened
 
     def grew(self, answer: ReplayableAnswer, size: int) -> None:
-        """Counts ``size`` more bytes of ``answer``. The oldest answers that are over make room for them."""
+        """Counts ``size`` more bytes of ``answer``. The oldest answers that are over are dropped for them."""
         if answer not in self._logs:
             return
         self._count(size)

@@ -51,7 +51,7 @@ class AnswerReading:
 def answer_reading(request: GenerationRequest, formats: MessageFormats, *, structured: bool = False) -> AnswerReading:
     """Returns how answers of a model that writes ``formats`` are read. Raises InvalidRequest.
 
-    ``structured`` says whether a grammar of the request's own is that of the whole answer, unless calls are forced.
+    ``structured`` says whether a grammar of the request's own is that of the complete answer, unless calls are forced.
     """
     if not isinstance(request, ChatRequest):
         return AnswerReading()

@@ -164,7 +164,7 @@ def _in_words(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """Returns what a template is told of a function."""
+    """Returns what a template gets of a function."""
     function = tool.function
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {"type": tool.type, "function": {name: value for name, value in fields.items() if value is not None}}

@@ -1,7 +1,7 @@
 """Finds out whether clients' grammars compile, before an engine gets them, in a process beside this one.
 
 The process starts with the first grammar. One that takes too long, or that a grammar has ended, is replaced by the
-next. Outcomes are kept by content, refusals too, so that a client who sends the same schema with every request waits
+next. Outcomes are cached by content, refusals too, so that a client who sends the same schema with every request waits
 for it once. Requests that come with the same schema at a time wait for one trial.
 
 One grammar is tried at a time. Clients take turns, so that one with many slow grammars delays another's by one trial.
@@ -85,7 +85,7 @@ class _Trying:
     requests: int = 0
     begun: bool = False
     kept: bool = False
-    """Whether a request asks for this grammar itself. Of one that only explains another, nothing is kept."""
+    """Whether a request asks for this grammar itself. Of one that only explains another, nothing is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class GrammarCheck:
         deadline: float,
         client: bytes,
     ) -> _Fault:
-        """Returns why a grammar is refused that is made of ``parts``. It is kept if all were tried that had to be."""
+        """Returns why a grammar is refused that is made of ``parts``. It is cached if all were tried that had to be."""
         known = self._faults.get(wanted.trial)
         if known is not None:
             self._faults.move_to_end(wanted.trial)
@@ -208,7 +208,7 @@ class GrammarCheck:
     ) -> TriedGrammar:
         """Returns the outcome of a grammar's trial, which may have been made before.
 
-        Without ``kept``, that of a new trial is not kept for this.
+        Without ``kept``, that of a new trial is not cached for this.
         """
         tried = self._outcomes.get(wanted.trial)
         if tried is None:
@@ -219,7 +219,7 @@ class GrammarCheck:
     async def _tried(self, wanted: WantedGrammar, deadline: float, client: bytes, *, kept: bool) -> TriedGrammar:
         """Returns the outcome of the trial that all requests with this grammar share.
 
-        A trial that has begun goes on without them, because its outcome is kept. Any other ends with the last of them.
+        A trial that has begun goes on without them, as its outcome is cached. Any other ends with the last of them.
         """
         trying = self._joined(wanted.trial, client)
         trying.requests += 1
@@ -237,7 +237,7 @@ class GrammarCheck:
                 self._turns.discard(wanted.trial)
                 self._trying.pop(wanted.trial, None)
         if tried is None:
-            # A busy machine may be at fault, so this is not kept.
+            # A busy machine may be at fault, so this is not cached.
             raise InvalidRequest(
                 f"{wanted.param!r} takes longer than {self._config.compile_s:g} s to compile: make it smaller",
                 param=wanted.param,

@@ -112,7 +112,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: CountOrAll | None = None
-    """How many tokens of the prompt are kept. -1 keeps as many as fit."""
+    """How many of the last tokens of the prompt stay. -1 keeps as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """The side that ``truncate_prompt_tokens`` cuts off. It is the left one, the prompt's beginning, if missing."""
     add_special_tokens: bool | None = None

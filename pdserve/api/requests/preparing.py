@@ -138,7 +138,7 @@ class _Threads:
         while (work := self._waiting.take()) is not None:
             work.do()
             self._let_go(work)
-            del work  # its body is not kept until the next one comes
+            del work  # its body is freed before the next one comes
 
 
 class _Work(Generic[T]):

@@ -34,7 +34,7 @@ class JsonSchemaFormat(msgspec.Struct):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    """Whether the answer follows the whole schema. Otherwise, keywords that are not supported are passed over."""
+    """Whether the answer follows all of the schema. Otherwise, keywords that are not supported are passed over."""
 
 
 class ResponseFormat(msgspec.Struct):

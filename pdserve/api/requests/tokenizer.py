@@ -98,7 +98,7 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the token ids of ``text``. Special tokens that are written in it count as such.
 
-        ``check`` is told how many there are, and may raise, before they are listed, which lets nothing else run.
+        ``check`` gets how many there are, and may raise, before they are listed, which lets nothing else run.
         """
         # The batch call, even for one text: unlike `encode` it lets other threads run meanwhile.
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
@@ -232,6 +232,6 @@ def _refused_by_template(error: Exception, has_kwargs: bool) -> InvalidRequest:
 def load_tokenizer(model_dir: Path, cache_dir: Path | None = None) -> Tokenizer:
     """Returns the tokenizer, with its chat template, of a Hugging Face folder or of a GGUF file. Raises ModelError.
 
-    It is read from ``cache_dir`` if it is there, and kept there if it is not.
+    It is read from ``cache_dir`` if it is there, and cached there if it is not.
     """
     return Tokenizer(read_tokenizer(model_dir, cache_dir))

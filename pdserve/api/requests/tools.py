@@ -77,7 +77,7 @@ ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedToolChoice | 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Which functions the model is told of, and which calls its answer may have."""
+    """Which functions the prompt names, and which calls its answer may have."""
 
     shown: tuple[Tool, ...] = ()
     callable: Mapping[str, ToolSchema] = field(default_factory=dict)

@@ -113,7 +113,7 @@ def _talk_to_own(config: ChatConfig, environ: Mapping[str, str], question: str, 
     from pdserve.hub.finding import known_model
 
     if config.model.path:
-        known_model(config.model, environ)  # a name that means nothing is told here, in one sentence
+        known_model(config.model, environ)  # a name that means nothing is refused here, in one sentence
     inner = cluster_environ(config, environ, file)
     access = Access(api_key(inner), proxy_tls(inner), config.request.timeout_s)
     cluster = OwnCluster(inner)

@@ -70,7 +70,7 @@ def child_environ(
     """Returns every child's environment: ``environ`` with the settings of ``config`` in it.
 
     The nodes lend each other their cores by ``core_ledger``, or not at all. A ledger that ``environ`` or ``file`` names
-    is shared with engines outside of this cluster, and goes before it.
+    is shared with engines of other clusters, and goes before it.
 
     Whatever the environment says, addresses are loopback ones and ports are free ones. The proxy's flags say where
     clients connect.
@@ -183,7 +183,7 @@ class LocalCluster:
     async def watch(self, again: Callable[[], None] = lambda: None) -> str:
         """Starts again what dies, calls ``again`` when it serves, and returns why the cluster cannot serve any more.
 
-        A node that has died too often is missed by nobody as long as another one answers requests.
+        A node that has died too often is left out as long as another one answers requests.
         """
         assert self._proxy is not None, "the cluster was never started"
         proxy = asyncio.create_task(self._proxy.keep(self._proxy_command(self._found), again))

@@ -93,7 +93,7 @@ def _console(config: UpConfig, environ: Mapping[str, str]) -> Iterator[Console]:
             logs = stack.enter_context(server_logs(folder, lambda text: console.say(text)))
         except OSError as exc:
             console = Console(sys.stderr, colour=colour, level=level)
-            console.say(f"all lines are printed, because they cannot be kept in {folder}: {exc.strerror}")
+            console.say(f"all lines are printed, because they cannot be written to {folder}: {exc.strerror}")
             yield console
             return
         console = Console(

@@ -26,7 +26,7 @@ from pdserve_kernels.cpu.library import CPU_KERNELS
 def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[Callable[[], Compiling | None]]:
     """Compiles within the block, if nodes with these settings need it. What has not ended with the block is killed.
 
-    Yields a function that returns how far the compiler is; None when nothing is compiled, or if that cannot be told.
+    Yields a function that returns how far the compiler is; None when nothing is compiled, or if that is not known.
     """
     if not computes_on_cpu(node) or not needs_compiling(CPU_KERNELS, cache_dir):
         yield nothing_compiled
@@ -38,7 +38,7 @@ def compiling_kernels(node: NodeConfig, cache_dir: Path) -> Iterator[Callable[[]
     command = python_program("pdserve.cli.up.kernel_compiler", str(cache_dir))
     child = ChildProcess("kernel compiler", command, stderr=subprocess.DEVNULL, own_session=True)
     over = os.eventfd(0, os.EFD_CLOEXEC)
-    # A thread waits for the child, so that it is not kept as a zombie for as long as the cluster serves.
+    # A thread waits for the child, so that it does not stay as a zombie for as long as the cluster serves.
     waiting = threading.Thread(target=_reap_first, args=(child, over), name="kernel compiler", daemon=True)
     waiting.start()
     try:

@@ -98,7 +98,7 @@ def _lane_title(lane: RequestLane) -> str:
     if lane.cached_tokens:
         notes.append(f"{lane.cached_tokens} tokens cached")
     if lane.left_out:
-        notes.append(f"{lane.left_out} more not kept")
+        notes.append(f"{lane.left_out} more not recorded")
     return f"{name} ({', '.join(notes)})" if notes else name
 
 

@@ -16,10 +16,10 @@ from pdserve_proxy.status.throughput import Percentiles
 
 BAR_CHARS = 10
 PLAIN_INCIDENTS = 10
-"""The number of incidents where the height does not say how many there is room for."""
+"""The number of incidents where the height does not say how many lines there are."""
 PLAIN_REQUESTS = 16
 LEAST_INCIDENTS = 3
-"""There is room for so many, however many nodes there are."""
+"""So many are shown, however many nodes there are."""
 MIN_WIDTH = 20
 _BOLD, _QUIET, _RED, _YELLOW, _END = "1", "2", "31", "33", "0"
 _GRAVE = frozenset({IncidentKind.REQUEST_FAILED, IncidentKind.ATTEMPT_FAILED, IncidentKind.NODE_LOST})
@@ -85,7 +85,7 @@ def _three(found: Percentiles) -> tuple[str, str, str]:
 
 
 def _nodes(report: StatusReport, lines_left: int | None) -> list[_Line]:
-    """Returns ``lines_left`` lines at most, or one node's if there is room for less."""
+    """Returns ``lines_left`` lines at most, or one node's if the height is less."""
     if not report.nodes:
         return [(_YELLOW, "no node is registered")]
     nodes, left_out = report.nodes, report.nodes_left_out
