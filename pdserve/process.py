@@ -219,19 +219,22 @@ def parse_listening(line: str) -> Listening | None:
 class ServerProcess(ChildProcess):
     """A server in a session of its own, so that Ctrl-C reaches its supervisor alone.
 
-    ``relay`` gets the server's name and each line that it writes.
+    ``relay`` gets the server's name and each line that it writes, those on ``stderr`` only if that is standard output.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environ: Mapping[str, str], relay: Callable[[str, str], None]
+        self,
+        name: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        relay: Callable[[str, str], None],
+        stderr: int = subprocess.STDOUT,
     ) -> None:
         self.last_line = "starting"
         self._relay = relay
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._listening: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-        super().__init__(
-            name, command, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, own_session=True
-        )
+        super().__init__(name, command, environ=environ, stdout=subprocess.PIPE, stderr=stderr, own_session=True)
         self._exit = asyncio.create_task(self._run())
 
     @property

@@ -15,6 +15,7 @@ import enum
 import logging
 import os
 import re
+import subprocess
 import threading
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -50,7 +51,7 @@ _NOT_HERE = frozenset({"model", "prefill", "decode", "mixed", "port", "ask", "re
 """The flags of ``pdserve up`` that are parameters of ``serve`` by themselves, or mean nothing here."""
 _STOP_MARGIN_S = 45.0
 """Seconds that the cluster has to stop, after those that its running requests have."""
-_LONGEST_START_S = 86_400
+LONGEST_START_S = 86_400
 """The child's own limit, which begins later than that of ``serve``, has to end after it."""
 _KILLED_S = 10.0
 """A killed child is waited for so long."""
@@ -89,7 +90,7 @@ class ClusterReport:
 class Cluster:
     """A cluster that runs. Every thread may use it."""
 
-    def __init__(self, child: _Child) -> None:
+    def __init__(self, child: ClusterChild) -> None:
         self._child = child
 
     @property
@@ -124,7 +125,7 @@ class Cluster:
 class ClusterBlock(AbstractContextManager[Cluster], AbstractAsyncContextManager[Cluster]):
     """A cluster that one ``with`` or ``async with`` block starts and stops."""
 
-    def __init__(self, child: _Child) -> None:
+    def __init__(self, child: ClusterChild) -> None:
         self._block, self._async_block = _serving(child), _aserving(child)
 
     def __enter__(self) -> Cluster:
@@ -181,8 +182,8 @@ def serve(
             load(root, (), given, prog="pdserve.serve")
     except ConfigError as exc:
         raise ConfigError(_with_names_of_arguments(str(exc), settings)) from exc
-    command = pdserve_command("up", *flags, "--startup-timeout-s", str(_LONGEST_START_S))
-    return ClusterBlock(_Child(command, given, timeout_s, config.http.drain_s + _STOP_MARGIN_S))
+    command = pdserve_command("up", *flags, "--startup-timeout-s", str(LONGEST_START_S))
+    return ClusterBlock(ClusterChild(command, given, timeout_s, config.http.drain_s + _STOP_MARGIN_S))
 
 
 def _variables(settings: Mapping[str, SettingValue]) -> dict[str, str]:
@@ -210,12 +211,10 @@ def _text(value: SettingValue) -> str:
 
 
 @contextmanager
-def _serving(child: _Child) -> Generator[Cluster]:
+def _serving(child: ClusterChild) -> Generator[Cluster]:
     try:
         child.start()
-        _wait(child.ready, child.start_s)
-        child.check_ready()
-        yield Cluster(child)
+        yield child.cluster()
         child.check()
     except BaseException as error:
         child.explain(error)
@@ -225,12 +224,11 @@ def _serving(child: _Child) -> Generator[Cluster]:
 
 
 @asynccontextmanager
-async def _aserving(child: _Child) -> AsyncGenerator[Cluster]:
+async def _aserving(child: ClusterChild) -> AsyncGenerator[Cluster]:
     try:
         child.start()
         await _await(child.ready, child.start_s)
-        child.check_ready()
-        yield Cluster(child)
+        yield child.cluster(0.0)
         child.check()
     except BaseException as error:
         child.explain(error)
@@ -252,10 +250,18 @@ async def _await(event: Future[None], within_s: float) -> None:
     await asyncio.wait([asyncio.wrap_future(event)], timeout=within_s)
 
 
-class _Child:
-    """The ``pdserve up`` of one block, with the thread that starts it and waits for its end."""
+class ClusterChild:
+    """A ``pdserve up`` with ``--ready-json``, and the thread that starts it and waits for its end."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], start_s: float, stop_s: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        start_s: float,
+        stop_s: float,
+        stderr: int = subprocess.STDOUT,
+    ) -> None:
+        """``stderr`` is a file for what it writes there; by default its lines are logged and are part of an error."""
         self.start_s = start_s
         self.stop_s = stop_s
         self.ready: Future[None] = Future()
@@ -264,6 +270,7 @@ class _Child:
         """Done when the child has ended, after which it has no process any more."""
         self._command = command
         self._environ = environ
+        self._stderr = stderr
         self._report: ClusterReport | None = None
         self._failure: ClusterFailed | None = None
         self._last_line = ""
@@ -301,12 +308,17 @@ class _Child:
         assert self._report is not None, "a Cluster is made when its child is ready"
         return self._report
 
-    def check_ready(self) -> None:
-        """Raises ClusterFailed unless the cluster is ready."""
+    def cluster(self, within_s: float | None = None) -> Cluster:
+        """Returns the cluster once it is ready, which it has to be in this time, by default its own; blocks.
+
+        Raises ClusterFailed if it is not.
+        """
+        _wait(self.ready, self.start_s if within_s is None else within_s)
         self.check()
         if self._report is None:
             last = f"; its last line: {self._last_line}" if self._last_line else ""
             raise ClusterFailed(f"the cluster was not ready after {self.start_s:g} s{last}")
+        return Cluster(self)
 
     def check(self) -> None:
         """Raises ClusterFailed if the child has ended by itself."""
@@ -329,12 +341,13 @@ class _Child:
 
     async def _keep(self) -> None:
         """Runs the child until it ends or is to stop."""
-        server = ServerProcess("the cluster", self._command, self._environ, self._take)
+        server = ServerProcess("the cluster", self._command, self._environ, self._take, self._stderr)
         stop, kill = asyncio.wrap_future(self._to_stop), asyncio.wrap_future(self._to_kill)
         try:
             await _first(asyncio.ensure_future(server.wait()), stop)
             if not server.alive and not stop.done():
-                self._failure = ClusterFailed(str(server.died()))
+                has_lines = self._stderr == subprocess.STDOUT
+                self._failure = ClusterFailed(str(server.died()) if has_lines else server.describe_end())
                 _set(self.ready)
         finally:
             stopping = asyncio.ensure_future(server.stop(self.stop_s))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import select
 import sys
 import termios
@@ -15,20 +14,16 @@ from types import TracebackType
 from typing import Self
 
 from pdserve.config import ChatConfig, UpConfig
-from pdserve.errors import PdserveError
-from pdserve.process import ChildProcess, pdserve_command
+from pdserve.errors import ClusterFailed
+from pdserve.process import pdserve_command
+from pdserve.serving import LONGEST_START_S, ClusterChild
 from pdserve.settings.setting import settings_of, to_text
 
 END_S = 30.0
 """The cluster has this long to end, and is killed then. It has no requests any more."""
-_READY = re.compile(rb'^(?:OpenAI-compatible API: |{"url":")(?P<url>https?://[^\s"/]+)(?=[\s"/])', re.MULTILINE)
-"""The line in which 'pdserve up' says where clients connect, for people or for programs."""
+_COMMAND = pdserve_command("up", "--host", "127.0.0.1", "--port", "0", "--ready-json", "on")
 _READ_BYTES = 65536
 _MOST_NOTICES = 20
-
-
-class ClusterEnded(PdserveError):
-    """The cluster did not start, or has ended before the chat."""
 
 
 def cluster_environ(config: ChatConfig, environ: Mapping[str, str], file: str) -> dict[str, str]:
@@ -55,117 +50,90 @@ class OwnCluster:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self._ready = threading.Event()
-        self._found = b""
-        self._url = ""
-        self._errors = b""
+        self._lines = b""
+        self._is_ready = False
+        self._reading = threading.Lock()
 
     def __enter__(self) -> Self:
-        """Returns when the cluster is ready; until then, the user sees what it says. Raises ClusterEnded."""
+        """Returns when the cluster is ready; until then, the user sees what it says. Raises ClusterFailed."""
+        # A terminal of its own, as large as ours: the cluster shows how its start moves, and later on its lines do not
+        # come between those of the chat.
         ours, theirs = os.openpty() if sys.stderr.isatty() else os.pipe()
-        try:
-            if sys.stderr.isatty():
-                # A terminal of its own, as large as ours: the cluster shows how its start moves, and later on its
-                # lines do not come between those of the chat.
-                size = fcntl.ioctl(sys.stderr, termios.TIOCGWINSZ, bytes(8))
-                fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
-            answers, answering = os.pipe()
-            try:
-                command = pdserve_command("up", "--host", "127.0.0.1", "--port", "0")
-                self._process = ChildProcess(
-                    "the cluster", command, environ=self._environ, stdout=answering, stderr=theirs, own_session=True
-                )
-            except BaseException:
-                os.close(answers)
-                raise
-            finally:
-                os.close(answering)
-        except BaseException:
-            os.close(ours)
-            raise
-        finally:
-            os.close(theirs)
-        self._reader = threading.Thread(target=self._read, args=(ours, answers), name="cluster lines", daemon=True)
+        if sys.stderr.isatty():
+            size = fcntl.ioctl(sys.stderr, termios.TIOCGWINSZ, bytes(8))
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+        self._reader = threading.Thread(target=self._read, args=(ours,), name="cluster lines", daemon=True)
         self._reader.start()
+        self._child = ClusterChild(_COMMAND, self._environ, LONGEST_START_S, END_S, stderr=theirs)
         try:
-            self._ready.wait()
-            if not self._url:
-                self._process.ended(END_S)
-                raise ClusterEnded("the cluster did not start; the lines above say why")
-        except BaseException:
-            self._end()
+            self._child.start()
+            self._cluster = self._child.cluster()
+            # What it said before it was ready belongs to its start.
+            with self._reading:
+                while _is_readable(ours, 0):
+                    self._take(ours)
+                self._is_ready = True
+        except BaseException as exc:
+            self._child.end()
+            os.close(theirs)
+            self._reader.join(END_S)
+            if isinstance(exc, ClusterFailed):
+                raise ClusterFailed("the cluster did not start; the lines above say why") from exc
             raise
+        os.close(theirs)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end()
+        """Ends the cluster: in order, or at once when the user interrupts that. Afterwards nothing of it is left."""
+        if not self._child.ended.done():
+            with suppress(OSError):  # the terminal may be gone
+                print("the cluster ends", file=sys.stderr, flush=True)
+        self._child.end()
+        self._reader.join(END_S)
 
     @property
     def url(self) -> str:
-        return self._url
+        return self._cluster.url
 
     def notices(self) -> Sequence[str]:
         """Returns the lines that the cluster has written since it was ready or since the last call."""
-        lines, self._errors = self._errors, b""
+        lines, self._lines = self._lines, b""
         found = [line for line in lines.decode(errors="replace").splitlines() if line.strip()]
         return found[-_MOST_NOTICES:]
 
     def check(self) -> None:
-        """Raises ClusterEnded if the cluster has ended."""
-        if self._process.ended():
-            raise ClusterEnded("\n".join([f"{self._process.describe_end()}; its last lines:", *self.notices()]))
-
-    def _end(self) -> None:
-        """Ends the cluster: in order, or at once when the user interrupts that. Afterwards nothing of it is left."""
-        self._process.terminate()
+        """Raises ClusterFailed if the cluster has ended."""
         try:
-            if self._url and not self._process.ended():
-                with suppress(OSError):  # the terminal may be gone
-                    print("the cluster ends", file=sys.stderr, flush=True)
-            self._process.ended(END_S)
-        finally:
-            self._process.reap(0.0)
-            self._reader.join(END_S)
+            self._cluster.check()
+        except ClusterFailed as exc:
+            raise ClusterFailed("\n".join([f"{exc}; its last lines:", *self.notices()])) from exc
 
-    def _read(self, errors: int, answers: int) -> None:
-        """Reads what the cluster writes until it has ended, and shows what comes on ``errors`` until it is ready."""
-        poller = select.poll()
-        poller.register(errors, select.POLLIN)
-        poller.register(answers, select.POLLIN)
-        open_files = {errors, answers}
-        try:
-            while open_files:
-                ready = {file for file, _ in poller.poll()}
-                # What it said before it was ready belongs to its start.
-                for file in (errors, answers):
-                    if file in ready and not self._take(file, is_error=file == errors):
-                        poller.unregister(file)
-                        open_files.discard(file)
-        finally:
-            os.close(errors)
-            os.close(answers)
-            self._ready.set()
+    def _read(self, file: int) -> None:
+        """Reads what the cluster writes until it has ended."""
+        more = True
+        while more:
+            _is_readable(file)
+            with self._reading:
+                more = not _is_readable(file, 0) or self._take(file)
+        os.close(file)
 
-    def _take(self, file: int, *, is_error: bool) -> bool:
-        """Reads from ``file`` once, and returns whether there is more to come."""
+    def _take(self, file: int) -> bool:
+        """Reads from ``file`` once, shows what comes until the cluster is ready, and returns whether more may come."""
         data = b""
         with suppress(OSError):  # which a terminal raises when nobody has its other end
             data = os.read(file, _READ_BYTES)
-        if not is_error:
-            self._note_url(data)
-        elif self._ready.is_set():
-            self._errors = (self._errors + data)[-_READ_BYTES:]
+        if self._is_ready:
+            self._lines = (self._lines + data)[-_READ_BYTES:]
         else:
             with suppress(OSError):
                 os.write(sys.stderr.fileno(), data)
         return bool(data)
 
-    def _note_url(self, data: bytes) -> None:
-        if self._ready.is_set():
-            return
-        self._found = (self._found + data)[-_READ_BYTES:]
-        if found := _READY.search(self._found):
-            self._url = found["url"].decode()
-            self._ready.set()
+
+def _is_readable(file: int, within_ms: int | None = None) -> bool:
+    """Returns whether something can be read from ``file``, or its end, within this time, by default whenever it is."""
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(within_ms))

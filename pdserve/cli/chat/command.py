@@ -50,7 +50,7 @@ def chat_flags(argv: Sequence[str]) -> list[str]:
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Talks until the user has enough, or until the one message is answered; returns the exit status.
 
-    Raises ConfigError, AskFailed if the server does not answer the one message or is not there, and ClusterEnded.
+    Raises ConfigError, AskFailed if the server does not answer the one message or is not there, and ClusterFailed.
     """
     config, file = load_with_file(ChatConfig, chat_flags(argv), environ, prog="pdserve chat", description=_DESCRIPTION)
     with _ended_in_order():
