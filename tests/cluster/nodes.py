@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -170,8 +170,14 @@ class Cluster(ServedCluster):
 
     proxy: Process
     control: str
+    others: Sequence[str] = ()
+    """The URLs of further proxies of the same nodes."""
     prefill: list[Node] = field(default_factory=list, kw_only=True)
     decode: list[Node] = field(default_factory=list, kw_only=True)
+
+    def behind(self, url: str) -> Cluster:
+        """Returns the same nodes behind one of the other proxies."""
+        return replace(self, url=url)
 
     @property
     def nodes(self) -> list[Node]:
@@ -207,22 +213,31 @@ def cluster(
     decode: int = 1,
     mixed: int = 0,
     proxy_flags: Sequence[str] = (),
+    others: Sequence[Sequence[str]] = (),
 ) -> Iterator[Cluster]:
-    """Starts a cluster, waits until the proxy knows every node, and stops it at the end of the block."""
+    """Starts a cluster, waits until its proxies know every node, and stops it at the end of the block.
+
+    Each of ``others`` is the flags of a further proxy of the same nodes.
+    """
     with ExitStack() as stack:
-        proxy = stack.enter_context(command("proxy", "--port", "0", "--control-port", "0", "--store", *proxy_flags))
-        found = proxy.listening()
-        made = Cluster(found.url, proxy, found.control)
+        proxy, *more = (
+            stack.enter_context(command("proxy", "--port", "0", "--control-port", "0", "--store", *flags))
+            for flags in (proxy_flags, *others)
+        )
+        found, beside = proxy.listening(), [each.listening() for each in more]
+        made = Cluster(found.url, proxy, found.control, [each.url for each in beside])
+        joined = [word for each in beside for word in ("--proxy", each.control)]
         starting: list[tuple[str, str, Process]] = []
         for role, count in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
             for i in range(count):
                 name = f"{role}-{i}"
-                flags = [*node_flags, *one_core(i)]
+                flags = [*node_flags, *joined, *one_core(i)]
                 starting.append((role, name, stack.enter_context(start_node(role, name, model, made, *flags))))
         for role, name, process in starting:
             node = Node(name, process, process.listening().url)
             (made.prefill if role == "prefill" else made.decode).append(node)
-        eventually(lambda: len(http(made.url + "/instances").json()) == len(starting), "every node registered")
+        for url in (made.url, *made.others):
+            eventually(lambda: len(http(url + "/instances").json()) == len(starting), "every node registered")  # noqa: B023
         try:
             yield made
         finally:

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections import Counter
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,6 +15,11 @@ import pytest
 from tests.cluster.nodes import MODEL, PATIENCE_S, ServedCluster
 from tests.cluster.nodes import http as call
 from tests.eventually import eventually
+
+CONTEXT = 2048
+"""The model's context, in tokens."""
+CLIENTS = 12
+"""Clients of long prompts, which keep the prefill nodes busy together."""
 
 
 def test_round_robin_shares_the_load_over_both_roles(pd_cluster: ServedCluster) -> None:
@@ -108,13 +114,14 @@ def test_empty_messages(pd_cluster: ServedCluster) -> None:
 
 @pytest.mark.parametrize("limit", [None, "missing"])
 def test_max_tokens_null_or_missing_means_until_the_end(pd_cluster: ServedCluster, limit: str | None) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    body: dict[str, object] = {"model": MODEL, "messages": question, "temperature": 0, "stop": "."}
+    question = [{"role": "user", "content": "again " * (CONTEXT - 100)}]
+    body: dict[str, object] = {"model": MODEL, "messages": question, "temperature": 0, "ignore_eos": True}
     if limit is None:
         body |= {"max_tokens": None}
     reply = call(pd_cluster.url + "/v1/chat/completions", body)
     assert reply.status == 200, reply.body
-    assert reply.json()["choices"][0]["finish_reason"] == "stop"
+    assert reply.json()["choices"][0]["finish_reason"] == "length"
+    assert reply.json()["usage"]["total_tokens"] == CONTEXT
 
 
 def test_internal_fields_from_clients_do_nothing(pd_cluster: ServedCluster) -> None:
@@ -142,7 +149,7 @@ def open_stream(cluster: ServedCluster, prompt: list[int], max_tokens: int) -> s
 
 
 def test_a_client_that_leaves_while_decoding_frees_every_block(pd_cluster: ServedCluster) -> None:
-    with open_stream(pd_cluster, [7] * 200, max_tokens=2000) as stream:
+    with open_stream(pd_cluster, [7] * 200, max_tokens=1800) as stream:
         seen = b""
         while seen.count(b"data:") < 3:
             seen += stream.recv(4096)
@@ -151,9 +158,12 @@ def test_a_client_that_leaves_while_decoding_frees_every_block(pd_cluster: Serve
 
 def test_a_client_that_leaves_during_prefill_frees_every_block(pd_cluster: ServedCluster) -> None:
     before = [node.metric("engine_steps_total") for node in pd_cluster.prefill]
-    with open_stream(pd_cluster, [8] * 4000, max_tokens=20):
+    long = CONTEXT - 20
+    with ExitStack() as clients:
+        for first in range(CLIENTS):
+            clients.enter_context(open_stream(pd_cluster, [first, *[8] * (long - 1)], max_tokens=20))
         eventually(lambda: any(node.metric("num_requests_running") for node in pd_cluster.prefill), "prefill starts")
     pd_cluster.until_idle()
     steps = sum(node.metric("engine_steps_total") for node in pd_cluster.prefill) - sum(before)
-    assert steps < 4000 / 256
+    assert steps < CLIENTS * long / 256
     pd_cluster.complete("The cluster still answers:", 2)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Cluster, ServedCluster, cluster
+from tests.cluster.nodes import ServedCluster, served
 from tests.tiny_models import Reference
 
 NEW_TOKENS = 8
-TIGHT = ("--target-itl-ms", "0.001")
 BLOCK = 16
 # These are lengths around one block, several blocks, the token budget of one step (256) and several budgets, up to
 # 1,500 tokens.
@@ -34,10 +33,9 @@ FEW = [1, BLOCK, BLOCK + 1, 129, 300]
 
 @dataclass(frozen=True)
 class Served:
-    """One model as a P/D cluster and a mixed node serve it, with the answers of transformers."""
+    """A cluster that serves a model, with the answers of transformers."""
 
-    pair: Cluster
-    mixed: Cluster
+    cluster: ServedCluster
     wanted: dict[int, list[int]]
     """The answers of transformers, by prompt length."""
 
@@ -45,15 +43,22 @@ class Served:
 @pytest.fixture(
     scope="module", params=["tiny", "demo", pytest.param("demo at every length", marks=pytest.mark.nightly)]
 )
-def served(request: pytest.FixtureRequest, tiny_model: Path, demo_model: Path) -> Iterator[Served]:
-    """Yields a tiny model, whose tokens show an error as well, with every length, and real ones with some or all."""
+def pair(request: pytest.FixtureRequest, tiny_model: Path, demo_model: Path) -> Iterator[Served]:
+    """Yields a tiny model, whose tokens show an error as well, with every length, and a real one with some or all."""
     if request.param == "tiny":
-        # Beside others that decode, its prompts are cut as small as any target can cut them.
-        with cluster(tiny_model, "--dtype", "fp32", *TIGHT, prefill=0, decode=0, mixed=1) as mixed:
-            yield Served(request.getfixturevalue("tiny_pair"), mixed, answers(tiny_model, LENGTHS))
-    else:
-        wanted = answers(demo_model, FEW if request.param == "demo" else LENGTHS)
-        yield Served(request.getfixturevalue("pd_cluster"), request.getfixturevalue("mixed_cluster"), wanted)
+        yield Served(request.getfixturevalue("pd_cluster"), answers(tiny_model, LENGTHS))
+        return
+    with served(demo_model, dtype="fp32") as running:
+        yield Served(running, answers(demo_model, FEW if request.param == "demo" else LENGTHS))
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("demo at every length", marks=pytest.mark.nightly)])
+def mixed(request: pytest.FixtureRequest, tiny_model: Path, demo_model: Path) -> Iterator[Served]:
+    if request.param == "tiny":
+        yield Served(request.getfixturevalue("mixed_cluster"), answers(tiny_model, LENGTHS))
+        return
+    with served(demo_model, prefill=0, decode=0, mixed=1, dtype="fp32") as running:
+        yield Served(running, answers(demo_model, LENGTHS))
 
 
 def answers(model: Path, lengths: list[int]) -> dict[int, list[int]]:
@@ -61,23 +66,23 @@ def answers(model: Path, lengths: list[int]) -> dict[int, list[int]]:
     return {length: reference.answer(prompt(length)) for length in lengths}
 
 
-def ask(cluster: Cluster, length: int, salt: str) -> list[int]:
+def ask(cluster: ServedCluster, length: int, salt: str) -> list[int]:
     """Returns the answer to a prompt that shares cached blocks only with prompts of the same ``salt``."""
     return cluster.complete(prompt(length), NEW_TOKENS, ignore_eos=True, cache_salt=salt)
 
 
-def alone(cluster: Cluster, lengths: Iterable[int], salt: str) -> dict[int, list[int]]:
+def alone(cluster: ServedCluster, lengths: Iterable[int], salt: str) -> dict[int, list[int]]:
     return {length: ask(cluster, length, salt) for length in lengths}
 
 
-def eight_at_a_time(cluster: Cluster, lengths: Iterable[int], salt: str) -> dict[int, list[int]]:
+def eight_at_a_time(cluster: ServedCluster, lengths: Iterable[int], salt: str) -> dict[int, list[int]]:
     shuffled = random.Random(0).sample(in_order := list(lengths), len(in_order))
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda length: ask(cluster, length, salt), shuffled)
         return dict(zip(shuffled, answers, strict=True))
 
 
-def prefills(cluster: Cluster, source: str) -> float:
+def prefills(cluster: ServedCluster, source: str) -> float:
     return sum(node.metric("prefills_total", source=source) for node in cluster.decode)
 
 
@@ -87,28 +92,28 @@ def salt_of(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_prefill_and_decode_nodes_alone(served: Served, request: pytest.FixtureRequest) -> None:
-    assert alone(served.pair, served.wanted, salt_of(request)) == served.wanted
+def test_prefill_and_decode_nodes_alone(pair: Served, request: pytest.FixtureRequest) -> None:
+    assert alone(pair.cluster, pair.wanted, salt_of(request)) == pair.wanted
 
 
 @pytest.mark.timeout(600)
-def test_prefill_and_decode_nodes_eight_at_a_time(served: Served, request: pytest.FixtureRequest) -> None:
-    served.pair.until_idle()  # Only then do the nodes' counts include all earlier requests.
-    before = prefills(served.pair, "remote")
-    assert eight_at_a_time(served.pair, served.wanted, salt_of(request)) == served.wanted
-    served.pair.until_idle()
+def test_prefill_and_decode_nodes_eight_at_a_time(pair: Served, request: pytest.FixtureRequest) -> None:
+    pair.cluster.until_idle()  # Only then do the nodes' counts include all earlier requests.
+    before = prefills(pair.cluster, "remote")
+    assert eight_at_a_time(pair.cluster, pair.wanted, salt_of(request)) == pair.wanted
+    pair.cluster.until_idle()
     # Every prompt of more than one block was prefilled remotely.
-    assert prefills(served.pair, "remote") - before == sum(length > BLOCK for length in served.wanted)
+    assert prefills(pair.cluster, "remote") - before == sum(length > BLOCK for length in pair.wanted)
 
 
 @pytest.mark.timeout(600)
-def test_mixed_node_alone(served: Served, request: pytest.FixtureRequest) -> None:
-    assert alone(served.mixed, served.wanted, salt_of(request)) == served.wanted
+def test_mixed_node_alone(mixed: Served, request: pytest.FixtureRequest) -> None:
+    assert alone(mixed.cluster, mixed.wanted, salt_of(request)) == mixed.wanted
 
 
 @pytest.mark.timeout(600)
-def test_mixed_node_eight_at_a_time(served: Served, request: pytest.FixtureRequest) -> None:
-    assert eight_at_a_time(served.mixed, served.wanted, salt_of(request)) == served.wanted
+def test_mixed_node_eight_at_a_time(mixed: Served, request: pytest.FixtureRequest) -> None:
+    assert eight_at_a_time(mixed.cluster, mixed.wanted, salt_of(request)) == mixed.wanted
 
 
 def test_a_seeded_answer_is_the_same_on_both(pd_cluster: ServedCluster, mixed_cluster: ServedCluster) -> None:

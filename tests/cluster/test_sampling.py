@@ -16,12 +16,14 @@ from tests.eventually import eventually
 
 PROMPT = random.Random(7).choices(range(3, 49_000), k=50)
 EOS = 2
+FEW_TOKENS = [28, 30, 260, 281, 284]
+"""Fewer than an answer has, so that it repeats some."""
 SETTINGS: list[dict[str, Any]] = [
-    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"presence_penalty": 2.0, "frequency_penalty": 2.0, "allowed_token_ids": FEW_TOKENS},
     {"repetition_penalty": 1.3, "temperature": 0.8, "seed": 11},
     {"logit_bias": {"260": 20, "28": 19.5}, "frequency_penalty": 1.0},
     {"logit_bias": {str(EOS): 100}, "min_tokens": 4},
-    {"allowed_token_ids": [28, 30, 260, 281, 284], "temperature": 1.5, "seed": 5, "top_p": 0.9},
+    {"allowed_token_ids": FEW_TOKENS, "temperature": 1.5, "seed": 5, "top_p": 0.9},
     {"guided_regex": "[a-z]{2,9} [0-9]{1,3}!", "max_tokens": 20},
     {
         "guided_json": {"type": "array", "items": {"enum": ["red", 1.5, None]}, "maxItems": 3},
@@ -56,11 +58,11 @@ def wait_remote_prefills(cluster: ServedCluster, count: float) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_log_probabilities_are_those_of_transformers(pd_cluster: ServedCluster, demo_model: Path) -> None:
+def test_log_probabilities_are_those_of_transformers(pd_cluster: ServedCluster, tiny_model: Path) -> None:
     before = remote_prefills(pd_cluster)
     choice = answer(pd_cluster, logprobs=5, ignore_eos=True, presence_penalty=2, frequency_penalty=2)
     wait_remote_prefills(pd_cluster, before + 1)
-    model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.inference_mode():
         logits = model(torch.tensor([PROMPT + choice["token_ids"]])).logits[0, len(PROMPT) - 1 : -1]
     wanted = logits.log_softmax(-1)
@@ -73,14 +75,14 @@ def test_log_probabilities_are_those_of_transformers(pd_cluster: ServedCluster, 
 
 @pytest.mark.timeout(300)
 def test_log_probabilities_of_prompts_are_those_of_transformers_with_and_without_remote_prefill(
-    pd_cluster: ServedCluster, mixed_cluster: ServedCluster, demo_model: Path
+    pd_cluster: ServedCluster, mixed_cluster: ServedCluster, tiny_model: Path
 ) -> None:
     before = remote_prefills(pd_cluster)
     asked: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt_logprobs": 2}
     choice, local = answer(pd_cluster, **asked), answer(mixed_cluster, **asked)
     wait_remote_prefills(pd_cluster, before + 1)
     assert {**choice, "logprobs": None, "prompt_logprobs": None} == {**local, "logprobs": None, "prompt_logprobs": None}
-    model: Any = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     token_ids = PROMPT + choice["token_ids"]
     with torch.inference_mode():
         wanted = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
@@ -105,8 +107,9 @@ def test_parameters_give_the_same_tokens_with_and_without_remote_prefill(
     assert remote == [answer(mixed_cluster, **fields)["token_ids"] for fields in SETTINGS]
     plain = answer(mixed_cluster)["token_ids"]
     assert all(ids != plain for ids in remote), "each of them makes a difference"
+    assert remote[0] != answer(mixed_cluster, allowed_token_ids=FEW_TOKENS)["token_ids"], "penalties do too"
     assert [token_id == EOS for token_id in remote[3]] == [False] * 4 + [True]
-    assert set(remote[4]) <= set(SETTINGS[4]["allowed_token_ids"])
+    assert set(remote[4]) <= set(FEW_TOKENS)
     assert remote[5][-1] == EOS
 
 

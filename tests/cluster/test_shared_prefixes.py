@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import random
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import MODEL, cluster, http
-from tests.eventually import eventually
-from tests.processes import pdserve
+from tests.cluster.nodes import MODEL, Cluster
 
 ALICE, BOB, CAROL = (name * 4 for name in ("alice", "bobby", "carol"))
 ALICES_SECOND = "another-key-of-alice"
+KEYS = f"alice {ALICE}\nalice {ALICES_SECOND}\nbob {BOB}\n{CAROL}\n"
+"""The keys of the proxies, with their owners."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +27,10 @@ class Proxies:
     """The proxy with ``--share-prefixes all``."""
 
 
-@pytest.fixture(scope="module", params=["mixed", "pair"])
-def proxies(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Proxies]:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"alice {ALICE}\nalice {ALICES_SECOND}\nbob {BOB}\n{CAROL}\n")
-    flags = ("--api-key-file", str(keys))
-    ports = ("--port", "0", "--control-port", "0")
-    with ExitStack() as stack:
-        second, sharing = (
-            stack.enter_context(pdserve("proxy", *ports, *flags, *more)).listening()
-            for more in ((), ("--share-prefixes", "all"))
-        )
-        nodes = ("--dtype", "fp32", "--proxy", second.control, "--proxy", sharing.control)
-        roles = {"prefill": 0, "decode": 0, "mixed": 1} if request.param == "mixed" else {"prefill": 1, "decode": 1}
-        running = stack.enter_context(cluster(tiny_model, *nodes, **roles, proxy_flags=flags))
-
-        def registered() -> bool:
-            known = (len(http(url + "/instances").json()) for url in (second.url, sharing.url))
-            return all(count == sum(roles.values()) for count in known)
-
-        eventually(registered, "every proxy knows the nodes")
-        yield Proxies(running.url, second.url, sharing.url)
+@pytest.fixture
+def proxies(tiny_pair: Cluster) -> Proxies:
+    _, first, second, sharing = tiny_pair.others
+    return Proxies(first, second, sharing)
 
 
 def cached(url: str, key: str, seed: int, route: str = "/v1/completions", **more: object) -> int:
