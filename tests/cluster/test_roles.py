@@ -6,17 +6,23 @@ Of two mixed nodes, each has its prompts computed by the other one.
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 
+import pytest
+
+from pdserve.cli.main import main
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.ticket import TICKET_HEADER
 from tests.attacks.insider import Office, header
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http
 from tests.cluster.test_same_tokens import answers, prompt
 from tests.eventually import eventually
+from tests.processes import SECRET
 
 LENGTHS = [17, 129, 300]
 
@@ -54,47 +60,60 @@ class Pairing:
         return ids
 
 
-def test_every_node_fetches_from_every_other_one(tiny_model: Path) -> None:
-    wanted = answers(tiny_model, LENGTHS)
-    with cluster(tiny_model, "--dtype", "fp32", "--kv-cache-mib", "16", decode=2, mixed=1) as running:
-        # The prefill node is only fetched from.
-        pairings = [Pairing(running, *two) for two in permutations(running.decode, 2)]
-        pairings += [Pairing(running, node, running.prefill[0]) for node in running.decode]
-        before = {node.name: node.metric("prefills_total", source="remote") for node in running.decode}
-        # All of them at once: each node answers, computes and pushes.
-        with ThreadPoolExecutor(len(pairings) * len(LENGTHS)) as pool:
-            asked = [
-                (pairing, length, pool.submit(pairing.ask, length, len(wanted[length])))
-                for length in LENGTHS
-                for pairing in pairings
-            ]
-            for pairing, length, answer in asked:
-                assert answer.result() == wanted[length], f"{pairing}, {length} tokens"
-        running.until_idle()
-        for node in running.decode:
-            partners = sum(pairing.answering is node for pairing in pairings)
-            eventually(
-                lambda node=node, partners=partners: (  # type: ignore[misc]
-                    node.metric("prefills_total", source="remote") == before[node.name] + partners * len(LENGTHS)
-                ),
-                f"{node.name} fetched every prompt",
-            )
-            assert node.metric("kv_transfers_total", direction="sent") > 0
+@pytest.fixture(scope="module")
+def wanted(tiny_model: Path) -> dict[int, list[int]]:
+    return answers(tiny_model, LENGTHS)
 
 
-def test_two_mixed_nodes_compute_each_others_prompts(tiny_model: Path) -> None:
-    wanted = answers(tiny_model, LENGTHS)
-    flags = ("--dtype", "fp32", "--kv-cache-mib", "16", "--disaggregation", "always")
-    with cluster(tiny_model, *flags, prefill=0, decode=0, mixed=2) as running, ThreadPoolExecutor(12) as pool:
+@pytest.fixture(scope="module")
+def four(tiny_model: Path) -> Iterator[Cluster]:
+    with cluster(tiny_model, "--dtype", "fp32", "--kv-cache-mib", "16", decode=1, mixed=2) as running:
+        yield running
+
+
+def test_every_node_fetches_from_every_other_one(four: Cluster, wanted: dict[int, list[int]]) -> None:
+    # The prefill node is only fetched from.
+    pairings = [Pairing(four, *two) for two in permutations(four.decode, 2)]
+    pairings += [Pairing(four, node, four.prefill[0]) for node in four.decode]
+    before = {node.name: node.metric("prefills_total", source="remote") for node in four.decode}
+    # All of them at once: each node answers, computes and pushes.
+    with ThreadPoolExecutor(len(pairings) * len(LENGTHS)) as pool:
         asked = [
-            (length, pool.submit(running.complete, prompt(length), len(wanted[length]), cache_salt=f"salt {turn}"))
+            (pairing, length, pool.submit(pairing.ask, length, len(wanted[length])))
+            for length in LENGTHS
+            for pairing in pairings
+        ]
+        for pairing, length, answer in asked:
+            assert answer.result() == wanted[length], f"{pairing}, {length} tokens"
+    four.until_idle()
+    for node in four.decode:
+        partners = sum(pairing.answering is node for pairing in pairings)
+        eventually(
+            lambda node=node, partners=partners: (  # type: ignore[misc]
+                node.metric("prefills_total", source="remote") == before[node.name] + partners * len(LENGTHS)
+            ),
+            f"{node.name} fetched every prompt",
+        )
+        assert node.metric("kv_transfers_total", direction="sent") > 0
+
+
+def test_two_mixed_nodes_compute_each_others_prompts(four: Cluster, wanted: dict[int, list[int]]) -> None:
+    """It is the last test of the module: it ends the other nodes."""
+    for node in ("prefill-0", "decode-0"):
+        assert main(["drain", node, "--proxy-url", four.url], {**os.environ, "PDSERVE_SECRET": SECRET}) == 0
+    mixed = [node for node in four.decode if node.name.startswith("mixed")]
+    counted = (("prefills_total", {"source": "remote"}), ("kv_transfers_total", {"direction": "sent"}))
+    before = [[node.metric(name, **labels) for name, labels in counted] for node in mixed]
+    with ThreadPoolExecutor(12) as pool:
+        asked = [
+            (length, pool.submit(four.complete, prompt(length), len(wanted[length]), cache_salt=f"salt {turn}"))
             for turn in range(4)
             for length in LENGTHS
         ]
         for length, answer in asked:
             assert answer.result() == wanted[length], f"{length} tokens"
-        running.until_idle()
-        for node in running.decode:
-            assert node.metric("prefills_total", source="remote") > 0
-            assert node.metric("prefills_total", source="local") == 0
-            assert node.metric("kv_transfers_total", direction="sent") > 0
+    eventually(lambda: all(node.idle for node in mixed), "both nodes idle")
+    for node, of_node in zip(mixed, before, strict=True):
+        for (name, labels), so_far in zip(counted, of_node, strict=True):
+            assert node.metric(name, **labels) > so_far, name
+        assert node.metric("prefills_total", source="local") == 0
