@@ -34,8 +34,9 @@ def wanted(model: Path) -> list[list[int]]:
     return [reference.answer(prompt) for prompt in PROMPTS]
 
 
-MAPPED = [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4)]
-"""Ranks of the prefill and the decode node. In the last two pairs, one node has more ranks than there are KV heads."""
+MAPPED = [(2, 2), (2, 1), (1, 2), (2, 4)]
+"""Ranks of the prefill and the decode node. In the last pair, a node has more ranks than there are KV heads."""
+MORE_SOURCES = (4, 2)
 # As between GPUs, every rank's part of a block passes through host memory.
 STAGED = ("--kv-staging", "on", "--kv-staging-mib", "1")
 # As between hosts, no rank maps another node's memory: a prefill node decides that alone.
@@ -110,6 +111,14 @@ def test_ranks_of_both_nodes_give_the_reference_tokens(
 ) -> None:
     # Each rank is linked with the ranks of the other node that have KV heads in common with it.
     check(made[pair(sources, targets)], wanted, len(set(head_map(KV_HEADS, sources, targets))))
+
+
+@pytest.mark.nightly
+def test_more_ranks_than_kv_heads_at_the_prefill_node_give_the_reference_tokens(
+    model: Path, wanted: list[list[int]]
+) -> None:
+    with clusters(model, [pair(*MORE_SOURCES)]) as made:
+        check(made[pair(*MORE_SOURCES)], wanted, len(set(head_map(KV_HEADS, *MORE_SOURCES))))
 
 
 def test_ranks_whose_memory_is_not_mapped_give_the_reference_tokens(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 _LONG_PROMPTS = tuple(PlannedRequest(0.1 * i, tuple(range(3 + i, 23 + i)), 12) for i in range(4))
 
 
-@pytest.mark.parametrize(("tp_sizes", "kv_heads"), [((2, 2), 2), ((1, 2), 2), ((2, 1), 4), ((2, 4), 1)])
+@pytest.mark.parametrize(("tp_sizes", "kv_heads"), [((2, 2), 2), ((1, 2), 2), ((2, 1), 4), ((2, 4), 1), ((4, 2), 2)])
 def test_prompts_reach_every_rank(tp_sizes: tuple[int, ...], kv_heads: int) -> None:
     """Also where two nodes have different numbers of ranks, and where several ranks have the same KV head."""
     result = run_plan(7, Plan(Shape(tp_sizes=tp_sizes, kv_heads=kv_heads), _LONG_PROMPTS))
