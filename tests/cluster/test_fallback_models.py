@@ -15,7 +15,14 @@ PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for len
 SETTINGS = {"kv_cache_mib": 8, "max_num_batched_tokens": 32, "max_num_seqs": 8}
 
 
-@pytest.mark.parametrize("family", sorted(FALLBACK))
+FAMILIES = [
+    pytest.param(family, marks=() if place == 0 else pytest.mark.nightly)
+    for place, family in enumerate(sorted(FALLBACK))
+]
+"""One in each test run. ``tests/models`` computes the others without a cluster."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_pair_gives_the_tokens_of_transformers(demo_model: Path, tmp_path: Path, family: str) -> None:
     model = save_tiny_chat_model(demo_model, tmp_path, family)
     reference = Reference(model, NEW_TOKENS)
