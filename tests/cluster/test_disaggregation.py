@@ -33,7 +33,7 @@ def streams(running: Cluster) -> Iterator[None]:
     decode = running.decode[0]
     with ExitStack() as stack:
         for i in range(STREAMS):
-            stack.enter_context(open_stream(running, [20 + i, 9, 9], max_tokens=4000))
+            stack.enter_context(open_stream(running, [20 + i, 9, 9], max_tokens=2000))
         eventually(lambda: decode.metric("num_requests_running") == STREAMS, "all streams decode")
         yield
     running.until_idle()
@@ -46,12 +46,12 @@ def engine_pid(node: Node) -> int:
     return int(child)
 
 
-def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(demo_model: Path) -> None:
+def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(slow_tiny_model: Path) -> None:
     # A prefill node that is stopped while it fetches an answer's blocks would never be idle.
     flags = ("--disaggregation", "auto", "--kv-return", "off", "--target-ttft-ms", "600000")
     # The node whose engine is stopped stays, so that it is the decode node that has to do without it.
     stays = ("--engine-silence-ms", "600000")
-    with cluster(demo_model, *flags, *stays) as running, ThreadPoolExecutor(1) as pool:
+    with cluster(slow_tiny_model, *flags, *stays) as running, ThreadPoolExecutor(1) as pool:
         decode, prefill = running.decode[0], running.prefill[0]
 
         running.complete(prompt(1), 2)
