@@ -244,6 +244,11 @@ class Cluster:
     def chat(self, **fields: object) -> aiohttp.client._RequestContextManager:
         return self.http.post("/v1/chat/completions", json={"model": "m", **fields})
 
+    async def ask(self, **fields: object) -> tuple[int, bytes]:
+        """Returns the status and the body of the answer to a chat."""
+        async with self.chat(**fields) as response:
+            return response.status, await response.read()
+
 
 @asynccontextmanager
 async def cluster(config: ProxyConfig | None = None, secret: bytes = SECRET) -> AsyncIterator[Cluster]:

@@ -62,13 +62,8 @@ def hangs_at(end: int) -> Behaviour:
     return hang
 
 
-async def ask(running: Cluster, **fields: object) -> tuple[int, bytes]:
-    async with running.chat(**fields) as response:
-        return response.status, await response.read()
-
-
 async def code(running: Cluster) -> tuple[int, object]:
-    status, body = await ask(running)
+    status, body = await running.ask()
     return status, error_of(body)["code"]
 
 
@@ -93,7 +88,7 @@ async def test_the_answer_goes_on_wherever_its_node_dies(
     proxy: SharedProxy, end: int, more: bytes, last: Behaviour
 ) -> None:
     async with proxy.cluster() as running, nodes(running, dies_at(end, more), last) as asked:
-        assert await ask(running) == (200, BODY)
+        assert await running.ask() == (200, BODY)
         first, second = asked.tickets
         assert (first.attempt, second.attempt) == (0, 1)
         assert first.terms.answer == second.terms.answer is not None
@@ -116,14 +111,14 @@ async def test_an_answer_that_ends_too_early_in_good_order_goes_on(proxy: Shared
         await exchange.finish()
 
     async with proxy.cluster() as running, nodes(running, end_early, complete):
-        assert await ask(running) == (200, BODY)
+        assert await running.ask() == (200, BODY)
 
 
 async def test_an_answer_is_resumed_as_often_as_its_nodes_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "MAX_RESUMES_OF_ONE", 3)
     behaviours = [dies_at(1), dies_at(2), dies_at(4), complete]
     async with cluster() as running, nodes(running, *behaviours, count=2) as asked:
-        assert await ask(running) == (200, BODY)
+        assert await running.ask() == (200, BODY)
         assert [ticket.attempt for ticket in asked.tickets] == [0, 1, 2, 3]
         asked.behaviours = [*behaviours, dies_at(1), dies_at(2), dies_at(3), dies_at(4)]
         assert await code(running) == (502, "upstream_lost")
@@ -153,7 +148,7 @@ async def test_an_answer_that_no_other_node_would_improve_is_the_end(proxy: Shar
 async def test_nodes_that_do_not_take_it_are_passed_over(proxy: SharedProxy) -> None:
     behaviours = [dies_at(2), refuses(503), refuses(401), complete]
     async with proxy.cluster() as running, nodes(running, *behaviours) as asked:
-        assert await ask(running) == (200, BODY)
+        assert await running.ask() == (200, BODY)
         assert len({ticket.node for ticket in asked.tickets}) == 4
 
 
@@ -175,7 +170,7 @@ async def test_where_no_node_can_go_on_another_one_begins_again() -> None:
         exchange.die()
 
     async with FakeNode(complete) as other, cluster(NO_WAIT) as running, nodes(running, die) as asked:
-        waiting = asyncio.create_task(ask(running))
+        waiting = asyncio.create_task(running.ask())
         await eventually(lambda: bool(asked.asked), "the first node has it")
         info = node_info("unfit", Role.MIXED, other.url, max_model_len=128)
         async with heard(info, running.addresses.control):
@@ -220,7 +215,7 @@ async def test_a_node_that_gives_it_back_behind_the_journal_is_passed_over(proxy
         await exchange.finish()
 
     async with proxy.cluster() as running, nodes(running, give_back, complete) as asked:
-        assert await ask(running) == (200, BODY)
+        assert await running.ask() == (200, BODY)
         assert [ticket.terms.resume for ticket in asked.tickets] == [None, None]
 
 
@@ -252,7 +247,7 @@ async def test_the_deadline_ends_it(behaviours: list[Behaviour]) -> None:
 @pytest.mark.parametrize("behaviours", [[hangs_at(2)], [dies_at(2)], [dies_at(2), hangs_at(3)]])
 async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(proxy: SharedProxy, behaviours: list[Any]) -> None:
     async with proxy.cluster() as running, nodes(running, *behaviours) as asked:
-        waiting = asyncio.create_task(ask(running))
+        waiting = asyncio.create_task(running.ask())
         await eventually(lambda: len(asked.asked) == len(behaviours), "the nodes have it")
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -271,7 +266,7 @@ async def test_a_node_that_falls_silent_is_left(ends: bool) -> None:
         cluster(config(idle_timeout_s=600.0 if ends else 0.3)) as running,
         heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
-        waiting = asyncio.create_task(ask(running))
+        waiting = asyncio.create_task(running.ask())
         await eventually(lambda: bool(stuck.requests), "the node has it")
         await running.add(node_info("other", Role.MIXED, other.url))
         if ends:

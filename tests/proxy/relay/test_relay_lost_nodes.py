@@ -12,7 +12,6 @@ from pdserve.wire.discovery import Role
 from pdserve_proxy.relay import attempt_rule
 from pdserve_proxy.upstream import node_connection
 from tests.proxy.cluster import (
-    Cluster,
     cluster,
     error_of,
     eventually,
@@ -41,11 +40,6 @@ async def begin_and_hang(exchange: Exchange) -> None:
     await exchange.gone()
 
 
-async def ask(running: Cluster, *, stream: bool = False) -> tuple[int, bytes]:
-    async with running.chat(stream=stream) as response:
-        return response.status, await response.read()
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_request_at_a_node_that_falls_silent_is_answered_by_another(workers: int) -> None:
     config = dataclasses.replace(PATIENT, workers=WorkersConfig(workers))
@@ -56,7 +50,7 @@ async def test_a_request_at_a_node_that_falls_silent_is_answered_by_another(work
         heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
         await running.known_to_all()
-        asked = [asyncio.create_task(ask(running)) for _ in range(8)]
+        asked = [asyncio.create_task(running.ask()) for _ in range(8)]
         await eventually(lambda: len(stuck.requests) == len(asked), "the node has them")
         await running.add(node_info("other", Role.MIXED, other.url))
         silent.set()
@@ -74,7 +68,7 @@ async def test_a_request_waits_for_a_node_that_comes_after_the_loss(stream: bool
         cluster(PATIENT) as running,
         heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
-        asked = asyncio.create_task(ask(running, stream=stream))
+        asked = asyncio.create_task(running.ask(stream=stream))
         await eventually(lambda: bool(stuck.requests), "the node has it")
         silent.set()
         await running.dropped("stuck")
@@ -98,7 +92,7 @@ async def test_without_another_node_it_ends_when_the_wait_or_its_time_is_over(
         cluster(config) as running,
         heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
-        asked = asyncio.create_task(ask(running))
+        asked = asyncio.create_task(running.ask())
         await eventually(lambda: bool(stuck.requests), "the node has it")
         silent.set()
         status, body = await asked
@@ -122,7 +116,7 @@ async def test_a_node_that_was_busy_is_asked_again_after_the_loss(monkeypatch: p
 
     async with FakeNode(refuse_or_die) as one, FakeNode(refuse_or_die) as two, cluster(PATIENT) as running:
         await running.add(node_info("one", Role.MIXED, one.url), node_info("two", Role.MIXED, two.url))
-        assert await ask(running) == (200, b'{"ok": true}')
+        assert await running.ask() == (200, b'{"ok": true}')
         assert sorted([len(one.requests), len(two.requests)]) == [1, 2]
 
 
@@ -142,7 +136,7 @@ async def test_a_stream_that_waits_for_its_first_event_moves_to_another_node() -
         cluster(PATIENT) as running,
         heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
-        asked = asyncio.create_task(ask(running, stream=True))
+        asked = asyncio.create_task(running.ask(stream=True))
         await eventually(lambda: bool(stuck.requests), "the node has it")
         await running.add(node_info("other", Role.MIXED, other.url))
         silent.set()
@@ -157,7 +151,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
         heard(node_info("stuck", Role.MIXED, stuck.url), running.addresses.control) as silent,
     ):
         await running.add(node_info("other", Role.PREFILL, other.url, fingerprint="another"))
-        asked = asyncio.create_task(ask(running, stream=True))
+        asked = asyncio.create_task(running.ask(stream=True))
         await eventually(lambda: bool(stuck.requests), "the node has it")
         silent.set()
         status, body = await asked
@@ -186,7 +180,7 @@ async def test_a_stream_that_goes_on_shows_that_its_node_lives(monkeypatch: pyte
         cluster(PATIENT) as running,
         heard(node_info("x", Role.MIXED, node.url), running.addresses.control) as silent,
     ):
-        asked = asyncio.create_task(ask(running, stream=True))
+        asked = asyncio.create_task(running.ask(stream=True))
         await eventually(lambda: bool(node.requests), "the node has it")
         silent.set()
         await running.dropped("x")
@@ -208,7 +202,7 @@ async def test_what_runs_at_a_node_that_says_goodbye_goes_on(workers: int) -> No
     async with FakeNode(answer_late) as node, FakeNode() as other, cluster(config) as running:
         async with registered(node_info("leaving", Role.MIXED, node.url), running.addresses.control):
             await running.known_to_all()
-            asked = asyncio.create_task(ask(running))
+            asked = asyncio.create_task(running.ask())
             await eventually(lambda: bool(node.requests), "the node has it")
         await running.dropped("leaving")
         # A node is lost after it was dropped: the requests at other nodes go on.
@@ -229,7 +223,7 @@ async def test_what_runs_goes_on_when_another_process_takes_over_the_url() -> No
 
     async with FakeNode(answer_late) as node, cluster(PATIENT) as running:
         async with heard(node_info("before", Role.MIXED, node.url), running.addresses.control) as silent:
-            asked = asyncio.create_task(ask(running))
+            asked = asyncio.create_task(running.ask())
             await eventually(lambda: bool(node.requests), "the node has it")
             silent.set()
             await running.add(node_info("after", Role.MIXED, node.url))
@@ -248,12 +242,12 @@ async def test_a_lost_node_that_registers_again_gets_new_requests_and_not_those_
     async with FakeNode(hang_once) as node, FakeNode() as other, cluster(config) as running:
         info = node_info("back", Role.MIXED, node.url)
         async with heard(info, running.addresses.control) as silent:
-            asked = asyncio.create_task(ask(running))
+            asked = asyncio.create_task(running.ask())
             await eventually(lambda: bool(node.requests), "the node has it")
             silent.set()
             await running.dropped("back")
         async with registered(info, running.addresses.control):
             status, body = await asked
             assert (status, error_of(body)["code"]) == (502, "upstream_lost")
-            assert await ask(running) == (200, b'{"ok": true}')
+            assert await running.ask() == (200, b'{"ok": true}')
         assert (len(node.requests), other.requests) == (2, [])
