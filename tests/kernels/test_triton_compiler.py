@@ -159,7 +159,7 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
 @pytest.mark.parametrize(
     ("layout", "heads", "window", "norms"),
     [
-        (KvLayout(3, 30, 16, 64, torch.bfloat16), 9, None, False),
+        pytest.param(KvLayout(3, 30, 16, 64, torch.bfloat16), 9, None, False, marks=pytest.mark.nightly),
         (KvLayout(1, 18, 16, 256, torch.bfloat16), 4, 512, True),
         (KvLayout(2, 28, 64, 80, torch.bfloat16), 14, None, False),
         (KvLayout(3, 30, 16, 64, torch.float32), 9, None, True),
@@ -178,13 +178,13 @@ def test_attention_of_other_shapes(
     [
         (80, 256, torch.bfloat16, 64, 64),
         (86, 256, torch.bfloat16, 16, 64),
-        (89, 256, torch.bfloat16, 16, 64),
-        (90, 256, torch.bfloat16, 64, 64),
-        (100, 256, torch.bfloat16, 64, 64),
-        (120, 256, torch.bfloat16, 16, 64),
-        (86, 256, torch.float32, 16, 32),
         (89, 128, torch.bfloat16, 64, 64),
-        (89, 128, torch.float32, 32, 64),
+        pytest.param(89, 256, torch.bfloat16, 16, 64, marks=pytest.mark.nightly),
+        pytest.param(90, 256, torch.bfloat16, 64, 64, marks=pytest.mark.nightly),
+        pytest.param(100, 256, torch.bfloat16, 64, 64, marks=pytest.mark.nightly),
+        pytest.param(120, 256, torch.bfloat16, 16, 64, marks=pytest.mark.nightly),
+        pytest.param(86, 256, torch.float32, 16, 32, marks=pytest.mark.nightly),
+        pytest.param(89, 128, torch.float32, 32, 64, marks=pytest.mark.nightly),
     ],
 )
 def test_programs_fit_the_shared_memory_of_each_kind_of_gpu(

@@ -16,8 +16,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def examples(on_a_gpu: int) -> int:
-    """Returns the number of random cases: a third of them in the interpreter, where one takes up to half a second."""
-    return on_a_gpu if DEVICE.type == "cuda" else on_a_gpu // 3
+    """Returns the number of random cases: a sixth of them in the interpreter, where one takes up to half a second."""
+    return on_a_gpu if DEVICE.type == "cuda" else on_a_gpu // 6
 
 
 RELATIVE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
