@@ -238,22 +238,16 @@ def test_decode_node_killed_mid_stream(victims: Cluster) -> None:
     eventually(lambda: victims.prefill[0].idle, "all blocks of the prefill node are free")
 
 
-def test_decode_node_killed_during_prefill(victims: Cluster) -> None:
+def test_decode_node_killed_during_prefill(broken: Broken, victims: Cluster, expected: list[int]) -> None:
+    """The prefill node that computed for it serves the one that is started in its place."""
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(
             http, victims.url + "/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": NEW_TOKENS}
         )
         eventually(lambda: victims.prefill[0].metric("num_requests_running") > 0, "the prompt is computed")
-        kill(victims.decode[0])
+        kill(victims.decode.pop())
         assert reply.result(60).status in (502, 503)
     eventually(lambda: victims.prefill[0].idle, "all blocks of the prefill node are free")
-
-
-def test_restarted_decode_node_is_served_by_the_same_prefill_node(
-    broken: Broken, victims: Cluster, expected: list[int]
-) -> None:
-    assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-    kill(victims.decode.pop())
     again = broken.start("decode")
     broken.until_known()
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
