@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import urllib.error
 import urllib.request
@@ -51,6 +52,11 @@ def http(url: str, body: object = None, *, raw: bytes | None = None, timeout_s: 
     except urllib.error.HTTPError as error:
         with error:
             return Reply(error.code, dict(error.headers), error.read())
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Returns token ids of the demo model's vocabulary, always the same ones, none of which is special."""
+    return random.Random(seed).choices(range(3, 49_000), k=length)
 
 
 def sample(url: str, name: str, **labels: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster
+from tests.cluster.nodes import MODEL, Cluster, Node, cluster, random_prompt
 from tests.eventually import eventually
 
 BLOCK = 16
@@ -26,23 +25,19 @@ def returning(slow_tiny_model: Path) -> Iterator[Cluster]:
         yield running
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 400), k=length)
-
-
 def returned(node: Node) -> float:
     return node.metric("kv_blocks_returned_total")
 
 
 def test_the_blocks_of_an_answer_are_found_by_the_next_turn(returning: Cluster) -> None:
     (prefill,) = returning.prefill
-    ids, before = prompt(40, seed=1), returned(prefill)
+    ids, before = random_prompt(40, seed=1), returned(prefill)
     answer = returning.complete(ids, 100, ignore_eos=True)
     # The last token of an answer is in no cache, and the prefill node has computed two blocks itself.
     wanted = (40 + 100 - 1) // BLOCK - 40 // BLOCK
     eventually(lambda: returned(prefill) - before == wanted, "the answer's blocks are at the prefill node")
     found = prefill.metric("prefix_cache_hits_total")
-    turn = [*ids, *answer, *prompt(40, seed=2)]
+    turn = [*ids, *answer, *random_prompt(40, seed=2)]
     second = [returning.complete(turn, 4, ignore_eos=True) for _ in range(2)]
     assert second == [second[0]] * 2
     # At least one of two decode nodes did not generate the answer, and has asked for the whole prompt.
@@ -56,14 +51,14 @@ def test_the_blocks_of_an_answer_are_found_by_the_next_turn(returning: Cluster) 
 def test_every_choice_is_returned(returning: Cluster) -> None:
     (prefill,) = returning.prefill
     before = returned(prefill)
-    returning.complete(prompt(32, seed=3), 65, ignore_eos=True, n=2, seed=4, temperature=0.9)
+    returning.complete(random_prompt(32, seed=3), 65, ignore_eos=True, n=2, seed=4, temperature=0.9)
     eventually(lambda: returned(prefill) - before == 2 * 4, "the blocks of both choices are at the prefill node")
     returning.until_idle()
 
 
 def test_a_node_that_goes_on_takes_the_blocks_from_there(returning: Cluster) -> None:
     (prefill,) = returning.prefill
-    ids = prompt(50, seed=5)
+    ids = random_prompt(50, seed=5)
     body = {"model": MODEL, "prompt": ids, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     before = returned(prefill)
     whole = returning.complete(ids, 200, ignore_eos=True, cache_salt="unbroken")

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
-from tests.cluster.nodes import MODEL, ServedCluster, http
+from tests.cluster.nodes import MODEL, ServedCluster, http, random_prompt
 
 BLOCK = 16
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 49_000), k=length)
 
 
 def received(cluster: ServedCluster) -> float:
@@ -22,7 +16,7 @@ def hits(cluster: ServedCluster) -> float:
 
 
 def test_a_prompt_that_every_decode_node_has_moves_nothing(pd_cluster: ServedCluster) -> None:
-    ids = prompt(600, seed=1)
+    ids = random_prompt(600, seed=1)
     # Requests go round-robin: both decode nodes have fetched the prompt, the second one perhaps from a prefill node
     # that already had it.
     answers = [pd_cluster.complete(ids, 6, ignore_eos=True) for _ in range(2)]
@@ -36,12 +30,12 @@ def test_a_prompt_that_every_decode_node_has_moves_nothing(pd_cluster: ServedClu
 
 
 def test_a_longer_prompt_moves_only_what_is_new(pd_cluster: ServedCluster) -> None:
-    ids = prompt(640, seed=2)
+    ids = random_prompt(640, seed=2)
     for _ in range(2):
         pd_cluster.complete(ids, 2, ignore_eos=True)
     pd_cluster.until_idle()
     before = received(pd_cluster)
-    long = ids + prompt(100, seed=3)
+    long = ids + random_prompt(100, seed=3)
     first = pd_cluster.complete(long, 4, ignore_eos=True)
     pd_cluster.until_idle()
     moved = received(pd_cluster) - before
@@ -58,7 +52,7 @@ def test_three_choices_are_what_three_requests_would_be_answered(
 ) -> None:
     options = {"temperature": 0.9, "ignore_eos": True}
     for cluster in (pd_cluster, mixed_cluster):
-        ids = prompt(90, seed=4)
+        ids = random_prompt(90, seed=4)
         body = {"model": MODEL, "prompt": ids, "max_tokens": 12, "n": 3, "seed": 70, "return_token_ids": True}
         reply = http(cluster.url + "/v1/completions", body | options)
         assert reply.status == 200, reply.body

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import ServedCluster, served
+from tests.cluster.nodes import ServedCluster, random_prompt, served
 from tests.tiny_models import Reference
 
 NEW_TOKENS = 8
@@ -25,7 +25,7 @@ LENGTHS = [
 
 
 def prompt(length: int) -> list[int]:
-    return random.Random(length).choices(range(3, 49_000), k=length)
+    return random_prompt(length, seed=length)
 
 
 FEW = [1, BLOCK, BLOCK + 1, 129, 300]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.cluster.nodes import MODEL, ServedCluster, http
+from tests.cluster.nodes import MODEL, ServedCluster, http, random_prompt
 from tests.eventually import eventually
 
-PROMPT = random.Random(7).choices(range(3, 49_000), k=50)
+PROMPT = random_prompt(50, seed=7)
 EOS = 2
 FEW_TOKENS = [28, 30, 260, 281, 284]
 """Fewer than an answer has, so that it repeats some."""
