@@ -116,7 +116,7 @@ def test_the_seeds_of_each_test_run_have_all_that_may_happen() -> None:
     assert any(shape.prefill_answers for shape in shapes)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", FOUND)
 def test_what_was_found_stays_mended(seed: int) -> None:
     _check(range(seed, seed + 1))

@@ -57,8 +57,11 @@ from pdserve.process import ChildProcess
 PACKAGES = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
 LEAST_SLEEP_S = 0.0005
 """A thread that polls while data moves sleeps for so long. The product's 50 µs would make most of a run's turns."""
-UNUSED = ("pdserve.bench", "pdserve.doctor", "pdserve.cli", "pdserve.__main__", "pdserve.engine.__main__")
-"""What no process of a cluster imports."""
+UNUSED = (
+    *("pdserve.bench", "pdserve.doctor", "pdserve.plan", "pdserve.cli", "pdserve.__main__", "pdserve.engine.__main__"),
+    *("pdserve.models.fallback", "pdserve.models.checkpoint.fallback_config"),
+)
+"""What no simulated process imports. The models of transformers take seconds."""
 
 
 class Likeness:
