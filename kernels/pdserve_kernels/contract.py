@@ -176,9 +176,18 @@ class Kernels(Protocol):
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
     def plan_attention(
-        self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        cap: float | None = None,
     ) -> Attention:
-        """Plans a step. Rows with one new token come before rows with several. ``scale`` multiplies the scores."""
+        """Plans a step. Rows with one new token come before rows with several.
+
+        ``scale`` multiplies the scores. With a ``cap``, above 0, a score ``x`` then becomes ``cap * tanh(x / cap)``.
+        """
 
 
 class BlockKernels(Protocol):
@@ -199,6 +208,7 @@ class GraphKernels(Kernels, Protocol):
         heads: int,
         scale: float,
         max_context: int,
+        cap: float | None = None,
     ) -> Attention:
         """Plans ``len(slots)`` single-token rows. The plan does not depend on the numbers in ``slots`` and ``tables``.
 

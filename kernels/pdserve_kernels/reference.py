@@ -81,12 +81,13 @@ def paged_attention(
     context_len: int,
     scale: float | None = None,
     window: int | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Computes causal grouped-query attention of one request's newest tokens over its paged context.
 
     ``query`` is ``[new_tokens, heads, head_dim]``, the last ``new_tokens`` of ``context_len``, whose keys and values
     are in the cache already. Returns the same shape. ``scale`` is ``head_dim ** -0.5`` if not given; with a ``window``,
-    a token sees itself and the ``window - 1`` before it.
+    a token sees itself and the ``window - 1`` before it; with a ``cap``, a score ``x`` becomes ``cap * tanh(x / cap)``.
     """
     new, heads, head_dim = query.shape
     tiles = cache[blocks, :, layer].float()
@@ -94,6 +95,8 @@ def paged_attention(
     group = heads // layout.kv_heads
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = torch.einsum("qhd,hkd->hqk", query.float(), keys) * (head_dim**-0.5 if scale is None else scale)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     query_at = torch.arange(context_len - new, context_len).unsqueeze(1)
     key_at = torch.arange(context_len).unsqueeze(0)
     hidden = key_at > query_at

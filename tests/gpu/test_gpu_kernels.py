@@ -46,7 +46,7 @@ def blocks_for(contexts: list[int]) -> list[list[int]]:
     return tables
 
 
-@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (1024, None), (None, 1.5)])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -57,14 +57,17 @@ def blocks_for(contexts: list[int]) -> list[list[int]]:
     ],
     ids=["one long", "ragged", "full batch", "mixed"],
 )
-def test_attention_of_an_8b_model(cache: torch.Tensor, rows: list[tuple[int, int]], window: int | None) -> None:
+def test_attention_of_an_8b_model(
+    cache: torch.Tensor, rows: list[tuple[int, int]], window: int | None, cap: float | None
+) -> None:
     tables = blocks_for([context for _, context in rows])
     spans = [AttentionRow(new, context, table) for (new, context), table in zip(rows, tables, strict=True)]
     tokens = sum(new for new, _ in rows)
     query = torch.randn(tokens, HEADS, 128, device=CUDA, dtype=torch.bfloat16)
     key_value = torch.randn(2, tokens, 8, 128, device=CUDA, dtype=torch.bfloat16)
     mine = cache.clone()
-    got = make_kernels().plan_attention(LAYOUT, mine, spans, HEADS, SCALE)(1, query, key_value, window).cpu()
+    attend = make_kernels().plan_attention(LAYOUT, mine, spans, HEADS, SCALE, cap)
+    got = attend(1, query, key_value, window).cpu()
     on_host, at = mine.cpu(), 0
     for span in spans:
         wanted = reference.paged_attention(
@@ -76,6 +79,7 @@ def test_attention_of_an_8b_model(cache: torch.Tensor, rows: list[tuple[int, int
             span.context_len,
             SCALE,
             window,
+            cap,
         )
         torch.testing.assert_close(got[at : at + span.new_tokens], wanted, rtol=2e-2, atol=2e-2)
         at += span.new_tokens

@@ -159,7 +159,7 @@ def steps(draw: st.DrawFn, block_size: int) -> list[AttentionRow]:
 @settings(max_examples=examples(50))
 @given(
     layouts(), st.data(), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([0.3, 1.0]),
-    st.none() | st.integers(1, 300), st.booleans(), SEEDS,
+    st.none() | st.integers(1, 300), st.sampled_from([None, None, 0.7, 30.0]), st.booleans(), SEEDS,
 )  # fmt: skip
 def test_attention_of_a_step(
     kernels: Kernels,
@@ -168,6 +168,7 @@ def test_attention_of_a_step(
     group: int,
     scale: float,
     window: int | None,
+    cap: float | None,
     normed: bool,
     seed: int,
 ) -> None:
@@ -191,7 +192,7 @@ def test_attention_of_a_step(
     plain = None if norms is None else HeadNorms(norms.query.float(), norms.key.float(), EPS)
     query, key_value = reference.projected(qkv.float(), layout.kv_heads, cos.float(), sin.float(), plain)
     query, key_value = query.to(dtype), key_value.to(dtype)
-    attention = kernels.plan_attention(layout, cache, rows, heads, scale)
+    attention = kernels.plan_attention(layout, cache, rows, heads, scale, cap)
     for layer in range(layout.num_layers):
         slots = torch.tensor(
             [
@@ -203,7 +204,7 @@ def test_attention_of_a_step(
         reference.kv_write(expected, layout, layer, slots, key_value[0], key_value[1])
         got = attention.from_projection(layer, qkv, cos, sin, norms, window)
         close(cache[list(owned)], expected[list(owned)], dtype, scale=2)
-        wanted = plain_attention(layout, expected, rows, query, layer, scale, window)
+        wanted = plain_attention(layout, expected, rows, query, layer, scale, window, cap)
         close(got, wanted, dtype, scale=3)
         again = attention(layer, query, key_value, window)
         close(again, wanted, dtype, scale=2)
@@ -235,12 +236,13 @@ def plain_attention(
     layer: int,
     scale: float,
     window: int | None,
+    cap: float | None,
 ) -> torch.Tensor:
     out, first = [], 0
     for row in rows:
         q = query[first : first + row.new_tokens]
         blocks = list(row.blocks)
-        out.append(reference.paged_attention(q, cache, layout, layer, blocks, row.context_len, scale, window))
+        out.append(reference.paged_attention(q, cache, layout, layer, blocks, row.context_len, scale, window, cap))
         first += row.new_tokens
     return torch.cat(out)
 

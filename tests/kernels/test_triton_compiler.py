@@ -117,19 +117,26 @@ def check(launches: list[Launch]) -> dict[str, Any]:
     return built
 
 
-def step(layout: KvLayout, heads: int, window: int | None, norms: bool = False) -> None:
+def step(layout: KvLayout, heads: int, window: int | None, norms: bool = False, cap: float | None = None) -> None:
     """Launches the attention of a step with rows of every kind, alone and in a batch that needs no parts."""
     for rows in ([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], [AttentionRow(1, 1, [0])]):
-        attend(rows, layout, heads, window, norms)
+        attend(rows, layout, heads, window, norms, cap)
 
 
-def attend(rows: list[AttentionRow], layout: KvLayout, heads: int, window: int | None, norms: bool = False) -> None:
+def attend(
+    rows: list[AttentionRow],
+    layout: KvLayout,
+    heads: int,
+    window: int | None,
+    norms: bool = False,
+    cap: float | None = None,
+) -> None:
     cache = layout.allocate(13, torch.device("cpu"))
     tokens = sum(row.new_tokens for row in rows)
     qkv = torch.empty(tokens, heads + 2 * layout.kv_heads, layout.head_dim, dtype=layout.dtype)
     angles = torch.empty(tokens, layout.head_dim // 2, dtype=layout.dtype)
     weight = torch.empty(layout.head_dim, dtype=layout.dtype)
-    planned = TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)
+    planned = TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1, cap)
     planned.from_projection(1, qkv, angles, angles, HeadNorms(weight, weight, 1e-6) if norms else None, window)
 
 
@@ -157,19 +164,20 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "heads", "window", "norms"),
+    ("layout", "heads", "window", "norms", "cap"),
     [
-        pytest.param(KvLayout(3, 30, 16, 64, torch.bfloat16), 9, None, False, marks=pytest.mark.nightly),
-        (KvLayout(1, 18, 16, 256, torch.bfloat16), 4, 512, True),
-        (KvLayout(2, 28, 64, 80, torch.bfloat16), 14, None, False),
-        (KvLayout(3, 30, 16, 64, torch.float32), 9, None, True),
+        pytest.param(KvLayout(3, 30, 16, 64, torch.bfloat16), 9, None, False, None, marks=pytest.mark.nightly),
+        (KvLayout(1, 18, 16, 256, torch.bfloat16), 4, 512, True, None),
+        (KvLayout(4, 26, 16, 256, torch.bfloat16), 8, 4096, False, 50.0),
+        (KvLayout(2, 28, 64, 80, torch.bfloat16), 14, None, False, None),
+        (KvLayout(3, 30, 16, 64, torch.float32), 9, None, True, None),
     ],
-    ids=["SmolLM2 135M", "Gemma 3 270M", "padded heads in groups of 7", "SmolLM2 135M in fp32"],
+    ids=["SmolLM2 135M", "Gemma 3 270M", "Gemma 2 2B", "padded heads in groups of 7", "SmolLM2 135M in fp32"],
 )
 def test_attention_of_other_shapes(
-    launches: list[Launch], layout: KvLayout, heads: int, window: int | None, norms: bool
+    launches: list[Launch], layout: KvLayout, heads: int, window: int | None, norms: bool, cap: float | None
 ) -> None:
-    step(layout, heads, window, norms)
+    step(layout, heads, window, norms, cap)
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
 
 

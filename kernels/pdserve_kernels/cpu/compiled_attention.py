@@ -26,6 +26,7 @@ class CompiledAttention:
         rows: Sequence[AttentionRow],
         heads: int,
         scale: float,
+        cap: float | None = None,
     ) -> None:
         singles = sum(row.new_tokens == 1 for row in rows)
         if any(row.new_tokens == 1 for row in rows[singles:]):
@@ -49,6 +50,7 @@ class CompiledAttention:
             block_size=layout.block_size,
             head_dim=layout.head_dim,
             scale=scale,
+            cap=cap or 0.0,
         )
         self._step_at = ctypes.addressof(self._step)
 

@@ -148,9 +148,15 @@ class CompiledKernels:
         return self._act_and_mul(gate_up, gelu=True)
 
     def plan_attention(
-        self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        cap: float | None = None,
     ) -> CompiledAttention:
-        return CompiledAttention(self._library, layout, cache, rows, heads, scale)
+        return CompiledAttention(self._library, layout, cache, rows, heads, scale, cap)
 
     def _act_and_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         gate_up = gate_up.contiguous()

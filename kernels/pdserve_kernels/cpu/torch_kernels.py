@@ -55,6 +55,7 @@ class DecodeAttention:
         context_lens: Sequence[int],
         heads: int,
         scale: float,
+        cap: float | None = None,
         room: torch.Tensor | None = None,
     ) -> None:
         """Plans a step. ``block_tables[i]`` holds at least ``ceil(context_lens[i] / block_size)`` block ids.
@@ -78,7 +79,7 @@ class DecodeAttention:
         size = gathered_size(layout, context_lens)
         room = cache.new_empty(size) if room is None else room[:size]
         self._gathered = room.view(len(self._index), layout.block_size * layout.head_dim)
-        self._scale = scale
+        self._scale, self._cap = scale, cap
         self._lengths = torch.tensor(context_lens).unsqueeze(1)
         self._masks: dict[int | None, torch.Tensor] = {}
 
@@ -88,7 +89,7 @@ class DecodeAttention:
         torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
         keys, values = self._gathered.view(2, -1, self._context, layout.head_dim).unbind(0)
         rows = query.reshape(-1, self._group, layout.head_dim)
-        return _attend(rows, keys, values, self._mask(window), self._scale).view(query.shape)
+        return _attend(rows, keys, values, self._mask(window), self._scale, self._cap).view(query.shape)
 
     def _mask(self, window: int | None) -> torch.Tensor:
         """Returns what is added to the scores, ``[requests * kv_heads, group, context]``."""
@@ -112,7 +113,15 @@ def gathered_size(layout: KvLayout, context_lens: Sequence[int]) -> int:
 class PrefillAttention:
     """Attention of several new tokens of one request. It is planned once a step and called once a layer."""
 
-    def __init__(self, layout: KvLayout, cache: torch.Tensor, span: AttentionRow, heads: int, scale: float) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        span: AttentionRow,
+        heads: int,
+        scale: float,
+        cap: float | None = None,
+    ) -> None:
         self._layout = layout
         self._tiles = layout.tiles(cache)
         self._group = heads // layout.kv_heads
@@ -121,7 +130,7 @@ class PrefillAttention:
         keys = layout.tile_rows(blocks)
         self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
         self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
-        self._scale = scale
+        self._scale, self._cap = scale, cap
         self._query_at = torch.arange(span.context_len - span.new_tokens, span.context_len).unsqueeze(1)
         self._masks: dict[int | None, torch.Tensor] = {}
 
@@ -134,7 +143,8 @@ class PrefillAttention:
         new = query.shape[0]
         by_head = query.view(new, layout.kv_heads, self._group, layout.head_dim).permute(1, 2, 0, 3)
         rows = by_head.reshape(layout.kv_heads, self._group * new, layout.head_dim)
-        out = _attend(rows, keys, values, self._mask(window).expand(layout.kv_heads, -1, -1), self._scale)
+        mask = self._mask(window).expand(layout.kv_heads, -1, -1)
+        out = _attend(rows, keys, values, mask, self._scale, self._cap)
         heads_first = out.view(layout.kv_heads * self._group, new, layout.head_dim)
         return heads_first.transpose(0, 1)
 
@@ -154,10 +164,18 @@ def _minus_infinity_where(hidden: torch.Tensor, like: torch.Tensor) -> torch.Ten
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    cap: float | None,
 ) -> torch.Tensor:
-    scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
-    return torch.bmm(torch.softmax(scores, -1), values)
+    if cap is None:
+        scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.bmm(query, keys.transpose(1, 2)).float().mul_(scale / cap).tanh_().mul_(cap).add_(mask)
+    return torch.bmm(torch.softmax(scores, -1).to(values.dtype), values)
 
 
 SMALLEST_BUCKET = 4
@@ -172,7 +190,13 @@ class TorchAttention:
     """Attention of a step whose single-token rows come first. It is planned once a step and called once a layer."""
 
     def __init__(
-        self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        cap: float | None,
     ) -> None:
         singles = [row for row in rows if row.new_tokens == 1]
         spans = rows[len(singles) :]
@@ -187,11 +211,11 @@ class TorchAttention:
         room = cache.new_empty(max((gathered_size(layout, some) for some in lengths), default=0))
         for members, some in zip(groups, lengths, strict=True):
             tables = [singles[i].blocks for i in members]
-            decode = DecodeAttention(layout, cache, tables, some, heads, scale, room)
+            decode = DecodeAttention(layout, cache, tables, some, heads, scale, cap, room)
             self._parts.append((torch.tensor(members), decode))
         first = len(singles)
         for row in spans:
-            attend = PrefillAttention(layout, cache, row, heads, scale)
+            attend = PrefillAttention(layout, cache, row, heads, scale, cap)
             self._parts.append((slice(first, first + row.new_tokens), attend))
             first += row.new_tokens
 
@@ -293,6 +317,12 @@ class TorchKernels:
         return PackedLinear(weight, bias)
 
     def plan_attention(
-        self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        cap: float | None = None,
     ) -> TorchAttention:
-        return TorchAttention(layout, cache, rows, heads, scale)
+        return TorchAttention(layout, cache, rows, heads, scale, cap)

@@ -32,6 +32,8 @@ from pdserve_kernels.contract import DecodeTables
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import SpanTables
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+
 
 @triton.jit
 def softmax_step(scores, highest, total, acc):
@@ -47,6 +49,15 @@ def softmax_step(scores, highest, total, acc):
     weights = tl.exp2(scores - reference[:, None])
     shrink = tl.exp2(highest - reference)
     return weights, risen, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
+
+
+@triton.jit
+def bounded(scores, CAP: tl.constexpr):
+    """Returns ``CAP * tanh(scores / CAP)``, for scores and ``CAP`` in units of log 2, or the scores if ``CAP`` is 0."""
+    if CAP > 0:
+        # tanh(u) is 1 - 2 / (exp(2 u) + 1).
+        scores = CAP - 2 * CAP / (tl.exp2(scores * (2 * LOG2_E / CAP)) + 1)
+    return scores
 
 
 TILE = 64
@@ -74,7 +85,12 @@ _fitting: dict[Hashable, int] = {}
 
 
 def _launch(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[int, ...], stages: int, warps: int
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    constants: tuple[float, ...],
+    stages: int,
+    warps: int,
 ) -> None:
     """Launches a kernel with the largest tile that the GPU has shared memory for. ``constants`` end with the largest.
 
@@ -83,7 +99,7 @@ def _launch(
     """
     query = arguments[0]
     key = (kernel.fn, query.device, query.dtype, constants)
-    tiles = list(tiles_to_try(constants[-1], stages))
+    tiles = list(tiles_to_try(int(constants[-1]), stages))
     for at in range(_fitting.get(key, 0), len(tiles)):
         keys, deep = tiles[at]
         try:
@@ -115,6 +131,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
+    CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -154,6 +171,7 @@ def _decode_kernel(
         keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
         values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+        scores = bounded(scores, CAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, highest, total, acc = softmax_step(scores, highest, total, acc)
         acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
@@ -197,6 +215,7 @@ def decode_attention(
     layer: int,
     tables: DecodeTables,
     scale: float,
+    cap: float | None,
     window: int | None,
     splits: int,
     out: torch.Tensor,
@@ -230,7 +249,7 @@ def decode_attention(
             partial_lse,
             query.stride(0),
             query.stride(1),
-            scale * math.log2(math.e),
+            scale * LOG2_E.value,
         ),
         (
             layout.kv_heads,
@@ -239,6 +258,7 @@ def decode_attention(
             layout.block_size,
             tiles.stride(0),
             tiles.stride(1),
+            (cap or 0.0) * LOG2_E.value,
             window or 0,
             splits,
             max(16, triton.next_power_of_2(group)),
@@ -278,6 +298,7 @@ def _attend_tiles(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
+    CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -292,6 +313,7 @@ def _attend_tiles(
         loaded = inside[:, None] & (column < HEAD_DIM)[None, :]
         keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+        scores = bounded(scores, CAP)
         if MASKED:
             seen = (token[None, :] <= position[:, None]) & inside[None, :]
             if WINDOW:
@@ -323,6 +345,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
+    CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -367,11 +390,11 @@ def _prefill_kernel(
     keys = tiles + kv_head * HEAD_STRIDE
     highest, total, acc = _attend_tiles(
         queries, position, keys, table, context, scale_log2, begin, masked_from, highest, total, acc,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, False, BLOCK_DIM, TILE,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, False, BLOCK_DIM, TILE,
     )  # fmt: skip
     highest, total, acc = _attend_tiles(
         queries, position, keys, table, context, scale_log2, masked_from, end, highest, total, acc,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, True, BLOCK_DIM, TILE,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, True, BLOCK_DIM, TILE,
     )  # fmt: skip
     target = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + column[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=valid)
@@ -384,6 +407,7 @@ def prefill_attention(
     layer: int,
     tables: SpanTables,
     scale: float,
+    cap: float | None,
     window: int | None,
     out: torch.Tensor,
 ) -> None:
@@ -411,7 +435,7 @@ def prefill_attention(
             out,
             query.stride(0),
             query.stride(1),
-            scale * math.log2(math.e),
+            scale * LOG2_E.value,
         ),
         (
             layout.kv_heads,
@@ -420,6 +444,7 @@ def prefill_attention(
             layout.block_size,
             tiles.stride(0),
             tiles.stride(1),
+            (cap or 0.0) * LOG2_E.value,
             window or 0,
             tables.tile_size,
             lines,

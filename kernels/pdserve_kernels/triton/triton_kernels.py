@@ -33,12 +33,13 @@ class TritonAttention:
         singles: DecodeTables,
         spans: SpanTables | None,
         scale: float,
+        cap: float | None,
         splits: int,
     ) -> None:
         """Plans a step. ``slots`` has every new token. The context of a single token is cut into ``splits`` parts."""
         self._layout, self._cache, self._slots = layout, cache, slots
         self._singles, self._spans = singles, spans
-        self._scale, self._splits = scale, splits
+        self._scale, self._cap, self._splits = scale, cap, splits
 
     def __call__(
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
@@ -70,13 +71,22 @@ class TritonAttention:
             layer,
             self._singles,
             self._scale,
+            self._cap,
             window,
             self._splits,
             out[:count],
         )
         if self._spans is not None:
             prefill_attention(
-                query[count:], self._cache, self._layout, layer, self._spans, self._scale, window, out[count:]
+                query[count:],
+                self._cache,
+                self._layout,
+                layer,
+                self._spans,
+                self._scale,
+                self._cap,
+                window,
+                out[count:],
             )
         return out
 
@@ -99,14 +109,20 @@ class TritonKernels:
         return functools.partial(F.linear, weight=weight, bias=bias)
 
     def plan_attention(
-        self, layout: KvLayout, cache: torch.Tensor, rows: Sequence[AttentionRow], heads: int, scale: float
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        cap: float | None = None,
     ) -> Attention:
         group = heads // layout.kv_heads
         tile_size = lines_per_program(group, layout.dtype) // group
         plan = plan_step(rows, layout.block_size, tile_size, cache.device)
         longest = max((row.context_len for row in rows[: plan.singles]), default=1)
         splits = decode_splits(plan.singles, layout.kv_heads, longest, self._processors)
-        return TritonAttention(layout, cache, plan.slots, plan.decode, plan.spans, scale, splits)
+        return TritonAttention(layout, cache, plan.slots, plan.decode, plan.spans, scale, cap, splits)
 
     def plan_decode(
         self,
@@ -117,6 +133,7 @@ class TritonKernels:
         heads: int,
         scale: float,
         max_context: int,
+        cap: float | None = None,
     ) -> Attention:
         splits = decode_splits(len(slots), layout.kv_heads, max_context, self._processors)
-        return TritonAttention(layout, cache, slots, tables, None, scale, splits)
+        return TritonAttention(layout, cache, slots, tables, None, scale, cap, splits)

@@ -29,6 +29,7 @@ class Step:
     rows: list[tuple[int, int]]
     window: int | None
     layer: int
+    cap: float | None = None
 
 
 @st.composite
@@ -55,11 +56,14 @@ def steps(draw: st.DrawFn) -> Step:
         rows=[*singles, *spans] or [(1, 1)],
         window=draw(st.none() | st.integers(1, 80)),
         layer=draw(st.integers(0, 1)),
+        cap=draw(st.sampled_from([None, None, 0.7, 30.0])),
     )
 
 
-def step(rows: list[tuple[int, int]], block_size: int = 16, window: int | None = None) -> Step:
-    return Step(KvLayout(1, 2, block_size, 16, torch.float32), 2, rows, window, 1)
+def step(
+    rows: list[tuple[int, int]], block_size: int = 16, window: int | None = None, cap: float | None = None
+) -> Step:
+    return Step(KvLayout(1, 2, block_size, 16, torch.float32), 2, rows, window, 1, cap)
 
 
 def check(case: Step, seed: int, processors: int) -> None:
@@ -83,7 +87,7 @@ def check(case: Step, seed: int, processors: int) -> None:
     key_value = torch.randn(2, tokens, layout.kv_heads, layout.head_dim).to(layout.dtype)
     moved = cache.to(DEVICE, copy=True)
     scale = layout.head_dim**-0.5
-    attend = TritonKernels(processors).plan_attention(layout, moved, rows, heads, scale)
+    attend = TritonKernels(processors).plan_attention(layout, moved, rows, heads, scale, case.cap)
     got = attend(case.layer, query.to(DEVICE)[:, :heads], key_value.to(DEVICE), case.window)
 
     wanted, at = [], 0
@@ -100,7 +104,7 @@ def check(case: Step, seed: int, processors: int) -> None:
         clean = cache.nan_to_num(0.0)
         wanted.append(
             reference.paged_attention(
-                query[mine, :heads], clean, layout, case.layer, blocks, row.context_len, scale, case.window
+                query[mine, :heads], clean, layout, case.layer, blocks, row.context_len, scale, case.window, case.cap
             )
         )
         at += row.new_tokens
@@ -115,6 +119,7 @@ def check(case: Step, seed: int, processors: int) -> None:
 @example(step([(1, 150)], window=1), 0)
 @example(step([(40, 110)], window=1), 0)
 @example(step([(129, 129)], block_size=64), 0)
+@example(step([(1, 150), (40, 110)], cap=0.5), 0)
 def test_a_step(case: Step, seed: int) -> None:
     check(case, seed, processors=2)
 

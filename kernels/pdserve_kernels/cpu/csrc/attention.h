@@ -15,6 +15,7 @@ struct Step {
   int64_t num_rows, num_singles, num_tokens;
   int64_t kv_heads, heads, layers, block_size, head_dim;
   float scale;
+  float cap;  // a scaled score x becomes cap * tanh(x / cap); 0 if scores have no bound
 };
 
 // The tokens of one layer. Query, key and value of a token lie their stride in elements before the next token's.
@@ -47,6 +48,16 @@ T* tile_of(const Step& step, long block, long kv_head, long layer) {
 
 inline long first_visible(const Tokens& tokens, long position) {
   return tokens.window && position >= tokens.window ? position - tokens.window + 1 : 0;
+}
+
+// Bounds the scores in [from, to), of whole vectors, which are not scaled yet. Hidden ones, -INFINITY, stay hidden.
+inline void bound(const Step& step, float* scores, long from, long to) {
+  const float inner = 2 * step.scale / step.cap, outer = step.cap / step.scale;
+  for (long i = from; i < to; i += kLanes) {
+    const Lanes x = load(scores + i);
+    // tanh(u) is 1 - 2 / (exp(2 u) + 1).
+    store(scores + i, x == -INFINITY ? x : outer - 2 * outer / (exponential(x * inner) + 1.0f));
+  }
 }
 
 // All threads of a parallel region run each of the following parts of an attention. `query` is

@@ -207,6 +207,7 @@ struct Part {
   void soften(float* scores, long count, float* top, float* total) const {
     const long all = padded_to(count * kSlots, kLanes);
     for (long i = count * kSlots; i < all; i++) scores[i] = -INFINITY;
+    if (step.cap) bound(step, scores, 0, all);
     Lanes best = load(scores) * step.scale;
     for (long i = kLanes; i < all; i += kLanes) best = greater(best, load(scores + i) * step.scale);
     for (long s = 0; s < kSlots; s++) {

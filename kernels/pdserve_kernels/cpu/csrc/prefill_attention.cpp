@@ -97,17 +97,18 @@ void lay_out(const Step& step, const Row& row, long layer, long kv_head, long lo
 
 // Turns scores into weights, which are zero outside [from, to). Returns the sum of the weights.
 template <class E>
-float soften(float* scores, long from, long to, long length, float scale, E* weights) {
+float soften(const Step& step, float* scores, long from, long to, long length, E* weights) {
   for (long i = 0; i < from; i++) scores[i] = -INFINITY;
   for (long i = to; i < length; i++) scores[i] = -INFINITY;
   const long begin = from / kLanes * kLanes;
+  if (step.cap) bound(step, scores, begin, to);
   Lanes best = load(scores + begin);
   for (long i = begin + kLanes; i < to; i += kLanes) best = greater(best, load(scores + i));
-  const float top = maximum(best) * scale;
+  const float top = maximum(best) * step.scale;
   Lanes sums{};
   for (long i = 0; i < length; i += kLanes) {
     Lanes x = load(scores + i);
-    const Lanes weight = i < begin || i >= to ? Lanes{} : x == splat(-INFINITY) ? Lanes{} : exponential(x * scale - top);
+    const Lanes weight = i < begin || i >= to ? Lanes{} : x == splat(-INFINITY) ? Lanes{} : exponential(x * step.scale - top);
     // The sum is that of the rounded weights, as which they are multiplied.
     store(weights + i, weight);
     sums += load(weights + i);
@@ -141,7 +142,7 @@ void rows_of_queries(const Step& step, const Tokens& tokens, const Row& row, lon
   float totals[kMaxRows];
   for (long r = 0; r < rows; r++) {
     const long from = first_visible(tokens, position_of(r)) - low - start, to = position_of(r) + 1 - low - start;
-    totals[r] = soften(scores + r * length, from, to, length, step.scale, weights + r * length);
+    totals[r] = soften(step, scores + r * length, from, to, length, weights + r * length);
   }
   for (long d = 0; d < dim; d += kColumns) {
     product_of(rows, weights, length, values + d * all + start * kColumns, length, 0,
