@@ -234,7 +234,7 @@ class ModelRunner:
         self.kv_cache = self.layout.allocate(num_blocks, device) if kv_memory is None else self.layout.over(kv_memory)
         heads = share(tp, config.heads, "attention heads")
         self._heads = heads.stop - heads.start
-        self._scale = config.attention_scale
+        self._scale, self._cap = config.attention_scale, config.attention_cap
         self._max_model_len = max_model_len
         self._scored_rows = max(1, SCORED_LOGITS // config.vocab_size)
         self._kernels = kernels
@@ -285,7 +285,7 @@ class ModelRunner:
         if tokens is not None:
             token_ids.copy_(tokens)
         spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
-        attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale)
+        attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale, self._cap)
         hidden = self._decoder.forward(token_ids, positions, attention)
         if score is not None:
             for places in self._scored_places(rows):
@@ -319,6 +319,7 @@ class ModelRunner:
                 self._heads,
                 self._scale,
                 self._max_model_len,
+                self._cap,
             )
             return self._decoder.logits(self._decoder.forward(inputs.token_ids, inputs.positions, attention))
 

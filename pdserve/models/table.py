@@ -8,7 +8,7 @@ from pdserve.errors import ModelError
 from pdserve.models.families.cohere import Cohere2Settings, CohereSettings
 from pdserve.models.families.ernie import ErnieMoeSettings, ErnieSettings
 from pdserve.models.families.exaone import Exaone4Settings
-from pdserve.models.families.gemma import Gemma3Settings, GemmaSettings
+from pdserve.models.families.gemma import Gemma2Settings, Gemma3Settings, GemmaSettings, VaultGemmaSettings
 from pdserve.models.families.glm import Dots1Settings, Glm4MoeSettings, Glm4Settings, GlmSettings, SolarOpenSettings
 from pdserve.models.families.gpt import (
     FalconSettings,
@@ -55,7 +55,9 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "qwen3": Qwen3Settings,
     "qwen3_moe": Qwen3MoeSettings,
     "gemma": GemmaSettings,
+    "gemma2": Gemma2Settings,
     "gemma3_text": Gemma3Settings,
+    "vaultgemma": VaultGemmaSettings,
     "phi": PhiSettings,
     "phi3": Phi3Settings,
     "glm": GlmSettings,

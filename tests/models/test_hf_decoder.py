@@ -16,7 +16,6 @@ from transformers import (
     BioGptConfig,
     BloomConfig,
     ExaoneConfig,
-    Gemma2Config,
     GPT2Config,
     GraniteMoeConfig,
     Lfm2Config,
@@ -131,7 +130,6 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (Gemma2Config(**SHAPE, head_dim=12), r"it has capped scores \(softcap\)"),
         (BloomConfig(vocab_size=512, hidden_size=48, n_layer=2, n_head=4), "max_position_embeddings"),
         (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "layers with convolutions"),
         (
@@ -141,7 +139,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
         (ExaoneConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
         (BioGptConfig(**SHAPE), "4 key heads of 12.*says 2 of 12"),
     ],
-    ids=["softcap", "alibi", "convolution", "opt", "dynamic-rotary", "heads"],
+    ids=["alibi", "convolution", "opt", "dynamic-rotary", "heads"],
 )
 def test_what_paged_attention_cannot_compute_is_refused(tmp_path: Path, config: PretrainedConfig, match: str) -> None:
     with pytest.raises(ModelError, match=match):

@@ -19,6 +19,8 @@ GPT: dict[str, Any] = {"vocab_size": 512, "n_embd": 60, "n_layer": 3, "n_head": 
 GPT |= {"initializer_range": 0.4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 DEEPSEEK_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+"""Bounds that many scores and logits of a random model come near."""
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -35,6 +37,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         HEADS | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "mlp_only_layers": [1]},
     ),
     "gemma": ("gemma", SHAPE),
+    "gemma2": ("gemma2", SHAPE | CAPS | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}),
+    "gemma2-unbounded": ("gemma2", SHAPE | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "vaultgemma": ("vaultgemma", SHAPE | CAPS | {"sliding_window": WINDOW}),
     "phi": ("phi", HEADS | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}}),
     "phi-normed": ("phi", HEADS | {"qk_layernorm": True, "partial_rotary_factor": 0.4}),
     "phi3": ("phi3", HEADS | {"original_max_position_embeddings": 512}),

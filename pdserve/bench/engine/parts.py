@@ -266,14 +266,16 @@ def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float
 
     def call() -> None:
         attend = subject.kernels.plan_attention(
-            runner.layout, runner.kv_cache, spans, config.heads, config.attention_scale
+            runner.layout, runner.kv_cache, spans, config.heads, config.attention_scale, config.attention_cap
         )
         for layer in range(config.num_layers):
             attend(layer, query, key_value)
 
     if subject.graphs is None or any(span.new_tokens > 1 for span in spans):
         return seconds_of(call, subject.device, budget_s)
-    attend = subject.kernels.plan_attention(runner.layout, runner.kv_cache, spans, config.heads, config.attention_scale)
+    attend = subject.kernels.plan_attention(
+        runner.layout, runner.kv_cache, spans, config.heads, config.attention_scale, config.attention_cap
+    )
 
     def layers() -> None:
         for layer in range(config.num_layers):

@@ -174,6 +174,7 @@ def _family_config(family: str, settings: FamilySettings, path: Path) -> FamilyC
             kv_heads=settings.kv_heads(),
             head_dim=settings.head_size(),
             attention_scale=settings.attention_scale(),
+            attention_cap=settings.attention_cap(),
             windows=settings.windows(),
             max_positions=settings.max_position_embeddings,
             eos_token_ids=_ids(settings.eos_token_id),

@@ -24,6 +24,8 @@ class DecoderConfig:
     head_dim: int
     attention_scale: float
     """The factor of the attention scores."""
+    attention_cap: float | None
+    """Scaled scores ``x`` become ``cap * tanh(x / cap)``; None if they have no bound."""
     windows: tuple[int | None, ...]
     """The number of tokens that each layer sees, including the newest; None for a layer that sees all."""
     max_positions: int

@@ -112,6 +112,7 @@ def _fallback_config(hf: PretrainedConfig) -> FallbackConfig:
         kv_heads=heads if _setting(hf, "num_key_value_heads") is None else _count(hf, "num_key_value_heads"),
         head_dim=head_dim,
         attention_scale=head_dim**-0.5,
+        attention_cap=None,
         windows=(None,) * layers,
         max_positions=_count(hf, "max_position_embeddings"),
         eos_token_ids=frozenset(),

@@ -153,6 +153,10 @@ class FamilySettings(msgspec.Struct, kw_only=True):
         """Returns the factor of the attention scores."""
         return float(self.head_size() ** -0.5)
 
+    def attention_cap(self) -> float | None:
+        """Returns the bound of the attention scores; None if they have none."""
+        return None
+
     def biases(self) -> frozenset[str]:
         """Returns the names of the projections that have a bias."""
         return (QKVO if self.attention_bias else NONE) | (MLP if self.mlp_bias else NONE)
