@@ -50,6 +50,7 @@ ANY_FAMILY: list[dict[str, Any]] = [
     SMALL | {"rope_theta": 1_000_000},
     SMALL | {"rope_theta": 500_000.0, "rope_scaling": None},
     SMALL | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    SMALL | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.5}},
     SMALL | {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8}},
 ]
 ONE_ROTARY: list[dict[str, Any]] = [
@@ -285,7 +286,7 @@ WRONG: list[dict[str, Any]] = [
     {"tie_word_embeddings": "yes"},
     {"rms_norm_eps": "small"},
     {"hidden_act": "gelu", "hidden_activation": "silu"},
-    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "dynamic"}},
     {"rope_scaling": {"rope_type": "linear"}},
     {"rope_scaling": {"rope_type": "unheard-of"}},
     {"rope_scaling": []},

@@ -265,6 +265,10 @@ def rotary_of(
     match kind:
         case "default":
             scaling = None
+        case "dynamic":
+            # It changes frequencies only beyond max_position_embeddings, where no context gets.
+            _needed(given.factor, "factor", kind)
+            scaling = None
         case "linear":
             scaling = LinearScaling(_needed(given.factor, "factor", kind))
         case "yarn":
