@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    ExaoneConfig,
+    BitNetConfig,
     Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
-    Ministral3Config,
+    MellumConfig,
     MistralConfig,
     PhimoeConfig,
     PretrainedConfig,
@@ -111,9 +111,14 @@ OTHERS: dict[str, PretrainedConfig] = {
 
 _WITHOUT_HEAD_SIZE = {name: value for name, value in SHAPE.items() if name != "head_dim"}
 FALLBACK: dict[str, PretrainedConfig] = {
-    "exaone": ExaoneConfig(**_WITHOUT_HEAD_SIZE),
+    "bitnet": BitNetConfig(**_WITHOUT_HEAD_SIZE),
     "phimoe": PhimoeConfig(**_WITHOUT_HEAD_SIZE, num_local_experts=4, num_experts_per_tok=2),
-    "ministral3": Ministral3Config(**SHAPE, sliding_window=WINDOW),
+    "mellum": MellumConfig(
+        **SHAPE,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["dense"] * 3,
+    ),
 }
 """A dense model, one with experts, and one with windows. None has a recipe: transformers computes them."""
 

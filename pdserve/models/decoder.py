@@ -14,9 +14,9 @@ from pdserve.models.parts.experts import Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building
-from pdserve.models.parts.rotary import rotary_table
+from pdserve.models.parts.rotary import PositionTables, query_scales, rotary_table
 from pdserve.models.parts.vocabulary import PositionTable, VocabParallelEmbedding, vocab_parallel_head
-from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, ModelRecipe, NormOrder, Rotary
+from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, ModelRecipe, NormOrder
 from pdserve.models.table import FAMILIES
 from pdserve_kernels.contract import Attention
 
@@ -87,16 +87,18 @@ class RecipeDecoder:
         self._layers = [_layer(config, building, recipe, i) for i in range(config.num_layers)]
         self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
         self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
-        rotaries = [layer.attention.rotary for layer in recipe.layers]
-        distinct: list[Rotary | None] = list(dict.fromkeys(rotaries))
+        kinds = [(layer.attention.rotary, layer.attention.query_scale) for layer in recipe.layers]
+        distinct = list(dict.fromkeys(kinds))
+        where = (max_positions, dtype, checkpoint.device)
         self._tables = [
-            rotary_table(rotary, config.head_dim, max_positions, dtype, checkpoint.device) for rotary in distinct
+            PositionTables(*rotary_table(rotary, config.head_dim, *where), query_scales(scale, *where))
+            for rotary, scale in distinct
         ]
-        self._table_of = [distinct.index(rotary) for rotary in rotaries]
+        self._table_of = [distinct.index(kind) for kind in kinds]
         checkpoint.check_all_taken()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        angles = [(cos[positions], sin[positions]) for cos, sin in self._tables]
+        tables = [table.at(positions) for table in self._tables]
         residual = self._embedding(token_ids)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
@@ -106,7 +108,7 @@ class RecipeDecoder:
             residual = residual + self._positions(positions)
         delta: torch.Tensor | None = None
         for layer, table in zip(self._layers, self._table_of, strict=True):
-            delta, residual = layer(residual, delta, *angles[table], attention)
+            delta, residual = layer(residual, delta, tables[table], attention)
         return residual if delta is None else residual + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -118,8 +120,7 @@ class Layer(Protocol):
         self,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        tables: PositionTables,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(delta, residual)``.
@@ -170,12 +171,11 @@ class _InTurn:
         self,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        tables: PositionTables,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = _normed(self.before_attention, delta, residual)
-        attended = _added(self.attend(normed, cos, sin, attention), self.after_attention, self.scale)
+        attended = _added(self.attend(normed, tables, attention), self.after_attention, self.scale)
         normed, residual = _normed(self.before_feed, attended, residual)
         return _added(self.feed(normed), self.after_feed, self.scale), residual
 
@@ -194,13 +194,12 @@ class _Parallel:
         self,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        tables: PositionTables,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = _normed(self.norm, delta, residual)
         fed = normed if self.feed_norm is None else self.feed_norm(residual)
-        return _added(self.attend(normed, cos, sin, attention) + self.feed(fed), None, self.scale), residual
+        return _added(self.attend(normed, tables, attention) + self.feed(fed), None, self.scale), residual
 
 
 def _normed(

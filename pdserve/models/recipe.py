@@ -67,6 +67,14 @@ class Rotary:
     """Whether they are turned the other way."""
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries, once rotated, are multiplied by ``1 + beta * log(1 + position // step)``."""
+
+    beta: float
+    step: int
+
+
 class NormKind(enum.Enum):
     RMS = "rms"
     LAYER = "layer"
@@ -130,6 +138,7 @@ class AttentionRecipe:
 
     rotary: Rotary | None
     """None for a layer that does not know positions."""
+    query_scale: QueryScale | None = None
     window: int | None = None
     """The number of tokens that the layer sees, including the newest; None for all."""
     query: str = "self_attn.q_proj"

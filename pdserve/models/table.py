@@ -7,7 +7,7 @@ import msgspec
 from pdserve.errors import ModelError
 from pdserve.models.families.cohere import Cohere2Settings, CohereSettings
 from pdserve.models.families.ernie import ErnieMoeSettings, ErnieSettings
-from pdserve.models.families.exaone import Exaone4Settings
+from pdserve.models.families.exaone import Exaone4Settings, ExaoneSettings
 from pdserve.models.families.gemma import Gemma2Settings, Gemma3Settings, GemmaSettings, VaultGemmaSettings
 from pdserve.models.families.glm import Dots1Settings, Glm4MoeSettings, Glm4Settings, GlmSettings, SolarOpenSettings
 from pdserve.models.families.gpt import (
@@ -33,6 +33,7 @@ from pdserve.models.families.llama import (
     HyperClovaXSettings,
     InternLm3Settings,
     LlamaSettings,
+    Ministral3Settings,
     MinistralSettings,
     MistralSettings,
     NanoChatSettings,
@@ -49,6 +50,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "llama": LlamaSettings,
     "mistral": MistralSettings,
     "ministral": MinistralSettings,
+    "ministral3": Ministral3Settings,
     "mixtral": MixtralSettings,
     "qwen2": Qwen2Settings,
     "qwen2_moe": Qwen2MoeSettings,
@@ -73,6 +75,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "cohere2": Cohere2Settings,
     "granite": GraniteSettings,
     "smollm3": SmolLm3Settings,
+    "exaone": ExaoneSettings,
     "exaone4": Exaone4Settings,
     "seed_oss": SeedOssSettings,
     "ernie4_5": ErnieSettings,

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BioGptConfig,
+    BitNetConfig,
     BloomConfig,
-    ExaoneConfig,
     GPT2Config,
     GraniteMoeConfig,
     Lfm2Config,
-    Ministral3Config,
+    MellumConfig,
     OlmoConfig,
     OPTConfig,
     PhimoeConfig,
@@ -51,6 +51,10 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+KINDS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "dense"],
+}
 GPT2_SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "n_embd": 48,
@@ -72,11 +76,11 @@ OPT_SHAPE: dict[str, Any] = {
 FAMILIES: dict[str, PretrainedConfig] = {
     # GPT-2 has absolute positions, and scales scores differently in each layer.
     "gpt2": GPT2Config(**GPT2_SHAPE, scale_attn_by_inverse_layer_idx=True),
-    "exaone": ExaoneConfig(**SHAPE),
+    "bitnet": BitNetConfig(**SHAPE),
     "granitemoe": GraniteMoeConfig(
         **SHAPE, num_local_experts=4, attention_multiplier=0.3, logits_scaling=3.0, residual_multiplier=0.7
     ),
-    "ministral3": Ministral3Config(**SHAPE, head_dim=12, sliding_window=WINDOW),
+    "mellum": MellumConfig(**SHAPE, **KINDS, head_dim=12, sliding_window=WINDOW),
     "olmo": OlmoConfig(**SHAPE, clip_qkv=1.5),
     "phimoe": PhimoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
@@ -108,7 +112,7 @@ def test_tokens_are_those_of_generate(tmp_path: Path, family: str) -> None:
 
 
 def test_requests_in_one_step_do_not_see_each_other(tmp_path: Path) -> None:
-    folder = save(FAMILIES["exaone"], tmp_path)
+    folder = save(FAMILIES["bitnet"], tmp_path)
     runner = small_runner(folder)
     short, long = PROMPTS
     tables = [range(16), range(16, 32)]
@@ -120,7 +124,7 @@ def test_requests_in_one_step_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
-    folder = save(FAMILIES["exaone"], tmp_path)
+    folder = save(FAMILIES["bitnet"], tmp_path)
     (wanted,) = reference_last_logits(folder, PROMPTS[1:])
     (got,) = small_runner(folder, Dtype.BF16).run([StepRow(PROMPTS[1], 0, range(16), True)])
     assert got.dtype is torch.float32
@@ -136,7 +140,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
             OPTConfig(**OPT_SHAPE, do_layer_norm_before=False),
             r"opt model cannot be served: its code does not compute its head",
         ),
-        (ExaoneConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+        (BitNetConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
         (BioGptConfig(**SHAPE), "4 key heads of 12.*says 2 of 12"),
     ],
     ids=["alibi", "convolution", "opt", "dynamic-rotary", "heads"],
@@ -147,21 +151,21 @@ def test_what_paged_attention_cannot_compute_is_refused(tmp_path: Path, config: 
 
 
 def test_other_logits_than_those_of_transformers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(FAMILIES["ministral3"], tmp_path)
+    folder = save(FAMILIES["mellum"], tmp_path)
     plan = TorchKernels.plan_attention
 
     def plan_with_another_scale(
-        self: TorchKernels, layout: Any, cache: Any, rows: Any, heads: int, scale: float
+        self: TorchKernels, layout: Any, cache: Any, rows: Any, heads: int, scale: float, cap: float | None = None
     ) -> Any:
         return plan(self, layout, cache, rows, heads, scale * 1.05)
 
     monkeypatch.setattr(TorchKernels, "plan_attention", plan_with_another_scale)
-    with pytest.raises(ModelError, match=r"ministral3.*logits differ from those of transformers by \d"):
+    with pytest.raises(ModelError, match=r"mellum.*logits differ from those of transformers by \d"):
         small_runner(folder)
 
 
 def test_a_missing_tensor_is_not_made_up(tmp_path: Path) -> None:
-    folder = save(FAMILIES["ministral3"], tmp_path)
+    folder = save(FAMILIES["mellum"], tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -170,7 +174,7 @@ def test_a_missing_tensor_is_not_made_up(tmp_path: Path) -> None:
 
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
-    folder = save(FAMILIES["ministral3"], tmp_path)
+    folder = save(FAMILIES["mellum"], tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config |= {
         "model_type": "homemade",
@@ -183,9 +187,9 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
 
 
 def test_it_has_one_rank(tmp_path: Path) -> None:
-    folder = save(FAMILIES["ministral3"], tmp_path)
+    folder = save(FAMILIES["mellum"], tmp_path)
     building = Building(Checkpoint(folder, torch.float32), TorchKernels(), Unsummed(0, 2))
-    with pytest.raises(ModelError, match=r"--tensor-parallel-size 2 is for .*llama.*ministral3 model has one rank"):
+    with pytest.raises(ModelError, match=r"--tensor-parallel-size 2 is for .*llama.*mellum model has one rank"):
         build_decoder(read_decoder_config(folder), building, 64, torch.float32)
 
 
@@ -223,7 +227,7 @@ SAID: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize("family", ["phimoe", "ministral3"])
+@pytest.mark.parametrize("family", ["phimoe", "mellum"])
 @pytest.mark.parametrize(("config", "beside", "match"), SAID)
 def test_quantised_weights_are_refused_before_they_are_read(
     tmp_path: Path,
@@ -242,7 +246,7 @@ def test_quantised_weights_are_refused_before_they_are_read(
         small_runner(folder)
 
 
-@pytest.mark.parametrize("family", ["phimoe", "ministral3"])
+@pytest.mark.parametrize("family", ["phimoe", "mellum"])
 def test_unknown_and_missing_tensors_are_named_before_any_is_read(
     tmp_path: Path, no_weights_are_read: None, family: str
 ) -> None:
@@ -258,7 +262,7 @@ def test_unknown_and_missing_tensors_are_named_before_any_is_read(
 
 
 def test_settings_that_a_models_code_trips_over_are_a_refusal(tmp_path: Path) -> None:
-    folder = save(FAMILIES["ministral3"], tmp_path)
+    folder = save(FAMILIES["mellum"], tmp_path)
     (folder / "config.json").write_text(json.dumps({"model_type": "lfm2_moe"} | SHAPE))
     with pytest.raises(ModelError, match=r"transformers cannot load .*: TypeError: "):
         small_runner(folder)

@@ -28,8 +28,18 @@ LONG_ROPE = {
     "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0],
     "original_max_position_embeddings": 32,
 }
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.5,
+}
+"""Queries of later positions are longer."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", SHAPE | {"sliding_window": WINDOW, "layer_types": KINDS}),
+    "ministral3": ("ministral3", SHAPE | {"rope_parameters": GROWING, "sliding_window": WINDOW}),
+    "ministral3-full": ("ministral3", SHAPE | {"rope_parameters": GROWING}),
     "mixtral": ("mixtral", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-window": ("mixtral", HEADS | {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen2-moe": (
@@ -73,6 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         HEADS | {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": KINDS},
     ),
+    "exaone": ("exaone", HEADS | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "exaone4": ("exaone4", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),
     "exaone4-full": ("exaone4", HEADS | {"sliding_window": None, "layer_types": [FULL] * 3}),
     "seed-oss": ("seed_oss", SHAPE | {"attention_out_bias": True}),

@@ -1,4 +1,4 @@
-"""LG's EXAONE 4: norms behind each part, and windows in most layers of the larger models."""
+"""LG's EXAONE 3, a Llama with other names, and EXAONE 4 with norms behind each part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,44 @@ from typing import ClassVar
 
 from pdserve.models.families.olmo import NORMS_BEHIND
 from pdserve.models.families.settings import FULL, NONE, SLIDING, Count, FamilySettings, windows_of
-from pdserve.models.recipe import LayerRecipe, NormOrder, Rotary
+from pdserve.models.recipe import AttentionRecipe, LayerRecipe, MlpRecipe, ModelRecipe, NormOrder, Rotary
+
+
+class ExaoneSettings(FamilySettings, kw_only=True):
+    """EXAONE 3 and 3.5. Older files have names of their own for three settings."""
+
+    default_theta: ClassVar[float] = 500_000.0
+    vocab_size: Count = 102_400
+    intermediate_size: Count = 14_336
+    num_key_value_heads: Count | None = 8
+    max_position_embeddings: Count = 4096
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 361
+    num_layers: Count | None = None
+    layer_norm_epsilon: float | None = None
+    activation_function: str | None = None
+
+    def __post_init__(self) -> None:
+        self.num_hidden_layers = self.num_layers or self.num_hidden_layers
+        self.rms_norm_eps = self.rms_norm_eps if self.layer_norm_epsilon is None else self.layer_norm_epsilon
+        self.hidden_act = self.activation_function or self.hidden_act
+
+    def attention(self, index: int) -> AttentionRecipe:
+        query, key, value, out = (f"attn.attention.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
+        biased = frozenset({query, key, value, out}) if self.attention_bias else NONE
+        return AttentionRecipe(self.rotary(), query=query, key=key, value=value, out=out, biased=biased)
+
+    def mlp(self) -> MlpRecipe:
+        gate, up, down = "mlp.c_fc_0", "mlp.c_fc_1", "mlp.c_proj"
+        biased = frozenset({gate, up, down}) if self.mlp_bias else NONE
+        return MlpRecipe(self.intermediate_size, gate=gate, up=up, down=down, biased=biased)
+
+    def layer(self, index: int) -> LayerRecipe:
+        return replace(super().layer(index), norms=("ln_1", "ln_2"))
+
+    def recipe(self) -> ModelRecipe:
+        recipe = super().recipe()
+        return replace(recipe, embedding="transformer.wte", layer_prefix="transformer.h.", last_norm="transformer.ln_f")
 
 
 class Exaone4Settings(FamilySettings, kw_only=True):

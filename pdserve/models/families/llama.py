@@ -18,6 +18,7 @@ from pdserve.models.families.settings import (
     SLIDING,
     Count,
     FamilySettings,
+    RotarySettings,
     windows_of,
 )
 from pdserve.models.recipe import (
@@ -29,6 +30,7 @@ from pdserve.models.recipe import (
     ModelRecipe,
     Norm,
     NormOrder,
+    QueryScale,
     Rotary,
 )
 
@@ -60,6 +62,35 @@ class MinistralSettings(MistralSettings, kw_only=True):
     def windows(self) -> tuple[int | None, ...]:
         usual = [FULL if self.sliding_window is None else SLIDING] * self.num_hidden_layers
         return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
+
+
+class Ministral3Settings(MistralSettings, kw_only=True):
+    """Queries grow with their positions, and no layer sees a window unless the file says so."""
+
+    vocab_size: Count = 131_072
+    num_hidden_layers: Count = 34
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 262_144
+    rms_norm_eps: float = 1e-5
+    rope_parameters: RotarySettings | None = msgspec.field(
+        default_factory=lambda: RotarySettings(
+            rope_type="yarn",
+            rope_theta=1_000_000.0,
+            factor=16.0,
+            original_max_position_embeddings=16_384,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+        )
+    )
+    sliding_window: Count | None = None
+
+    def attention(self, index: int) -> AttentionRecipe:
+        given = self.rope_scaling or self.rope_parameters or RotarySettings()
+        beta, step = given.llama_4_scaling_beta, given.original_max_position_embeddings
+        if beta is None or step is None:
+            raise ModelError("rope_parameters need llama_4_scaling_beta and original_max_position_embeddings")
+        return replace(super().attention(index), query_scale=QueryScale(beta, step))
 
 
 class CwmSettings(FamilySettings, kw_only=True):

@@ -73,6 +73,7 @@ class RotarySettings(msgspec.Struct, kw_only=True):
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
     alpha: float | None = None
+    llama_4_scaling_beta: float | None = None
     full_attention: RotarySettings | None = None
     sliding_attention: RotarySettings | None = None
 

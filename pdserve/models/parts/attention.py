@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import Rows
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
-from pdserve.models.parts.rotary import channel_order
+from pdserve.models.parts.rotary import PositionTables, channel_order
 from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, NormKind, NormScope
 from pdserve.models.tp.shares import kv_share, share, spread
 from pdserve_kernels.contract import Attention, HeadNorms
@@ -43,33 +43,40 @@ class SelfAttention:
         self._apart: _NormsApart | None = None
         norms = recipe.norms
         if norms is not None:
-            if norms.norm.kind is NormKind.RMS and norms.scope is NormScope.HEAD and not norms.after_rotary:
+            fits = norms.norm.kind is NormKind.RMS and norms.scope is NormScope.HEAD and not norms.after_rotary
+            # The kernel normalises what it is given, so a scale would be lost in it.
+            if fits and recipe.query_scale is None:
                 self._norms = self._head_norms(building, norms, prefix)
             else:
                 self._apart = _NormsApart(config, building, norms, prefix, self._order)
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, tables: PositionTables, attention: Attention) -> torch.Tensor:
         """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
         tokens = x.shape[0]
         qkv = self._qkv(x).view(tokens, -1, self._head_dim)
         if self._apart is None:
-            attended = attention.from_projection(self._index, qkv, cos, sin, self._norms, self._window)
+            if tables.query_scale is not None:
+                # What is rotated later is turned by the same angle whatever its length.
+                qkv[:, : qkv.shape[1] - 2 * self._kv_heads] *= tables.query_scale
+            attended = attention.from_projection(self._index, qkv, tables.cos, tables.sin, self._norms, self._window)
         else:
-            attended = self._attended(qkv, cos, sin, attention, self._apart)
+            attended = self._attended(qkv, tables, attention, self._apart)
         return self._out(attended.reshape(tokens, -1))
 
     def _attended(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention, norms: _NormsApart
+        self, qkv: torch.Tensor, tables: PositionTables, attention: Attention, norms: _NormsApart
     ) -> torch.Tensor:
         """Computes attention with norms that no kernel has in one with the rotation."""
         sizes = [qkv.shape[1] - 2 * self._kv_heads, self._kv_heads, self._kv_heads]
         query, key, value = torch.split(qkv, sizes, 1)
         if not norms.after_rotary:
             query, key = norms(query, key)
-        rotated = self._kernels.rotary(torch.cat((query, key), 1), cos, sin)
+        rotated = self._kernels.rotary(torch.cat((query, key), 1), tables.cos, tables.sin)
         query, key = torch.split(rotated, sizes[:2], 1)
         if norms.after_rotary:
             query, key = norms(query, key)
+        if tables.query_scale is not None:
+            query = query * tables.query_scale
         return attention(self._index, query.contiguous(), torch.stack((key, value)), self._window)
 
     def _head_norms(self, building: Building, norms: HeadNorm, prefix: str) -> HeadNorms:

@@ -7,11 +7,37 @@ The formulas are those of transformers, operation by operation, so that the tabl
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from pdserve.models.recipe import LinearScaling, Llama3Scaling, LongScaling, Rotary, YarnScaling
+from pdserve.models.recipe import LinearScaling, Llama3Scaling, LongScaling, QueryScale, Rotary, YarnScaling
+
+
+class PositionTables(NamedTuple):
+    """What a layer's attention does with each of some positions."""
+
+    cos: torch.Tensor
+    """``[positions, head_dim / 2]``, like ``sin``."""
+    sin: torch.Tensor
+    query_scale: torch.Tensor | None
+    """``[positions, 1, 1]``; None if all are 1."""
+
+    def at(self, positions: torch.Tensor) -> PositionTables:
+        """Returns the rows of these positions, ``[tokens]``."""
+        scale = self.query_scale
+        return PositionTables(self.cos[positions], self.sin[positions], None if scale is None else scale[positions])
+
+
+def query_scales(
+    scale: QueryScale | None, positions: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Returns what queries at each position are multiplied by, ``[positions, 1, 1]``, or None if it is 1 for all."""
+    if scale is None or positions <= scale.step:
+        return None
+    steps = torch.floor(torch.arange(positions, dtype=torch.float32) / scale.step)
+    return (1 + scale.beta * torch.log(1 + steps)).to(device, dtype).view(-1, 1, 1)
 
 
 def rotary_table(
