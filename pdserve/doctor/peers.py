@@ -32,7 +32,8 @@ _CLOCK_WARNING_S = 5.0
 _ADVICE = {
     "protocol": "run the same version of pdserve on both, or one that is a minor version older",
     "fingerprint": "give both the same --model in the same form: the same folder's files, or the same .gguf; a digest "
-    "that begins with 'blocks-' is of weights that stay quantised, which --weights dequantise on both sides ends",
+    "that begins with 'blocks-' is of weights that stay quantised, which --weights dequantise on both sides ends, "
+    "and one with 'long-' is of a model that turns otherwise in long contexts: give both the same --max-model-len",
     "dtype": "give both the same --dtype",
     "block_size": "give both the same --block-size",
 }
@@ -195,10 +196,16 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cach
     decoder = read_decoder_config(folder)
     on_cpu = choose_device(model.device).type == "cpu"
     compiled = on_cpu and kernels is not CpuKernels.TORCH and can_be_built(CPU_KERNELS)
+    digest = fingerprint(
+        folder,
+        cache_dir,
+        in_blocks=stays_in_blocks(folder, model, kernels=compiled),
+        long_contexts=decoder.turns_for_long_contexts(model.max_model_len or decoder.max_positions),
+    )
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
-        fingerprint=fingerprint(folder, cache_dir, in_blocks=stays_in_blocks(folder, model, kernels=compiled)),
+        fingerprint=digest,
         dtype=model.dtype.short,
         block_size=cache.block_size,
         num_layers=decoder.num_layers,

@@ -106,7 +106,14 @@ def assemble(
         grammars.prepare()
     loading = _LoadingStage(progress)
     # It reads every byte of the weights where nobody has yet. Ranks find the digests.
-    spec = _engine_spec(config, decoder, tp.size, in_blocks=block_kernels is not None, goes_on=loading.goes_on)
+    digest = fingerprint(
+        model_dir,
+        cache_dir,
+        in_blocks=block_kernels is not None,
+        long_contexts=decoder.turns_for_long_contexts(max_model_len),
+        goes_on=loading.goes_on,
+    )
+    spec = _engine_spec(config, decoder, tp.size, digest)
     if ranks is not None:
         ranks.tell(LoadModel(num_blocks, max_model_len))
     shared = None
@@ -266,14 +273,12 @@ def warm_up_sampling(vocab_size: int, rows: int, device: torch.device) -> None:
     DeviceTokens(logits, [row] * rows, range(rows), frozenset()).read()
 
 
-def _engine_spec(
-    config: EngineConfig, decoder: DecoderConfig, tp_size: int, *, in_blocks: bool, goes_on: Callable[[], None]
-) -> EngineSpec:
+def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, digest: str) -> EngineSpec:
     """Returns what two engines compare before they exchange KV blocks."""
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
-        fingerprint=fingerprint(Path(config.model_dir), Path(config.cache_dir), in_blocks=in_blocks, goes_on=goes_on),
+        fingerprint=digest,
         dtype=config.model.dtype.short,
         block_size=config.cache.block_size,
         num_layers=decoder.num_layers,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
+from pdserve.config import CacheConfig, CpuKernels, ModelConfig
 from pdserve.doctor.finding import Finding, Verdict
-from pdserve.doctor.peers import PeerFacts, check_peer, read_peer, same_machine
+from pdserve.doctor.peers import PeerFacts, check_peer, local_spec, read_peer, same_machine
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, Hello, Refused
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.probe.examiner import Examiner
@@ -17,6 +19,7 @@ from pdserve_kvtransfer.shared_memory import MachineIdentity, machine_identity
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, engine
+from tests.models.tiny_families import save_tiny
 
 VERSION = "0.1.0"
 EXAMINED = Examined(
@@ -132,3 +135,13 @@ def test_a_handshake_without_an_answer() -> None:
 def test_a_machine_that_does_not_say_what_it_is_is_another() -> None:
     assert not same_machine(msgspec.structs.replace(EXAMINED, machine=""), MachineIdentity("", ""))
     assert same_machine(EXAMINED, MachineIdentity("m", "ipc:[2]"))
+
+
+def test_a_model_that_turns_otherwise_in_long_contexts_fits_its_like(tmp_path: Path) -> None:
+    folder = save_tiny("phi3-long", tmp_path / "model")
+    at, beyond, unlimited = (
+        local_spec(ModelConfig(str(folder), max_model_len=length), CacheConfig(), CpuKernels.TORCH, tmp_path)
+        for length in (32, 33, 0)
+    )
+    assert beyond == unlimited
+    assert beyond.fingerprint == "long-" + at.fingerprint

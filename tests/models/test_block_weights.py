@@ -153,3 +153,4 @@ def test_the_fingerprint_names_the_form(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "model", **SHAPE)
     path = save_tiny_gguf(folder, tmp_path / "q.gguf", quantized=Q8_0, widths=(64,))
     assert fingerprint(path, in_blocks=True) == "blocks-" + fingerprint(path)
+    assert fingerprint(path, in_blocks=True, long_contexts=True) == "long-blocks-" + fingerprint(path)

@@ -12,15 +12,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 
+from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.runner import StepRow
+from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.models.table import FAMILIES
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.greedy import small_runner
 from tests.models.rank_program import Case
 from tests.models.test_tensor_parallel import computed
-from tests.models.tiny_families import CASES, families_without_a_case, save_tiny
+from tests.models.tiny_families import CASES, LONG_ROPE, families_without_a_case, save_tiny
 from tests.tiny_models import reference_logits
 
 PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
@@ -47,6 +49,20 @@ def test_every_logit_is_that_of_transformers(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
     single = torch.cat([runner.run([StepRow(PROMPT[i : i + 1], i, range(16, 32), True)]) for i in range(len(PROMPT))])
     torch.testing.assert_close(single, wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("length", [31, 32, 33, 41])
+def test_frequencies_are_those_of_the_longest_context(tmp_path: Path, length: int) -> None:
+    folder, original = save_tiny("phi3-long", tmp_path), LONG_ROPE["original_max_position_embeddings"]
+    config = read_decoder_config(folder)
+    assert config.turns_for_long_contexts(length) == (length > original)
+    runner = ModelRunner(folder, config, Dtype.FP32, 4, 16, length, TorchKernels())
+    pieces: list[torch.Tensor] = []
+    for start in range(0, length, 20):
+        part = PROMPT[start : min(start + 20, length)]
+        runner.run([StepRow(part, start, range(16), True, range(len(part)))], score=pieces.append)
+    wanted = reference_logits(folder, PROMPT[:length])
+    torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
 
 
 def switches(case: str) -> dict[str, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.models.recipe import ExpertsRecipe, ModelRecipe
+from pdserve.models.recipe import ExpertsRecipe, LongScaling, ModelRecipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,6 +31,10 @@ class DecoderConfig:
     max_positions: int
     eos_token_ids: frozenset[int]
 
+    def turns_for_long_contexts(self, max_model_len: int) -> bool:
+        """Returns whether keys differ from those of a model that is served with shorter contexts."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class FamilyConfig(DecoderConfig):
@@ -39,6 +43,10 @@ class FamilyConfig(DecoderConfig):
     intermediate_size: int
     """The channels of a feed-forward part that is no expert."""
     recipe: ModelRecipe
+
+    def turns_for_long_contexts(self, max_model_len: int) -> bool:
+        scalings = (layer.attention.rotary and layer.attention.rotary.scaling for layer in self.recipe.layers)
+        return any(isinstance(each, LongScaling) and max_model_len > each.original_positions for each in scalings)
 
     @property
     def experts(self) -> ExpertsRecipe | None:

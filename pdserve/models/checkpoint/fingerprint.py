@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 IN_BLOCKS = "blocks-"
 """The fingerprint of weights that stay in blocks begins so: the same weights dequantised give other KV blocks."""
+LONG_CONTEXTS = "long-"
+"""The fingerprint of a model that turns queries and keys otherwise for long contexts begins so, if it expects some."""
 _SETTINGS = "config.json"
 """Files whose names end so (the configurations of model, generation and tokeniser) are compared by what they say."""
 _VOLATILE = frozenset({"_name_or_path", "_model_name_or_path", "name_or_path", "transformers_version"})
@@ -60,22 +62,25 @@ def fingerprint(
     cache_dir: Path | None = None,
     *,
     in_blocks: bool = False,
+    long_contexts: bool = False,
     goes_on: Callable[[], None] = tell_nobody,
 ) -> str:
     """Returns a digest of all that a model's answers depend on: configuration, every byte of the weights, tokeniser,
     chat template, and which tokens end an answer.
 
-    ``in_blocks`` says whether the model is computed from the file's blocks, and not from dequantised weights. Digests
-    of large files are cached in ``cache_dir``, and ``goes_on`` is as ``content_digest`` has it. Raises ModelError.
+    ``in_blocks`` says whether the model is computed from the file's blocks, and not from dequantised weights, and
+    ``long_contexts`` is ``DecoderConfig.turns_for_long_contexts``. Digests of large files are cached in ``cache_dir``,
+    and ``goes_on`` is as ``content_digest`` has it. Raises ModelError.
     """
+    form = LONG_CONTEXTS if long_contexts else ""
     if is_gguf(path):  # The one file has all of that.
-        return (IN_BLOCKS if in_blocks else "") + weights_fingerprint(path, cache_dir, goes_on)
+        return form + (IN_BLOCKS if in_blocks else "") + weights_fingerprint(path, cache_dir, goes_on)
     own = weights_fingerprint(path, cache_dir, goes_on)
     try:
         others = [(str(file.relative_to(path)), _content(file)) for file in tokenizer_files(path)]
     except OSError as exc:
         raise _unreadable(path, exc) from exc
-    return _digest([("weights", own.encode()), *others])
+    return form + _digest([("weights", own.encode()), *others])
 
 
 def weights_fingerprint(path: Path, cache_dir: Path | None = None, goes_on: Callable[[], None] = tell_nobody) -> str:
