@@ -1,33 +1,98 @@
-"""Tests that P/D clusters serve families of unlike parts with the tokens of transformers, in fp32."""
+"""Tests that P/D clusters serve families of unlike parts with the tokens of transformers, in fp32.
+
+The prefill node has one rank, and of the decode nodes one has one and one has two. Both answer, and then one is lost.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import shutil
+import signal
+import urllib.request
+from contextlib import ExitStack
+from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import served
+from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, start_node
+from tests.eventually import eventually
+from tests.faults.test_node_death import engine_pid, kill
 from tests.models.tiny_families import save_tiny
 from tests.tiny_models import VOCAB_SIZE, Reference
 
-NEW_TOKENS = 8
+FEW, MANY = 8, 400
 PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (5, 37, 100)]
-SETTINGS = {"kv_cache_mib": 8, "max_num_batched_tokens": 32, "max_num_seqs": 8}
-CASES = ("glm4-moe", "gpt2", "cohere2", "olmo3")
-"""Norms before, beside and behind the parts; fused, transposed and permuted weights; experts; learned positions."""
+FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+CASES = ("glm4-moe", "cohere2", "gemma2", "gpt2", "olmo3")
+"""Norms before, beside, behind and around the parts; windows by layer; fused, transposed and permuted weights; biases;
+experts, and one that every token is sent to; learned positions; bounded scores."""
 
 
-@pytest.mark.parametrize("case", [*CASES[:2], *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES[2:])])
-def test_a_pair_gives_the_tokens_of_transformers(demo_model: Path, tmp_path: Path, case: str) -> None:
+class Stream:
+    """An answer that comes token by token."""
+
+    def __init__(self, running: Cluster, prompt: list[int]) -> None:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": MANY, "temperature": 0, "ignore_eos": True}
+        data = json.dumps({**body, "stream": True, "return_token_ids": True, "cache_salt": "stream"}).encode()
+        self._running, self._label = running, f"prompt-of-{len(prompt)}"
+        headers = {"content-type": "application/json", "x-request-id": self._label}
+        request = urllib.request.Request(running.url + "/v1/completions", data, headers)
+        self._response: HTTPResponse = urllib.request.urlopen(request, timeout=120)
+        self._tokens: list[int] = []
+
+    def read(self, least: int) -> list[int]:
+        """Returns the tokens so far when there are ``least`` of them, or all if there are fewer."""
+        while len(self._tokens) < least and (line := self._response.readline()):
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    self._tokens += choice.get("token_ids") or ()
+        return self._tokens
+
+    def node(self) -> Node:
+        """Returns the node that answers."""
+        proxy, *_ = http(f"{self._running.url}/requests/{self._label}/timeline").json()["lanes"]
+        (name,) = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
+        return next(node for node in self._running.decode if node.name == name)
+
+
+@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES[1:])])
+def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
+    demo_model: Path, tmp_path: Path, case: str
+) -> None:
     model = save_tiny(case, tmp_path)
     for path in (*demo_model.glob("*token*.json"), *demo_model.glob("chat_template*")):
         shutil.copy(path, model)
-    reference = Reference(model, NEW_TOKENS)
+    reference = Reference(model, MANY)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
-    with served(model, dtype="fp32", **SETTINGS) as pair:
-        assert [pair.complete(prompt, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS] == wanted
-        (decode,) = pair.decode
-        # On a machine with other work a prefill node may be late, and the decode node then computes a prompt itself.
-        assert decode.metric("prefills_total", source="remote") > 0
+    with ExitStack() as stack:
+        running = stack.enter_context(cluster(model, *FLAGS))
+        flags = (*FLAGS, "--tensor-parallel-size", "2")
+        process = stack.enter_context(start_node("decode", "two-ranks", model, running, *flags))
+        running.decode.append(Node("two-ranks", process, process.listening().url))
+        eventually(lambda: len(http(running.url + "/instances").json()) == 3, "all nodes registered")
+        turn = 0
+
+        def all_have_fetched() -> bool:
+            nonlocal turn
+            turn += 1
+            for prompt, answer in zip(PROMPTS, wanted, strict=True):
+                assert running.complete(prompt, FEW, ignore_eos=True, cache_salt=str(turn)) == answer[:FEW]
+            return all(node.metric("prefills_total", source="remote") for node in running.decode)
+
+        eventually(all_have_fetched, "each decode node had a prompt prefilled remotely")
+        engines = {node.name: engine_pid(node) for node in running.decode}
+        stream = Stream(running, PROMPTS[1])
+        stream.read(1)
+        # While they are stopped, the answer does not end before its node is found and killed.
+        for engine in engines.values():
+            os.kill(engine, signal.SIGSTOP)
+        lost = stream.node()
+        (other,) = [node for node in running.decode if node is not lost]
+        kill(lost)
+        os.kill(engines[other.name], signal.SIGCONT)
+        assert stream.read(MANY) == wanted[1]
+        assert " resumed from=" in running.proxy.output
+        eventually(lambda: other.idle, "the node that is left is idle")
