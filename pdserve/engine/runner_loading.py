@@ -56,7 +56,7 @@ def load_runner(
 ) -> ModelRunner:
     """Loads one rank's part of the model. ``kv_memory`` is where its KV cache is kept, if not where torch allocates.
 
-    ``block_kernels`` are ``kept_block_kernels``. ``progress`` is called with the share of the tensors that are read.
+    ``block_kernels`` are ``kept_block_kernels``. ``progress`` is called with the share of the bytes that are read.
 
     Raises ModelError if the folder does not hold the model, or if the model cannot be split over the ranks.
     """

@@ -45,7 +45,7 @@ def build_decoder(config: DecoderConfig, building: Building, max_positions: int,
         case FamilyConfig():
             building.checkpoint.check_formats()
             # Built without weights first: what is missing or unknown, or has another shape, shows before any is read.
-            RecipeDecoder(config, building.unread(), 1, dtype)
+            RecipeDecoder(config, building.unread(), max_positions, dtype)
             return RecipeDecoder(config, building, max_positions, dtype)
         case FallbackConfig():
             return _fallback_decoder(config, building, dtype)
@@ -89,7 +89,8 @@ class RecipeDecoder:
         self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
         kinds = [(layer.attention.rotary, layer.attention.query_scale) for layer in recipe.layers]
         distinct = list(dict.fromkeys(kinds))
-        where = (max_positions, dtype, checkpoint.device)
+        positions = max_positions if checkpoint.device.type != "meta" else 1
+        where = (positions, dtype, checkpoint.device)
         self._tables = [
             PositionTables(*rotary_table(rotary, config.head_dim, *where), query_scales(scale, *where))
             for rotary, scale in distinct

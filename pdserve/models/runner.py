@@ -227,7 +227,7 @@ class ModelRunner:
 
         ``kv_memory``, zeroed and of ``num_blocks`` blocks, is where to keep the KV cache. Without it, the
         cache is allocated on ``device``. With ``block_kernels``, weights stay in the blocks of their file.
-        ``progress`` is called with the share of the tensors that have been read, from 0 to 1.
+        ``progress`` is called with the share of the bytes that have been read, from 0 to 1.
         """
         torch_dtype = TORCH_DTYPES[dtype]
         self.layout = kv_layout(config, dtype, block_size, tp)

@@ -16,6 +16,7 @@ from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import ROTARY_DIVISORS, gguf_settings
 from pdserve.models.checkpoint.gguf_file import GgufTensor, is_gguf, read_gguf
+from pdserve.models.checkpoint.mapped_file import MappedFile
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -56,10 +57,10 @@ class GgufTensors:
         inner = GEMMA3_INNER if self._gemma else INNER
         self._tensors = {_name(name, inner): found for name, found in file.tensors.items() if name != ROTARY_DIVISORS}
         try:
-            # Tensors share this memory, and may be written to; the file never is.
-            self._data = np.memmap(path, np.uint8, "c")
+            self._mapped = MappedFile(path)
         except (OSError, ValueError) as exc:
             raise ModelError(f"weights in {path} cannot be read: {exc}") from exc
+        self._data: np.ndarray = self._mapped.tensor(torch.uint8, 0, self._mapped.size).numpy()
 
     def names(self) -> Iterable[str]:
         return self._tensors
@@ -67,6 +68,21 @@ class GgufTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``weights.TensorFiles``."""
         return self._tensors[name].shape
+
+    def nbytes(self, name: str) -> int:
+        """See ``weights.TensorFiles``."""
+        return self._stored(name, self._tensors[name]).nbytes
+
+    def unstack(self, name: str, names: Iterable[str]) -> None:
+        """See ``weights.TensorFiles``."""
+        whole = self._tensors[name]
+        each = self.nbytes(name) // whole.shape[0]
+        for index, part in enumerate(names):
+            self._tensors[part] = GgufTensor(whole.shape[1:], whole.kind, whole.offset + index * each)
+
+    def drop(self) -> None:
+        """See ``weights.TensorFiles``."""
+        self._mapped.drop()
 
     def check_formats(self) -> None:
         """See ``weights.TensorFiles``."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
-from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
 from pdserve.models.checkpoint.model_files import weight_files
+from pdserve.models.checkpoint.safetensors_header import read_header
 from pdserve.models.sizes import ModelSize
 
 ITEM_BYTES = {Dtype.BF16: 2, Dtype.FP32: 4}
@@ -53,14 +51,5 @@ def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels, *, in_bloc
             return path.stat().st_size
         numbers = sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
     else:
-        numbers = sum(_numbers(file) for file in weight_files(path))
+        numbers = sum(math.prod(tensor.shape) for file in weight_files(path) for tensor in read_header(file).values())
     return numbers * ITEM_BYTES[model.dtype]
-
-
-def _numbers(file: Path) -> int:
-    """Returns how many numbers a safetensors file holds, by its header."""
-    try:
-        with safe_open(file, "numpy") as opened:
-            return sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118  # not a dict
-    except (OSError, SafetensorError) as exc:
-        raise ModelError(f"weights in {file.parent} cannot be read: {exc}") from exc

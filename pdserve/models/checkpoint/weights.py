@@ -5,24 +5,22 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.model_files import INTEGER_FORMATS, PLAIN_FORMATS, weight_files
+from pdserve.models.checkpoint.safetensors_files import ALL, SafetensorsFiles
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 Rows = slice | tuple[int, ...]
 """The rows of a tensor: some that follow each other, or their numbers."""
-ALL = slice(None)
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 """The last part of the names of tables in older exports, which the configuration's settings give, too."""
 
@@ -35,8 +33,14 @@ class TensorFiles(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one of ``names()``. Raises ModelError if it cannot be read."""
 
+    def nbytes(self, name: str) -> int:
+        """Returns how many bytes of the files one of ``names()`` takes."""
+
     def check_formats(self) -> None:
         """Raises ModelError, before any is read, if the numbers of a tensor are in a format that cannot be read."""
+
+    def unstack(self, name: str, names: Iterable[str]) -> None:
+        """Gives each part of a tensor's first dimension a name of its own, from the first part on."""
 
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """Returns a part of one of ``names()``. Raises ModelError if it cannot be read."""
@@ -44,64 +48,34 @@ class TensorFiles(Protocol):
     def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
         """Returns a part of one of ``names()`` in blocks, or None if that part does not consist of blocks."""
 
-
-class SafetensorsFiles:
-    """The tensors of a Hugging Face folder."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError if the folder has no readable safetensors files."""
-        try:
-            self._files: dict[Path, Any] = {path: safe_open(path, "pt") for path in weight_files(folder)}
-        except (OSError, SafetensorError) as exc:
-            raise ModelError(f"weights in {folder} cannot be read: {exc}") from exc
-        self._where = {name: path for path, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  # not a dict
-
-    def names(self) -> Iterable[str]:
-        return self._where
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        with self._reading(name) as opened:
-            return tuple(opened.get_slice(name).get_shape())
-
-    def check_formats(self) -> None:
-        """Refuses numbers of which nobody has said how they were quantised. Masks and counters are no weights."""
-        for name in self._where:
-            with self._reading(name) as opened:
-                form: str = opened.get_slice(name).get_dtype()
-            if form in PLAIN_FORMATS or (form in INTEGER_FORMATS and not name.endswith("weight")):
-                continue
-            stem = name.removesuffix("weight")
-            scales = (other for other in self._where if other.startswith(stem) and "scale" in other[len(stem) :])
-            scale = next(scales, "")
-            raise ModelError(
-                f"the weights in {self._where[name].parent} are quantised, and nothing says how to read them: "
-                f"tensor {name!r} is in {form}{f', with the scale {scale!r}' if scale else ''}. "
-                f"Weights in safetensors files have to be in {', '.join(sorted(PLAIN_FORMATS))}"
-            )
-
-    def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-        with self._reading(name) as opened:
-            stored = opened.get_slice(name)
-            if not stored.get_shape():
-                number: torch.Tensor = opened.get_tensor(name)
-                return number.to(dtype)
-            tensor: torch.Tensor = stored[rows] if columns == ALL else stored[rows, columns]
-        return tensor.to(dtype)
-
-    def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
-        return None
-
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[Any]:
-        path = self._where[name]
-        try:
-            yield self._files[path]
-        except SafetensorError as exc:
-            raise ModelError(f"tensor {name!r} of {path} cannot be read: {exc}") from exc
+    def drop(self) -> None:
+        """Takes what has been read out of this process's memory. What is used again is read again."""
 
 
 def _tell_nobody(share: float) -> None:
     pass
+
+
+DROPPED_AT = 64 * 2**20
+"""After so many bytes, what has been read leaves the memory: all of it at once would be the weights a second time."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How many bytes of the files a checkpoint and those made of it have read."""
+
+    tell: Callable[[float], None]
+    expected: int = 0
+    """How many bytes will be read; 0 if nobody has counted them."""
+    done: int = 0
+    held: int = 0
+    """Those that may still be in memory."""
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        self.held += nbytes
+        if self.expected:
+            self.tell(min(1.0, self.done / self.expected))
 
 
 class Checkpoint:
@@ -114,7 +88,7 @@ class Checkpoint:
         device: torch.device = CPU,
         progress: Callable[[float], None] = _tell_nobody,
     ) -> None:
-        """``progress`` is called with the share of the tensors that have been read, from 0 to 1.
+        """``progress`` is called with the share of the bytes that have been read, from 0 to 1, if ``unread`` counted.
 
         Raises ModelError if there are no readable weights at ``path``.
         """
@@ -124,16 +98,18 @@ class Checkpoint:
         self._files = _tensor_files(path)
         self._left = {name: name for name in self._files.names() if not name.endswith(ROTARY_FREQUENCIES)}
         """What is left to take, and the names that the files know it by."""
-        self._progress = progress
-        self._tensors = len(self._left)
-        self._read = 0
+        self._reading = _Reading(progress)
 
     def check_formats(self) -> None:
         """Raises ModelError, before any is read, if the numbers of a tensor are in a format that cannot be read."""
         self._files.check_formats()
 
     def unread(self) -> Checkpoint:
-        """Returns a checkpoint of the tensors that are left, which gives tensors without memory and reads nothing."""
+        """Returns a checkpoint of the tensors that are left, which gives tensors without memory and reads nothing.
+
+        It counts what this one will read if the same is taken of it.
+        """
+        self._reading.expected = 0
         unread = copy.copy(self)
         unread.device = torch.device("meta")
         unread._left = dict(self._left)
@@ -179,14 +155,19 @@ class Checkpoint:
         self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: slice = ALL
     ) -> UnreadWeight:
         """Does what ``take_unread`` does for a weight of ``shape`` that is stored as ``[in, out]``."""
-        stored = self.take_unread(name, shape[::-1])
+        stored = self._left.get(name)
+        if stored is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}")
+        self._check_shape(name, stored, shape[::-1])
+        del self._left[name]
         found = (_count(rows, shape[0]), _count(columns, shape[1]))
 
         def read() -> torch.Tensor:
-            turned = stored.read().t()
-            return _picked(turned[_span(rows)], rows)[:, columns].contiguous()
+            parts = [self._loaded(stored, columns, span) for span in _spans(rows)]
+            turned = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            return _picked(turned.t(), rows).contiguous()
 
-        return UnreadWeight(_key(stored.key, rows, columns), found, self.dtype, read)
+        return UnreadWeight(_key(stored, rows, columns), found, self.dtype, read)
 
     def take_blocks(
         self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL
@@ -200,19 +181,54 @@ class Checkpoint:
         if stored is None:
             return None
         self._check_shape(name, stored, shape)
-        weight = self._files.read_blocks(stored, _span(rows), columns)
-        if weight is None:
+        self._make_room()
+        parts = [self._files.read_blocks(stored, span, columns) for span in _spans(rows)]
+        found = [part for part in parts if part is not None]
+        if not found or len(found) < len(parts):
             return None
         del self._left[name]
-        return replace(weight, blocks=_picked(weight.blocks, rows), key=_key(stored, rows, columns))
+        self._reading.add(sum(part.blocks.nbytes for part in found))
+        blocks = _picked(_joined([part.blocks for part in found]), rows)
+        return replace(found[0], blocks=blocks, key=_key(stored, rows, columns))
+
+    def unstack(self, name: str, pattern: str, count: int) -> None:
+        """Gives each part of the first dimension of a tensor a name: ``pattern`` with its number in place of ``{}``.
+
+        A checkpoint that has tensors of these names stays as it is. Raises ModelError if the tensor is missing, or has
+        not ``count`` parts.
+        """
+        names = [pattern.replace("{}", str(index)) for index in range(count)]
+        stored = self._left.get(name)
+        if stored is None:
+            if names[0] in self._left:
+                return
+            raise ModelError(f"{self.path} has no tensor {name!r}")
+        shape = self._files.shape(stored)
+        if len(shape) < 2 or shape[0] != count:
+            raise ModelError(
+                f"tensor {name!r} of {self.path} has the shape {list(shape)}; with this configuration its first number "
+                f"needs to be {count}"
+            )
+        del self._left[name]
+        self._files.unstack(stored, parts := [f"{stored}[{index}]" for index in range(count)])
+        self._left |= dict(zip(names, parts, strict=True))
 
     def _loaded(self, stored: str, rows: Rows, columns: slice) -> torch.Tensor:
+        """Returns a part of a tensor, which is only counted if it is to have no memory."""
+        whole = self._files.shape(stored)
+        nbytes = self._files.nbytes(stored) * _part_of(whole, rows, columns) // max(1, math.prod(whole))
         if self.device.type == "meta":
-            return _part_without_memory(self._files.shape(stored), rows, columns, self.dtype)
-        tensor = _picked(self._files.read(stored, _span(rows), columns, self.dtype), rows).to(self.device)
-        self._read += 1
-        self._progress(min(1.0, self._read / self._tensors))
-        return tensor
+            self._reading.expected += nbytes
+            return _part_without_memory(whole, rows, columns, self.dtype)
+        self._make_room()
+        parts = [self._files.read(stored, span, columns, self.dtype).to(self.device) for span in _spans(rows)]
+        self._reading.add(nbytes)
+        return _picked(_joined(parts), rows)
+
+    def _make_room(self) -> None:
+        if self._reading.held >= DROPPED_AT:
+            self._files.drop()
+            self._reading.held = 0
 
     def _check_shape(self, name: str, stored: str, shape: tuple[int, ...]) -> None:
         found = self._files.shape(stored)
@@ -236,6 +252,8 @@ class Checkpoint:
         """Raises ModelError if the checkpoint holds tensors that the model did not ask for."""
         if self._left:
             raise ModelError(unknown_tensors(self.path, self._left))
+        if self.device.type != "meta":
+            self._files.drop()
 
 
 def unknown_tensors(path: Path, names: Iterable[str]) -> str:
@@ -252,14 +270,33 @@ def _part_without_memory(shape: tuple[int, ...], rows: Rows, columns: slice, dty
     return whole if columns == ALL else whole[:, columns]
 
 
-def _span(rows: Rows) -> slice:
-    """Returns rows that follow each other, among which ``rows`` are."""
-    return rows if isinstance(rows, slice) else slice(min(rows), max(rows) + 1)
+def _spans(rows: Rows) -> list[slice]:
+    """Returns spans of rows that follow each other, in ascending order, which together are ``rows``."""
+    if isinstance(rows, slice):
+        return [rows]
+    ordered = sorted(set(rows))
+    ends = [i for i in range(1, len(ordered)) if ordered[i] != ordered[i - 1] + 1]
+    return [slice(ordered[i], ordered[j - 1] + 1) for i, j in pairwise([0, *ends, len(ordered)])]
 
 
-def _picked(span: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Returns ``rows`` of what was read of their span."""
-    return span if isinstance(rows, slice) else span[torch.tensor(rows) - min(rows)]
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _picked(spans: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Returns ``rows`` of what was read of their spans, in the order of ``rows``."""
+    if isinstance(rows, slice):
+        return spans
+    place = {row: i for i, row in enumerate(sorted(set(rows)))}
+    order = [place[row] for row in rows]
+    return spans if order == list(range(len(spans))) else spans[torch.tensor(order, device=spans.device)]
+
+
+def _part_of(shape: tuple[int, ...], rows: Rows, columns: slice) -> int:
+    """Returns how many numbers of a tensor of ``shape`` are in some rows and columns."""
+    if not shape:
+        return 1
+    return _count(rows, shape[0]) * (math.prod(shape[1:]) if columns == ALL else _count(columns, shape[1]))
 
 
 def _count(rows: Rows, of: int) -> int:

@@ -25,7 +25,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.checkpoint.weights import SafetensorsFiles, unknown_tensors
+from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.weights import unknown_tensors
 from pdserve_kernels.contract import Attention
 
 PAGED_ATTENTION = "pdserve_paged"
