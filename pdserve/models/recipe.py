@@ -212,6 +212,11 @@ class ExpertsRecipe:
     """One more expert, to which each token is sent."""
     shared_gate: str = ""
     """The product whose sigmoid weighs the shared expert, if there is one."""
+    stacked: tuple[tuple[str, str], ...] = ()
+    """The tensors, by their whole names, that hold one of all experts' in each part of their first dimension.
+
+    Beside each stands the whole name of that of one expert, with ``{}`` for its number.
+    """
 
 
 FeedForwardRecipe = MlpRecipe | ExpertsRecipe

@@ -107,8 +107,19 @@ def test_the_page_of_models_names_every_family() -> None:
     assert set(re.findall(r"`([a-z0-9_]+)`", "".join(rows))) - {"model_type"} == set(FAMILIES)
 
 
-RANKED = ("apertus", "cohere-normed", "falcon-groups", "glm4", "glm4-moe-groups", "gpt2", "minimax-m2", "olmo2", "phi3")
-"""Permuted, fused, transposed and shared heads, each kind of norm of heads, experts, and what is learned."""
+RANKED = (
+    "apertus",
+    "cohere-normed",
+    "falcon-groups",
+    "glm4",
+    "glm4-moe-groups",
+    "gpt2",
+    "granitemoe-shared",
+    "minimax-m2",
+    "olmo2",
+    "phi3",
+)
+"""Permuted, fused, transposed and shared heads, norms of heads of each kind, experts in one tensor, what is learned."""
 
 
 @pytest.mark.integration

@@ -17,7 +17,6 @@ from transformers import (
     BitNetConfig,
     BloomConfig,
     GPT2Config,
-    GraniteMoeConfig,
     Lfm2Config,
     MellumConfig,
     OlmoConfig,
@@ -77,9 +76,6 @@ FAMILIES: dict[str, PretrainedConfig] = {
     # GPT-2 has absolute positions, and scales scores differently in each layer.
     "gpt2": GPT2Config(**GPT2_SHAPE, scale_attn_by_inverse_layer_idx=True),
     "bitnet": BitNetConfig(**SHAPE),
-    "granitemoe": GraniteMoeConfig(
-        **SHAPE, num_local_experts=4, attention_multiplier=0.3, logits_scaling=3.0, residual_multiplier=0.7
-    ),
     "mellum": MellumConfig(**SHAPE, **KINDS, head_dim=12, sliding_window=WINDOW),
     "olmo": OlmoConfig(**SHAPE, clip_qkv=1.5),
     "phimoe": PhimoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),

@@ -21,6 +21,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 DEEPSEEK_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 """Bounds that many scores and logits of a random model come near."""
+GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -73,11 +74,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", HEADS),
     "cohere-normed": ("cohere", HEADS | {"use_qk_norm": True}),
     "cohere2": ("cohere2", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),
-    "granite": (
-        "granite",
-        HEADS
-        | {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+    "granite": ("granite", HEADS | GRANITE),
+    "granitemoe": ("granitemoe", HEADS | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granitemoe-shared": (
+        "granitemoeshared",
+        HEADS | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 36},
     ),
+    "granitemoe-not-shared": ("granitemoeshared", HEADS | GRANITE | {"num_local_experts": 6}),
     "smollm3": ("smollm3", HEADS | {"no_rope_layers": [1, 0, 1]}),
     "smollm3-window": (
         "smollm3",

@@ -24,6 +24,8 @@ from pdserve.models.families.settings import (
 from pdserve.models.recipe import (
     Activation,
     AttentionRecipe,
+    ExpertsRecipe,
+    FeedForwardRecipe,
     HeadNorm,
     LayerRecipe,
     MlpRecipe,
@@ -32,6 +34,7 @@ from pdserve.models.recipe import (
     NormOrder,
     QueryScale,
     Rotary,
+    Scoring,
 )
 
 
@@ -242,6 +245,42 @@ class GraniteSettings(FamilySettings, kw_only=True):
         return replace(
             recipe, layers=layers, embedding_scale=self.embedding_multiplier, logits_scale=1 / self.logits_scaling
         )
+
+
+class GraniteMoeSettings(GraniteSettings, kw_only=True):
+    """Granite 3 with experts, of which one tensor holds all of a layer."""
+
+    num_local_experts: Count = 8
+    num_experts_per_tok: Count = 2
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = "block_sparse_moe"
+        expert = MlpRecipe(self.intermediate_size, fused=f"{part}.input_linear.{{}}", down=f"{part}.output_linear.{{}}")
+        names = (f"{part}.input_linear", f"{part}.output_linear")
+        return ExpertsRecipe(
+            self.num_local_experts,
+            self.num_experts_per_tok,
+            expert,
+            stacked=tuple((f"{name}.weight", f"{name}.{{}}.weight") for name in names),
+            router=f"{part}.router.layer",
+            scoring=Scoring.SOFTMAX_OF_CHOSEN,
+        )
+
+
+class GraniteMoeSharedSettings(GraniteMoeSettings, kw_only=True):
+    """One more expert sees every token, if it has channels."""
+
+    shared_intermediate_size: int = 0
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        if not self.shared_intermediate_size or not isinstance(part, ExpertsRecipe):
+            return part
+        names = {"fused": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}
+        return replace(part, shared=MlpRecipe(self.shared_intermediate_size, **names))
 
 
 class HyperClovaXSettings(GraniteSettings, kw_only=True):

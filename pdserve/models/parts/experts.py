@@ -36,6 +36,8 @@ class Experts:
             if recipe.correction
             else None
         )
+        for whole, each in recipe.stacked:
+            checkpoint.unstack(prefix + whole, prefix + each, recipe.count)
         mine = share(building.tp, recipe.expert.channels, "channels of an expert")
         self._experts = [
             _expert(hidden_size, building, _numbered(recipe.expert, i), prefix, mine) for i in range(recipe.count)
@@ -123,7 +125,9 @@ def _numbered(expert: MlpRecipe, number: int) -> MlpRecipe:
 def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str, mine: slice) -> Expert:
     """Takes an expert's tensors."""
     shape = (hidden_size, recipe.channels)
-    down = building.checkpoint.take_unread(f"{prefix}{recipe.down}.weight", shape, columns=mine)
+    checkpoint = building.checkpoint
+    take = checkpoint.take_transposed if recipe.transposed else checkpoint.take_unread
+    down = take(f"{prefix}{recipe.down}.weight", shape, columns=mine)
     return Expert(
         inner=column_parallel(building, hidden_size, inner_projections(recipe, prefix, mine)),
         # The sum over the ranks is taken once a layer, not once an expert.

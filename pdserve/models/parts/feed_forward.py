@@ -46,7 +46,7 @@ def inner_projections(recipe: MlpRecipe, prefix: str, mine: slice) -> Sequence[P
     rows: Rows = slice(0, 2 * channels)
     if mine.stop - mine.start != channels:
         rows = (*range(mine.start, mine.stop), *range(channels + mine.start, channels + mine.stop))
-    return [Projection(prefix + recipe.fused, 2 * channels, rows, recipe.fused in recipe.biased)]
+    return [Projection(prefix + recipe.fused, 2 * channels, rows, recipe.fused in recipe.biased, recipe.transposed)]
 
 
 def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
