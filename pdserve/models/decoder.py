@@ -72,7 +72,7 @@ class RecipeDecoder:
     def __init__(self, config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
         """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
         checkpoint, recipe = building.checkpoint, config.recipe
-        checkpoint.unwrap(recipe.prefix, recipe.unused, recipe.unused_ends)
+        checkpoint.unwrap(recipe.renamed, recipe.unused, recipe.unused_ends)
         self.capturable = recipe.capturable
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = VocabParallelEmbedding(building, recipe.embedding, shape)

@@ -217,6 +217,8 @@ class ExpertsRecipe:
 
     Beside each stands the whole name of that of one expert, with ``{}`` for its number.
     """
+    turned_by_shape: bool = False
+    """Whether a transposed expert may be stored as ``[out, in]`` too, which the shape of its fused tensor says."""
 
 
 FeedForwardRecipe = MlpRecipe | ExpertsRecipe
@@ -280,10 +282,10 @@ class ModelRecipe:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     """Logits ``x`` become ``cap * tanh(x / cap)``."""
-    prefix: str = ""
-    """What a checkpoint of a larger model has before all names of this one."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """What names of a larger model's tensors begin with, and what with in this one. Each applies in turn."""
     unused: tuple[str, ...] = ()
-    """The beginnings of the names of tensors that belong to other parts of a larger model."""
+    """The beginnings of the names, as renamed, of tensors that belong to other parts of a larger model."""
     unused_ends: tuple[str, ...] = ()
     """The ends of the names of tensors that are no weights, such as masks."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from pdserve.errors import ModelError
@@ -9,7 +11,15 @@ from pdserve.models.families.cohere import Cohere2Settings, CohereSettings
 from pdserve.models.families.ernie import ErnieMoeSettings, ErnieSettings
 from pdserve.models.families.exaone import Exaone4Settings, ExaoneSettings
 from pdserve.models.families.gemma import Gemma2Settings, Gemma3Settings, GemmaSettings, VaultGemmaSettings
-from pdserve.models.families.glm import Dots1Settings, Glm4MoeSettings, Glm4Settings, GlmSettings, SolarOpenSettings
+from pdserve.models.families.glm import (
+    Dots1Settings,
+    Glm4MoeSettings,
+    Glm4Settings,
+    Glm4vMoeTextSettings,
+    Glm4vTextSettings,
+    GlmSettings,
+    SolarOpenSettings,
+)
 from pdserve.models.families.gpt import (
     FalconSettings,
     Gpt2Settings,
@@ -45,7 +55,15 @@ from pdserve.models.families.llama import (
 from pdserve.models.families.mixtral import MiniMaxM2Settings, MixtralSettings
 from pdserve.models.families.olmo import FlexOlmoSettings, Olmo2Settings, Olmo3Settings, OlmoeSettings, OlmoSettings
 from pdserve.models.families.phi import Phi3Settings, PhiSettings
-from pdserve.models.families.qwen import Qwen2MoeSettings, Qwen2Settings, Qwen3MoeSettings, Qwen3Settings
+from pdserve.models.families.qwen import (
+    Qwen2MoeSettings,
+    Qwen2Settings,
+    Qwen2VlTextSettings,
+    Qwen3MoeSettings,
+    Qwen3Settings,
+    Qwen3VlMoeTextSettings,
+    Qwen3VlTextSettings,
+)
 from pdserve.models.families.settings import FamilySettings
 
 FAMILIES: dict[str, type[FamilySettings]] = {
@@ -110,10 +128,55 @@ FAMILIES: dict[str, type[FamilySettings]] = {
 """The settings of each family. ``fallback`` takes the others."""
 
 
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """A model that takes more than text, and has a model of text within it."""
+
+    text: str
+    """The family of its text part if the file does not say it."""
+    tied: bool | None = None
+    """Whether its head is tied if the file does not say it of the whole; None if it is tied, too, if the part is."""
+
+    flat: bool = False
+    """Whether older files have the settings of the text part among those of the whole."""
+
+
+TEXT_PARTS: dict[str, type[FamilySettings]] = {
+    "qwen2_vl_text": Qwen2VlTextSettings,
+    "qwen2_5_vl_text": Qwen2VlTextSettings,
+    "qwen3_vl_text": Qwen3VlTextSettings,
+    "qwen3_vl_moe_text": Qwen3VlMoeTextSettings,
+    "glm4v_text": Glm4vTextSettings,
+    "glm4v_moe_text": Glm4vMoeTextSettings,
+}
+"""The settings of families that there are within composite models alone."""
+
+COMPOSITES: dict[str, Composite] = {
+    "gemma3": Composite("gemma3_text", tied=True),
+    "mistral3": Composite("mistral", tied=True),
+    "llava": Composite("llama"),
+    "llava_next": Composite("llama"),
+    "llava_onevision": Composite("qwen2"),
+    "vipllava": Composite("llama"),
+    "internvl": Composite("qwen2", tied=True),
+    "aya_vision": Composite("cohere2", tied=True),
+    "cohere2_vision": Composite("cohere2", tied=True),
+    "smolvlm": Composite("llama"),
+    "idefics3": Composite("llama"),
+    "qwen2_vl": Composite("qwen2_vl_text", flat=True),
+    "qwen2_5_vl": Composite("qwen2_5_vl_text", flat=True),
+    "qwen3_vl": Composite("qwen3_vl_text", tied=False),
+    "qwen3_vl_moe": Composite("qwen3_vl_moe_text", tied=False),
+    "glm4v": Composite("glm4v_text"),
+    "glm4v_moe": Composite("glm4v_moe_text"),
+}
+"""Models whose text part is served, if it has a recipe, by their ``model_type``."""
+
+
 def settings_from_json(family: str, text: bytes | msgspec.Raw) -> FamilySettings:
     """Reads a family's settings. Raises ModelError if one has a value that it cannot have."""
     try:
-        return msgspec.json.decode(text, type=FAMILIES[family])
+        return msgspec.json.decode(text, type=(FAMILIES | TEXT_PARTS)[family])
     except msgspec.DecodeError as exc:
         raise ModelError(str(exc)) from exc
 
@@ -121,6 +184,6 @@ def settings_from_json(family: str, text: bytes | msgspec.Raw) -> FamilySettings
 def settings_from_values(family: str, values: dict[str, object]) -> FamilySettings:
     """Takes a family's settings out of a dictionary. Raises ModelError if one has a value that it cannot have."""
     try:
-        return msgspec.convert(values, FAMILIES[family])
+        return msgspec.convert(values, (FAMILIES | TEXT_PARTS)[family])
     except msgspec.ValidationError as exc:
         raise ModelError(str(exc)) from exc

@@ -21,6 +21,7 @@ from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.parts.rotary import frequencies
 from pdserve.models.recipe import ExpertsRecipe, Rotary
 from pdserve.models.table import FAMILIES as SETTINGS
+from pdserve.models.table import TEXT_PARTS
 from tests.tiny_models import FAMILIES, OTHERS
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 7, "hidden_size": 64, "num_attention_heads": 4}
@@ -268,11 +269,11 @@ WITHOUT_EFFECT = {
 }
 
 
-@pytest.mark.parametrize("family", sorted(SETTINGS))
+@pytest.mark.parametrize("family", sorted(SETTINGS | TEXT_PARTS))
 def test_every_setting_of_a_family_is_read_or_has_no_effect(family: str) -> None:
     """A new version of transformers may give a family a setting that changes its answers."""
     own, shared = ({field.name for field in fields(kind)} for kind in (CONFIG_MAPPING[family], PretrainedConfig))
-    read = {field.encode_name for field in msgspec.structs.fields(SETTINGS[family])}
+    read = {field.encode_name for field in msgspec.structs.fields((SETTINGS | TEXT_PARTS)[family])}
     names = CONFIG_MAPPING[family].attribute_map
     assert {name for name in own - shared - read if names.get(name, name) not in read} <= WITHOUT_EFFECT
 

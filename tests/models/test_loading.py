@@ -57,7 +57,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shapes |= {f"{at}.mlp.down_proj": (HIDDEN, INNER)}
         shapes |= {f"{at}.{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
     names = sorted(shapes)
-    placed = {}
+    placed: dict[str, str] = {}
     for number in range(FILES):
         file = f"model-{number}.safetensors"
         part = {f"{name}.weight": torch.ones(shapes[name], dtype=torch.bfloat16) for name in names[number::FILES]}

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import logging
 import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.composite import text_settings, within_whole
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.gguf_file import GgufFile, is_gguf, read_gguf
 from pdserve.models.checkpoint.model_files import refuse_unknown_quantisation
 from pdserve.models.families.settings import MLP, QKVO, FamilySettings
 from pdserve.models.recipe import ExpertsRecipe, LayerRecipe
-from pdserve.models.table import FAMILIES, settings_from_json, settings_from_values
+from pdserve.models.table import COMPOSITES, FAMILIES, settings_from_json, settings_from_values
 
 log = logging.getLogger(__name__)
-
-GEMMA3_WITH_IMAGES = "gemma3"
 
 GGUF_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 """transformers' name of an architecture for each name that GGUF has."""
@@ -71,12 +70,12 @@ class _Header(msgspec.Struct):
     configuration_files: object = None
 
 
-class _Gemma3WithImages(msgspec.Struct):
-    """The settings of a Gemma 3 that takes images. Some that concern its text part are outside of that part's."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A ``config.json`` of a model that has a recipe."""
 
-    text_config: msgspec.Raw = msgspec.Raw(b"{}")
-    tie_word_embeddings: bool | None = True
-    eos_token_id: int | list[int] | None = None
+    family: str
+    text: bytes
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
@@ -84,8 +83,11 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 
     Raises ModelError if it is missing or malformed, or names a family that cannot be computed exactly.
     """
-    if has_own_decoder(path):
-        return read_family_config(path)
+    if is_gguf(path):
+        return _of_gguf_file(path)
+    found = _found(path)
+    if found is not None:
+        return _of_folder(path, found)
     # This import loads what transformers needs to read a configuration: about 3 s, which other families do without.
     from pdserve.models.checkpoint.fallback_config import read_fallback_config
 
@@ -99,56 +101,54 @@ def read_family_config(path: Path) -> FamilyConfig:
     Raises ModelError for a fallback model, too.
     """
     if is_gguf(path):
-        file = read_gguf(path)
-        family, settings = gguf_settings(file)
-        config = _family_config(family, settings, path)
-        biases, divisors = gguf_biases(file), rotary_divisors(file)
-        layers = tuple(_of_gguf(layer, biases, divisors) for layer in config.recipe.layers)
-        return replace(config, recipe=replace(config.recipe, layers=layers))
-    found = _family_and_text(path)
+        return _of_gguf_file(path)
+    found = _found(path)
     if found is None:
         raise ModelError(f"the model in {path} is computed by transformers; it is none of {sorted(FAMILIES)}")
-    family, text = found
-    refuse_unknown_quantisation(path)
-    try:
-        settings = _gemma3_text_settings(text) if family == GEMMA3_WITH_IMAGES else settings_from_json(family, text)
-    except ModelError as exc:
-        raise ModelError(f"{path}/config.json is not a {family} model's: {exc}") from exc
-    family = "gemma3_text" if family == GEMMA3_WITH_IMAGES else family
+    return _of_folder(path, found)
+
+
+def _of_gguf_file(path: Path) -> FamilyConfig:
+    file = read_gguf(path)
+    family, settings = gguf_settings(file)
     config = _family_config(family, settings, path)
-    return replace(config, eos_token_ids=_eos_token_ids(settings.eos_token_id, path))
+    biases, divisors = gguf_biases(file), rotary_divisors(file)
+    layers = tuple(_of_gguf(layer, biases, divisors) for layer in config.recipe.layers)
+    return replace(config, recipe=replace(config.recipe, layers=layers))
 
 
-def _gemma3_text_settings(text: bytes) -> FamilySettings:
-    """Returns the settings of the text part. Raises ModelError if one has a value that it cannot have."""
+def _of_folder(path: Path, found: _Found) -> FamilyConfig:
+    refuse_unknown_quantisation(path)
+    family, composite = found.family, found.family in COMPOSITES
     try:
-        both = msgspec.json.decode(text, type=_Gemma3WithImages)
-    except msgspec.DecodeError as exc:
-        raise ModelError(str(exc)) from exc
-    settings = settings_from_json("gemma3_text", both.text_config)
-    settings.tie_word_embeddings = bool(both.tie_word_embeddings)
-    if both.eos_token_id is not None:
-        settings.eos_token_id = both.eos_token_id
-    return settings
+        if composite:
+            family, settings = text_settings(found.text)
+        else:
+            settings = settings_from_json(family, found.text)
+    except ModelError as exc:
+        raise ModelError(f"the {found.family} model in {path} cannot be served: {exc}") from exc
+    config = _family_config(family, settings, path)
+    recipe = within_whole(config.recipe) if composite else config.recipe
+    return replace(config, recipe=recipe, eos_token_ids=_eos_token_ids(settings.eos_token_id, path))
 
 
 def has_own_decoder(path: Path) -> bool:
     """Returns whether the configuration can be read without loading transformers, which takes seconds."""
-    return is_gguf(path) or _family_and_text(path) is not None
+    return is_gguf(path) or _found(path) is not None
 
 
-def _family_and_text(folder: Path) -> tuple[str, bytes] | None:
-    """Returns the family and the JSON text of its settings; None if transformers has to read the file."""
+def _found(folder: Path) -> _Found | None:
+    """Reads the ``config.json``. Returns None if transformers has to read it."""
     try:
         text = (folder / "config.json").read_bytes()
         header = msgspec.json.decode(text, type=_Header)
     except (OSError, msgspec.DecodeError):
         return None
-    if header.model_type == GEMMA3_WITH_IMAGES:
-        return GEMMA3_WITH_IMAGES, text
-    if header.model_type not in FAMILIES or header.configuration_files is not None:
-        return None
     family = header.model_type
+    if family in COMPOSITES:
+        return _Found(family, text)
+    if family not in FAMILIES or header.configuration_files is not None:
+        return None
     if family == "mistral" and header.layer_types is not None:
         # transformers takes it for one, too.
         family = "ministral"
@@ -158,7 +158,7 @@ def _family_and_text(folder: Path) -> tuple[str, bytes] | None:
     except ModelError:
         # What is wrong is said where the settings are used.
         pass
-    return family, text
+    return _Found(family, text)
 
 
 def _family_config(family: str, settings: FamilySettings, path: Path) -> FamilyConfig:

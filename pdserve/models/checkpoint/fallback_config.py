@@ -64,9 +64,11 @@ def _check_kind(hf: PretrainedConfig, folder: Path) -> None:
         raise ModelError(f"a {hf.model_type} model cannot be served: it has an encoder beside its decoder")
     text: PretrainedConfig = hf.get_text_config(decoder=True)
     if text is not hf:
+        kind = f"a {text.model_type} model (text_config in {folder}/config.json)"
+        served = text.model_type in FAMILIES
         raise ModelError(
             f"a {hf.model_type} model, which takes more than text, cannot be served: the text model within it is "
-            f"a {text.model_type} model (text_config in {folder}/config.json), and has to be in a folder of its own"
+            f"{kind}, {'and has to be in a folder of its own' if served else 'which has no recipe'}"
         )
     if hf.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(

@@ -26,7 +26,6 @@ DTYPES = {
     "F64": torch.float64,
 }
 """The number formats that are read."""
-ALL = slice(None)
 
 
 class SafetensorsFiles:
@@ -87,7 +86,7 @@ class SafetensorsFiles:
         if not stored.shape:
             return whole.to(dtype, copy=True)
         part = whole[rows]
-        if columns != ALL:
+        if columns != slice(None):
             # A copy of its own: the other columns need not be in memory beside it.
             part = part[:, columns].contiguous()
         return part.to(dtype)

@@ -16,10 +16,15 @@ from pdserve.errors import ModelError
 
 LARGEST_HEADER = 100 * 2**20
 _LENGTH = struct.Struct("<Q")
-_BITS = {8: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")}
-_BITS |= {16: ("U16", "I16", "F16", "BF16"), 32: ("U32", "I32", "F32"), 64: ("U64", "I64", "F64", "C64")}
-_BITS |= {4: ("F4", "F4_E2M1"), 6: ("F6_E2M3", "F6_E3M2")}
-BITS = {name: bits for bits, names in _BITS.items() for name in names}
+_NAMES = {
+    4: "F4 F4_E2M1",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    16: "U16 I16 F16 BF16",
+    32: "U32 I32 F32",
+    64: "U64 I64 F64 C64",
+}
+BITS = {name: bits for bits, names in _NAMES.items() for name in names.split()}
 """How many bits a number of each format has."""
 
 

@@ -16,11 +16,12 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.safetensors_files import ALL, SafetensorsFiles
+from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 Rows = slice | tuple[int, ...]
 """The rows of a tensor: some that follow each other, or their numbers."""
+ALL = slice(None)
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 """The last part of the names of tables in older exports, which the configuration's settings give, too."""
 
@@ -114,6 +115,13 @@ class Checkpoint:
         unread.device = torch.device("meta")
         unread._left = dict(self._left)
         return unread
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor that is left. Raises ModelError if it is missing."""
+        stored = self._left.get(name)
+        if stored is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}")
+        return self._files.shape(stored)
 
     def take(self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL) -> torch.Tensor:
         """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
@@ -239,14 +247,25 @@ class Checkpoint:
                 f"{list(shape)}"
             )
 
-    def unwrap(self, prefix: str, outside: tuple[str, ...], ends: tuple[str, ...] = ()) -> None:
-        """Takes ``prefix`` off the names of a model within another one.
+    def unwrap(self, renamed: Iterable[tuple[str, str]], outside: tuple[str, ...], ends: tuple[str, ...] = ()) -> None:
+        """Gives tensors of a model within another one the names that they have in a model of their own.
 
-        Tensors whose names begin with one of ``outside``, or end with one of ``ends``, are left unread.
+        Each pair of ``renamed`` applies in turn: what a name begins with, and what it begins with afterwards. Tensors
+        whose names then begin with one of ``outside``, or end with one of ``ends``, are left unread. Raises ModelError
+        if two tensors get the same name.
         """
-        found = self._left.items()
-        kept = {name: stored for name, stored in found if not (name.startswith(outside) or name.endswith(ends))}
-        self._left = {name.removeprefix(prefix): stored for name, stored in kept.items()}
+        found: dict[str, str] = {}
+        for given, stored in self._left.items():
+            name = given
+            for before, after in renamed:
+                if name.startswith(before):
+                    name = after + name.removeprefix(before)
+            if name.startswith(outside) or name.endswith(ends):
+                continue
+            if name in found:
+                raise ModelError(f"{self.path} has tensor {name!r} twice, as {found[name]!r} and as {stored!r}")
+            found[name] = stored
+        self._left = found
 
     def check_all_taken(self) -> None:
         """Raises ModelError if the checkpoint holds tensors that the model did not ask for."""

@@ -177,10 +177,3 @@ class Gemma3Settings(Gemma2Settings, kw_only=True):
 
     def rotary_of_layer(self, index: int) -> Rotary:
         return self.rotary() if self.windows()[index] is None else self.window_rotary()
-
-    def recipe(self) -> ModelRecipe:
-        return replace(
-            super().recipe(),
-            prefix="language_model.",
-            unused=("vision_tower.", "multi_modal_projector."),
-        )

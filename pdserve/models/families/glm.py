@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import msgspec
 
+from pdserve.errors import ModelError
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
@@ -163,3 +164,36 @@ class Dots1Settings(Glm4MoeSettings, kw_only=True):
             for index in range(self.num_hidden_layers)
         ]
         return windows_of(self.layer_types, usual, self.num_hidden_layers, window)
+
+
+class Glm4vTextSettings(Glm4Settings, kw_only=True):
+    """The text part of a GLM 4.1V. Whole heads are turned if the file does not say otherwise."""
+
+    three_axes: ClassVar[bool] = True
+    turned_part: ClassVar[float] = 1.0
+    head_dim: Count | None = None
+    max_position_embeddings: Count = 32_768
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.head_size() * self.num_attention_heads != self.hidden_size:
+            raise ModelError(f"head_dim {self.head_dim} is not the share of one of {self.num_attention_heads} heads")
+
+    def biases(self) -> frozenset[str]:
+        return QKV
+
+
+class Glm4vMoeTextSettings(Glm4MoeSettings, kw_only=True):
+    """The text part of a GLM 4.5V."""
+
+    three_axes: ClassVar[bool] = True
+    vocab_size: Count = 151_424
+    max_position_embeddings: Count = 65_536
+    attention_bias: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if self.use_qk_norm:
+            raise ModelError("use_qk_norm of a GLM with images is not supported")

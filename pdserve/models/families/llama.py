@@ -279,8 +279,9 @@ class GraniteMoeSharedSettings(GraniteMoeSettings, kw_only=True):
         part = super().feed_forward(index)
         if not self.shared_intermediate_size or not isinstance(part, ExpertsRecipe):
             return part
-        names = {"fused": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}
-        return replace(part, shared=MlpRecipe(self.shared_intermediate_size, **names))
+        channels = self.shared_intermediate_size
+        shared = MlpRecipe(channels, fused="shared_mlp.input_linear", down="shared_mlp.output_linear")
+        return replace(part, shared=shared)
 
 
 class HyperClovaXSettings(GraniteSettings, kw_only=True):

@@ -17,7 +17,7 @@ from pdserve.models.families.settings import (
     gated_expert,
     windows_of,
 )
-from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe
+from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpRecipe
 
 
 class Qwen2Settings(FamilySettings, kw_only=True):
@@ -121,3 +121,62 @@ class Qwen2MoeSettings(Qwen3MoeSettings, kw_only=True):
             return part
         shared = gated("mlp.shared_expert", self.shared_expert_intermediate_size)
         return replace(part, shared=shared, shared_gate="mlp.shared_expert_gate")
+
+
+class Qwen2VlTextSettings(Qwen2Settings, kw_only=True):
+    """The text part of a Qwen 2 or 2.5 VL."""
+
+    three_axes: ClassVar[bool] = True
+    default_theta: ClassVar[float] = 1_000_000.0
+    vocab_size: Count = 152_064
+    hidden_size: Count = 8192
+    intermediate_size: Count = 29_568
+    num_hidden_layers: Count = 80
+    num_attention_heads: Count = 64
+    num_key_value_heads: Count | None = 8
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 151_645
+    max_window_layers: int = 80
+
+
+class Qwen3VlTextSettings(FamilySettings, kw_only=True):
+    """The text part of a Qwen 3 VL. Every layer sees all tokens."""
+
+    three_axes: ClassVar[bool] = True
+    head_norms: ClassVar[bool] = True
+    default_theta: ClassVar[float] = 500_000.0
+    vocab_size: Count = 151_936
+    intermediate_size: Count = 22_016
+    num_key_value_heads: Count | None = 32
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 128_000
+    eos_token_id: int | list[int] | None = None
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+
+class Qwen3VlMoeTextSettings(Qwen3MoeSettings, kw_only=True):
+    """The text part of a Qwen 3 VL with experts, of which one tensor ``[experts, in, out]`` holds all of a layer."""
+
+    three_axes: ClassVar[bool] = True
+    default_theta: ClassVar[float] = 500_000.0
+    intermediate_size: Count = 5632
+    num_attention_heads: Count = 16
+    num_key_value_heads: Count | None = 16
+    max_position_embeddings: Count = 128_000
+    num_experts: int = 60
+    num_experts_per_tok: Count = 4
+    moe_intermediate_size: Count = 1408
+
+    def windows(self) -> tuple[int | None, ...]:
+        return (None,) * self.num_hidden_layers
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        if not isinstance(part, ExpertsRecipe):
+            return part
+        fused, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+        expert = MlpRecipe(self.moe_intermediate_size, fused=f"{fused}.{{}}", down=f"{down}.{{}}", transposed=True)
+        stacked = tuple((name, f"{name}.{{}}.weight") for name in (fused, down))
+        return replace(part, expert=expert, normalised=True, stacked=stacked, turned_by_shape=True)

@@ -104,6 +104,8 @@ class FamilySettings(msgspec.Struct, kw_only=True):
     """Whether ``partial_rotary_factor`` is honoured."""
     interleaved: ClassVar[bool] = False
     """Whether neighbouring channels are turned against each other."""
+    three_axes: ClassVar[bool] = False
+    """Whether positions have three axes. Those of text are equal, so that they turn heads as one would."""
     default_theta: ClassVar[float] = 10_000.0
     """The base of the frequencies if the file does not have it."""
     turned_part: ClassVar[float] = 1.0
@@ -178,6 +180,8 @@ class FamilySettings(msgspec.Struct, kw_only=True):
             chosen = msgspec.structs.replace(
                 chosen, original_max_position_embeddings=self.original_max_position_embeddings
             )
+        if self.three_axes and "mrope" in (chosen.rope_type, chosen.type):
+            chosen = msgspec.structs.replace(chosen, rope_type="default", type=None)
         theta = self.default_theta if self.rope_theta is None else self.rope_theta
         return rotary_of(chosen, theta, self.max_position_embeddings, self.turned_channels(), self.interleaved)
 

@@ -38,9 +38,13 @@ class Experts:
         )
         for whole, each in recipe.stacked:
             checkpoint.unstack(prefix + whole, prefix + each, recipe.count)
-        mine = share(building.tp, recipe.expert.channels, "channels of an expert")
+        expert = recipe.expert
+        if recipe.turned_by_shape:
+            fused = f"{prefix}{_numbered(expert, 0).fused}.weight"
+            expert = replace(expert, transposed=checkpoint.shape(fused) != (2 * expert.channels, hidden_size))
+        mine = share(building.tp, expert.channels, "channels of an expert")
         self._experts = [
-            _expert(hidden_size, building, _numbered(recipe.expert, i), prefix, mine) for i in range(recipe.count)
+            _expert(hidden_size, building, _numbered(expert, i), prefix, mine) for i in range(recipe.count)
         ]
         self._activate = activation_of(building.kernels, recipe.expert)
         self._shared = None if recipe.shared is None else Mlp(hidden_size, building, recipe.shared, prefix)

@@ -1,0 +1,220 @@
+"""Tests the text parts of models that take images, too: each logit is that of transformers for a text alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.runner import StepRow
+from pdserve.models.table import COMPOSITES
+from tests.models.greedy import small_runner
+from tests.models.test_families import PROMPT
+from tests.models.tiny_families import DEEPSEEK_EXPERTS, HEADS
+from tests.tiny_models import SHAPE, WINDOW
+
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+QWEN_VISION: dict[str, Any] = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+QWEN_VISION |= {"out_hidden_size": 60, "patch_size": 14, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
+GLM_VISION = QWEN_VISION | {"image_size": 28}
+SECTIONS = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 5000.0}
+SIGLIP, CLIP = {"model_type": "siglip_vision_model"} | VISION, {"model_type": "clip_vision_model"} | VISION
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("gemma3", SHAPE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}, VISION),
+    "mistral3": (
+        "mistral3",
+        SHAPE | {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral"} | VISION,
+    ),
+    "llava": ("llava", SHAPE | {"model_type": "llama"}, CLIP),
+    "llava-qwen3": ("llava", SHAPE | {"model_type": "qwen3"}, CLIP),
+    "llava-next": ("llava_next", SHAPE | {"model_type": "mistral", "sliding_window": WINDOW}, CLIP),
+    "llava-onevision": ("llava_onevision", HEADS | {"model_type": "qwen2"}, SIGLIP),
+    "vipllava": ("vipllava", SHAPE | {"model_type": "llama"}, CLIP),
+    "internvl": (
+        "internvl",
+        HEADS | {"model_type": "qwen2"},
+        VISION | {"image_size": [28, 28], "patch_size": [14, 14]},
+    ),
+    "aya-vision": ("aya_vision", HEADS | {"model_type": "cohere2", "sliding_window": WINDOW}, SIGLIP),
+    "cohere2-vision": ("cohere2_vision", HEADS | {"model_type": "cohere2", "sliding_window": WINDOW}, SIGLIP),
+    "smolvlm": ("smolvlm", SHAPE | {"model_type": "llama"}, VISION),
+    "idefics3": ("idefics3", SHAPE | {"model_type": "llama"}, VISION),
+    "qwen2-vl": ("qwen2_vl", HEADS | {"rope_parameters": SECTIONS}, QWEN_VISION),
+    "qwen2-5-vl": ("qwen2_5_vl", HEADS | {"rope_parameters": SECTIONS}, QWEN_VISION),
+    "qwen3-vl": ("qwen3_vl", SHAPE | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}}, QWEN_VISION),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        HEADS
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+        | {"rope_parameters": SECTIONS},
+        QWEN_VISION,
+    ),
+    "glm4v": (
+        "glm4v",
+        HEADS | {"rope_parameters": SECTIONS | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.6}},
+        GLM_VISION,
+    ),
+    "glm4v-moe": (
+        "glm4v_moe",
+        HEADS
+        | DEEPSEEK_EXPERTS
+        | {"rope_parameters": SECTIONS | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.4}},
+        GLM_VISION,
+    ),
+}
+
+
+def save(case: str, folder: Path, **changes: object) -> Path:
+    """Saves a random model, always the same one. ``changes`` are settings of the whole."""
+    kind, text, vision = CASES[case]
+    torch.manual_seed(sum(case.encode()))
+    auto: Any = AutoModelForImageTextToText
+    of_kind: Any = CONFIG_MAPPING[kind]
+    config = of_kind(text_config=text, vision_config=vision, **changes)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "correction" in name:
+            torch.nn.init.uniform_(tensor.data, -1.5, 1.5)
+        elif tensor.is_floating_point() and ("norm" in name or name.endswith("bias")):
+            torch.nn.init.uniform_(tensor.data, 0.5, 1.5)
+        elif "language_model" in name or "text_model" in name or "lm_head" in name:
+            torch.nn.init.normal_(tensor.data, 0, 0.4)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.inference_mode()
+def reference(folder: Path) -> torch.Tensor:
+    """Returns the logits of transformers after each token of the prompt."""
+    auto: Any = AutoModelForImageTextToText
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.tensor([PROMPT])
+    logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    return logits
+
+
+def assert_logits(folder: Path, wanted: torch.Tensor) -> None:
+    runner, pieces = small_runner(folder), list[torch.Tensor]()
+    for start, end in ((0, 17), (17, 20), (20, len(PROMPT))):
+        runner.run([StepRow(PROMPT[start:end], start, range(16), True, range(end - start))], score=pieces.append)
+    assert wanted.std() > 0.05
+    torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_every_logit_of_the_text_part_is_that_of_transformers(tmp_path: Path, case: str) -> None:
+    folder = save(case, tmp_path)
+    wanted = reference(folder)
+    if "cohere2" in str(CASES[case][1].get("model_type")):
+        # transformers' code for the whole leaves this out. That for the part alone has it, as the model was trained.
+        wanted = wanted * 0.0625
+    assert_logits(folder, wanted)
+
+
+TEXT_PREFIXES = {
+    "mistral3": ("language_model.model.", "model.language_model."),
+    "gemma3": ("language_model.model.", "model.language_model."),
+    "qwen2-5-vl": ("model.", "model.language_model.", "thinker.model."),
+    "glm4v": ("model.language_model.",),
+}
+HEADS_OF = {"language_model.model.": "language_model.lm_head.", "thinker.model.": "thinker.lm_head."}
+
+
+@pytest.mark.parametrize("case", sorted(TEXT_PREFIXES))
+def test_the_part_is_found_by_each_name_that_files_have(tmp_path: Path, case: str) -> None:
+    folder = save(case, tmp_path, tie_word_embeddings=False)
+    wanted = reference(folder)
+    tensors = {plain(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    for prefix in TEXT_PREFIXES[case]:
+        head = HEADS_OF.get(prefix, "lm_head.")
+        renamed = {
+            name if beside(name) else re.sub("^lm_head.", head, re.sub("^model.", prefix, name)): tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+        assert_logits(folder, wanted)
+    twice = renamed | {
+        "model.language_model.norm.weight": torch.ones(60),
+        "language_model.model.norm.weight": torch.ones(60),
+    }
+    save_file(twice, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has tensor 'model\.norm\.weight' twice"):
+        small_runner(folder)
+
+
+def plain(name: str) -> str:
+    """Returns the name that a tensor of the text part has in a model of text."""
+    return re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", name).removeprefix("language_model.")
+
+
+def beside(name: str) -> bool:
+    """Returns whether a tensor belongs to another part."""
+    return any(part in name for part in ("visual", "vision", "projector"))
+
+
+def test_settings_of_older_files_lie_beside_those_of_the_whole(tmp_path: Path) -> None:
+    folder = save("qwen2-5-vl", tmp_path)
+    wanted = reference(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 2, 1]}
+    text["rope_theta"] = text.pop("rope_parameters")["rope_theta"]
+    path.write_text(json.dumps(text | config))
+    assert_logits(folder, wanted)
+
+
+@pytest.mark.parametrize("of_part", [None, True])
+def test_a_head_is_tied_if_the_whole_or_the_part_says_so(tmp_path: Path, of_part: bool | None) -> None:
+    folder = save("llava", tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["tie_word_embeddings"] = of_part is None
+    config["text_config"]["tie_word_embeddings"] = bool(of_part)
+    path.write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if "lm_head" not in name}, folder / "model.safetensors")
+    assert_logits(folder, reference(folder))
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"has no tensor 'lm_head\.weight'"):
+        small_runner(folder)
+
+
+def test_eos_tokens_of_the_whole_go_before_those_of_the_part(tmp_path: Path) -> None:
+    folder = save("qwen3-vl", tmp_path, eos_token_id=[7, 9])
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert read_decoder_config(folder).eos_token_ids == {7, 9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "words"),
+    [
+        ("llava", {"model_type": "mamba2"}, r"its text part is a mamba2 model \(text_config\), which has no recipe"),
+        ("glm4v_moe", {"num_attention_heads": 32, "use_qk_norm": True}, "use_qk_norm"),
+        ("glm4v", {"model_type": "glm4v_text", "head_dim": 64}, "head_dim 64"),
+        ("llava", {"model_type": "llama", "rope_scaling": {"type": "mrope"}}, "rotary scaling 'mrope'"),
+        ("llava", {"model_type": "olmo", "clip_qkv": 8.0}, "settings that no recipe has"),
+        ("llava", {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised.*gptq"),
+        ("mistral3", {"model_type": "mistral", "hidden_size": "60"}, "hidden_size"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, kind: str, part: dict[str, Any], words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": part}))
+    with pytest.raises(ModelError, match=words):
+        read_decoder_config(tmp_path)
+
+
+def test_every_composite_has_a_case() -> None:
+    assert {kind for kind, _, _ in CASES.values()} == set(COMPOSITES)
