@@ -154,6 +154,16 @@ class AttentionRecipe:
     transposed: bool = False
     """Whether the checkpoint has the weights as ``[in, out]``."""
 
+    @property
+    def norms_apart(self) -> bool:
+        """Whether queries and keys are normalised by steps of their own, which no kernel has in one with attention."""
+        norms = self.norms
+        if norms is None:
+            return False
+        fits = norms.norm.kind is NormKind.RMS and norms.scope is NormScope.HEAD and not norms.after_rotary
+        # The kernel normalises what it is given, so a scale would be lost in it.
+        return not fits or self.query_scale is not None
+
 
 @dataclass(frozen=True, slots=True)
 class MlpRecipe:

@@ -20,6 +20,7 @@ from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weight_form import weight_bytes
 from pdserve.models.checkpoint.weights import parameters
+from pdserve.models.recipe import Activation, AttentionRecipe, FeedForwardRecipe, MlpRecipe, Scoring
 from pdserve.models.runner import SCORED_LOGITS
 from pdserve.models.sizes import (
     GPU_ONLY,
@@ -43,6 +44,8 @@ SCORING_BYTES_PER_LOGIT = 32
 
 _INDEX_BYTES = 8
 _FP32_BYTES = 4
+_INNER_NUMBERS = {Activation.SILU: 3, Activation.GELU_TANH: 3, Activation.XIELU: 7}
+"""How many numbers for each channel of a feed-forward part are there at once. With others, it is 4."""
 
 
 def workspace_bytes(
@@ -78,18 +81,47 @@ def logits_bytes(rows: int, vocab_size: int, dtype: torch.dtype, ranks: int) -> 
 
 def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
     """Returns the most bytes that one token's activations have at once, in the widest part of a layer."""
+    if isinstance(decoder, FamilyConfig):
+        layers = set(decoder.recipe.layers)
+        widest = max(
+            max(_attention_numbers(decoder, layer.attention, ranks), _feed_numbers(decoder, layer.feed_forward, ranks))
+            for layer in layers
+        )
+        own = max(_routing_bytes(layer.feed_forward) for layer in layers)
+    else:
+        widest, own = _attention_numbers(decoder, None, ranks), 0
+    # The residual, what is added to it, both after a norm, the results of both parts, and the angles of the positions.
+    return (widest + 6 * decoder.hidden_size + 4 * decoder.head_dim) * dtype.itemsize + own + 4 * _INDEX_BYTES
+
+
+def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, ranks: int) -> int:
+    """Returns how many numbers of the model's kind one token's queries, keys, values and results are at once."""
     # Ranks may share KV heads, so each holds at least one.
     heads, kv_heads = -(-decoder.heads // ranks), -(-decoder.kv_heads // ranks)
-    attention = (3 * heads + 2 * kv_heads) * decoder.head_dim
-    widest, own = attention, 0
-    if isinstance(decoder, FamilyConfig):
-        widest = max(widest, 3 * -(-decoder.intermediate_size // ranks))
-    if isinstance(decoder, FamilyConfig) and decoder.experts is not None:
-        widest = max(widest, 3 * -(-decoder.experts.expert.channels // ranks) + decoder.hidden_size)
-        # What the router gives each expert and each chosen one, and where the chosen ones are.
-        own = decoder.experts.count * 3 * _FP32_BYTES + decoder.experts.chosen * 8 * _INDEX_BYTES
-    # The residual, what is added to it, both after a norm, the layer's result, and the angles of the positions.
-    return (widest + 5 * decoder.hidden_size + 4 * decoder.head_dim) * dtype.itemsize + own + 4 * _INDEX_BYTES
+    if recipe is None or not recipe.norms_apart:
+        return (3 * heads + 2 * kv_heads) * decoder.head_dim
+    # Norms take steps of their own, across ranks in fp32, and the rotation is then one, too.
+    return (7 * heads + 5 * kv_heads) * decoder.head_dim
+
+
+def _feed_numbers(decoder: DecoderConfig, recipe: FeedForwardRecipe, ranks: int) -> int:
+    """Returns how many numbers of the model's kind one token's feed-forward part has at once, but for its result."""
+    if isinstance(recipe, MlpRecipe):
+        return _INNER_NUMBERS.get(recipe.activation, 4) * -(-recipe.channels // ranks)
+    # All tokens may be sent to one expert. Its result is there as it is, and weighed.
+    expert = -(-recipe.expert.channels // ranks)
+    routed = max(_feed_numbers(decoder, recipe.expert, ranks) + decoder.hidden_size, expert + 2 * decoder.hidden_size)
+    if recipe.shared is None:
+        return routed
+    return max(routed, _feed_numbers(decoder, recipe.shared, ranks) + decoder.hidden_size, 3 * decoder.hidden_size)
+
+
+def _routing_bytes(recipe: FeedForwardRecipe) -> int:
+    """Returns the bytes of what a router gives each expert and each chosen one, and of where the chosen ones are."""
+    if isinstance(recipe, MlpRecipe):
+        return 0
+    scores = 3 if recipe.scoring is Scoring.SOFTMAX and not recipe.correction else 6
+    return recipe.count * scores * _FP32_BYTES + recipe.chosen * 8 * _INDEX_BYTES
 
 
 def cache_blocks(

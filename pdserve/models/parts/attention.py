@@ -43,12 +43,10 @@ class SelfAttention:
         self._apart: _NormsApart | None = None
         norms = recipe.norms
         if norms is not None:
-            fits = norms.norm.kind is NormKind.RMS and norms.scope is NormScope.HEAD and not norms.after_rotary
-            # The kernel normalises what it is given, so a scale would be lost in it.
-            if fits and recipe.query_scale is None:
-                self._norms = self._head_norms(building, norms, prefix)
-            else:
+            if recipe.norms_apart:
                 self._apart = _NormsApart(config, building, norms, prefix, self._order)
+            else:
+                self._norms = self._head_norms(building, norms, prefix)
 
     def __call__(self, x: torch.Tensor, tables: PositionTables, attention: Attention) -> torch.Tensor:
         """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""

@@ -52,9 +52,10 @@ class VocabParallelHead:
         if self._padding:
             part = F.pad(part, (0, self._padding))
         logits = self._tp.gather(part)[:, : self._vocab_size].float()
+        # In place: the logits of many rows take more memory than all else of a step.
         if self._scale != 1.0:
-            logits = logits * self._scale
-        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+            logits.mul_(self._scale)
+        return logits if self._cap is None else logits.div_(self._cap).tanh_().mul_(self._cap)
 
 
 def vocab_parallel_head(
