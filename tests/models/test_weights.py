@@ -17,6 +17,7 @@ from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import ModelRunner, StepRow
+from pdserve.models.table import COMPOSITES, FAMILIES
 from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.test_qwen3_moe import Unsummed
@@ -110,6 +111,16 @@ def test_a_quantised_configuration_is_refused_by_its_method(tmp_path: Path, fami
         path.write_text(json.dumps(changed))
         with pytest.raises(ModelError, match=r"are quantised \(config\.json: fp8\)"):
             read_decoder_config(folder)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4"])
+def test_no_family_reads_quantised_weights_of_a_folder(tmp_path: Path, method: str) -> None:
+    for family in sorted(FAMILIES.keys() | COMPOSITES.keys()):
+        said = {"model_type": family, "quantization_config": {"quant_method": method}}
+        for values in (said, {"model_type": family, "text_config": said}):
+            (tmp_path / "config.json").write_text(json.dumps(values))
+            with pytest.raises(ModelError, match=rf"are quantised \(config\.json: {method}\)"):
+                read_decoder_config(tmp_path)
 
 
 WRONG: dict[str, list[dict[str, int]]] = {
