@@ -44,28 +44,39 @@ class BlockFormat(enum.IntEnum):
 
     Q4_0 = 2
     Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
     Q4_K = 12
+    Q5_K = 13
     Q6_K = 14
+    IQ4_NL = 20
+    IQ4_XS = 23
 
     @property
     def elements(self) -> int:
-        return 256 if self in (BlockFormat.Q4_K, BlockFormat.Q6_K) else 32
+        return _BLOCKS[self][0]
 
     @property
     def block_bytes(self) -> int:
-        return _BLOCK_BYTES[self]
+        return _BLOCKS[self][1]
 
 
 BLOCK_FORMATS = frozenset(BlockFormat)
 
-_BLOCK_BYTES = {
-    BlockFormat.Q4_0: 18,
-    BlockFormat.Q4_1: 20,
-    BlockFormat.Q8_0: 34,
-    BlockFormat.Q4_K: 144,
-    BlockFormat.Q6_K: 210,
+_BLOCKS = {
+    BlockFormat.Q4_0: (32, 18),
+    BlockFormat.Q4_1: (32, 20),
+    BlockFormat.Q5_0: (32, 22),
+    BlockFormat.Q5_1: (32, 24),
+    BlockFormat.Q8_0: (32, 34),
+    BlockFormat.Q4_K: (256, 144),
+    BlockFormat.Q5_K: (256, 176),
+    BlockFormat.Q6_K: (256, 210),
+    BlockFormat.IQ4_NL: (32, 18),
+    BlockFormat.IQ4_XS: (256, 136),
 }
+"""The elements and the bytes of a block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,14 @@ from pdserve_kernels.contract import BlockFormat, BlockWeight
 HALVES = {
     BlockFormat.Q4_0: (0,),
     BlockFormat.Q4_1: (0, 2),
+    BlockFormat.Q5_0: (0,),
+    BlockFormat.Q5_1: (0, 2),
     BlockFormat.Q8_0: (0,),
     BlockFormat.Q4_K: (0, 2),
+    BlockFormat.Q5_K: (0, 2),
     BlockFormat.Q6_K: (208,),
+    BlockFormat.IQ4_NL: (0,),
+    BlockFormat.IQ4_XS: (0,),
 }
 """Where a block has 16-bit floating-point numbers. All of its other bytes may be anything."""
 

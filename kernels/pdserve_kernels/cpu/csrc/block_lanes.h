@@ -108,6 +108,20 @@ inline Ints multiply_signed(Ints sums, Words weights, int32_t inputs) {
 }
 #endif
 
+// Returns for each byte, 0 to 15, the byte of a table of 16 that begins at a multiple of 16.
+inline Words looked_up(const uint8_t* table, Words places) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)places);
+#elif defined(__AVX2__)
+  return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table)), (__m256i)places);
+#else
+  uint8_t bytes[sizeof places];
+  std::memcpy(bytes, &places, sizeof places);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  return loaded<Words>(bytes);
+#endif
+}
+
 // Weights of few bits, at most kMost, are multiplied in 16 bits where there is no VNNI: sums of kFitting pairs of
 // products fit, which takes two instructions for four inputs of each lane and not three.
 #if defined(__AVX2__) && !defined(__AVXVNNI__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))

@@ -325,9 +325,14 @@ bool with_format(int format, const Use& use) {
   switch (format) {
     case 2: return use(Q4_0{}), true;
     case 3: return use(Q4_1{}), true;
+    case 6: return use(Q5_0{}), true;
+    case 7: return use(Q5_1{}), true;
     case 8: return use(Q8_0{}), true;
     case 12: return use(Q4_K{}), true;
+    case 13: return use(Q5_K{}), true;
     case 14: return use(Q6_K{}), true;
+    case 20: return use(IQ4_NL{}), true;
+    case 23: return use(IQ4_XS{}), true;
     default: return false;
   }
 }
