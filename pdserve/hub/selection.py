@@ -10,9 +10,11 @@ from pathlib import Path
 
 from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName, is_inside
-from pdserve.models.checkpoint.config_reading import GGUF_MODEL_TYPES, gguf_settings, read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import FallbackConfig
+from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf_start
+from pdserve.models.checkpoint.gguf_settings import check_keys, gguf_settings
 from pdserve.models.checkpoint.model_files import (
     INDEX,
     INTEGER_FORMATS,
@@ -155,10 +157,10 @@ def _nothing(name: HubName, files: Set[str], weights: bool) -> str:
 
 def check_listing(name: HubName, selection: Selection, architecture: str) -> None:
     """Raises ModelError if the ``architecture`` that the hub tells of a repository's GGUF files cannot be served."""
-    if selection.gguf and architecture and architecture not in GGUF_MODEL_TYPES:
+    if selection.gguf and architecture and architecture not in ARCHITECTURES:
         raise ModelError(
             f"{name} cannot be served: it is a model of architecture {architecture!r}; as GGUF files "
-            f"these work: {', '.join(sorted(GGUF_MODEL_TYPES))}"
+            f"these work: {', '.join(sorted(ARCHITECTURES))}"
         )
 
 
@@ -187,7 +189,8 @@ def check_gguf_start(path: Path, name: HubName) -> None:
     file = read_gguf_start(path)
     if file is not None:
         try:
-            gguf_settings(file)
+            # The first of several parts has all settings, but not all tensors.
+            (check_keys if file.get("split.count", int, 1) > 1 else gguf_settings)(file)
         except ModelError as exc:
             raise ModelError(f"{name} cannot be served: {str(exc).replace(str(path), name.repository)}") from exc
 

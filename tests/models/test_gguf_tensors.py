@@ -136,7 +136,7 @@ def test_it_is_served_under_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "match"),
     [
-        ({"llama.expert_count": 8}, r"llama\.expert_count"),
+        ({"llama.expert_count": 8}, r"llama\.expert_used_count"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count"),
         ({"llama.attention.sliding_window": 64}, r"llama\.attention\.sliding_window"),

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: the model's metadata, and where each tensor's bytes lie.
+"""Reads the headers of GGUF files: the model's metadata, and where each tensor's bytes lie.
 
 The format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf``
 package has a reader, too, but that one takes seconds for a vocabulary of 262,144 entries.
@@ -7,8 +7,9 @@ package has a reader, too, but that one takes seconds for a vocabulary of 262,14
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +26,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""The names of files that hold a part of a model each."""
 
 T = TypeVar("T")
 
@@ -39,19 +42,31 @@ class GgufTensor:
     shape: tuple[int, ...]
     kind: int
     offset: int
+    part: int = 0
+    """Which of the files of the model has it, from 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of one GGUF file."""
+    """The header of a model's GGUF file, or of all of them."""
 
     path: Path
     metadata: dict[str, Value]
     tensors: dict[str, GgufTensor]
+    parts: tuple[Path, ...]
+    """The files, of which the first has the metadata."""
 
     @property
     def architecture(self) -> str:
         return self.get("general.architecture", str)
+
+    def key(self, name: str) -> str:
+        """Returns the key of a setting of the file's architecture."""
+        return f"{self.architecture}.{name}"
+
+    def own(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """Returns a setting of the file's architecture, and raises, as ``get`` does."""
+        return self.get(self.key(name), kind, default)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Returns a value of the metadata.
@@ -71,16 +86,30 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and path.is_file()
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Returns the header of a file. Raises ModelError if it is not a complete GGUF file that holds a complete model.
+def gguf_parts(path: Path) -> tuple[Path, ...]:
+    """Returns the files of the model that ``path`` is a part of, by its name: that file alone, or all its parts."""
+    found = PART.fullmatch(path.name)
+    if found is None:
+        return (path,)
+    count = int(found["count"])
+    return tuple(path.with_name(f"{found['stem']}-{i:05}-of-{count:05}{SUFFIX}") for i in range(1, count + 1))
 
-    The last header stays until ``forget_gguf``: several parts of a process need it, and reading it takes 0.1 s.
+
+def read_gguf(path: Path) -> GgufFile:
+    """Returns the header of a model's file, or of all its files if ``path`` is one of several.
+
+    Raises ModelError if these are not complete GGUF files that hold a complete model. The last header stays until
+    ``forget_gguf``: several parts of a process need it, and reading it takes 0.1 s.
     """
+    parts = gguf_parts(path)
+    if missing := [part.name for part in parts if not part.is_file()] if len(parts) > 1 else []:
+        some = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ModelError(f"{path} is one of {len(parts)} parts of a model, and {some} of {path.parent} cannot be found")
     try:
-        status = path.stat()
+        states = [part.stat() for part in parts]
     except OSError as exc:
         raise ModelError(f"{path} is not a readable GGUF file: {exc}") from exc
-    return _read_once(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return _read_once(parts, tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in states))
 
 
 def read_gguf_start(path: Path) -> GgufFile | None:
@@ -98,16 +127,30 @@ def forget_gguf() -> None:
 
 
 @lru_cache(maxsize=1)
-def _read_once(path: Path, _: tuple[int, ...]) -> GgufFile:
-    """Reads the header of the file that has this identity now."""
+def _read_once(parts: tuple[Path, ...], _: tuple[tuple[int, ...], ...]) -> GgufFile:
+    """Reads the headers of the files that have these identities now."""
+    headers = [_read_whole(part) for part in parts]
+    first, count = headers[0], headers[0].get("split.count", int, 1)
+    if max(count, 1) != len(parts):
+        raise ModelError(
+            f"{first.path} is one part of several, whose names have to end with -00001-of-{count:05}{SUFFIX} and so on"
+        )
+    tensors: dict[str, GgufTensor] = {}
+    for number, header in enumerate(headers):
+        if header.get("split.no", int, 0) != number:
+            raise ModelError(f"{header.path} is not part {number + 1} of {len(parts)}, as its name says")
+        tensors |= {name: replace(tensor, part=number) for name, tensor in header.tensors.items()}
+    if (wanted := first.get("split.tensors.count", int, len(tensors))) != len(tensors):
+        raise ModelError(f"{first.path} and its other parts have {len(tensors)} tensors, not {wanted}")
+    return GgufFile(first.path, first.metadata, tensors, parts)
+
+
+def _read_whole(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = _read(path, _Cursor(data))
+            return _read(path, _Cursor(data))
     except (OSError, ValueError, struct.error, UnicodeDecodeError) as exc:
         raise ModelError(f"{path} is not a readable GGUF file: {exc}") from exc
-    if found.get("split.count", int, 1) > 1:
-        raise ModelError(f"{path} is one part of several; join them with llama.cpp's gguf-split --merge")
-    return found
 
 
 def _read(path: Path, cursor: _Cursor) -> GgufFile:
@@ -139,7 +182,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
         raise ValueError(f"general.alignment is {alignment!r}")
     start = -(-cursor.at // alignment) * alignment
     tensors = {name: GgufTensor(tensor.shape, tensor.kind, start + tensor.offset) for name, tensor in placed.items()}
-    return GgufFile(path, metadata, tensors)
+    return GgufFile(path, metadata, tensors, (path,))
 
 
 class _Cursor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -14,31 +14,30 @@ from gguf.quants import dequantize
 
 from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.config_reading import ROTARY_DIVISORS, gguf_settings
-from pdserve.models.checkpoint.gguf_file import GgufTensor, is_gguf, read_gguf
+from pdserve.models.checkpoint.gguf_architectures import (
+    ATTENTION,
+    FEED_FORWARD,
+    NORMS,
+    OUTER,
+    PART_OF_EXPERTS,
+    PART_OF_SHARED,
+    Architecture,
+)
+from pdserve.models.checkpoint.gguf_file import GgufFile, GgufTensor, is_gguf, read_gguf
+from pdserve.models.checkpoint.gguf_settings import (
+    LONG_FACTORS,
+    ROTARY_DIVISORS,
+    SHORT_FACTORS,
+    architecture_of,
+    gguf_recipe,
+    gguf_settings,
+)
 from pdserve.models.checkpoint.mapped_file import MappedFile
+from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, MlpRecipe, ModelRecipe
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-INNER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-GEMMA3_INNER = INNER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+OF_POSITIONS = frozenset({ROTARY_DIVISORS, LONG_FACTORS, SHORT_FACTORS})
+"""Tensors that are settings, and no weights."""
 AT_ONCE = 2**22
 """The most elements of a large tensor that are dequantised to fp32 at once."""
 
@@ -51,16 +50,20 @@ class GgufTensors:
         self._path = path
         file = read_gguf(path)
         _, settings = gguf_settings(file)
-        self._gemma = file.architecture == "gemma3"
-        self._head_dim = settings.head_size()
-        self._interleaved = ("q_proj", "k_proj") if file.architecture == "llama" else ()
-        inner = GEMMA3_INNER if self._gemma else INNER
-        self._tensors = {_name(name, inner): found for name, found in file.tensors.items() if name != ROTARY_DIVISORS}
+        known, recipe = architecture_of(file), gguf_recipe(file, settings)
+        self._shifted, self._head_dim = known.shifted_norms, settings.head_size()
+        self._tensors = gguf_tensors(file, recipe)
+        self._interleaved: frozenset[str] = frozenset()
+        if known.permuted:
+            each = enumerate(layer.attention for layer in recipe.layers)
+            self._interleaved = frozenset(
+                f"{recipe.layer_prefix}{index}.{name}." for index, part in each for name in (part.query, part.key)
+            )
         try:
-            self._mapped = MappedFile(path)
+            self._mapped = [MappedFile(part) for part in file.parts]
         except (OSError, ValueError) as exc:
             raise ModelError(f"weights in {path} cannot be read: {exc}") from exc
-        self._data: np.ndarray = self._mapped.tensor(torch.uint8, 0, self._mapped.size).numpy()
+        self._data = [part.tensor(torch.uint8, 0, part.size).numpy() for part in self._mapped]
 
     def names(self) -> Iterable[str]:
         return self._tensors
@@ -78,11 +81,12 @@ class GgufTensors:
         whole = self._tensors[name]
         each = self.nbytes(name) // whole.shape[0]
         for index, part in enumerate(names):
-            self._tensors[part] = GgufTensor(whole.shape[1:], whole.kind, whole.offset + index * each)
+            self._tensors[part] = replace(whole, shape=whole.shape[1:], offset=whole.offset + index * each)
 
     def drop(self) -> None:
         """See ``weights.TensorFiles``."""
-        self._mapped.drop()
+        for part in self._mapped:
+            part.drop()
 
     def check_formats(self) -> None:
         """See ``weights.TensorFiles``."""
@@ -134,7 +138,7 @@ class GgufTensors:
         return None if tensor.shape[1] % found.elements else found
 
     def _interleaves(self, name: str) -> bool:
-        return any(f".{projection}." in name for projection in self._interleaved)
+        return f"{name.rpartition('.')[0]}." in self._interleaved
 
     def _stored(self, name: str, tensor: GgufTensor) -> np.ndarray:
         """Returns a tensor's bytes as ``[rows, bytes of a row]``. Each element of a vector is a row."""
@@ -147,9 +151,10 @@ class GgufTensors:
         if elements * size % block:
             raise ModelError(f"tensor {name!r} of {self._path} does not consist of whole blocks")
         row_bytes = elements * size // block
-        if tensor.offset + rows * row_bytes > len(self._data):
+        data = self._data[tensor.part]
+        if tensor.offset + rows * row_bytes > len(data):
             raise ModelError(f"{self._path} is cut short: tensor {name!r} cannot be read")
-        return self._data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
+        return data[tensor.offset : tensor.offset + rows * row_bytes].reshape(rows, row_bytes)
 
     def _plain(self, name: str, stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
         try:
@@ -158,7 +163,7 @@ class GgufTensors:
         except NotImplementedError as exc:
             raise ModelError(f"tensor {name!r} of {self._path} is in {kind.name}, which is not supported") from exc
         tensor = torch.from_numpy(plain)
-        if self._gemma and name.endswith("norm.weight"):
+        if self._shifted and name.endswith("norm.weight"):
             # GGUF stores norm weights as they are applied, transformers stores their difference from one.
             tensor = tensor - 1
         return tensor.flatten() if len(self._tensors[name].shape) == 1 else tensor
@@ -178,13 +183,80 @@ def stays_in_blocks(path: Path, model: ModelConfig, *, kernels: bool) -> bool:
     """
     if not kernels or model.weights is not Weights.AUTO or model.dtype is not Dtype.BF16 or not is_gguf(path):
         return False
-    return any(tensor.kind in BLOCK_FORMATS and len(tensor.shape) == 2 for tensor in read_gguf(path).tensors.values())
+    return any(tensor.kind in BLOCK_FORMATS and len(tensor.shape) > 1 for tensor in read_gguf(path).tensors.values())
 
 
-def _name(name: str, inner: dict[str, str]) -> str:
-    """Returns transformers' name of a tensor. A tensor without one keeps its own, which is then reported as unknown."""
-    if found := LAYER.fullmatch(name):
-        index, part, kind = found.groups()
-        return f"model.layers.{index}.{inner.get(part, part)}.{kind}"
-    part, _, kind = name.rpartition(".")
-    return f"{OUTER.get(part, part)}.{kind}"
+def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
+    """Returns the file's tensors by the names of ``recipe``. Stacked experts become one tensor each.
+
+    A tensor without such a name keeps its own, which is then reported as unknown.
+    """
+    known = architecture_of(file)
+    names = {part: getattr(recipe, name) for part, name in OUTER.items()}
+    if recipe.positions is not None:
+        names["position_embd"] = recipe.positions.name
+    for index, layer in enumerate(recipe.layers):
+        own = _layer_names(layer, known)
+        names |= {f"blk.{index}.{part}": f"{recipe.layer_prefix}{index}.{name}" for part, name in own.items()}
+    drafting = tuple(f"blk.{index}." for index in range(len(recipe.layers), file.own("block_count", int)))
+    found: dict[str, GgufTensor] = {}
+    for name, tensor in file.tensors.items():
+        if name in OF_POSITIONS or (drafting and name.startswith(drafting)):
+            continue
+        part, _, kind = name.rpartition(".")
+        if part.endswith(".exp_probs_b") and part in names:
+            shape = _correction_shape(recipe, part)
+            found[names[part]] = replace(tensor, shape=shape) if prod(shape) == prod(tensor.shape) else tensor
+        elif part.endswith(PART_OF_EXPERTS) and part in names and len(tensor.shape) == 3:
+            for expert, each in enumerate(_unstacked(file, name, tensor)):
+                found[f"{names[part].replace('{}', str(expert))}.{kind}"] = each
+        elif part.endswith(".ffn_gate_inp_shexp") and len(tensor.shape) == 1:
+            found[f"{names.get(part, part)}.{kind}"] = replace(tensor, shape=(1, *tensor.shape))
+        else:
+            found[f"{names.get(part, part)}.{kind}"] = tensor
+    return found
+
+
+def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
+    """Returns the recipe's names of a layer's tensors, by the file's names."""
+    attention, part = layer.attention, layer.feed_forward
+    usual = NORMS[layer.order][: len(layer.norms)]
+    names = dict(zip(known.norms if len(known.norms) == len(usual) else usual, layer.norms, strict=True))
+    names |= {key: getattr(attention, name) for key, name in ATTENTION.items() if getattr(attention, name)}
+    if attention.norms is not None:
+        names |= {"attn_q_norm": attention.norms.query, "attn_k_norm": attention.norms.key}
+    if isinstance(part, MlpRecipe):
+        return names | _mlp_names(part)
+    names |= {"ffn_gate_inp": part.router, **_mlp_names(part.expert, PART_OF_EXPERTS)}
+    if part.correction:
+        names["exp_probs_b"] = part.correction
+    if part.shared is not None:
+        names |= _mlp_names(part.shared, PART_OF_SHARED)
+    if part.shared_gate:
+        names["ffn_gate_inp_shexp"] = part.shared_gate
+    return names
+
+
+def _mlp_names(part: MlpRecipe, end: str = "") -> dict[str, str]:
+    names = {key + end: getattr(part, name) for key, name in FEED_FORWARD.items() if getattr(part, name)}
+    return names | ({f"ffn_up{end}": part.fused} if part.fused else {})
+
+
+def _correction_shape(recipe: ModelRecipe, name: str) -> tuple[int, ...]:
+    part = recipe.layers[int(name.split(".")[1])].feed_forward
+    assert isinstance(part, ExpertsRecipe)
+    return part.correction_shape or (part.count,)
+
+
+def _unstacked(file: GgufFile, name: str, tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """Returns the tensor of each expert, of which the file has one after another. Raises ModelError."""
+    count, *shape = tensor.shape
+    try:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
+    except ValueError as exc:
+        raise ModelError(f"tensor {name!r} of {file.path} has the unknown number format {tensor.kind}") from exc
+    if shape[-1] % block:
+        raise ModelError(f"tensor {name!r} of {file.path} does not consist of whole blocks")
+    nbytes = prod(shape) // block * size
+    for expert in range(count):
+        yield replace(tensor, shape=tuple(shape), offset=tensor.offset + expert * nbytes)

@@ -22,7 +22,7 @@ def weights_words(path: Path, model: ModelConfig) -> str:
     # The package takes a tenth of a second to load, which a folder's model does without.
     from gguf.constants import GGMLQuantizationType
 
-    tensors = [tensor for tensor in read_gguf(path).tensors.values() if len(tensor.shape) == 2]
+    tensors = [tensor for tensor in read_gguf(path).tensors.values() if len(tensor.shape) > 1]
     kinds: dict[int, int] = {}
     for tensor in tensors:
         kinds[tensor.kind] = kinds.get(tensor.kind, 0) + math.prod(tensor.shape)

@@ -129,9 +129,8 @@ def _numbered(expert: MlpRecipe, number: int) -> MlpRecipe:
 def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str, mine: slice) -> Expert:
     """Takes an expert's tensors."""
     shape = (hidden_size, recipe.channels)
-    checkpoint = building.checkpoint
-    take = checkpoint.take_transposed if recipe.transposed else checkpoint.take_unread
-    down = take(f"{prefix}{recipe.down}.weight", shape, columns=mine)
+    name, turned = f"{prefix}{recipe.down}.weight", recipe.transposed
+    down = building.weight(name, shape, columns=mine, transposed=turned)
     return Expert(
         inner=column_parallel(building, hidden_size, inner_projections(recipe, prefix, mine)),
         # The sum over the ranks is taken once a layer, not once an expert.

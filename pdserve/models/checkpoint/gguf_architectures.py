@@ -1,0 +1,169 @@
+"""Has the architectures of GGUF files as tables: the family of each, and what its keys and tensors are called there.
+
+A file says by its tensors which projections are fused or biased, and whether the head is the embedding. All else about
+a family is in its own module: names of tensors come from its recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdserve.models.recipe import NormOrder
+from pdserve.models.table import FAMILIES
+
+_NOTHING: Mapping[str, object] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a file of an architecture has otherwise than the checkpoint that it was made of."""
+
+    family: str
+    with_experts: str = ""
+    """The family of a file that has experts, if that is another one."""
+    with_windows: str = ""
+    """The family of a file that has a sliding window, if that is another one."""
+    permuted: bool = False
+    """Whether the rows of queries and keys are stored so that the two halves of each head alternate."""
+    shifted_norms: bool = False
+    """Whether norms are stored as they are applied, where the checkpoint has their difference from one."""
+    norms: tuple[str, ...] = ()
+    """The names of a layer's norms, if they are not the usual ones for their number and order."""
+    settings: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
+    """Settings of the family that files have no key for."""
+    only: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
+    """Keys whose one value is all that the family computes."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "arcee": Architecture("arcee", permuted=True),
+    "chatglm": Architecture("glm"),
+    "cohere2": Architecture("cohere2"),
+    "command-r": Architecture("cohere"),
+    "dots1": Architecture("dots1"),
+    "ernie4_5": Architecture("ernie4_5"),
+    "ernie4_5-moe": Architecture("ernie4_5_moe"),
+    "exaone4": Architecture("exaone4"),
+    "falcon": Architecture("falcon", norms=("attn_norm_2", "attn_norm")),
+    "gemma": Architecture("gemma", shifted_norms=True),
+    "gemma2": Architecture("gemma2", shifted_norms=True),
+    "gemma3": Architecture("gemma3_text", shifted_norms=True),
+    "glm4": Architecture("glm4"),
+    "glm4moe": Architecture("glm4_moe", norms=("attn_norm", "post_attention_norm")),
+    "gpt2": Architecture("gpt2"),
+    "gptneox": Architecture("gpt_neox"),
+    "granite": Architecture("granite", permuted=True),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", only={"expert_shared_count": 1}),
+    "internlm2": Architecture("llama", permuted=True),
+    "jais2": Architecture("jais2"),
+    "llama": Architecture("llama", with_experts="mixtral", permuted=True),
+    "minimax-m2": Architecture("minimax_m2"),
+    "nemotron": Architecture("nemotron", shifted_norms=True),
+    "olmo": Architecture(
+        "olmo", permuted=True, only={"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 0.0}
+    ),
+    "olmo2": Architecture("olmo2", with_windows="olmo3"),
+    "olmoe": Architecture("olmoe"),
+    "phi2": Architecture("phi"),
+    "phi3": Architecture("phi3"),
+    "qwen2": Architecture("qwen2"),
+    "qwen2moe": Architecture("qwen2_moe"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", settings={"norm_topk_prob": True}),
+    "seed_oss": Architecture("seed_oss", norms=("attn_norm", "post_attention_norm")),
+    "smollm3": Architecture("smollm3", permuted=True),
+    "stablelm": Architecture("stablelm"),
+    "starcoder": Architecture("gpt_bigcode"),
+    "starcoder2": Architecture("starcoder2"),
+}
+"""What is known of each architecture, by the name that files have in ``general.architecture``."""
+ARCHITECTURES = {name: known for name, known in ARCHITECTURES.items() if known.family in FAMILIES}
+
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.scale": ("attention_multiplier",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "context_length": ("max_position_embeddings",),
+    "embedding_length": ("hidden_size",),
+    "embedding_scale": ("embedding_multiplier",),
+    "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "residual_scale": ("residual_multiplier",),
+    "rope.freq_base_swa": ("rope_local_base_freq",),
+    "use_parallel_residual": ("use_parallel_residual",),
+}
+"""The settings that a key sets: those of these names that the family has. A key that sets none is not supported."""
+
+REQUIRED = ("attention.head_count", "context_length", "embedding_length", "feed_forward_length")
+EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+"""One of these is required, too."""
+REQUIRED_OF_EXPERTS = ("expert_count", "expert_used_count")
+READ_OTHERWISE = frozenset(
+    {
+        "attention.key_length",
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "attention.value_length",
+        "block_count",
+        "nextn_predict_layers",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.attn_factor",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_ext_factor",
+    }
+)
+"""Keys that set no single setting of a family."""
+WITHOUT_EFFECT = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "vocab_size"})
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "expert_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0.0,),
+    "leading_dense_block_count": (0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+"""Values of keys that stand for what a family without such a setting computes."""
+
+OUTER = {"token_embd": "embedding", "output_norm": "last_norm", "output": "head"}
+"""The fields of a ``ModelRecipe`` that have the names of a file's tensors."""
+NORMS = {
+    NormOrder.PRE: ("attn_norm", "ffn_norm"),
+    NormOrder.POST: ("post_attention_norm", "post_ffw_norm"),
+    NormOrder.SANDWICH: ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+    NormOrder.PARALLEL: ("attn_norm", "ffn_norm"),
+}
+"""The usual names of a layer's norms, in the order in which recipes have them."""
+ATTENTION = {"attn_q": "query", "attn_k": "key", "attn_v": "value", "attn_output": "out", "attn_qkv": "fused"}
+"""The fields of an ``AttentionRecipe``."""
+FEED_FORWARD = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
+"""The fields of an ``MlpRecipe``."""
+PART_OF_EXPERTS, PART_OF_SHARED = "_exps", "_shexp"
+"""What is added to these names where all experts, or the shared ones, are meant."""

@@ -1,0 +1,342 @@
+"""Reads a family's settings and its recipe from a GGUF file's header."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.gguf_architectures import (
+    ARCHITECTURES,
+    ATTENTION,
+    EPSILONS,
+    FEED_FORWARD,
+    NEUTRAL,
+    PART_OF_SHARED,
+    READ_OTHERWISE,
+    REQUIRED,
+    REQUIRED_OF_EXPERTS,
+    SETTINGS,
+    WITHOUT_EFFECT,
+    Architecture,
+)
+from pdserve.models.checkpoint.gguf_file import GgufFile
+from pdserve.models.families.settings import FULL, SLIDING, FamilySettings
+from pdserve.models.recipe import (
+    AttentionRecipe,
+    ExpertsRecipe,
+    Fusion,
+    LayerRecipe,
+    MlpRecipe,
+    ModelRecipe,
+    Rotary,
+    Scoring,
+)
+from pdserve.models.table import FAMILIES, settings_from_values
+
+ROTARY_DIVISORS = "rope_freqs.weight"
+"""The tensor with the divisor of each rotary frequency: Llama 3's scaling, in numbers."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+"""The tensors with the divisors for contexts beyond, and within, the original ones."""
+WIDE_SCALES = {"gemma2": 46, "gemma3": 62}
+"""The layers of the Gemmas whose scores are scaled by the hidden channels of each head; no key says so."""
+SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID, 3: Scoring.SOFTMAX_OF_CHOSEN}
+"""The values of ``expert_gating_func``."""
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """Returns what is known of the file's architecture. Raises ModelError if that is nothing."""
+    found = ARCHITECTURES.get(file.architecture)
+    if found is None:
+        raise ModelError(
+            f"{file.path} holds a model of architecture {file.architecture!r}; as GGUF files these work: "
+            f"{sorted(ARCHITECTURES)}"
+        )
+    return found
+
+
+def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
+    """Returns the file's family and settings.
+
+    Raises ModelError for an architecture, or a setting of one, that is not known to be computed exactly.
+    """
+    family = check_keys(file)
+    hidden, heads = file.own("embedding_length", int), file.own("attention.head_count", int)
+    head_dim = _head_dim(file)
+    if head_dim < 2 or head_dim % 2:
+        raise ModelError(f"{file.path} has {heads} heads of {head_dim} for {hidden} hidden channels")
+    layers = layer_count(file)
+    if layers > len(file.tensors):
+        raise ModelError(f"{file.path} has {layers} layers, but only {len(file.tensors)} tensors")
+    if (found := file.own("attention.value_length", int, head_dim)) != head_dim:
+        raise ModelError(
+            f"{file.key('attention.value_length')} of {file.path} is {found}; only {head_dim} is supported"
+        )
+    width = file.own("rope.dimension_count", int, head_dim)
+    if width != head_dim and not FAMILIES[family].partly_turned:
+        key = file.key("rope.dimension_count")
+        raise ModelError(f"{key} of {file.path} is {width}; only the head size, {head_dim}, is supported")
+    # A family rounds down.
+    turned = 1.0 if width == head_dim else (width + 0.5) / head_dim
+    names = _names_of(family)
+    values: dict[str, Any] = dict(architecture_of(file).settings)
+    values |= {
+        setting: file.metadata[file.key(key)]
+        for key, settings in SETTINGS.items()
+        for setting in settings
+        if setting in names and file.key(key) in file.metadata
+    }
+    values |= {
+        "vocab_size": _vocabulary(file),
+        "num_hidden_layers": layers,
+        "head_dim": head_dim,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "eos_token_id": _end_of_sequence(file),
+        "rope_scaling": _rotary(file),
+        "partial_rotary_factor": turned,
+        **({"rotary_pct": turned} if "rotary_pct" in names else {}),
+        "original_max_position_embeddings": file.metadata.get(file.key("rope.scaling.original_context_length")),
+        **_windows(file, names),
+        **_by_tensors(file, family, hidden // heads),
+    }
+    try:
+        settings = settings_from_values(family, {names[name]: value for name, value in values.items()})
+    except ModelError as exc:
+        raise ModelError(f"the settings in {file.path} do not fit together: {exc}") from exc
+    _check_read(file, settings)
+    return family, settings
+
+
+def check_keys(file: GgufFile) -> str:
+    """Returns the file's family. Raises ModelError for a key that is missing, or that nothing would read."""
+    known = architecture_of(file)
+    family, experts = known.family, file.own("expert_count", int, 0) > 0
+    if known.with_experts and experts:
+        family = known.with_experts
+    if known.with_windows and file.own("attention.sliding_window", int, 0) > 0:
+        family = known.with_windows
+    for key in REQUIRED + (REQUIRED_OF_EXPERTS if experts else ()):
+        if file.own(key, int) < 1:
+            raise ModelError(f"{file.key(key)} of {file.path} is {file.own(key, int)}")
+    if not any(file.own(key, float, 0.0) for key in EPSILONS):
+        raise ModelError(f"{file.key(EPSILONS[0])} of {file.path} is missing")
+    unknown = sorted(key for key in _own_keys(file) if not _is_known(file, key, family))
+    if unknown:
+        words = ", ".join(f"{file.key(key)} {str(file.metadata[file.key(key)])[:40]}" for key in unknown[:5])
+        raise ModelError(f"{file.path} has settings that are not supported: {words}")
+    return family
+
+
+def _own_keys(file: GgufFile) -> Iterator[str]:
+    prefix = f"{file.architecture}."
+    yield from (key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix))
+
+
+def _is_known(file: GgufFile, key: str, family: str) -> bool:
+    """Returns whether a key is read, or says nothing that is not computed anyway."""
+    names = _names_of(family)
+    if key == "attention.sliding_window" and "sliding_window" not in names:
+        return not 0 < file.own(key, int) < file.own("context_length", int)
+    if key == "rope.freq_base_swa" and file.metadata[file.key(key)] == file.metadata.get(file.key("rope.freq_base")):
+        return True
+    if key == "attention.sliding_window_pattern" and "layer_types" not in names:
+        return False
+    if key in READ_OTHERWISE or key in WITHOUT_EFFECT or key in _EXPERT_CHECKS or _is_neutral(file, key):
+        return True
+    only = architecture_of(file).only
+    if key in only:
+        return math.isclose(file.own(key, float), float(str(only[key])), rel_tol=1e-6)
+    return any(name in names for name in SETTINGS.get(key, ()))
+
+
+def _is_neutral(file: GgufFile, key: str) -> bool:
+    return file.metadata.get(file.key(key)) in NEUTRAL.get(key, ())
+
+
+def layer_count(file: GgufFile) -> int:
+    """Returns the number of layers, without those behind the last that draft tokens."""
+    return file.own("block_count", int) - file.own("nextn_predict_layers", int, 0)
+
+
+def _head_dim(file: GgufFile) -> int:
+    shared = file.own("embedding_length", int) // file.own("attention.head_count", int)
+    return file.own("attention.key_length", int, shared)
+
+
+def _names_of(family: str) -> dict[str, str]:
+    """Returns the names of a family's settings, and what its ``config.json`` calls each."""
+    return {each.name: each.encode_name for each in msgspec.structs.fields(FAMILIES[family])}
+
+
+def _vocabulary(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{file.path} has no tensor 'token_embd.weight'")
+    return embedding.shape[0]
+
+
+def _end_of_sequence(file: GgufFile) -> list[int]:
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    return sorted({file.get(key, int) for key in keys if key in file.metadata})
+
+
+def _windows(file: GgufFile, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the settings of windows, for a family that has some."""
+    if "sliding_window" not in names:
+        return {}
+    found: dict[str, Any] = {"sliding_window": file.own("attention.sliding_window", int, 0) or None}
+    pattern = file.metadata.get(file.key("attention.sliding_window_pattern"))
+    if isinstance(pattern, list):
+        found["layer_types"] = [SLIDING if each else FULL for each in pattern[: layer_count(file)]]
+    elif pattern is not None:
+        found["sliding_window_pattern"] = pattern
+    return found
+
+
+def _by_tensors(file: GgufFile, family: str, channels: int) -> dict[str, Any]:
+    """Returns settings that a file says by its tensors or by its size alone."""
+    if family == "falcon":
+        two = "blk.0.attn_norm_2.weight" in file.tensors
+        grouped = two or file.own("attention.head_count_kv", int, 1) > 1
+        return {"new_decoder_architecture": grouped, "num_ln_in_parallel_attn": 2 if two else 1}
+    if file.architecture in WIDE_SCALES:
+        wide = layer_count(file) == WIDE_SCALES[file.architecture]
+        return {"query_pre_attn_scalar": channels if wide else _head_dim(file)}
+    if family in ("cohere", "glm4_moe"):
+        return {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
+    return {}
+
+
+def _rotary(file: GgufFile) -> dict[str, Any]:
+    """Returns the settings of frequencies, as a configuration's ``rope_scaling`` has them."""
+    long, short = (_vector(file, name) for name in (LONG_FACTORS, SHORT_FACTORS))
+    factor = file.own("rope.scaling.factor", float, 1.0)
+    # A file that names a factor alone means this one, as llama.cpp reads it.
+    usual = "longrope" if long else "none" if factor == 1.0 else "linear"
+    kind = file.own("rope.scaling.type", str, usual)
+    attention = file.own("rope.scaling.attn_factor", float, 1.0)
+    for key in ("yarn_ext_factor", "yarn_attn_factor"):
+        if (found := file.own(f"rope.scaling.{key}", float, 1.0)) != 1.0:
+            raise ModelError(f"{file.key(f'rope.scaling.{key}')} {found} of {file.path} is not supported")
+    parameters: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", float, 10_000.0)}
+    if kind == "longrope" and long and short:
+        original = file.own("rope.scaling.original_context_length", int)
+        own = {"short_factor": list(short), "long_factor": list(long), "attention_factor": attention}
+        return parameters | own | {"rope_type": kind, "original_max_position_embeddings": original}
+    if attention != 1.0:
+        raise ModelError(f"{file.key('rope.scaling.attn_factor')} {attention} of {file.path} is not supported")
+    if kind == "none":
+        if factor != 1.0:
+            raise ModelError(f"{file.key('rope.scaling.factor')} of {file.path} is {factor}, but its type is 'none'")
+        return parameters | {"rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"rotary scaling {kind!r} of {file.path} is not supported")
+    parameters |= {"rope_type": kind, "factor": file.own("rope.scaling.factor", float)}
+    if kind == "yarn":
+        original = file.own("rope.scaling.original_context_length", int)
+        parameters["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            parameters[name] = file.metadata.get(file.key(f"rope.scaling.yarn_{name}"))
+    return parameters
+
+
+def _vector(file: GgufFile, name: str) -> tuple[float, ...]:
+    """Returns a vector of fp32, or an empty tuple if the file has no such tensor."""
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        return ()
+    if tensor.kind != 0 or len(tensor.shape) != 1:
+        raise ModelError(f"{name} of {file.path} is not a vector of fp32")
+    try:
+        with file.parts[tensor.part].open("rb") as data:
+            data.seek(tensor.offset)
+            return struct.unpack(f"<{tensor.shape[0]}f", data.read(4 * tensor.shape[0]))
+    except (OSError, struct.error) as exc:
+        raise ModelError(f"{name} of {file.path} cannot be read: {exc}") from exc
+
+
+# ------------------------------------------------------------ what was read is what is computed
+
+
+_EXPERT_CHECKS: dict[str, Callable[[ExpertsRecipe], object]] = {
+    "expert_feed_forward_length": lambda part: part.expert.channels,
+    "expert_gating_func": lambda part: next(number for number, kind in SCORINGS.items() if kind is part.scoring),
+    "expert_shared_feed_forward_length": lambda part: part.shared.channels if part.shared else 0,
+    "expert_weights_norm": lambda part: part.normalised,
+    "expert_weights_scale": lambda part: part.scale,
+}
+"""What a key of experts has to say of the recipe that follows from all of them."""
+_UNSAID: dict[str, tuple[int, ...]] = {"expert_gating_func": (0,), "expert_weights_scale": (0,)}
+"""Values of these keys that say nothing."""
+
+
+def _check_read(file: GgufFile, settings: FamilySettings) -> None:
+    """Raises ModelError if a setting of the file is not what its family computes."""
+    kv_heads = file.own("attention.head_count_kv", int, settings.num_attention_heads)
+    if settings.kv_heads() != kv_heads:
+        raise ModelError(
+            f"{file.key('attention.head_count_kv')} of {file.path} is {kv_heads}, not {settings.kv_heads()}"
+        )
+    window = file.own("attention.sliding_window", int, 0)
+    if 0 < window < settings.max_position_embeddings and window not in settings.windows():
+        raise ModelError(
+            f"{file.path} has settings that are not supported: {file.key('attention.sliding_window')} {window}"
+        )
+    parts = (settings.feed_forward(index) for index in range(settings.num_hidden_layers))
+    experts = next((part for part in parts if isinstance(part, ExpertsRecipe)), None)
+    for key, of_recipe in _EXPERT_CHECKS.items():
+        found = file.metadata.get(file.key(key))
+        if experts is None or found is None or found in _UNSAID.get(key, ()):
+            continue
+        if found != (computed := of_recipe(experts)):
+            raise ModelError(f"{file.key(key)} of {file.path} is {found}; this family computes {computed}")
+
+
+# ------------------------------------------------------------ recipe
+
+
+def gguf_recipe(file: GgufFile, settings: FamilySettings) -> ModelRecipe:
+    """Returns the family's recipe with what the file says by its tensors. Raises ModelError."""
+    recipe, known = settings.recipe(), architecture_of(file)
+    divisors = _vector(file, ROTARY_DIVISORS)
+    layers = tuple(_layer(file, f"blk.{index}.", layer, divisors) for index, layer in enumerate(recipe.layers))
+    if known.permuted and any(layer.attention.fused for layer in layers):
+        raise ModelError(f"{file.path} has fused queries and keys, which a {file.architecture} never has")
+    return replace(recipe, layers=layers, head_biased="output.bias" in file.tensors)
+
+
+def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float, ...]) -> LayerRecipe:
+    attention, part = layer.attention, layer.feed_forward
+    rotary: Rotary | None = attention.rotary
+    if rotary is not None:
+        rotary = replace(rotary, divisors=divisors)
+    fused = f"{block}attn_qkv.weight" in file.tensors
+    attention = replace(
+        attention,
+        rotary=rotary,
+        fused=(attention.fused or "self_attn.qkv_proj") if fused else "",
+        fusion=Fusion.PARTS,
+        transposed=False,
+    )
+    attention = replace(attention, biased=_biased(file, block, attention, ATTENTION))
+    if isinstance(part, MlpRecipe):
+        part = _mlp(file, block, part)
+    elif part.shared is not None:
+        part = replace(part, shared=_mlp(file, block, part.shared, PART_OF_SHARED))
+    return replace(layer, attention=attention, feed_forward=part)
+
+
+def _mlp(file: GgufFile, block: str, part: MlpRecipe, end: str = "") -> MlpRecipe:
+    if f"{block}ffn_gate{end}.weight" in file.tensors:
+        part = replace(part, fused="")
+    part = replace(part, transposed=False)
+    return replace(part, biased=_biased(file, block, part, {key + end: name for key, name in FEED_FORWARD.items()}))
+
+
+def _biased(file: GgufFile, block: str, part: AttentionRecipe | MlpRecipe, names: dict[str, str]) -> frozenset[str]:
+    return frozenset(getattr(part, name) for key, name in names.items() if f"{block}{key}.bias" in file.tensors)

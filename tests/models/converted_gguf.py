@@ -1,0 +1,267 @@
+"""Writes tiny checkpoints of the families as GGUF files, as llama.cpp's converter does.
+
+Names of tensors and keys are those of the ``gguf`` package, which the converter uses, too. What it does to tensors is
+written here once more: rows of queries and keys are permuted, fused tensors are put in the order of their parts, and
+experts are stacked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter
+from gguf.constants import MODEL_ARCH_NAMES, ExpertGatingFuncType, RopeScalingType
+from gguf.tensor_mapping import get_tensor_name_map
+from safetensors.numpy import load_file
+
+SIGMOID = ExpertGatingFuncType.SIGMOID
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A case of ``tiny_families``, or of ``tiny_models``, as a file of one architecture."""
+
+    case: str
+    """Settings without a key in the format have the values that llama.cpp knows."""
+    changes: dict[str, Any]
+
+
+FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}
+CONVERTED: dict[str, list[Converted]] = {
+    "arcee": [Converted("arcee", {})],
+    "chatglm": [Converted("glm", {})],
+    "cohere2": [Converted("cohere2", FOUR_LAYERS)],
+    "command-r": [Converted("cohere", {}), Converted("cohere-normed", {})],
+    "dots1": [Converted("dots1", {})],
+    "ernie4_5": [Converted("ernie", {}), Converted("ernie-biased", {})],
+    "ernie4_5-moe": [Converted("ernie-moe", {})],
+    "exaone4": [Converted("exaone4", {}), Converted("exaone4-full", {})],
+    "falcon": [Converted("falcon", {}), Converted("falcon-groups", {})],
+    "gemma": [Converted("gemma", {})],
+    "glm4": [Converted("glm4", {})],
+    "glm4moe": [Converted("glm4-moe", {}), Converted("glm4-moe-groups", {})],
+    "gpt2": [Converted("gpt2", {})],
+    "gptneox": [Converted("gpt-neox", {}), Converted("gpt-neox-sequential", {})],
+    "granite": [Converted("granite", {})],
+    "hunyuan-dense": [Converted("hunyuan", {}), Converted("hunyuan-alpha", {})],
+    "hunyuan-moe": [Converted("hunyuan-moe", {})],
+    "internlm2": [Converted("llama", {})],
+    "jais2": [Converted("jais2", {})],
+    "llama": [Converted("mixtral", {}), Converted("internlm3", {})],
+    "minimax-m2": [Converted("minimax-m2", {})],
+    "nemotron": [Converted("nemotron", {})],
+    "olmo": [Converted("olmo", {})],
+    "olmo2": [Converted("olmo2", {}), Converted("olmo3", {})],
+    "olmoe": [Converted("olmoe", {})],
+    "phi2": [Converted("phi", {})],
+    "phi3": [Converted("phi3", {}), Converted("phi3-window", {}), Converted("phi3-long", {})],
+    "qwen2moe": [Converted("qwen2-moe", {"mlp_only_layers": []})],
+    "qwen3moe": [Converted("qwen3-moe", {"mlp_only_layers": []})],
+    "seed_oss": [Converted("seed-oss", {})],
+    "smollm3": [Converted("smollm3", FOUR_LAYERS | {"no_rope_layers": None})],
+    "stablelm": [Converted("stablelm", {}), Converted("stablelm-parallel", {})],
+    "starcoder": [Converted("gpt-bigcode", {})],
+    "starcoder2": [Converted("starcoder2", {"sliding_window": None})],
+}
+"""The cases of each architecture. Those of Llama, Qwen 2, Qwen 3 and Gemma 3 are in ``test_gguf_tensors``, too."""
+
+PERMUTED = ("arcee", "granite", "internlm2", "llama", "olmo", "smollm3")
+"""The architectures whose rotation turns neighbouring channels, and whose checkpoints turn halves of a head."""
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+
+
+def save_converted(folder: Path, path: Path, arch: str, extra: Callable[[GGUFWriter], None] | None = None) -> Path:
+    """Saves the checkpoint in ``folder`` as a GGUF file of ``arch``. ``extra`` adds to its settings."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = GGUFWriter(path, arch)
+    _add_settings(writer, config, arch)
+    if extra is not None:
+        extra(writer)
+    names = get_tensor_name_map({name: key for key, name in MODEL_ARCH_NAMES.items()}[arch], _layers(config))
+    tensors = dict(load_file(folder / "model.safetensors"))
+    for name, tensor in _stacked(tensors).items():
+        for renamed, changed in _changed(name, tensor, config, arch):
+            found = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
+            assert found is not None, renamed
+            writer.add_tensor(found, np.ascontiguousarray(changed))
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _layers(config: dict[str, Any]) -> int:
+    return int(_first(config, "num_hidden_layers", "n_layer"))
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    heads = _first(config, "num_attention_heads", "n_head")
+    return int(config.get("head_dim") or _first(config, "hidden_size", "n_embd") // heads)
+
+
+def _kv_heads(config: dict[str, Any]) -> int:
+    heads = int(_first(config, "num_attention_heads", "n_head"))
+    if config["model_type"] == "falcon":
+        return int(config["num_kv_heads"]) if config["new_decoder_architecture"] else 1
+    if config["model_type"] == "gpt_bigcode":
+        return 1
+    if config["model_type"] == "gpt_neox":
+        return heads
+    return int(_first(config, "num_key_value_heads") or heads)
+
+
+def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    hidden = _first(config, "hidden_size", "n_embd")
+    writer.add_block_count(_layers(config))
+    writer.add_context_length(_first(config, "max_position_embeddings", "n_positions"))
+    writer.add_embedding_length(hidden)
+    channels = _first(config, "ffn_hidden_size", "intermediate_size", "n_inner")
+    writer.add_feed_forward_length(channels or 4 * hidden)
+    writer.add_head_count(_first(config, "num_attention_heads", "n_head"))
+    writer.add_head_count_kv(_kv_heads(config))
+    writer.add_eos_token_id(2)
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if (eps := config.get("rms_norm_eps")) is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    if (eps := _first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")) is not None:
+        writer.add_layer_norm_eps(eps)
+    if arch == "olmo":
+        writer.add_layer_norm_eps(1e-5)
+    _add_rotary(writer, config, arch)
+    _add_windows(writer, config, arch)
+    _add_experts(writer, config, arch)
+    if (scale := _first(config, "logits_scaling", "logit_scale")) is not None:
+        writer.add_logit_scale(scale)
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+    if "use_parallel_residual" in config:
+        writer.add_parallel_residual(config["use_parallel_residual"])
+
+
+def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    theta = rope.get("rope_theta")
+    part = _first(rope, "partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct")
+    if arch == "minimax-m2":
+        writer.add_rope_dimension_count(config["rotary_dim"])
+    elif part is not None or arch in ("llama", "granite", "smollm3", "cohere2", "phi3"):
+        writer.add_rope_dimension_count(int(_head_dim(config) * (part or 1.0)))
+    if arch == "hunyuan-dense" and rope.get("alpha"):
+        theta *= rope["alpha"] ** (_head_dim(config) / (_head_dim(config) - 2))
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+        writer.add_rope_scaling_orig_ctx_len(512)
+    if arch in ("command-r", "cohere2"):
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
+    if theta is not None:
+        writer.add_rope_freq_base(theta)
+    if arch == "phi3":
+        original, longest = config["original_max_position_embeddings"], config["max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        if rope.get("rope_type") == "longrope":
+            writer.add_rope_scaling_attn_factors((1 + np.log(longest / original) / np.log(original)) ** 0.5)
+
+
+def _add_windows(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    if arch == "phi3":
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if arch in ("cohere2", "exaone4") or config["model_type"] == "olmo3":
+        if config["sliding_window"] is None:
+            return
+        writer.add_sliding_window(config["sliding_window"])
+        if arch != "cohere2":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
+def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    count = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if count is None:
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(_first(config, "num_experts_per_tok", "moe_topk", "moe_k"))
+    if arch in ("minimax-m2", "hunyuan-moe"):
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    elif "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if (shared := _first(config, "n_shared_experts", "moe_num_shared_experts")) is not None:
+        writer.add_expert_shared_count(shared)
+    if arch == "hunyuan-moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if (dense := _first(config, "first_k_dense_replace", "moe_layer_start_index")) is not None:
+        writer.add_leading_dense_block_count(dense)
+    if arch == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    if arch in ("glm4moe", "dots1"):
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if arch in ("glm4moe", "dots1", "minimax-m2"):
+        writer.add_expert_gating_func(SIGMOID)
+
+
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the tensors with all experts of a layer in one."""
+    single = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+    found: dict[str, np.ndarray] = {}
+    groups: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for name, tensor in tensors.items():
+        if matched := single.fullmatch(name):
+            # The converter gives those of a Mixtral the names of Llama's own files.
+            stem = matched[1].replace("block_sparse_moe", "mlp") if matched[3] in ("w1", "w2", "w3") else matched[1]
+            part = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(matched[3], matched[3])
+            groups.setdefault(f"{stem}.{part}.weight", []).append((int(matched[2]), tensor))
+        else:
+            found[name] = tensor
+    for name, group in groups.items():
+        found[name] = np.stack([tensor for _, tensor in sorted(group, key=lambda each: each[0])])
+    return found
+
+
+def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -> list[tuple[str, np.ndarray]]:
+    """Returns a tensor as the converter writes it."""
+    head_dim, hidden = _head_dim(config), tensor.shape[-1]
+    if "e_score_correction_bias" in name:
+        return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor.reshape(-1))]
+    if name.endswith("shared_expert_gate.weight"):
+        tensor = tensor.reshape(-1)
+    if arch in PERMUTED and re.search(r"\.[qk]_proj\.", name):
+        halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
+        tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+    if arch in SHIFTED and name.endswith("norm.weight"):
+        tensor = tensor + 1
+    if arch == "gpt2" and tensor.ndim == 2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        tensor = tensor.T
+    if arch == "gptneox" and "query_key_value" in name:
+        heads = config["num_attention_heads"]
+        tensor = tensor.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(tensor.shape)
+    if arch == "falcon" and "query_key_value" in name:
+        kv_heads = _kv_heads(config)
+        each = config["num_attention_heads"] // kv_heads
+        groups = tensor.reshape(kv_heads, each + 2, head_dim, hidden)
+        parts = groups[:, :each], groups[:, each : each + 1], groups[:, each + 1 :]
+        tensor = np.concatenate([part.reshape(-1, hidden) for part in parts])
+    return [(name, tensor)]
