@@ -39,17 +39,18 @@ def save_tiny_gguf(
     rope_freqs: list[float] | None = None,
     widths: tuple[int, ...] = (96,),
     others: dict[str, GGMLQuantizationType] | None = None,
+    split: int = 0,
 ) -> Path:
     """Saves the tiny model in ``folder`` as one GGUF file.
 
     ``extra`` is added to the metadata. ``quantized`` is the format of the matrices whose rows have a number of elements
     that is among ``widths``: 96 is that of the down projection. The projections in ``others`` have another format. All
-    other tensors are fp32.
+    other tensors are fp32. With ``split``, there are several files of so many tensors, of which the first is returned.
     """
     config = json.loads((folder / "config.json").read_text())
     gemma = config["model_type"] == "gemma3_text"
     arch = ARCHITECTURES[config["model_type"]]
-    writer = GGUFWriter(path, architecture or arch)
+    writer = GGUFWriter(path, architecture or arch, split_max_tensors=split)
     numbers = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -90,7 +91,7 @@ def save_tiny_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not split else min(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
 
 
 def _name(name: str, gemma: bool) -> str:

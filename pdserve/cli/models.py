@@ -17,6 +17,7 @@ from pdserve.hub.cache import CachedRepository, cache_of, is_complete, repositor
 from pdserve.hub.download import Message, Note, in_gb, shown_progress
 from pdserve.hub.finding import FoundModel, WantedModel, fetched_model, known_model
 from pdserve.hub.selection import check_model, label_of
+from pdserve.models.checkpoint.gguf_file import gguf_parts
 from pdserve.settings import load
 
 EXIT_REFUSED = 1
@@ -69,11 +70,13 @@ def cached_rows(repository: CachedRepository) -> Iterator[Row]:
     for snapshot in repository.snapshots():
         revision = ", ".join(repository.revisions(snapshot.name)) or snapshot.name[:12]
         for file in sorted(snapshot.rglob("*.gguf")):
+            parts = gguf_parts(file)
             if file.is_file() and file.resolve() not in seen:
-                seen.add(file.resolve())
+                seen.update(part.resolve() for part in parts)
                 label = label_of(file.name)
                 name = f"{repository.name}:{label}" if label else f"{repository.name}/{file.relative_to(snapshot)}"
-                yield Row(name, file.stat().st_size, revision, _served(file, name))
+                nbytes = sum(part.stat().st_size for part in parts if part.is_file())
+                yield Row(name, nbytes, revision, _served(file, name))
         if (snapshot / "config.json").is_file():
             served = _served(snapshot, repository.name)
             if served == _SERVED and not is_complete(snapshot):

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName
-from pdserve.hub.selection import label_of
+from pdserve.hub.selection import label_of, parts_of
+from pdserve.models.checkpoint.gguf_file import gguf_parts
 from pdserve.models.checkpoint.model_files import INDEX, SINGLE_FILE, weight_files
 
 _PREFIX = "models--"
@@ -129,13 +130,19 @@ def cached_model(cache: Path, name: HubName) -> Path | None:
 def snapshot_model(snapshot: Path, name: HubName) -> Path | None:
     """Returns what is served of a commit's folder, or None if not all of it is there. Raises ModelError."""
     if name.file:
-        return snapshot / name.file if (snapshot / name.file).is_file() else None
+        return _whole(snapshot / name.file)
     if not name.quantisation and is_complete(snapshot):
         return snapshot
     files = {str(file.relative_to(snapshot)) for file in snapshot.rglob(f"*{GGUF}") if file.is_file()}
-    labels = {file for file in files if label_of(file) == name.quantisation.upper()}
+    labels = {parts_of(file)[0] for file in files if label_of(file) == name.quantisation.upper()}
     # A name without a label means the only file of a repository, and the hub says how many that has.
-    return snapshot / labels.pop() if name.quantisation and len(labels) == 1 else None
+    return _whole(snapshot / labels.pop()) if name.quantisation and len(labels) == 1 else None
+
+
+def _whole(file: Path) -> Path | None:
+    """Returns the first part of the GGUF file that ``file`` is a part of, or None if not all of them are there."""
+    parts = gguf_parts(file)
+    return parts[0] if all(part.is_file() for part in parts) else None
 
 
 def is_complete(snapshot: Path) -> bool:

@@ -13,7 +13,7 @@ from pdserve.hub.names import GGUF, HubName, is_inside
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
-from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf_start
+from pdserve.models.checkpoint.gguf_file import gguf_parts, is_gguf, read_gguf_start
 from pdserve.models.checkpoint.gguf_settings import check_keys, gguf_settings
 from pdserve.models.checkpoint.model_files import (
     INDEX,
@@ -29,7 +29,6 @@ _LABEL = re.compile(
     r"(?:-\d{5}-of-\d{5})?\.gguf$",
     re.IGNORECASE,
 )
-_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _NO_LANGUAGE_MODEL = re.compile(r"(?:^|/)(?:mmproj|imatrix)[^/]*$|imatrix", re.IGNORECASE)
 """GGUF files beside a model: the part that reads images, and what a quantisation was made with."""
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -48,7 +47,7 @@ class Selection:
 
     @property
     def gguf(self) -> str:
-        """The GGUF file; empty for a safetensors model."""
+        """The GGUF file, or the first of its parts; empty for a safetensors model."""
         return self.weights[0] if self.weights[0].endswith(GGUF) else ""
 
 
@@ -56,7 +55,7 @@ def select(name: HubName, files: Set[str]) -> Selection:
     """Returns what is served of a repository with these ``files``. Raises ModelError if nothing can be."""
     files = {file for file in files if is_inside(file)}
     if name.file or name.quantisation:
-        return Selection((), (_one_gguf(name, files),))
+        return Selection((), _one_gguf(name, files))
     weights = sorted(file for file in files if file.endswith(SUFFIX) and "/" not in file)
     if weights and "config.json" in files:
         settings = tuple(sorted(file for file in files if any(fnmatch(file, kind) for kind in _settings_kinds(file))))
@@ -69,7 +68,7 @@ def select(name: HubName, files: Set[str]) -> Selection:
             )
         return Selection(settings, tuple(weights))
     if any(_is_model(file) for file in files):
-        return Selection((), (_one_gguf(name, files),))
+        return Selection((), _one_gguf(name, files))
     raise ModelError(_nothing(name, files, bool(weights)))
 
 
@@ -85,36 +84,38 @@ def label_of(file: str) -> str:
 
 
 def labels(files: Set[str]) -> list[str]:
-    """Returns the labels of all GGUF files that are in one part."""
-    return sorted({label_of(file) for file in files if not _PART.search(file)} - {""})
+    """Returns the labels of all GGUF files."""
+    return sorted({label_of(file) for file in files} - {""})
+
+
+def parts_of(file: str) -> tuple[str, ...]:
+    """Returns the GGUF files of the model that ``file`` is a part of: that one alone, or all its parts."""
+    return tuple(map(str, gguf_parts(Path(file))))
 
 
 def _is_model(file: str) -> bool:
     return file.endswith(GGUF) and not _NO_LANGUAGE_MODEL.search(file)
 
 
-def _one_gguf(name: HubName, files: Set[str]) -> str:
-    """Returns the GGUF file that ``name`` means. Raises ModelError if there is none, or several."""
+def _one_gguf(name: HubName, files: Set[str]) -> tuple[str, ...]:
+    """Returns the parts of the one GGUF model that ``name`` means. Raises ModelError if there is none, or several."""
     models = {file for file in files if _is_model(file)}
     if name.file:
-        found = [file for file in files if file == name.file]
+        found = {file for file in files if file == name.file}
     elif name.quantisation:
-        found = sorted(file for file in models if label_of(file) == name.quantisation.upper())
+        found = {file for file in models if label_of(file) == name.quantisation.upper()}
     else:
-        found = sorted(models)
-    parts = [file for file in found if _PART.search(file)]
-    if found and parts == found:
-        raise ModelError(
-            f"{name} is in {len(parts) if not name.file else 'several'} parts, and a GGUF file is read here in one "
-            f"part only; {_choices(name, models)}, or join the parts with llama.cpp's gguf-split --merge"
-        )
-    whole = [file for file in found if file not in parts]
+        found = models
+    whole = sorted({parts_of(file) for file in found})
     if not whole:
         raise ModelError(f"{name.repository} has no {_wanted(name)}; {_choices(name, models)}")
     if len(whole) > 1:
         if not name.quantisation and len(labels(models)) > 1:
             raise ModelError(f"{name.repository} has several GGUF files; {_choices(name, models)}")
-        raise ModelError(f"{name} means several GGUF files; name one of them: {_listed_files(name, whole)}")
+        firsts = [parts[0] for parts in whole]
+        raise ModelError(f"{name} means several GGUF files; name one of them: {_listed_files(name, firsts)}")
+    if missing := [part for part in whole[0] if part not in files]:
+        raise ModelError(f"{name} is in {len(whole[0])} parts, and {name.repository} lacks {missing[0]}")
     return whole[0]
 
 
@@ -125,7 +126,7 @@ def _wanted(name: HubName) -> str:
 def _choices(name: HubName, models: Set[str]) -> str:
     if found := labels(models):
         return f"say which one as {name.repository}:QUANTISATION, of {', '.join(found)}"
-    whole = sorted(file for file in models if not _PART.search(file))
+    whole = sorted({parts_of(file)[0] for file in models})
     return f"it has {_listed_files(name, whole)}" if whole else "it has no other GGUF file"
 
 

@@ -286,6 +286,26 @@ def test_one_gguf_file_of_several(hub: FakeHub, gguf_repository: Path, tmp_path:
     assert "tiny/gguf:Q8_0" in done.stdout and "tiny/gguf:F32" in done.stdout
 
 
+def test_a_gguf_file_in_parts_is_fetched_whole(hub: FakeHub, tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    save_tiny_gguf(tiny, folder / "tiny-F32.gguf", split=12)
+    names = sorted(file.name for file in folder.iterdir())
+    assert len(names) > 2
+    hub.repositories["tiny/gguf"] = Repository({"main": folder})
+    environ = hub.environ(tmp_path / "cache")
+    file = pulled(environ, "tiny/gguf:F32")
+    assert sorted(each.name for each in file.parent.iterdir()) == names
+    assert file.name == names[0]
+    hub.requests.clear()
+    assert pulled(environ, f"tiny/gguf/{names[1]}") == file
+    row = call(environ, "models").stdout.splitlines()[1]
+    assert row.split()[0] == "tiny/gguf:F32" and row.split()[-2:] == ["main", "yes"]
+    (file.parent / names[2]).unlink()
+    assert pulled(environ, "tiny/gguf:F32") == file
+    assert (file.parent / names[2]).is_file()
+
+
 def test_an_architecture_that_is_not_served_is_refused_before_the_file_comes(
     hub: FakeHub, gguf_repository: Path, tmp_path: Path
 ) -> None:
@@ -336,9 +356,9 @@ def test_a_model_given_twice_is_refused(hub: FakeHub, tmp_path: Path) -> None:
 def test_settings_that_are_not_served_are_found_in_the_first_bytes_of_a_gguf_file(
     hub: FakeHub, tiny: Path, gguf_repository: Path, tmp_path: Path
 ) -> None:
-    save_tiny_gguf(tiny, gguf_repository / "tiny-Q8_0.gguf", {"llama.expert_count": 8})
+    save_tiny_gguf(tiny, gguf_repository / "tiny-Q8_0.gguf", {"llama.final_logit_softcapping": 30.0})
     said = refused(hub.environ(tmp_path / "cache"), "pull", "tiny/gguf:Q8_0")
-    assert "tiny/gguf:Q8_0 cannot be served: tiny/gguf has settings that are not supported: llama.expert_count" in said
+    assert "tiny/gguf:Q8_0 cannot be served: tiny/gguf has settings that are not supported: llama.final_logit" in said
 
 
 def test_files_that_are_alike_are_fetched_once(hub: FakeHub, tiny_with: Path, tmp_path: Path) -> None:

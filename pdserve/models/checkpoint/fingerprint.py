@@ -26,7 +26,7 @@ import xxhash
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.cached_files import CachedFiles, tell_nobody
-from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.gguf_file import gguf_parts, is_gguf
 from pdserve.models.checkpoint.model_files import tokenizer_files, weight_files
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def fingerprint(
     and ``goes_on`` is as ``content_digest`` has it. Raises ModelError.
     """
     form = LONG_CONTEXTS if long_contexts else ""
-    if is_gguf(path):  # The one file has all of that.
+    if is_gguf(path):  # It has all of that.
         return form + (IN_BLOCKS if in_blocks else "") + weights_fingerprint(path, cache_dir, goes_on)
     own = weights_fingerprint(path, cache_dir, goes_on)
     try:
@@ -90,7 +90,8 @@ def weights_fingerprint(path: Path, cache_dir: Path | None = None, goes_on: Call
     """
     try:
         if is_gguf(path):
-            return content_digest(path, cache_dir, goes_on).hex()
+            parts = [content_digest(part, cache_dir, goes_on) for part in gguf_parts(path)]
+            return parts[0].hex() if len(parts) == 1 else _digest(("part", part) for part in parts)
         weights = [(file.name, content_digest(file, cache_dir, goes_on)) for file in weight_files(path)]
         return _digest([(_SETTINGS, _content(path / _SETTINGS)), *weights])
     except (OSError, ValueError) as exc:

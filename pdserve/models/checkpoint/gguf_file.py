@@ -95,6 +95,12 @@ def gguf_parts(path: Path) -> tuple[Path, ...]:
     return tuple(path.with_name(f"{found['stem']}-{i:05}-of-{count:05}{SUFFIX}") for i in range(1, count + 1))
 
 
+def gguf_stem(path: Path) -> str:
+    """Returns the name of a model's file or files, without what numbers a part."""
+    found = PART.fullmatch(path.name)
+    return path.stem if found is None else found["stem"]
+
+
 def read_gguf(path: Path) -> GgufFile:
     """Returns the header of a model's file, or of all its files if ``path`` is one of several.
 

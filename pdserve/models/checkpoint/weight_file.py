@@ -35,7 +35,7 @@ from pdserve.machine.file_system import check_own, file_system, make_own_folder
 from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.cached_files import code_digest
 from pdserve.models.checkpoint.fingerprint import weights_fingerprint
-from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.gguf_file import gguf_parts, is_gguf
 from pdserve.models.checkpoint.model_files import weight_files
 from pdserve_kernels.cpu.weight_memory import LINE, PIECE, FilledMemory
 
@@ -233,7 +233,7 @@ def weights_name(model: Path, cache_dir: Path, *form: object) -> tuple[str, int]
     digest = xxhash.xxh3_128(repr((weights_fingerprint(model, cache_dir), *form)).encode())
     try:
         digest.update(code_digest(_sources()).encode())
-        total = sum(path.stat().st_size for path in ([model] if is_gguf(model) else weight_files(model)))
+        total = sum(path.stat().st_size for path in (gguf_parts(model) if is_gguf(model) else weight_files(model)))
     except OSError as exc:
         raise ModelError(f"the weights of {model} cannot be found: {exc}") from exc
     return digest.hexdigest() + _SUFFIX, total

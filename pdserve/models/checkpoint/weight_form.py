@@ -48,7 +48,7 @@ def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels, *, in_bloc
     )
     if is_gguf(path):
         if stays:
-            return path.stat().st_size
+            return sum(part.stat().st_size for part in read_gguf(path).parts)
         numbers = sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
     else:
         numbers = sum(math.prod(tensor.shape) for file in weight_files(path) for tensor in read_header(file).values())
