@@ -26,7 +26,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from pdserve.errors import GrammarRefused, ModelError
 from pdserve.models.checkpoint.cached_tokenizer import read_tokenizer
-from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.wire.sampling_params import JSON_WHITESPACE, Grammar, GrammarKind
 
 MAX_SYMBOLS: Final = 8_000
@@ -117,9 +116,8 @@ def _with_texts(vocabulary: LLTokenizer, texts: Collection[int], ends: Sequence[
 
 
 def _tokenizer_json(model_dir: Path, cache_dir: Path | None) -> str:
-    if is_gguf(model_dir):
-        return read_tokenizer(model_dir, cache_dir).backend
-    return (model_dir / "tokenizer.json").read_text(encoding="utf-8")
+    whole = model_dir / "tokenizer.json"
+    return whole.read_text(encoding="utf-8") if whole.is_file() else read_tokenizer(model_dir, cache_dir).backend
 
 
 @dataclass(slots=True)

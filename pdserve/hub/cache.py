@@ -21,12 +21,11 @@ from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName
 from pdserve.hub.selection import label_of, parts_of
 from pdserve.models.checkpoint.gguf_file import gguf_parts
-from pdserve.models.checkpoint.model_files import INDEX, SINGLE_FILE, weight_files
+from pdserve.models.checkpoint.model_files import INDEX, SINGLE_FILE, TOKENIZERS, weight_files
 
 _PREFIX = "models--"
 _COMMIT = re.compile("[0-9a-f]{40}")
 CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
 PARTIAL = ".pdserve.partial"
 """The end of the name of a file that pdserve has begun to fetch. The next fetch goes on with it."""
 
@@ -147,7 +146,7 @@ def _whole(file: Path) -> Path | None:
 
 def is_complete(snapshot: Path) -> bool:
     """Returns whether a commit's folder has the weights and the tokenizer of a model. Weights are fetched last."""
-    if not (snapshot / CONFIG).is_file() or not (snapshot / TOKENIZER).is_file():
+    if not (snapshot / CONFIG).is_file() or not any((snapshot / name).is_file() for name in TOKENIZERS):
         return False
     if not (snapshot / INDEX).is_file() and not (snapshot / SINGLE_FILE).is_file():
         return False

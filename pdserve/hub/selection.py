@@ -22,6 +22,8 @@ from pdserve.models.checkpoint.model_files import (
     SINGLE_FILE,
     SUFFIX,
     TOKENIZER_FILES,
+    TOKENIZERS,
+    main_tokenizer,
 )
 
 _LABEL = re.compile(
@@ -61,10 +63,10 @@ def select(name: HubName, files: Set[str]) -> Selection:
         settings = tuple(sorted(file for file in files if any(fnmatch(file, kind) for kind in _settings_kinds(file))))
         if INDEX not in files and SINGLE_FILE in files:
             weights = [SINGLE_FILE]
-        if "tokenizer.json" not in files:
+        if not files & set(TOKENIZERS):
             raise ModelError(
-                f"{name.repository} cannot be served: it has no tokenizer.json, and other forms of a tokeniser are not "
-                "read here"
+                f"{name.repository} cannot be served: it has no tokeniser in {', '.join(TOKENIZERS[:-1])} or "
+                f"{TOKENIZERS[-1]}"
             )
         return Selection(settings, tuple(weights))
     if any(_is_model(file) for file in files):
@@ -199,5 +201,8 @@ def check_gguf_start(path: Path, name: HubName) -> None:
 def check_model(path: Path, name: str) -> None:
     """Raises ModelError, with ``name`` for the path, if a folder or GGUF file that is here cannot be served."""
     check_settings(path, name)
-    if not is_gguf(path) and not (path / "tokenizer.json").is_file():
-        raise ModelError(f"{name} cannot be served: it has no tokenizer.json")
+    if not is_gguf(path):
+        try:
+            main_tokenizer(path)
+        except ModelError as exc:
+            raise ModelError(f"{name} cannot be served: {str(exc).replace(str(path), 'it')}") from exc

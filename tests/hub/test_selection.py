@@ -89,7 +89,7 @@ def test_a_gguf_file_in_parts_is_taken_with_all_of_them(name: HubName) -> None:
         (NAME, {"config.json", "unet/model.safetensors"}, "folders of its own only"),
         (NAME, {"adapter_config.json", "adapter_model.safetensors"}, "an adapter"),
         (NAME, {"model.safetensors"}, "no config.json"),
-        (NAME, {"config.json", "model.safetensors"}, "no tokenizer.json"),
+        (NAME, {"config.json", "model.safetensors"}, "no tokeniser in tokenizer.json, tekken.json, tokenizer.model or"),
     ],
 )
 def test_what_cannot_be_served_is_said_with_a_way_out(name: HubName, files: set[str], message: str) -> None:

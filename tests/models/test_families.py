@@ -53,7 +53,7 @@ def test_every_logit_is_that_of_transformers(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("length", [31, 32, 33, 41])
 def test_frequencies_are_those_of_the_longest_context(tmp_path: Path, length: int) -> None:
-    folder, original = save_tiny("phi3-long", tmp_path), int(LONG_ROPE["original_max_position_embeddings"])
+    folder, original = save_tiny("phi3-long", tmp_path), LONG_ROPE["original_max_position_embeddings"]
     config = read_decoder_config(folder)
     assert config.turns_for_long_contexts(length) == (length > original)
     runner = ModelRunner(folder, config, Dtype.FP32, 4, 16, length, TorchKernels())

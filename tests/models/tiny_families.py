@@ -22,7 +22,7 @@ DEEPSEEK_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_interm
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 """Bounds that many scores and logits of a random model come near."""
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
-LONG_ROPE = {
+LONG_ROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4],

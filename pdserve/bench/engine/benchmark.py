@@ -32,6 +32,7 @@ from pdserve.config.bench import BenchEngineConfig
 from pdserve.grammars.compiling import load_vocabulary
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.model_files import TOKENIZERS
 from pdserve.models.runner import TORCH_DTYPES
 from pdserve.settings import to_environ
 from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
@@ -74,7 +75,7 @@ def run(
         return Report("engine", this_machine(chip_name()), to_environ(config), _LENT_NOTES, tuple(lent))
     device = subject.device
     vocabulary = None
-    if is_gguf(folder) or (folder / "tokenizer.json").is_file():
+    if is_gguf(folder) or any((folder / name).is_file() for name in TOKENIZERS):
         vocabulary = load_vocabulary(folder, sorted(subject.config.eos_token_ids))
     rows = list(subject_rows(config, subject, steps, vocabulary))
     del subject

@@ -8,6 +8,7 @@ reads.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.cached_files import CachedFiles, code_digest
 from pdserve.models.checkpoint.fingerprint import content_digest
 from pdserve.models.checkpoint.gguf_file import GgufFile, forget_gguf, is_gguf, read_gguf
-from pdserve.models.checkpoint.model_files import tokenizer_files
+from pdserve.models.checkpoint.model_files import main_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _CODE = (Path(__file__), Path(__file__).with_name("gguf_file.py"))
 """What makes a tokenizer. Its bytes are part of each file's name, so that a change of the code makes another file."""
+_PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken")
 _MOST = 16
 """So many tokenizers are cached, those that were used last."""
 _LOCK_TIMEOUT_S = 60.0
@@ -92,7 +94,7 @@ def read_tokenizer(model: Path, cache_dir: Path | None = None) -> CachedTokenize
 
 def _key(model: Path, cache_dir: Path) -> str:
     """Returns a digest of everything that the tokenizer is made of, and of what makes it."""
-    digest = xxhash.xxh3_128(code_digest(_CODE, ("transformers", "tokenizers")).encode())
+    digest = xxhash.xxh3_128(code_digest(_CODE, _PACKAGES).encode())
     if is_gguf(model):
         digest.update(content_digest(model, cache_dir))
     else:
@@ -113,24 +115,51 @@ def _load(cached: CachedFiles, key: str) -> CachedTokenizer | None:
 
 def _made(model: Path) -> CachedTokenizer:
     """Returns the tokenizer that transformers makes. Raises ModelError."""
-    from transformers import PreTrainedTokenizerFast
-
     try:
         if is_gguf(model):
             made = gguf_tokenizer(model)
             forget_gguf()
-        elif (model / "tokenizer.json").is_file():
-            made = PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
         else:
-            raise ModelError(f"{model} has no tokenizer.json")
+            made = _folder_tokenizer(model, main_tokenizer(model))
         return CachedTokenizer(
             backend=made.backend_tokenizer.to_str(),
             special_tokens=dict(made.special_tokens_map),
             chat_template=made.get_chat_template() if made.chat_template else "",
             split_special_tokens=bool(made.split_special_tokens),
         )
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as exc:
         raise ModelError(f"cannot read the tokenizer in {model}: {exc}") from exc
+
+
+def _folder_tokenizer(folder: Path, file: Path) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer in ``file`` of a folder.
+
+    Raises ModelError if a package is missing, or if the tokenizer is none that the library ``tokenizers`` can be.
+    """
+    if file.name == "tokenizer.json":
+        from transformers import PreTrainedTokenizerFast
+
+        fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        return fast
+    if file.name == "tekken.json":
+        mistral: Any = importlib.import_module("transformers.integrations.mistral")
+        made: Any = mistral.convert_tekken_tokenizer(str(file))
+        # Mistral's own library begins every prompt with it.
+        made.add_bos_token = True
+        return made  # type: ignore[no-any-return]  # the package has no types
+    with file.open("rb") as opened:
+        # Both kinds have this name: a message of protocol buffers, or lines of base64.
+        package = "sentencepiece" if opened.read(1) == b"\n" else "tiktoken"
+    if importlib.util.find_spec(package) is None:
+        raise ModelError(
+            f"the tokenizer in {file} is read with the package {package}, which is not installed: "
+            "pip install 'pdserve[tokenizers]'"
+        )
+    auto: Any = importlib.import_module("transformers").AutoTokenizer
+    made = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    if not hasattr(made, "backend_tokenizer"):
+        raise ModelError(f"the tokenizer in {file} is not supported: {type(made).__name__} of transformers computes it")
+    return made  # type: ignore[no-any-return]
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:

@@ -21,6 +21,8 @@ PLAIN_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 """The number formats of weights that are not quantised, as safetensors files name them."""
 INTEGER_FORMATS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 """Those of masks and counters, which are no weights."""
+TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model", "tiktoken.model")
+"""The files that a folder's tokenizer may be in, of which the first that is there is read."""
 TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model")
 """The files of a folder that a tokenizer may be made of."""
 
@@ -52,6 +54,14 @@ def weight_files(folder: Path) -> list[Path]:
 def tokenizer_files(folder: Path) -> list[Path]:
     """Returns the files of a model's folder that its tokenizer and chat template may be made of."""
     return sorted(found for kind in TOKENIZER_FILES for found in folder.glob(kind))
+
+
+def main_tokenizer(folder: Path) -> Path:
+    """Returns the file that a folder's tokenizer is in. Raises ModelError if there is none that can be read."""
+    for name in TOKENIZERS:
+        if (folder / name).is_file():
+            return folder / name
+    raise ModelError(f"{folder} has no {TOKENIZERS[0]}, nor {', '.join(TOKENIZERS[1:-1])} or {TOKENIZERS[-1]}")
 
 
 class _QuantisationSettings(msgspec.Struct):
