@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import MODEL_ARCH_NAMES, ExpertGatingFuncType, RopeScalingType
+from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from safetensors.numpy import load_file
 
@@ -76,8 +77,17 @@ PERMUTED = ("arcee", "granite", "internlm2", "llama", "olmo", "smollm3")
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
-def save_converted(folder: Path, path: Path, arch: str, extra: Callable[[GGUFWriter], None] | None = None) -> Path:
-    """Saves the checkpoint in ``folder`` as a GGUF file of ``arch``. ``extra`` adds to its settings."""
+def save_converted(
+    folder: Path,
+    path: Path,
+    arch: str,
+    extra: Callable[[GGUFWriter], None] | None = None,
+    quantized: GGMLQuantizationType | None = None,
+) -> Path:
+    """Saves the checkpoint in ``folder`` as a GGUF file of ``arch``.
+
+    ``extra`` adds to its settings. All matrices but routers have the format ``quantized``, and all else is fp32.
+    """
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, arch)
     _add_settings(writer, config, arch)
@@ -89,7 +99,10 @@ def save_converted(folder: Path, path: Path, arch: str, extra: Callable[[GGUFWri
         for renamed, changed in _changed(name, tensor, config, arch):
             found = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
             assert found is not None, renamed
-            writer.add_tensor(found, np.ascontiguousarray(changed))
+            if quantized is not None and changed.ndim > 1 and "gate_inp" not in found:
+                writer.add_tensor(found, quantize(np.ascontiguousarray(changed), quantized), raw_dtype=quantized)
+            else:
+                writer.add_tensor(found, np.ascontiguousarray(changed))
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):

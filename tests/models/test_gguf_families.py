@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.constants import ExpertGatingFuncType, RopeScalingType
 
+from pdserve.config import Dtype
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
-from pdserve.models.runner import StepRow
+from pdserve.models.recipe import YarnScaling
+from pdserve.models.runner import ModelRunner, StepRow
+from pdserve.settings import cache_folder
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.models.converted_gguf import CONVERTED, Converted, save_converted
 from tests.models.greedy import greedy_tokens, small_runner
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import Reference, reference_logits, save_tiny_model
 
 PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
+SOFTMAX = ExpertGatingFuncType.SOFTMAX
 SINGLE = [(arch, converted) for arch, cases in sorted(CONVERTED.items()) for converted in cases]
 
 
@@ -33,6 +47,106 @@ def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, arch: str
     runner.run([StepRow(PROMPT, 0, range(16), True, range(len(PROMPT)))], score=pieces.append)
     torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
     assert greedy_tokens(runner, PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
+
+
+REFUSED: list[tuple[str, str, Callable[[GGUFWriter], None], str]] = [
+    ("glm4moe", "glm4-moe", lambda file: file.add_expert_gating_func(SOFTMAX), r"glm4moe\.expert_gating_func .* is 1"),
+    ("llama", "mixtral", lambda file: file.add_expert_weights_scale(2.5), r"llama\.expert_weights_scale .* is 2\.5"),
+    ("dots1", "dots1", lambda file: file.add_sliding_window(5), r"dots1\.attention\.sliding_window 5"),
+    ("olmoe", "olmoe", lambda file: file.add_sliding_window(5), r"olmoe\.attention\.sliding_window 5"),
+    ("olmo", "olmo", lambda file: file.add_clamp_kqv(8.0), r"olmo\.attention\.clamp_kqv 8\.0"),
+    ("stablelm", "stablelm", lambda file: file.add_max_alibi_bias(8.0), r"stablelm\.attention\.max_alibi_bias 8\.0"),
+    ("seed_oss", "seed-oss", lambda file: file.add_logit_scale(0.5), r"seed_oss\.logit_scale 0\.5"),
+    (
+        "arcee",
+        "arcee",
+        lambda file: file.add_rope_scaling_yarn_ext_factor(0.5),
+        r"arcee\.rope\.scaling\.yarn_ext_factor",
+    ),
+    ("falcon", "falcon", lambda file: file.add_rope_dimension_count(4), r"falcon\.rope\.dimension_count .* is 4"),
+    (
+        "starcoder",
+        "gpt-bigcode",
+        lambda file: file.add_head_count_kv(6),
+        r"starcoder\..*head_count_kv .* is 6",
+    ),
+    ("hunyuan-moe", "hunyuan-moe", lambda file: file.add_expert_shared_count(2), r"hunyuan-moe\.expert_shared_count 2"),
+    ("granite", "granite", lambda file: file.add_uint32("granite.new_part", 7), r"granite\.new_part 7"),
+    ("phi3", "phi3", lambda file: file.add_value_length(20), r"phi3\.attention\.value_length .* is 20; only 10"),
+]
+
+
+@pytest.mark.parametrize(("arch", "case", "extra", "message"), REFUSED, ids=[each[3] for each in REFUSED])
+def test_a_setting_that_is_not_computed_is_refused(
+    tmp_path: Path, arch: str, case: str, extra: Callable[[GGUFWriter], None], message: str
+) -> None:
+    folder = save_tiny(case, tmp_path / "folder")
+    with pytest.raises(ModelError, match=message):
+        small_runner(save_converted(folder, tmp_path / "tiny.gguf", arch, extra))
+
+
+def test_settings_that_say_what_is_computed_anyway(tmp_path: Path) -> None:
+    folder = save_tiny("qwen2-moe", tmp_path / "folder", mlp_only_layers=[])
+
+    def extra(file: GGUFWriter) -> None:
+        file.add_sliding_window(0)
+        file.add_expert_gating_func(SOFTMAX)
+        file.add_expert_weights_scale(1.0)
+        file.add_causal_attention(value=True)
+        file.add_rope_scaling_finetuned(value=True)
+
+    said = read_family_config(save_converted(folder, tmp_path / "said.gguf", "qwen2moe", extra))
+    assert said == read_family_config(save_converted(folder, tmp_path / "plain.gguf", "qwen2moe"))
+
+
+def test_the_settings_of_yarn_are_read(tmp_path: Path) -> None:
+    folder = save_tiny("arcee", tmp_path / "folder")
+
+    def extra(file: GGUFWriter) -> None:
+        file.add_rope_scaling_type(RopeScalingType.YARN)
+        file.add_rope_scaling_factor(20.0)
+        file.add_rope_scaling_orig_ctx_len(64)
+        file.add_rope_scaling_yarn_beta_fast(16.0)
+        file.add_rope_scaling_yarn_beta_slow(2.0)
+
+    rotary = read_family_config(save_converted(folder, tmp_path / "tiny.gguf", "arcee", extra)).recipe
+    scaling = rotary.layers[0].attention.rotary
+    assert scaling is not None
+    assert scaling.scaling == YarnScaling(20.0, 64, 16.0, 2.0, True, None, None, None)
+
+
+def test_layers_that_draft_tokens_are_left_alone(tmp_path: Path) -> None:
+    folder = save_tiny("glm4-moe", tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    wanted = read_family_config(folder)
+
+    def extra(file: GGUFWriter) -> None:
+        file.add_block_count(config["num_hidden_layers"] + 1)
+        file.add_nextn_predict_layers(1)
+        file.add_tensor(f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight", np.ones((60, 120), np.float32))
+
+    path = save_converted(folder, tmp_path / "tiny.gguf", "glm4moe", extra)
+    assert read_family_config(path).num_layers == wanted.num_layers
+    small_runner(path)
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0])
+def test_experts_stay_in_blocks(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shape |= {"intermediate_size": 96, "moe_intermediate_size": 32}
+    folder = save_tiny_model("qwen3-moe", tmp_path / "folder", **shape, mlp_only_layers=[])  # type: ignore[arg-type]
+    path = save_converted(folder, tmp_path / "tiny.gguf", "qwen3moe", quantized=kind)
+    kernels, config = CompiledKernels(cache_folder(os.environ)), read_family_config(path)
+    original = CompiledKernels.unread_linear
+    with patch.object(CompiledKernels, "unread_linear", autospec=True, side_effect=original) as dequantised:
+        in_blocks = ModelRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
+    routers = {(8, 64)}
+    assert {call.args[1].shape for call in dequantised.call_args_list} == routers
+    widened = ModelRunner(path, config, Dtype.BF16, 4, 32, 128, kernels)
+    kept, plain = (each.run([StepRow(PROMPT, 0, range(16), True)]).clone() for each in (in_blocks, widened))
+    assert not torch.equal(kept, plain)
+    # Inputs are rounded to bytes, as in ``test_block_weights``.
+    assert (kept - plain).norm() / plain.norm() < 0.2
 
 
 def test_every_architecture_has_a_case() -> None:

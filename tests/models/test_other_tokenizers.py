@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tiktoken
-from pdserve.grammars.vocabulary import load_vocabulary
 
 from pdserve.api.requests.tokenizer import load_tokenizer
 from pdserve.errors import ModelError
+from pdserve.grammars.compiling import load_vocabulary
 from pdserve.models.checkpoint.cached_tokenizer import read_tokenizer
 
 TEXTS = [
