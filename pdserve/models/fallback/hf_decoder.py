@@ -11,30 +11,22 @@ model.
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch._meta_registrations  # see lean_torch: transformers' models need it, and it has to come before them
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+import torch._meta_registrations  # see lean_torch: it has to come before transformers' models
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
-from pdserve.models.checkpoint.weights import unknown_tensors
 from pdserve_kernels.contract import Attention
 
 PAGED_ATTENTION = "pdserve_paged"
 STEP_KEYWORD = "paged_step"
 """The keyword argument that carries a ``PagedStep`` through a model's forward."""
 
-MASKED_SCORE = "attn.masked_bias"
-"""The last part of a name in older exports: the score of masked tokens, a constant which no model reads any more."""
 WITHOUT_MEANING_HERE = {
     "softcap": "capped scores",
     "s_aux": "attention sinks",
@@ -180,72 +172,3 @@ def _without_layers(model: PreTrainedModel) -> torch.nn.Module:
     tail = copy.copy(model)
     tail.__dict__["_modules"] = dict(model._modules) | {model.base_model_prefix: _Passed()}
     return tail
-
-
-class _Unread(torch.Tensor):
-    """Has the shape of a tensor on disk, and no memory, wherever transformers would put it."""
-
-    def to(self, *_: Any, **__: Any) -> torch.Tensor:
-        return self
-
-
-def check_tensors(folder: Path, hf: PretrainedConfig) -> None:
-    """Raises ModelError if a tensor in ``folder`` is missing, would stay unread, or has another shape. Reads none.
-
-    transformers renames and joins tensors, and knows which it may leave unread. So it loads a model whose tensors have
-    their shapes alone.
-    """
-    files = SafetensorsFiles(folder)
-    files.check_formats()
-    shapes = {name: torch.empty(files.shape(name), device="meta").as_subclass(_Unread) for name in files.names()}
-    transformers: Any = importlib.import_module("transformers")
-    architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
-    with _loading(folder):
-        _, report = architecture.from_pretrained(
-            None,
-            config=copy.deepcopy(hf),
-            state_dict=shapes,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-    _check_report(folder, report)
-
-
-@contextmanager
-def _loading(folder: Path) -> Iterator[None]:
-    """Raises ModelError for whatever transformers' code raises: models look up and divide settings of any kind."""
-    try:
-        yield
-    except Exception as exc:
-        raise ModelError(f"transformers cannot load {folder}: {type(exc).__name__}: {exc}") from exc
-
-
-def _check_report(folder: Path, report: dict[str, Any]) -> None:
-    """Raises ModelError for what transformers made up, because it was missing, or left unread."""
-    if lacking := sorted({str(name) for kind in ("missing_keys", "mismatched_keys") for name in report[kind]}):
-        raise ModelError(f"{folder} lacks tensors, or has them in another shape: {', '.join(lacking[:5])}")
-    if unread := [name for name in report["unexpected_keys"] if not name.endswith(MASKED_SCORE)]:
-        raise ModelError(unknown_tensors(folder, unread))
-
-
-def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the model in ``folder`` with transformers' eager attention. Code in the folder is never run.
-
-    Raises ModelError if transformers cannot load the model, or a tensor is missing or unread.
-    """
-    transformers: Any = importlib.import_module("transformers")
-    with _loading(folder):
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=hf,
-            dtype=dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    _check_report(folder, report)
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
-    return loaded
