@@ -58,12 +58,10 @@ def _fallback_decoder(config: FallbackConfig, building: Building, dtype: torch.d
         raise ModelError(
             f"--tensor-parallel-size {building.tp.size} is for {sorted(FAMILIES)}; a {config.family} model has one rank"
         )
-    if building.checkpoint.device.type != "cpu":
-        raise ModelError(f"a {config.family} model is computed by transformers, on a CPU alone: --device cpu")
     # This import loads the parts of transformers that compute: about 2 s, and other families do not need them.
     from pdserve.models.fallback.hf_check import checked_hf_decoder
 
-    return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype)
+    return checked_hf_decoder(building.checkpoint.path, config, building.kernels, dtype, building.checkpoint.device)
 
 
 class RecipeDecoder:

@@ -23,6 +23,7 @@ from transformers import (
     OPTConfig,
     PhimoeConfig,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from pdserve.config import Dtype
@@ -30,6 +31,9 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
+from pdserve.models.fallback.hf_loading import load_hf_model, with_other_settings
+from pdserve.models.fallback.hf_products import Product, watch_products
+from pdserve.models.fallback.in_fp32 import InFp32
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
@@ -274,3 +278,65 @@ def test_the_score_of_masked_tokens_that_older_exports_have_is_no_weight(tmp_pat
     gpt = save(FAMILIES["gpt2"], tmp_path)
     names = [f"transformer.h.{i}.attn.masked_bias" for i in range(2)]
     small_runner(rewritten(gpt, lambda tensors: tensors.update({name: torch.tensor(-1e4) for name in names})))
+
+
+class Ordinary(torch.nn.Module):
+    """Calls two linear layers, multiplies with the weight of a third, and leaves a fourth alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.gate, self.unused = (torch.nn.Linear(8, 8, bias=i > 0) for i in range(4))
+        self.same = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.nn.functional.linear(x, self.gate.weight)
+        called: torch.Tensor = self.same(self.second(self.first(x)))
+        return called + gate
+
+
+@torch.inference_mode()
+def test_only_layers_that_are_called_and_nothing_else_are_packed() -> None:
+    model, x = Ordinary(), torch.randn(2, 3, 8)
+    wanted = model(x)
+    products = watch_products(model)
+    torch.testing.assert_close(model(x), wanted, rtol=0, atol=0)
+    for product in products:
+        product.pack(TorchKernels())
+    assert model.first is model.same
+    left = {name for name, _ in model.named_parameters()}
+    assert left == {"gate.weight", "gate.bias", "unused.weight", "unused.bias"}
+    torch.testing.assert_close(model(x), wanted)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_model_in_bf16_is_checked_in_fp32(tmp_path: Path, family: str) -> None:
+    save(FAMILIES[family], tmp_path)
+    rewritten(tmp_path, lambda tensors: tensors.update({name: each.bfloat16() for name, each in tensors.items()}))
+    hf = FAMILIES[family]
+    half, whole = (load_hf_model(tmp_path, hf, dtype) for dtype in (torch.bfloat16, torch.float32))
+    widened = with_other_settings(half, hf)
+    assert all(one is other for one, other in zip(half.parameters(), widened.parameters(), strict=True))
+    ids = torch.tensor([PROMPTS[1]])
+    with InFp32(widened):
+        found = widened(ids, use_cache=False).logits
+    torch.testing.assert_close(found, whole(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_is_loaded_once_and_in_the_numbers_in_which_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(FAMILIES["phimoe"], tmp_path)
+    loaded: list[tuple[torch.dtype, PreTrainedModel]] = []
+
+    def load(folder: Path, hf: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+        loaded.append((dtype, load_hf_model(folder, hf, dtype, device)))
+        return loaded[-1][1]
+
+    monkeypatch.setattr("pdserve.models.fallback.hf_check.load_hf_model", load)
+    small_runner(folder, Dtype.BF16)
+    ((dtype, model),) = loaded
+    assert dtype is torch.bfloat16
+    packed = {name for name, module in model.named_modules() if isinstance(module, Product) and not module._parameters}
+    attention = {f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkvo"}
+    assert packed >= attention | {"lm_head"}

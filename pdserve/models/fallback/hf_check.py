@@ -7,7 +7,8 @@ mix tokens outside of attention, and positions that a model counts instead of ta
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,9 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.fallback.hf_decoder import HfDecoder
-from pdserve.models.fallback.hf_loading import check_tensors, load_hf_model
+from pdserve.models.fallback.hf_loading import check_tensors, load_hf_model, with_other_settings
+from pdserve.models.fallback.hf_products import watch_products
+from pdserve.models.fallback.in_fp32 import InFp32
 from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
 
@@ -36,24 +39,38 @@ TOLERANCE = 2e-3
 """The largest difference allowed, relative to the largest logit. Rounding in fp32 stays well below a tenth of it."""
 
 
-def checked_hf_decoder(folder: Path, config: FallbackConfig, kernels: Kernels, dtype: torch.dtype) -> HfDecoder:
+def checked_hf_decoder(
+    folder: Path, config: FallbackConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
+) -> HfDecoder:
     """Returns the model in ``folder``, after its logits in fp32 were found to be those of transformers.
 
-    During the check the model is held in fp32. Raises ModelError, which says what does not fit.
+    The model is loaded in ``dtype``; the check widens one weight at a time. Raises ModelError, which says what does not
+    fit.
     """
     _refuse_what_short_prompts_hide(config)
-    if getattr(config.hf, "quantization_config", None) is None:
+    quantised = getattr(config.hf, "quantization_config", None) is not None
+    if not quantised:
         # The quantisations that transformers knows have tensors of their own, which show when they are loaded.
         check_tensors(folder, config.hf)
-    hf = copy.deepcopy(config.hf)
-    shortened = isinstance(getattr(hf, "sliding_window", None), int) and hf.sliding_window > WINDOW
-    if shortened:
-        hf.sliding_window = WINDOW
-    decoder = _check(config, load_hf_model(folder, hf, torch.float32), kernels)
-    if dtype is torch.float32 and not shortened:
-        return decoder
-    del decoder
-    return HfDecoder(config, load_hf_model(folder, copy.deepcopy(config.hf), dtype))
+    short = copy.deepcopy(config.hf)
+    if isinstance(getattr(short, "sliding_window", None), int) and short.sliding_window > WINDOW:
+        short.sliding_window = WINDOW
+    prompts = _prompts(config, device)
+    if quantised:
+        # Their layers compute in the numbers that they were loaded for.
+        _check_logits(config, load_hf_model(folder, short, torch.float32, device), prompts, kernels)
+    model = load_hf_model(folder, copy.deepcopy(config.hf), dtype, device)
+    products = watch_products(model) if device.type == "cpu" else []
+    if not quantised:
+        _check_logits(config, with_other_settings(model, short), prompts, kernels)
+    for product in products:
+        product.pack(kernels)
+    with _said_of(config):
+        decoder = HfDecoder(config, model)
+        for logits in _in_steps(config, decoder, prompts, kernels, dtype):
+            if not bool(logits.isfinite().all()):
+                raise ModelError(f"in {dtype} its logits are not finite")
+    return decoder
 
 
 def _refuse_what_short_prompts_hide(config: FallbackConfig) -> None:
@@ -63,14 +80,16 @@ def _refuse_what_short_prompts_hide(config: FallbackConfig) -> None:
             raise ModelError(f"rotary scaling {found['rope_type']!r} of a {config.family} model is not supported")
 
 
-@torch.inference_mode()
-def _check(config: FallbackConfig, model: PreTrainedModel, kernels: Kernels) -> HfDecoder:
+def _prompts(config: FallbackConfig, device: torch.device) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(config.vocab_size, (length,), generator=generator) for length in (SHORT, LONG)]
+    return [torch.randint(config.vocab_size, (length,), generator=generator).to(device) for length in (SHORT, LONG)]
+
+
+@contextmanager
+def _said_of(config: FallbackConfig) -> Iterator[None]:
+    """Makes of every error a ModelError that names the family."""
     try:
-        wanted = [model(prompt.unsqueeze(0), use_cache=False).logits[0].float() for prompt in prompts]
-        decoder = HfDecoder(config, model)
-        found = _in_steps(config, decoder, prompts, kernels)
+        yield
     except ModelError as exc:
         raise ModelError(f"a {config.family} model cannot be served: {exc}") from exc
     except Exception as exc:
@@ -79,23 +98,42 @@ def _check(config: FallbackConfig, model: PreTrainedModel, kernels: Kernels) -> 
             f"a {config.family} model cannot be served: transformers' code of it does not run with paged attention "
             f"({type(exc).__name__}: {exc})"
         ) from exc
-    for ours, theirs in zip(found, wanted, strict=True):
-        difference = float((ours - theirs).abs().max() / theirs.abs().max())
-        if not difference <= TOLERANCE:
-            raise ModelError(
-                f"a {config.family} model cannot be served: with paged attention its logits differ from those of "
-                f"transformers by {difference:.1%}"
-            )
-    return decoder
 
 
+@torch.inference_mode()
+def _check_logits(
+    config: FallbackConfig, model: PreTrainedModel, prompts: Sequence[torch.Tensor], kernels: Kernels
+) -> None:
+    """Raises ModelError if ``model``, with eager attention, has other logits with paged attention."""
+    with _said_of(config), InFp32(model):
+        wanted = [model(prompt.unsqueeze(0), use_cache=False).logits[0].float() for prompt in prompts]
+        decoder = HfDecoder(config, model)
+        found = _in_steps(config, decoder, prompts, kernels, torch.float32, WINDOW)
+        for ours, theirs in zip(found, wanted, strict=True):
+            difference = float((ours - theirs).abs().max() / theirs.abs().max())
+            if not difference <= TOLERANCE:
+                raise ModelError(
+                    f"with paged attention its logits differ from those of transformers by {difference:.1%}"
+                )
+
+
+@torch.inference_mode()
 def _in_steps(
-    config: FallbackConfig, decoder: HfDecoder, prompts: Sequence[torch.Tensor], kernels: Kernels
+    config: FallbackConfig,
+    decoder: HfDecoder,
+    prompts: Sequence[torch.Tensor],
+    kernels: Kernels,
+    dtype: torch.dtype,
+    widest: int | None = None,
 ) -> list[torch.Tensor]:
-    """Returns the logits of every token of each prompt, computed in steps as an engine does."""
-    layout = KvLayout(config.kv_heads, config.num_layers, BLOCK_SIZE, config.head_dim, torch.float32)
+    """Returns the logits of every token of each prompt, computed in steps as an engine does.
+
+    Raises ModelError if a layer does not attend, or sees more than ``widest`` tokens through a window.
+    """
+    layout = KvLayout(config.kv_heads, config.num_layers, BLOCK_SIZE, config.head_dim, dtype)
     each = -(-LONG // BLOCK_SIZE)
-    cache = layout.allocate(len(prompts) * each, torch.device("cpu"))
+    device = prompts[0].device
+    cache = layout.allocate(len(prompts) * each, device)
     tables = [range(i * each, (i + 1) * each) for i in range(len(prompts))]
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     for cut in CUTS:
@@ -104,9 +142,9 @@ def _in_steps(
         attention = kernels.plan_attention(layout, cache, spans, config.heads, config.attention_scale)
         step = decoder.step(attention)
         token_ids = torch.cat([prompts[i][start:end] for i, start, end in rows])
-        positions = torch.cat([torch.arange(start, end) for _, start, end in rows])
+        positions = torch.cat([torch.arange(start, end, device=device) for _, start, end in rows])
         logits = _logits(decoder, decoder.compute(token_ids, positions, step))
-        if unlike := sorted(window for window in step.windows if window > WINDOW):
+        if unlike := sorted(window for window in step.windows if widest is not None and window > widest):
             raise ModelError(f"its window of {unlike[0]} is not its configuration's sliding_window")
         if step.layers != set(range(config.num_layers)):
             raise ModelError(f"of its {config.num_layers} layers only {sorted(step.layers)} attend")

@@ -14,6 +14,7 @@ import torch._meta_registrations  # see lean_torch: transformers' models need it
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pdserve.errors import ModelError
+from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
 from pdserve.models.checkpoint.weights import unknown_tensors
 
@@ -68,8 +69,13 @@ def _check_report(folder: Path, report: dict[str, Any]) -> None:
         raise ModelError(unknown_tensors(folder, unread))
 
 
-def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_hf_model(
+    folder: Path, hf: PretrainedConfig, dtype: torch.dtype, device: torch.device = CPU
+) -> PreTrainedModel:
     """Returns the model in ``folder`` with transformers' eager attention. Code in the folder is never run.
+
+    transformers puts each tensor into ``dtype`` when it reads it, and the whole model then goes to ``device``: to read
+    it straight to a GPU, transformers needs another package.
 
     Raises ModelError if transformers cannot load the model, or a tensor is missing or unread.
     """
@@ -86,5 +92,35 @@ def load_hf_model(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> Pre
             output_loading_info=True,
         )
     _check_report(folder, report)
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    loaded: PreTrainedModel = model.eval().requires_grad_(False).to(device)
     return loaded
+
+
+def with_other_settings(model: PreTrainedModel, hf: PretrainedConfig) -> PreTrainedModel:
+    """Returns a model of the settings ``hf`` in fp32, with eager attention and the weights and buffers of ``model``.
+
+    Both have the same tensors: none is copied. Raises ModelError if the settings make another model.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    try:
+        with torch.device("meta"):
+            other = transformers.AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation="eager")
+    except Exception as exc:
+        raise ModelError(f"transformers cannot build a {hf.model_type} model: {type(exc).__name__}: {exc}") from exc
+    _share(model, other)
+    built: PreTrainedModel = other.eval()
+    return built
+
+
+def _share(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Gives ``target`` the tensors of ``source``, and the modules in it that are of other kinds."""
+    if source._modules.keys() != target._modules.keys():
+        raise ModelError(f"the parts of a {type(source).__name__} depend on its settings")
+    target._parameters, target._buffers = source._parameters, source._buffers
+    vars(target).update({name: value for name, value in vars(source).items() if isinstance(value, torch.Tensor)})
+    for name, child in source._modules.items():
+        own = target._modules[name]
+        if child is None or own is None or type(child) is not type(own):
+            target._modules[name] = child
+        else:
+            _share(child, own)

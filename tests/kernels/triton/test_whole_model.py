@@ -41,7 +41,7 @@ def prompts_and_tables() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [order[:20], order[20:24], order[24:28]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phimoe"])
 def test_chunks_mixed_steps_and_decode_steps(family: str, tmp_path: Path) -> None:
     runner, peer = make_runners(save_tiny_model(family, tmp_path))
     (long, short, other), tables = prompts_and_tables()
