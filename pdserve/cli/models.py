@@ -1,6 +1,6 @@
 """The cache of Hugging Face models: ``pdserve models`` lists it, and ``pdserve pull MODEL`` fetches a model into it.
 
-``pdserve models MODEL`` says whether one can be served here.
+``pdserve models MODEL`` says whether one can be served here, and ``pdserve models --families`` what can be.
 """
 
 from __future__ import annotations
@@ -8,22 +8,26 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdserve.config import FetchConfig, ModelsConfig, PullConfig
+import msgspec
+
+from pdserve.config import FetchConfig, ModelsConfig, PullConfig, Switch
 from pdserve.errors import ConfigError, ModelError
 from pdserve.hub.cache import CachedRepository, cache_of, is_complete, repositories
 from pdserve.hub.download import Message, Note, in_gb, shown_progress
 from pdserve.hub.finding import FoundModel, WantedModel, fetched_model, known_model
 from pdserve.hub.selection import check_model, label_of
 from pdserve.models.checkpoint.gguf_file import gguf_parts
+from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, served_families
 from pdserve.settings import load
 
 EXIT_REFUSED = 1
 _DESCRIPTION = (
-    "Lists the models in the cache of Hugging Face models, their sizes, and which of them can be served here. With a "
-    "model, says whether that can be served and how much is to fetch, before its weights are fetched."
+    "Lists the models in the cache of Hugging Face models, their sizes, and which of them can be served here; or the "
+    "families that can be served. With a model, says whether that can be served and how much is to fetch, before its "
+    "weights are fetched."
 )
 _PULL_DESCRIPTION = (
     "Fetches what is served of a model into the cache of Hugging Face models, and looks for a newer revision of one "
@@ -46,22 +50,59 @@ class Row:
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit status: 1 for a model that cannot be served. Raises ConfigError, ModelError and HubError."""
     config = load(ModelsConfig, argv, environ, prog="pdserve models", description=_DESCRIPTION)
+    as_json = config.listing.json is Switch.ON
     if config.model.path:
-        return _describe(config.model, environ)
+        return _describe(config.model, environ, as_json=as_json)
+    if config.listing.families is Switch.ON and not as_json:
+        _print_families()
+        return 0
     cache = cache_of(environ)
     rows = [row for repository in repositories(cache) for row in cached_rows(repository)]
+    if as_json:
+        families = [asdict(family) for family in served_families()]
+        refused = {"not_yet": NOT_YET, "formats_not_yet": FORMATS_NOT_YET}
+        _print_json({"cache": str(cache), "models": [_as_json(row) for row in rows], "families": families, **refused})
+        return 0
     print(f"cache: {cache}", file=sys.stderr)
+    print("'pdserve models --families' lists what can be served", file=sys.stderr)
     if not rows:
         print("no models; 'pdserve pull org/name' fetches one", file=sys.stderr)
         return 0
-    widths = [max(map(len, column)) for column in zip(*map(_cells, rows), strict=True)]
-    for cells in [("MODEL", "SIZE", "REVISION", "SERVED HERE"), *map(_cells, rows)]:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+    _print_table([("MODEL", "SIZE", "REVISION", "SERVED HERE"), *map(_cells, rows)])
     return 0
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows of as many cells, with columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+
+
+def _print_json(value: dict[str, object]) -> None:
+    print(msgspec.json.encode(value).decode())
+
+
+def _print_families() -> None:
+    """Prints what can be served, and what not yet."""
+    rows = [
+        (family.model_type, family.models, ", ".join(family.formats), "; ".join(family.parts))
+        for family in served_families()
+    ]
+    _print_table([("FAMILY", "MODELS", "WEIGHTS", "PARTS"), *rows])
+    print("others: those decoders that transformers computes through its attention interface, with one rank")
+    for missing in dict.fromkeys(NOT_YET.values()):
+        print(f"not yet: {missing} ({', '.join(name for name, lacks in NOT_YET.items() if lacks == missing)})")
+    print(f"not yet: weights in folders in {', '.join(FORMATS_NOT_YET)}")
 
 
 def _cells(row: Row) -> tuple[str, str, str, str]:
     return (row.name.ljust(5), in_gb(row.nbytes).ljust(4), row.revision.ljust(8), row.served)
+
+
+def _as_json(row: Row) -> dict[str, object]:
+    reason = "" if row.served == _SERVED else row.served
+    return {"model": row.name, "bytes": row.nbytes, "revision": row.revision, "served": not reason, "reason": reason}
 
 
 def cached_rows(repository: CachedRepository) -> Iterator[Row]:
@@ -96,21 +137,29 @@ def _size(snapshot: Path) -> int:
     return sum(file.stat().st_size for file in snapshot.rglob("*") if file.is_file() and file.suffix != ".gguf")
 
 
-def _describe(model: FetchConfig, environ: Mapping[str, str]) -> int:
+def _describe(model: FetchConfig, environ: Mapping[str, str], *, as_json: bool) -> int:
     known = known_model(model, environ)
+    path, missing, reason = "", 0, ""
     try:
         if isinstance(known, FoundModel):
             check_model(known.path, known.name)
-            print(f"{known.name} can be served here; it is in {known.path}")
+            path = str(known.path)
+            said = f"{known.name} can be served here; it is in {path}"
         else:
-            print(f"{known.name} can be served here; {_to_fetch(known)}")
+            missing = _missing(known)
+            said = f"{known.name} can be served here; {in_gb(missing)} are to fetch: pdserve pull {known.name}"
     except ModelError as exc:
-        print(exc)
-        return EXIT_REFUSED
-    return 0
+        said = reason = str(exc)
+    if as_json:
+        found = {"model": str(known.name), "served": not reason, "reason": reason}
+        _print_json(found | {"path": path, "bytes_to_fetch": missing})
+    else:
+        print(said)
+    return EXIT_REFUSED if reason else 0
 
 
-def _to_fetch(wanted: WantedModel) -> str:
+def _missing(wanted: WantedModel) -> int:
+    """Returns the bytes that are to fetch. Raises ModelError if the model cannot be served."""
     # It loads huggingface_hub, which no other path needs.
     from pdserve.hub.preparing import Preparation
 
@@ -118,8 +167,7 @@ def _to_fetch(wanted: WantedModel) -> str:
         if isinstance(message, Note):
             print(message.text, file=sys.stderr)
 
-    missing = Preparation(wanted.name, wanted.cache, tell).missing()
-    return f"{in_gb(missing)} are to fetch: pdserve pull {wanted.name}"
+    return Preparation(wanted.name, wanted.cache, tell).missing()
 
 
 def pull(argv: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -78,9 +78,30 @@ class PullConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ListingConfig:
+    """What is listed, and how."""
+
+    families: Switch = setting(
+        "families",
+        "The families that can be served are listed, with what they are made of, in place of the models of the cache.",
+        Switch.OFF,
+        bare="on",
+        first=True,
+    )
+    json: Switch = setting(
+        "json",
+        "JSON is printed: of the model or, without one, of cache and families.",
+        Switch.OFF,
+        bare="on",
+        first=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelsConfig:
     """The settings of ``pdserve models``."""
 
+    listing: ListingConfig = field(default_factory=ListingConfig)
     model: FetchConfig = field(default_factory=FetchConfig)
 
 

@@ -48,6 +48,7 @@ from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.registry import Registry
 from tests.benchmarks.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
+from tests.docs import models_page
 from tests.docs.configuration_table import PAGE, render
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,10 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert PAGE.read_text() == render(), "python -m tests.docs.configuration_table writes it anew"
     for setting in (setting for root in ROOTS for setting in settings_of(root)):
         assert f"`--{setting.flag}` | `{setting.env}`" in PAGE.read_text()
+
+
+def test_the_page_of_families_is_up_to_date() -> None:
+    assert models_page.PAGE.read_text() == models_page.render(), "python -m tests.docs.models_page writes it anew"
 
 
 def test_its_example_file_is_taken(tmp_path: Path) -> None:

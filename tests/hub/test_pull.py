@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import hf_hub_download, scan_cache_dir
 
+from pdserve.models.table import FAMILIES
 from tests.hub.fake_hub import FakeHub, Repository
 from tests.processes import clean_environ, pdserve
 from tests.tiny_gguf import save_tiny_gguf
@@ -238,7 +239,7 @@ def test_too_small_a_disk_is_said_before_anything_large_is_fetched(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 8}, "it has latent attention"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 8}, "latent attention is not served yet"),
         ({"quantization_config": {"quant_method": "fp8"}}, "are quantised (config.json: fp8)"),
     ],
 )
@@ -332,6 +333,32 @@ def test_the_models_of_the_cache_and_of_the_hub(hub: FakeHub, tmp_path: Path) ->
     assert head.split()[:3] == ["MODEL", "SIZE", "REVISION"]
     assert row.split()[0] == "tiny/llama" and row.split()[-2:] == ["main", "yes"]
     assert f"it is in {tmp_path}" in call(environ, "models", "tiny/llama").stdout
+
+
+def test_what_is_listed_as_json(hub: FakeHub, tiny: Path, tmp_path: Path) -> None:
+    environ = hub.environ(tmp_path)
+    said = json.loads(call(environ, "models", "tiny/llama", "--json").stdout)
+    assert (said["model"], said["served"], said["reason"], said["path"]) == ("tiny/llama", True, "", "")
+    assert said["bytes_to_fetch"] == (tiny / WEIGHTS).stat().st_size
+    folder = pulled(environ, "tiny/llama")
+    said = json.loads(call(environ, "models", "tiny/llama", "--json").stdout)
+    assert (said["path"], said["bytes_to_fetch"]) == (str(folder), 0)
+    said = json.loads(call(environ, "models", "--json").stdout)
+    (row,) = said["models"]
+    assert (row["model"], row["served"], row["reason"]) == ("tiny/llama", True, "")
+    assert {family["model_type"] for family in said["families"]} == set(FAMILIES)
+    assert said["not_yet"]["deepseek_v3"] == "latent attention"
+    hub.repositories["tiny/llama"].more = {"safetensors": {"parameters": {"F8_E4M3": 9}, "total": 9}}
+    done = call(hub.environ(tmp_path / "empty"), "models", "tiny/llama", "--json")
+    said = json.loads(done.stdout)
+    assert done.returncode == 1 and not said["served"] and "F8_E4M3" in said["reason"]
+
+
+def test_the_families_that_can_be_served(hub: FakeHub, tmp_path: Path) -> None:
+    lines = call(hub.environ(tmp_path), "models", "--families").stdout.splitlines()
+    assert {line.split()[0] for line in lines} >= {"FAMILY", *FAMILIES}
+    (line,) = (line for line in lines if line.startswith("not yet: latent attention"))
+    assert "deepseek_v3" in line
 
 
 def test_a_path_that_exists_wins_over_the_hub(hub: FakeHub, tiny: Path, tmp_path: Path) -> None:

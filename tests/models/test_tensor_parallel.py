@@ -22,7 +22,7 @@ from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_model
 
 pytestmark = pytest.mark.integration
 
-FAMILIES = ("llama", "qwen2", "qwen3", "llama-scaled", "gemma3", "qwen3-moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "llama-scaled", "gemma3", "qwen3-moe", "mistral-window")
 NEW_TOKENS = 6
 PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (6, 17, 40)]
 

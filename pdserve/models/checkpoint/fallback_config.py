@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch._meta_registrations  # noqa: F401  # see lean_torch: it has to come before transformers' quantisers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
@@ -18,6 +19,7 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.checkpoint.model_files import refuse_unknown_quantisation
 from pdserve.models.families.settings import FULL, SLIDING
+from pdserve.models.served import not_yet
 from pdserve.models.table import FAMILIES
 
 STATES = ("state_size", "ssm_state_size", "mamba_d_state")
@@ -39,6 +41,7 @@ LAYER_WORDS = {
 
 def read_fallback_config(folder: Path) -> FallbackConfig:
     """Returns what the KV cache and the scheduler need to know, without end-of-sequence ids. Raises ModelError."""
+    _refuse_what_is_not_yet_served(folder)
     try:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
@@ -58,6 +61,24 @@ def read_fallback_config(folder: Path) -> FallbackConfig:
         raise ModelError(f"a {hf.model_type} model cannot be served: {exc}") from exc
 
 
+class _Kind(msgspec.Struct):
+    """The settings that say which family a model, or the text model within it, belongs to."""
+
+    model_type: str = ""
+    text_config: _Kind | None = None
+
+
+def _refuse_what_is_not_yet_served(folder: Path) -> None:
+    """Raises ModelError for a family of which it is known what it lacks. Files that cannot be read tell nothing."""
+    try:
+        kind = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Kind)
+    except (OSError, msgspec.DecodeError):
+        return
+    for each in (kind, kind.text_config):
+        if each is not None and (missing := not_yet(each.model_type)):
+            raise ModelError(f"a {each.model_type} model cannot be served: {missing}")
+
+
 def _check_kind(hf: PretrainedConfig, folder: Path) -> None:
     """Raises ModelError for a model that is not a decoder of text alone."""
     if hf.is_encoder_decoder:
@@ -73,7 +94,7 @@ def _check_kind(hf: PretrainedConfig, folder: Path) -> None:
     if hf.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
             f"model_type {hf.model_type!r} of {folder} is not supported; these are: {sorted(FAMILIES)}, and decoders "
-            "that transformers computes through its attention interface"
+            "that transformers computes through its attention interface (pdserve models --families)"
         )
     # The classes of these models compute both an encoder and a decoder, and this setting says which one it is.
     if hf.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(hf, "is_decoder", False):

@@ -35,6 +35,11 @@ class Architecture:
     only: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
     """Keys whose one value is all that the family computes."""
 
+    @property
+    def families(self) -> frozenset[str]:
+        """The families that files of this architecture may have."""
+        return frozenset({self.family, self.with_experts, self.with_windows} - {""})
+
 
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture("arcee", permuted=True),

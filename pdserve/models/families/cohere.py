@@ -20,6 +20,8 @@ from pdserve.models.recipe import (
 
 
 class CohereSettings(FamilySettings, kw_only=True):
+    models: ClassVar[str] = "Command R, Command R+, Aya 23"
+
     default_theta: ClassVar[float] = 500_000.0
     interleaved: ClassVar[bool] = True
     vocab_size: Count = 256_000
@@ -53,6 +55,8 @@ class CohereSettings(FamilySettings, kw_only=True):
 
 class Cohere2Settings(CohereSettings, kw_only=True):
     """Layers that see everything do not know positions; the others see a window."""
+
+    models: ClassVar[str] = "Command R7B, Command A"
 
     default_theta: ClassVar[float] = 10_000.0
     sliding_window: Count | None = 4096

@@ -12,6 +12,8 @@ from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, ModelRecipe
 class ErnieSettings(FamilySettings, kw_only=True):
     """Ernie 4.5: neighbouring channels are turned against each other."""
 
+    models: ClassVar[str] = "ERNIE 4.5 0.3B"
+
     default_theta: ClassVar[float] = 500_000.0
     interleaved: ClassVar[bool] = True
     vocab_size: Count = 103_424
@@ -33,6 +35,7 @@ class ErnieSettings(FamilySettings, kw_only=True):
 class ErnieMoeSettings(ErnieSettings, kw_only=True):
     """Ernie 4.5 with experts in most layers, chosen by corrected scores, beside shared ones."""
 
+    models: ClassVar[str] = "ERNIE 4.5 21B A3B, 300B A47B"
     hidden_size: Count = 2560
     intermediate_size: Count = 12_288
     num_hidden_layers: Count = 28

@@ -13,6 +13,7 @@ from pdserve.models.recipe import AttentionRecipe, LayerRecipe, MlpRecipe, Model
 class ExaoneSettings(FamilySettings, kw_only=True):
     """EXAONE 3 and 3.5. Older files have names of their own for three settings."""
 
+    models: ClassVar[str] = "EXAONE 3, 3.5"
     default_theta: ClassVar[float] = 500_000.0
     vocab_size: Count = 102_400
     intermediate_size: Count = 14_336
@@ -50,6 +51,7 @@ class ExaoneSettings(FamilySettings, kw_only=True):
 class Exaone4Settings(FamilySettings, kw_only=True):
     """Where layers have windows, those that see everything do not know positions."""
 
+    models: ClassVar[str] = "EXAONE 4"
     head_norms: ClassVar[bool] = True
     vocab_size: Count = 102_400
     intermediate_size: Count = 16_384

@@ -35,6 +35,7 @@ FOUR_NORMS = (
 class GemmaSettings(FamilySettings, kw_only=True):
     """Gemma 1."""
 
+    models: ClassVar[str] = "Gemma 1, CodeGemma"
     activations: ClassVar[tuple[str, ...]] = ("gelu_pytorch_tanh",)
     vocab_size: Count = 256_000
     hidden_size: Count = 3072
@@ -68,6 +69,7 @@ class GemmaSettings(FamilySettings, kw_only=True):
 class Gemma2Settings(FamilySettings, kw_only=True):
     """Every second layer sees everything, the others a window. Scores and logits are bounded."""
 
+    models: ClassVar[str] = "Gemma 2"
     vocab_size: Count = 256_000
     hidden_size: Count = 2304
     intermediate_size: Count = 9216
@@ -134,6 +136,8 @@ class Gemma2Settings(FamilySettings, kw_only=True):
 class VaultGemmaSettings(Gemma2Settings, kw_only=True):
     """Gemma 2 without norms behind its parts."""
 
+    models: ClassVar[str] = "VaultGemma"
+
     def layer(self, index: int) -> LayerRecipe:
         return replace(super().layer(index), norms=FOUR_NORMS[::2], order=NormOrder.PRE)
 
@@ -141,6 +145,7 @@ class VaultGemmaSettings(Gemma2Settings, kw_only=True):
 class Gemma3Settings(Gemma2Settings, kw_only=True):
     """Every sixth layer sees everything, the others see a window and turn faster."""
 
+    models: ClassVar[str] = "Gemma 3"
     head_norms: ClassVar[bool] = True
     vocab_size: Count = 262_208
     max_position_embeddings: Count = 131_072

@@ -40,6 +40,7 @@ GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_lay
 
 
 class GlmSettings(FamilySettings, kw_only=True):
+    models: ClassVar[str] = "GLM 4 9B"
     partly_turned: ClassVar[bool] = True
     interleaved: ClassVar[bool] = True
     turned_part: ClassVar[float] = 0.5
@@ -61,6 +62,8 @@ class GlmSettings(FamilySettings, kw_only=True):
 
 
 class Glm4Settings(GlmSettings, kw_only=True):
+    models: ClassVar[str] = "GLM 4 0414, GLM Z1"
+
     def layer(self, index: int) -> LayerRecipe:
         return replace(super().layer(index), norms=GLM4_NORMS, order=NormOrder.SANDWICH)
 
@@ -68,6 +71,7 @@ class Glm4Settings(GlmSettings, kw_only=True):
 class Glm4MoeSettings(FamilySettings, kw_only=True):
     """GLM 4.5 and 4.6: experts chosen by corrected scores, in groups, beside a shared one."""
 
+    models: ClassVar[str] = "GLM 4.5, 4.6"
     partly_turned: ClassVar[bool] = True
     turned_part: ClassVar[float] = 0.5
     vocab_size: Count = 151_552
@@ -123,6 +127,8 @@ class Glm4MoeSettings(FamilySettings, kw_only=True):
 class SolarOpenSettings(Glm4MoeSettings, kw_only=True):
     """Upstage's Solar Open: GLM's experts in every layer, and whole heads are turned."""
 
+    models: ClassVar[str] = "Solar Open 100B"
+
     default_theta: ClassVar[float] = 1_000_000.0
     partly_turned: ClassVar[bool] = False
     turned_part: ClassVar[float] = 1.0
@@ -138,6 +144,7 @@ class SolarOpenSettings(Glm4MoeSettings, kw_only=True):
 class Dots1Settings(Glm4MoeSettings, kw_only=True):
     """rednote's dots.llm1: GLM's experts, whole heads turned and normalised, windows in some layers."""
 
+    models: ClassVar[str] = "dots.llm1"
     partly_turned: ClassVar[bool] = False
     turned_part: ClassVar[float] = 1.0
     vocab_size: Count = 152_064

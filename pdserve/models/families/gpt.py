@@ -49,6 +49,7 @@ class LayerNormSettings(FamilySettings, kw_only=True):
 
 
 class Starcoder2Settings(LayerNormSettings, kw_only=True):
+    models: ClassVar[str] = "StarCoder 2"
     grouped: ClassVar[bool] = True
     activations: ClassVar[tuple[str, ...]] = GELUS
     vocab_size: Count = 49_152
@@ -81,6 +82,7 @@ class Starcoder2Settings(LayerNormSettings, kw_only=True):
 class StableLmSettings(LayerNormSettings, kw_only=True):
     """A gated part, unlike its neighbours here. A quarter of each head is turned."""
 
+    models: ClassVar[str] = "StableLM 2, StableLM 3B"
     grouped: ClassVar[bool] = True
     partly_turned: ClassVar[bool] = True
     turned_part: ClassVar[float] = 0.25
@@ -112,6 +114,7 @@ class StableLmSettings(LayerNormSettings, kw_only=True):
 class NemotronSettings(LayerNormSettings, kw_only=True):
     """NVIDIA's Nemotron 4 and Minitron: half of each head is turned, and norms have their weights less one."""
 
+    models: ClassVar[str] = "Nemotron 4, Minitron"
     grouped: ClassVar[bool] = True
     activations: ClassVar[tuple[str, ...]] = ("relu2",)
     partly_turned: ClassVar[bool] = True
@@ -136,6 +139,7 @@ class NemotronSettings(LayerNormSettings, kw_only=True):
 
 
 class Jais2Settings(LayerNormSettings, kw_only=True):
+    models: ClassVar[str] = "Jais 2"
     grouped: ClassVar[bool] = True
     activations: ClassVar[tuple[str, ...]] = ("relu2",)
     vocab_size: Count = 150_272
@@ -158,6 +162,7 @@ class Jais2Settings(LayerNormSettings, kw_only=True):
 class PersimmonSettings(LayerNormSettings, kw_only=True):
     """Adept's Persimmon: one tensor has each head's query, key and value, and queries and keys are normalised."""
 
+    models: ClassVar[str] = "Persimmon 8B"
     activations: ClassVar[tuple[str, ...]] = ("relu2",)
     partly_turned: ClassVar[bool] = True
     turned_part: ClassVar[float] = 0.5
@@ -186,6 +191,7 @@ class PersimmonSettings(LayerNormSettings, kw_only=True):
 class GptNeoXSettings(LayerNormSettings, kw_only=True):
     """EleutherAI's GPT-NeoX and Pythia: a quarter of each head is turned, both parts beside each other."""
 
+    models: ClassVar[str] = "Pythia, GPT-NeoX 20B, Dolly 2"
     activations: ClassVar[tuple[str, ...]] = GELUS
     partly_turned: ClassVar[bool] = True
     vocab_size: Count = 50_432
@@ -259,6 +265,7 @@ class GptSettings(LayerNormSettings, kw_only=True):
 class Gpt2Settings(GptSettings, kw_only=True):
     """Learned positions, and weights that are stored the other way round."""
 
+    models: ClassVar[str] = "GPT-2, DistilGPT-2"
     transposed: ClassVar[bool] = True
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
@@ -295,6 +302,7 @@ class Gpt2Settings(GptSettings, kw_only=True):
 class GptBigCodeSettings(Gpt2Settings, kw_only=True):
     """StarCoder 1 and SantaCoder: one key head for all query heads."""
 
+    models: ClassVar[str] = "StarCoder 1, SantaCoder"
     transposed: ClassVar[bool] = False
     hidden_act: str = msgspec.field(default="gelu_pytorch_tanh", name="activation_function")
     multi_query: bool = True
@@ -310,6 +318,7 @@ class GptBigCodeSettings(Gpt2Settings, kw_only=True):
 class GptJSettings(GptSettings, kw_only=True):
     """Part of each head is turned, neighbour by neighbour, and both parts stand beside each other."""
 
+    models: ClassVar[str] = "GPT-J 6B"
     interleaved: ClassVar[bool] = True
     vocab_size: Count = 50_400
     hidden_size: Count = msgspec.field(default=4096, name="n_embd")
@@ -339,6 +348,7 @@ class GptJSettings(GptSettings, kw_only=True):
 class OptSettings(LayerNormSettings, kw_only=True):
     """Meta's OPT: learned positions, of which the first has row 2."""
 
+    models: ClassVar[str] = "OPT"
     activations: ClassVar[tuple[str, ...]] = ("relu", *GELUS)
     vocab_size: Count = 50_272
     hidden_size: Count = 768
@@ -380,6 +390,7 @@ class OptSettings(LayerNormSettings, kw_only=True):
 class FalconSettings(LayerNormSettings, kw_only=True):
     """TII's Falcon: one tensor for queries, keys and values, in three arrangements."""
 
+    models: ClassVar[str] = "Falcon 7B, 40B, 180B, Falcon 2"
     vocab_size: Count = 65_024
     hidden_size: Count = 4544
     intermediate_size: int = 0

@@ -12,6 +12,8 @@ from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, FeedForwardRec
 class HunYuanSettings(FamilySettings, kw_only=True):
     """Tencent's Hunyuan: heads are normalised after they are turned, and frequencies may be scaled by ``alpha``."""
 
+    models: ClassVar[str] = "Hunyuan 0.5B to 7B"
+
     default_theta: ClassVar[float] = 10_000.0
     vocab_size: Count = 290_943
     rms_norm_eps: float = 1e-5
@@ -32,6 +34,7 @@ class HunYuanSettings(FamilySettings, kw_only=True):
 class HunYuanMoeSettings(HunYuanSettings, kw_only=True):
     """Experts in every layer, beside one that sees every token."""
 
+    models: ClassVar[str] = "Hunyuan A13B"
     num_experts: Count = 1
     moe_topk: Count = 1
 

@@ -41,10 +41,13 @@ from pdserve.models.recipe import (
 class LlamaSettings(FamilySettings, kw_only=True):
     """Llama 1 to 3, SmolLM 2 and many others."""
 
+    models: ClassVar[str] = "Llama 2 and 3, SmolLM 2, Yi, DeepSeek R1's distilled Llamas"
+
 
 class MistralSettings(FamilySettings, kw_only=True):
     """Every layer sees a window."""
 
+    models: ClassVar[str] = "Mistral 7B, Nemo, Small"
     intermediate_size: Count = 14_336
     num_key_value_heads: Count | None = 8
     max_position_embeddings: Count = 131_072
@@ -60,6 +63,7 @@ class MistralSettings(FamilySettings, kw_only=True):
 class MinistralSettings(MistralSettings, kw_only=True):
     """Some layers see a window."""
 
+    models: ClassVar[str] = "Ministral 8B"
     layer_types: list[str] | None = None
 
     def windows(self) -> tuple[int | None, ...]:
@@ -70,6 +74,7 @@ class MinistralSettings(MistralSettings, kw_only=True):
 class Ministral3Settings(MistralSettings, kw_only=True):
     """Queries grow with their positions, and no layer sees a window unless the file says so."""
 
+    models: ClassVar[str] = "Ministral 3"
     vocab_size: Count = 131_072
     num_hidden_layers: Count = 34
     head_dim: Count | None = 128
@@ -99,6 +104,8 @@ class Ministral3Settings(MistralSettings, kw_only=True):
 class CwmSettings(FamilySettings, kw_only=True):
     """One layer in four sees everything, the others a window."""
 
+    models: ClassVar[str] = "Code World Model 32B"
+
     default_theta: ClassVar[float] = 1_000_000.0
     vocab_size: Count = 128_256
     hidden_size: Count = 6144
@@ -123,6 +130,8 @@ class CwmSettings(FamilySettings, kw_only=True):
 
 class SmolLm3Settings(FamilySettings, kw_only=True):
     """Every fourth layer does not know positions."""
+
+    models: ClassVar[str] = "SmolLM 3"
 
     default_theta: ClassVar[float] = 2_000_000.0
     vocab_size: Count = 128_256
@@ -160,6 +169,7 @@ class SmolLm3Settings(FamilySettings, kw_only=True):
 class SeedOssSettings(FamilySettings, kw_only=True):
     """ByteDance's Seed-OSS: biases of queries, keys and values, and of the outputs if the file says so."""
 
+    models: ClassVar[str] = "Seed-OSS 36B"
     vocab_size: Count = 155_136
     intermediate_size: Count = 27_648
     num_hidden_layers: Count = 64
@@ -178,6 +188,7 @@ class SeedOssSettings(FamilySettings, kw_only=True):
 class ArceeSettings(FamilySettings, kw_only=True):
     """A feed-forward part without a gate."""
 
+    models: ClassVar[str] = "AFM 4.5B"
     activations: ClassVar[tuple[str, ...]] = ("relu2",)
     hidden_size: Count = 2560
     intermediate_size: Count = 18_432
@@ -192,6 +203,8 @@ class ArceeSettings(FamilySettings, kw_only=True):
 
 class HeliumSettings(FamilySettings, kw_only=True):
     """Neighbouring channels are turned against each other."""
+
+    models: ClassVar[str] = "Helium 1"
 
     default_theta: ClassVar[float] = 100_000.0
     interleaved: ClassVar[bool] = True
@@ -210,6 +223,7 @@ class HeliumSettings(FamilySettings, kw_only=True):
 
 
 class InternLm3Settings(FamilySettings, kw_only=True):
+    models: ClassVar[str] = "InternLM 3 8B"
     vocab_size: Count = 128_512
     intermediate_size: Count = 10_240
     num_hidden_layers: Count = 48
@@ -231,6 +245,7 @@ class InternLm3Settings(FamilySettings, kw_only=True):
 class GraniteSettings(FamilySettings, kw_only=True):
     """IBM's Granite 3: embedding, residuals, scores and logits have factors."""
 
+    models: ClassVar[str] = "Granite 3"
     attention_multiplier: float = 1.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -250,6 +265,7 @@ class GraniteSettings(FamilySettings, kw_only=True):
 class GraniteMoeSettings(GraniteSettings, kw_only=True):
     """Granite 3 with experts, of which one tensor holds all of a layer."""
 
+    models: ClassVar[str] = "Granite 3 MoE"
     num_local_experts: Count = 8
     num_experts_per_tok: Count = 2
 
@@ -273,6 +289,7 @@ class GraniteMoeSettings(GraniteSettings, kw_only=True):
 class GraniteMoeSharedSettings(GraniteMoeSettings, kw_only=True):
     """One more expert sees every token, if it has channels."""
 
+    models: ClassVar[str] = "Granite 3 MoE with shared experts"
     shared_intermediate_size: int = 0
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
@@ -287,6 +304,7 @@ class GraniteMoeSharedSettings(GraniteMoeSettings, kw_only=True):
 class HyperClovaXSettings(GraniteSettings, kw_only=True):
     """NAVER's HyperCLOVA X SEED: Granite's factors, and more norms behind each part if the file says so."""
 
+    models: ClassVar[str] = "HyperCLOVA X SEED"
     use_post_norm: bool = True
     attention_multiplier: float | None = None  # type: ignore[assignment]  # the usual factor if the file has none
 
@@ -308,6 +326,7 @@ class HyperClovaXSettings(GraniteSettings, kw_only=True):
 class ApertusSettings(FamilySettings, kw_only=True):
     """The Swiss AI Initiative's Apertus: an activation with weights of its own."""
 
+    models: ClassVar[str] = "Apertus 8B, 70B"
     activations: ClassVar[tuple[str, ...]] = ("xielu",)
     head_norms: ClassVar[bool] = True
     default_theta: ClassVar[float] = 12_000_000.0
@@ -330,6 +349,7 @@ class ApertusSettings(FamilySettings, kw_only=True):
 class NanoChatSettings(FamilySettings, kw_only=True):
     """Karpathy's nanochat: norms without weights, also of the embedding and of rotated heads, and bounded logits."""
 
+    models: ClassVar[str] = "nanochat d20, d32"
     activations: ClassVar[tuple[str, ...]] = ("relu2",)
     vocab_size: Count = 50_304
     hidden_size: Count = 768

@@ -21,6 +21,8 @@ ROUTER = "block_sparse_moe.gate"
 
 
 class MixtralSettings(FamilySettings, kw_only=True):
+    models: ClassVar[str] = "Mixtral 8x7B, 8x22B"
+
     default_theta: ClassVar[float] = 1_000_000.0
     intermediate_size: Count = 14_336
     num_key_value_heads: Count | None = 8
@@ -44,6 +46,8 @@ class MixtralSettings(FamilySettings, kw_only=True):
 
 class MiniMaxM2Settings(MixtralSettings, kw_only=True):
     """Corrected scores, and norms over all heads together."""
+
+    models: ClassVar[str] = "MiniMax M2"
 
     default_theta: ClassVar[float] = 5_000_000.0
     partly_turned: ClassVar[bool] = True

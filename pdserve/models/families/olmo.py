@@ -37,6 +37,7 @@ NORMS_BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 class OlmoSettings(FamilySettings, kw_only=True):
     """OLMo 1: layer norms without weights."""
 
+    models: ClassVar[str] = "OLMo 1"
     vocab_size: Count = 50_304
     eos_token_id: int | list[int] | None = 50_279
     clip_qkv: float | None = None
@@ -54,6 +55,7 @@ class OlmoSettings(FamilySettings, kw_only=True):
 class Olmo2Settings(FamilySettings, kw_only=True):
     """Norms stand behind attention and feed-forward part, and over all queries and all keys."""
 
+    models: ClassVar[str] = "OLMo 2"
     vocab_size: Count = 50_304
     rms_norm_eps: float = 1e-5
     eos_token_id: int | list[int] | None = 50_279
@@ -70,6 +72,8 @@ class Olmo2Settings(FamilySettings, kw_only=True):
 
 class Olmo3Settings(Olmo2Settings, kw_only=True):
     """Every fourth layer sees everything, with scaled frequencies; the others see a window."""
+
+    models: ClassVar[str] = "OLMo 3"
 
     default_theta: ClassVar[float] = 500_000.0
     sliding_window: Count | None = 4096
@@ -92,6 +96,7 @@ class Olmo3Settings(Olmo2Settings, kw_only=True):
 class OlmoeSettings(FamilySettings, kw_only=True):
     """Experts in every layer."""
 
+    models: ClassVar[str] = "OLMoE 1B 7B"
     vocab_size: Count = 50_304
     hidden_size: Count = 2048
     intermediate_size: Count = 2048
@@ -121,6 +126,8 @@ class OlmoeSettings(FamilySettings, kw_only=True):
 
 class FlexOlmoSettings(OlmoeSettings, kw_only=True):
     """OLMoE's experts in the layers of OLMo 2."""
+
+    models: ClassVar[str] = "FlexOlmo 7x7B"
 
     default_theta: ClassVar[float] = 500_000.0
     vocab_size: Count = 100_352

@@ -24,6 +24,7 @@ INNER = ("mlp.fc1", "mlp.fc2")
 class PhiSettings(FamilySettings, kw_only=True):
     """Phi 1, 1.5 and 2: attention and feed-forward part beside each other, biases everywhere."""
 
+    models: ClassVar[str] = "Phi 1, 1.5, 2"
     activations: ClassVar[tuple[str, ...]] = ("gelu_new", "gelu", "gelu_pytorch_tanh")
     partly_turned: ClassVar[bool] = True
     turned_part: ClassVar[float] = 0.5
@@ -57,6 +58,7 @@ class PhiSettings(FamilySettings, kw_only=True):
 class Phi3Settings(FamilySettings, kw_only=True):
     """Phi 3, 3.5, 4 and 4 mini: fused projections, and long contexts with two lists of frequencies."""
 
+    models: ClassVar[str] = "Phi 3, 3.5, 4, 4 mini"
     partly_turned: ClassVar[bool] = True
     vocab_size: Count = 32_064
     hidden_size: Count = 3072

@@ -23,6 +23,7 @@ from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpRecipe
 class Qwen2Settings(FamilySettings, kw_only=True):
     """The last layers see a window, or those that ``layer_types`` names, if ``use_sliding_window`` allows it."""
 
+    models: ClassVar[str] = "Qwen 2, Qwen 2.5, QwQ, DeepSeek R1's distilled Qwens"
     vocab_size: Count = 151_936
     intermediate_size: Count = 22_016
     num_key_value_heads: Count | None = 32
@@ -46,6 +47,7 @@ class Qwen2Settings(FamilySettings, kw_only=True):
 class Qwen3Settings(Qwen2Settings, kw_only=True):
     """Qwen 3 has heads of 128 channels where a file does not say otherwise."""
 
+    models: ClassVar[str] = "Qwen 3"
     head_norms: ClassVar[bool] = True
     head_dim: Count | None = 128
 
@@ -56,6 +58,7 @@ class Qwen3Settings(Qwen2Settings, kw_only=True):
 class Qwen3MoeSettings(FamilySettings, kw_only=True):
     """Most layers have experts, and every layer sees a window if ``use_sliding_window`` allows it."""
 
+    models: ClassVar[str] = "Qwen 3 30B A3B, 235B A22B"
     head_norms: ClassVar[bool] = True
     vocab_size: Count = 151_936
     hidden_size: Count = 2048
@@ -93,6 +96,7 @@ class Qwen3MoeSettings(FamilySettings, kw_only=True):
 class Qwen2MoeSettings(Qwen3MoeSettings, kw_only=True):
     """Qwen 1.5 and 2 with experts: one more expert sees every token, weighed by a gate of its own."""
 
+    models: ClassVar[str] = "Qwen 1.5 MoE A2.7B, Qwen 2 57B A14B"
     head_norms: ClassVar[bool] = False
     intermediate_size: Count = 5632
     num_attention_heads: Count = 16

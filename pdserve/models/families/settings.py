@@ -96,6 +96,8 @@ class FamilySettings(msgspec.Struct, kw_only=True):
     The recipe is that of Llama. A family overrides what it has otherwise.
     """
 
+    models: ClassVar[str]
+    """Models of the family that one may know, in words for people."""
     activations: ClassVar[tuple[str, ...]] = ("silu",)
     """The values of ``hidden_act`` that are known to be computed exactly."""
     head_norms: ClassVar[bool] = False

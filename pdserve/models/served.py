@@ -1,0 +1,185 @@
+"""Says what is served: the one table that ``pdserve models``, the page of models and refusals print.
+
+A row follows from the recipe that a family has with the settings that a ``config.json`` leaves out. A file may choose
+other parts, such as windows, that the family knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
+from pdserve.models.recipe import (
+    Activation,
+    FeedForwardRecipe,
+    LayerRecipe,
+    MlpRecipe,
+    ModelRecipe,
+    NormKind,
+    NormOrder,
+    NormScope,
+    Scoring,
+)
+from pdserve.models.table import FAMILIES
+
+NOT_YET: dict[str, str] = {
+    model_type: missing
+    for missing, model_types in {
+        "latent attention": (
+            *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "longcat_flash"),
+            *("minicpm3", "mistral4", "sarvam_mla", "youtu"),
+        ),
+        "sparse attention": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl"),
+        "linear attention": (
+            *("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"),
+            *("qwen3_5_moe_text", "qwen3_next"),
+        ),
+        "states": (
+            *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
+            *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+        ),
+        "short convolutions": ("lfm2", "lfm2_moe"),
+        "attention sinks": ("gpt_oss", "mimo_v2_flash"),
+        "chunked attention": ("llama4", "llama4_text"),
+        "per-layer embeddings": ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+    }.items()
+    for model_type in model_types
+}
+"""What pdserve lacks for a family, by the ``model_type`` of its configurations."""
+
+FORMATS_NOT_YET = ("FP8", "MXFP4", "NVFP4", "INT4 (GPTQ, AWQ)")
+"""The number formats of weights in folders that are not served."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFamily:
+    """What a family is made of, in words."""
+
+    model_type: str
+    models: str
+    attention: str
+    feed_forward: str
+    norms: str
+    positions: str
+    formats: tuple[str, ...]
+    """The forms of weights: numbers in a folder, and the architectures of GGUF files."""
+
+    @property
+    def parts(self) -> tuple[str, str, str, str]:
+        return (self.attention, self.feed_forward, self.norms, self.positions)
+
+
+def served_families() -> list[ServedFamily]:
+    """Returns a row for each family that has a recipe, by ``model_type``."""
+    rows = []
+    for model_type, settings in sorted(FAMILIES.items()):
+        recipe = settings().recipe()
+        gguf = [arch for arch, known in ARCHITECTURES.items() if model_type in known.families]
+        row = ServedFamily(
+            model_type,
+            settings.models,
+            _joined(_attention(recipe.layers, settings().attention_cap())),
+            _joined(word for part in _distinct(recipe.layers) for word in _feed_forward(part)),
+            _joined(_norms(recipe.layers[0])),
+            _joined(_positions(recipe, settings().head_size())),
+            ("fp32", "bf16", *(f"GGUF {arch}" for arch in gguf)),
+        )
+        rows.append(row)
+    return rows
+
+
+def not_yet(model_type: str) -> str:
+    """Says what is missing for a family; nothing if that is not known."""
+    missing = NOT_YET.get(model_type, "")
+    return f"{missing} {'are' if missing.endswith('s') else 'is'} not served yet" if missing else ""
+
+
+def _joined(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
+
+
+def _share(layers: Sequence[LayerRecipe], having: int) -> str:
+    return "in all layers" if having == len(layers) else f"in {having} of {len(layers)} layers"
+
+
+def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str]:
+    parts = [layer.attention for layer in layers]
+    first = parts[0]
+    windows = sum(part.window is not None for part in parts)
+    if windows:
+        yield f"windows {_share(layers, windows)}"
+    if first.fused:
+        yield "one tensor for queries, keys and values"
+    if first.biased:
+        yield "biases" if first.out in first.biased else "biases of queries, keys and values"
+    if first.norms is not None:
+        scope = {NormScope.HEAD: "each head", NormScope.EACH_HEAD: "each head by its own", NormScope.ALL: "all heads"}
+        yield f"normalised queries and keys ({scope[first.norms.scope]})"
+    if cap is not None:
+        yield "bounded scores"
+    if first.query_scale is not None:
+        yield "queries scaled by position"
+    if not (windows or first.fused or first.biased or first.norms or cap or first.query_scale):
+        yield "as Llama"
+
+
+def _distinct(layers: Sequence[LayerRecipe]) -> list[FeedForwardRecipe]:
+    return list(dict.fromkeys(layer.feed_forward for layer in layers))
+
+
+_ACTIVATIONS = {
+    Activation.SILU: "SiLU",
+    Activation.GELU: "GELU",
+    Activation.GELU_TANH: "GELU (tanh)",
+    Activation.RELU: "ReLU",
+    Activation.RELU_SQUARED: "squared ReLU",
+    Activation.XIELU: "xIELU",
+}
+
+
+def _feed_forward(part: FeedForwardRecipe) -> Iterator[str]:
+    if isinstance(part, MlpRecipe):
+        yield f"{_ACTIVATIONS[part.activation]}{' with a gate' if part.gate or part.fused else ''}"
+        return
+    corrected = "corrected " if part.correction else ""
+    yield f"experts by {corrected}{'sigmoid' if part.scoring is Scoring.SIGMOID else 'softmax'}"
+    if part.groups > 1:
+        yield "groups of experts"
+    if part.shared is not None:
+        yield "a shared expert"
+
+
+_ORDERS = {
+    NormOrder.PRE: "before each part",
+    NormOrder.POST: "behind each part",
+    NormOrder.SANDWICH: "before and behind each part",
+    NormOrder.PARALLEL: "once, before both parts",
+}
+
+
+def _norms(layer: LayerRecipe) -> Iterator[str]:
+    norm = layer.norm
+    kind = "RMS" if norm.kind is NormKind.RMS else "layer norm"
+    if not norm.weighted:
+        kind += " without weights"
+    elif norm.biased:
+        kind += " with biases"
+    yield f"{kind} {_ORDERS[layer.order]}"
+
+
+def _positions(recipe: ModelRecipe, head_size: int) -> Iterator[str]:
+    if recipe.positions is not None:
+        yield "learned"
+    rotaries = [layer.attention.rotary for layer in recipe.layers]
+    turned = [rotary for rotary in rotaries if rotary is not None]
+    if not turned:
+        return
+    how = "rotary"
+    if len(turned) < len(rotaries):
+        how += f" {_share(recipe.layers, len(turned))}"
+    if turned[0].interleaved:
+        how += ", neighbouring channels"
+    yield how
+    if turned[0].width is not None and turned[0].width != head_size:
+        yield f"{turned[0].width / head_size:.0%} of each head"

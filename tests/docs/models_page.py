@@ -1,0 +1,106 @@
+"""Writes ``docs/reference/models.md`` from the families and their tests: ``python -m tests.docs.models_page``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, ServedFamily, served_families
+from tests.cluster import test_families as clusters
+from tests.models import test_families as harness
+from tests.models import test_tensor_parallel
+from tests.models.tiny_families import CASES
+from tests.tiny_models import FALLBACK
+from tests.tiny_models import FAMILIES as OLDER
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+
+_HEAD = """# Families
+
+A model belongs to the family that `model_type` in its `config.json` names. `pdserve models --families` prints this
+table, `pdserve models --json` has it for programs, and `pdserve models org/name` says whether one model can be served.
+[Choose a model](../how-to/models.md) explains the rest.
+
+Prefill, decode and mixed nodes serve all families of the table, on CPUs and GPUs, with one rank or several, as folders
+in fp32 or bf16, and as GGUF files of the architecture in the column *GGUF*. The parts are those with the settings that
+a `config.json` leaves out. It may choose others, such as windows.
+
+The last column says how tests compare a family with transformers. *Logits*: each one, in chunks, beside another request
+and token by token. *Ranks*: two ranks give the tokens of one. *P/D*: a cluster of real processes gives the tokens of
+transformers. A change has to pass the bold ones, and the others run every night.
+`python -m tests.docs.models_page` writes this page.
+"""
+
+_TABLE = """| family | models | attention | feed-forward part | norms | positions | GGUF | proof |
+|---|---|---|---|---|---|---|---|"""
+
+
+def render() -> str:
+    """Returns the whole page."""
+    rows = [_row(family) for family in served_families()]
+    others = ", ".join(f"`{config.model_type}`" for config in FALLBACK.values())
+    missing = [f"| {each} | {_named(each)} |" for each in dict.fromkeys(NOT_YET.values())]
+    return "\n".join(
+        [
+            _HEAD,
+            _TABLE,
+            *rows,
+            "",
+            "## Others",
+            "",
+            "Transformers' code computes other decoders, if it follows transformers' attention interface: as folders,",
+            f"with one rank. Each is checked when it is loaded. The tests have {others}.",
+            "",
+            "## Not yet",
+            "",
+            "| what pdserve lacks | families |",
+            "|---|---|",
+            *missing,
+            f"| weights in folders in {', '.join(FORMATS_NOT_YET)} | |",
+            "",
+        ]
+    )
+
+
+def _named(missing: str) -> str:
+    return ", ".join(f"`{name}`" for name, lacks in NOT_YET.items() if lacks == missing)
+
+
+def _row(family: ServedFamily) -> str:
+    gguf = ", ".join(f"`{form.removeprefix('GGUF ')}`" for form in family.formats if form.startswith("GGUF "))
+    cells = (f"`{family.model_type}`", family.models, *family.parts, gguf, ", ".join(_proof(family.model_type)))
+    return f"| {' | '.join(cells)} |"
+
+
+def _proof(model_type: str) -> Iterator[str]:
+    cases = {case for case, (family, _) in CASES.items() if family == model_type}
+    cases |= {case for case, config in OLDER.items() if config.model_type == model_type}
+    yield "**logits**"
+    for name, tests in (("ranks", _RANKS), ("P/D", _CLUSTERS)):
+        found = {case: always for test in tests for case, always in _tested(test).items()}
+        found |= {case: True for case in OLDER if name == "ranks" and case in test_tensor_parallel.FAMILIES}
+        found |= {"llama": True}  # Most tests of ranks and clusters serve it.
+        if cases & found.keys():
+            yield f"**{name}**" if any(found.get(case) for case in cases) else name
+
+
+_RANKS = (harness.test_ranks_give_the_tokens_of_one_rank,)
+_CLUSTERS = tuple(test for name, test in vars(clusters).items() if name.startswith("test_"))
+
+
+def _tested(test: Any) -> dict[str, bool]:
+    """Returns the cases that a test has as its parameters, and whether it has them in ``make test``."""
+    found: dict[str, bool] = {}
+    for mark in test.pytestmark:
+        for given in mark.args[1] if mark.name == "parametrize" else ():
+            marks, values = (given.marks, given.values) if hasattr(given, "marks") else ((), (given,))
+            always = all(each.name != "nightly" for each in marks)
+            for value in values:
+                for case in (value,) if isinstance(value, str) else value:
+                    found[case] = found.get(case, False) or always
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

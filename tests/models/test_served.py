@@ -1,0 +1,39 @@
+"""Tests the table of what is served."""
+
+from __future__ import annotations
+
+from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
+from pdserve.models.served import NOT_YET, ServedFamily, not_yet, served_families
+from pdserve.models.table import FAMILIES
+
+
+def family(model_type: str) -> ServedFamily:
+    return next(row for row in served_families() if row.model_type == model_type)
+
+
+def test_every_family_has_a_row_and_names_models_of_its_own() -> None:
+    rows = served_families()
+    assert [row.model_type for row in rows] == sorted(FAMILIES)
+    assert all(all(row.parts) for row in rows)
+    assert len({row.models for row in rows}) == len(rows)
+
+
+def test_rows_say_what_families_are_made_of() -> None:
+    assert family("llama").parts == ("as Llama", "SiLU with a gate", "RMS before each part", "rotary")
+    assert family("gpt2").positions == "learned"
+    assert "corrected sigmoid" in family("glm4_moe").feed_forward
+    assert family("cohere2").attention.startswith("windows in 30 of 40 layers")
+    assert family("phi").positions == "rotary, 50% of each head"
+    assert "without weights" in family("olmo").norms
+
+
+def test_every_architecture_of_gguf_files_is_in_a_row() -> None:
+    named = {form for row in served_families() for form in row.formats if form.startswith("GGUF ")}
+    assert named == {f"GGUF {arch}" for arch in ARCHITECTURES}
+
+
+def test_what_is_not_yet_served_has_no_recipe() -> None:
+    assert not NOT_YET.keys() & FAMILIES.keys()
+    assert not_yet("deepseek_v3") == "latent attention is not served yet"
+    assert not_yet("mamba") == "states are not served yet"
+    assert not_yet("llama") == ""
