@@ -18,6 +18,7 @@ from pdserve.models.families.glm import (
     Glm4vMoeTextSettings,
     Glm4vTextSettings,
     GlmSettings,
+    SarvamMoeSettings,
     SolarOpenSettings,
 )
 from pdserve.models.families.gpt import (
@@ -86,6 +87,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "glm4": Glm4Settings,
     "glm4_moe": Glm4MoeSettings,
     "solar_open": SolarOpenSettings,
+    "sarvam_moe": SarvamMoeSettings,
     "olmo": OlmoSettings,
     "olmo2": Olmo2Settings,
     "olmo3": Olmo3Settings,

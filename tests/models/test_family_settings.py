@@ -21,7 +21,7 @@ from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.parts.rotary import frequencies
 from pdserve.models.recipe import ExpertsRecipe, Rotary
 from pdserve.models.table import FAMILIES as SETTINGS
-from pdserve.models.table import TEXT_PARTS
+from pdserve.models.table import TEXT_PARTS, settings_from_values
 from tests.tiny_models import FAMILIES, OTHERS
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 7, "hidden_size": 64, "num_attention_heads": 4}
@@ -255,6 +255,13 @@ def test_a_gemma3_with_images_has_its_outer_ends(tmp_path: Path) -> None:
 def test_a_gemma3_with_images_is_refused_for_outer_settings(tmp_path: Path, values: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
         read_decoder_config(written(tmp_path, {"model_type": "gemma3", "text_config": SMALL} | values))
+
+
+def test_a_sarvam_has_other_names_for_three_settings() -> None:
+    usual = {"n_routed_experts": 8, "n_shared_experts": 2, "attention_bias": True}
+    others = {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True}
+    found, wanted = (settings_from_values("sarvam_moe", values).recipe() for values in (others, usual))
+    assert found == wanted != settings_from_values("sarvam_moe", {}).recipe()
 
 
 WITHOUT_EFFECT = {

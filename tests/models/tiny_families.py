@@ -1,13 +1,19 @@
-"""Tiny random checkpoints of every family that has a recipe, written by transformers itself."""
+"""Tiny random checkpoints of every family that has a recipe, written by transformers itself.
+
+``python -m tests.models.tiny_families CASE`` prints the names and shapes of the tensors of one.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from pdserve.models.checkpoint.weights import SafetensorsFiles
 from pdserve.models.table import FAMILIES
 from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW
 
@@ -65,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | DEEPSEEK_EXPERTS
         | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "head_dim": 12},
     ),
+    "sarvam-moe": ("sarvam_moe", HEADS | DEEPSEEK_EXPERTS | {"head_dim": 12, "use_qkv_bias": True, "num_experts": 8}),
     "solar-open": ("solar_open", SHAPE | DEEPSEEK_EXPERTS),
     "olmo": ("olmo", HEADS),
     "olmo2": ("olmo2", HEADS),
@@ -164,3 +171,14 @@ def families_without_a_case() -> set[str]:
     from tests.tiny_models import FAMILIES as OLDER
 
     return set(FAMILIES) - {family for family, _ in CASES.values()} - {config.model_type for config in OLDER.values()}
+
+
+def print_tensors(case: str) -> None:
+    with TemporaryDirectory() as folder:
+        files = SafetensorsFiles(save_tiny(case, Path(folder)))
+        for name in sorted(files.names()):
+            print(name, list(files.shape(name)))
+
+
+if __name__ == "__main__":
+    print_tensors(sys.argv[1])

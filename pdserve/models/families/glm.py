@@ -141,6 +141,49 @@ class SolarOpenSettings(Glm4MoeSettings, kw_only=True):
     intermediate_size: Count = 10_240
 
 
+class SarvamMoeSettings(Glm4MoeSettings, kw_only=True):
+    """Sarvam AI's models: GLM's experts, heads turned as a whole and normalised. Older files have other names."""
+
+    models: ClassVar[str] = "Sarvam 30B"
+    default_theta: ClassVar[float] = 8_000_000.0
+    turned_part: ClassVar[float] = 1.0
+    vocab_size: Count = 262_144
+    intermediate_size: Count = 8192
+    num_hidden_layers: Count = 19
+    num_attention_heads: Count = 64
+    num_key_value_heads: Count | None = 4
+    head_dim: Count | None = 64
+    rms_norm_eps: float = 1e-6
+    eos_token_id: int | list[int] | None = 1
+    use_qk_norm: bool = True
+    num_experts_per_tok: Count = 6
+    moe_intermediate_size: Count = 1024
+    routed_scaling_factor: float = 2.5
+    num_experts: Count | None = None
+    num_shared_experts: Count | None = None
+    use_qkv_bias: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.n_routed_experts = self.num_experts or self.n_routed_experts
+        self.n_shared_experts = self.num_shared_experts or self.n_shared_experts
+        self.attention_bias = self.attention_bias if self.use_qkv_bias is None else self.use_qkv_bias
+
+    def attention(self, index: int) -> AttentionRecipe:
+        fused, out = "attention.query_key_value", "attention.dense"
+        biased = frozenset({fused}) if self.attention_bias else NONE
+        norms = HeadNorm(self.norm(), "attention.query_layernorm", "attention.key_layernorm")
+        return AttentionRecipe(
+            self.rotary(), out=out, fused=fused, biased=biased, norms=norms if self.use_qk_norm else None
+        )
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        return replace(part, correction="mlp.gate.expert_bias") if isinstance(part, ExpertsRecipe) else part
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), embedding="model.word_embeddings")
+
+
 class Dots1Settings(Glm4MoeSettings, kw_only=True):
     """rednote's dots.llm1: GLM's experts, whole heads turned and normalised, windows in some layers."""
 
