@@ -258,8 +258,8 @@ def test_a_gemma3_with_images_is_refused_for_outer_settings(tmp_path: Path, valu
 
 
 def test_a_sarvam_has_other_names_for_three_settings() -> None:
-    usual = {"n_routed_experts": 8, "n_shared_experts": 2, "attention_bias": True}
-    others = {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True}
+    usual: dict[str, object] = {"n_routed_experts": 8, "n_shared_experts": 2, "attention_bias": True}
+    others: dict[str, object] = {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True}
     found, wanted = (settings_from_values("sarvam_moe", values).recipe() for values in (others, usual))
     assert found == wanted != settings_from_values("sarvam_moe", {}).recipe()
 
