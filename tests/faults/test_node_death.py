@@ -21,8 +21,11 @@ from tests.tiny_models import Reference
 PROMPT = [11 + i % 400 for i in range(1400)]
 NEW_TOKENS = 6
 # Without a prefix cache, every prompt has to be prefilled again. It takes many steps, so that a test can act between
-# them.
-FLAGS = ("--dtype", "fp32", "--max-num-batched-tokens", "16", "--max-num-seqs", "8", "--prefix-cache", "off")
+# them. An engine that a test stops stays: its node does not take it for hanging, however long the test takes.
+FLAGS = (
+    *("--dtype", "fp32", "--max-num-batched-tokens", "16", "--max-num-seqs", "8", "--prefix-cache", "off"),
+    *("--engine-silence-ms", "600000"),
+)
 
 
 @pytest.fixture(scope="module")
