@@ -33,6 +33,8 @@ LENGTHS = (20, 90)
 FLAGS = (
     *("--dtype", "fp32", "--kv-cache-mib", "64", "--prefix-cache", "off"),
     *("--max-num-batched-tokens", "1280", "--max-num-seqs", "640", "--transfer-lease-ms", "30000"),
+    # A stopped engine stays, however long the crowd takes to come.
+    *("--engine-silence-ms", "600000"),
 )
 
 
