@@ -167,10 +167,10 @@ def test_errors_are_the_clients_own(pd_cluster: ServedCluster) -> None:
 
 def test_stop_string(pd_cluster: ServedCluster) -> None:
     with client(pd_cluster) as openai:
-        question = {"model": MODEL, "prompt": "The capital of France is", "temperature": 0, "max_tokens": 12}
-        whole = openai.completions.create(**question).choices[0].text
+        prompt = "The capital of France is"
+        whole = openai.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12).choices[0].text
         stop = whole[len(whole) // 2 :][:4]
-        got = openai.completions.create(**question, stop=[stop])
+        got = openai.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12, stop=[stop])
     assert got.choices[0].text == whole.partition(stop)[0]
     assert got.choices[0].finish_reason == "stop"
     pd_cluster.until_idle()

@@ -99,8 +99,8 @@ def test_every_node_fetches_from_every_other_one(four: Cluster, wanted: dict[int
 
 def test_two_mixed_nodes_compute_each_others_prompts(four: Cluster, wanted: dict[int, list[int]]) -> None:
     """It is the last test of the module: it ends the other nodes."""
-    for node in ("prefill-0", "decode-0"):
-        assert main(["drain", node, "--proxy-url", four.url], {**os.environ, "PDSERVE_SECRET": SECRET}) == 0
+    for leaving in ("prefill-0", "decode-0"):
+        assert main(["drain", leaving, "--proxy-url", four.url], {**os.environ, "PDSERVE_SECRET": SECRET}) == 0
     mixed = [node for node in four.decode if node.name.startswith("mixed")]
     counted = (("prefills_total", {"source": "remote"}), ("kv_transfers_total", {"direction": "sent"}))
     before = [[node.metric(name, **labels) for name, labels in counted] for node in mixed]
