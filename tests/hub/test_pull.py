@@ -1,4 +1,4 @@
-"""Runs ``pdserve pull`` and ``pdserve models`` as processes, against a hub on this machine."""
+"""Runs ``pdserve pull`` and ``pdserve models`` against a hub on this machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import hf_hub_download, scan_cache_dir
 
 from pdserve.models.table import FAMILIES
+from tests.cli import in_process
 from tests.hub.fake_hub import FakeHub, Repository
 from tests.processes import clean_environ, pdserve
 from tests.tiny_gguf import save_tiny_gguf
@@ -25,6 +26,9 @@ TOKEN = "hf_of_the_tests"
 
 
 def call(environ: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command, in this process where huggingface_hub, which reads its environment once, is loaded by another."""
+    if argv[0] != "models":
+        return in_process.call(*argv, **environ)
     return subprocess.run(
         [sys.executable, "-P", "-m", "pdserve", *argv],
         env=clean_environ(**environ),
