@@ -104,11 +104,13 @@ RANKED = (
     "apertus",
     "cohere-normed",
     "falcon-groups",
+    "gemma2",
     "glm4",
     "glm4-moe-groups",
     "gpt2",
     "granitemoe-shared",
     "minimax-m2",
+    "ministral3",
     "olmo2",
     "phi3",
 )
