@@ -18,8 +18,7 @@ from benchmarks.settings import BenchBatchingConfig
 from benchmarks.workload import mixed_jobs
 from pdserve.bench.cluster import running_node
 from pdserve.bench.load import Target, first_model, run_jobs
-from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, measured, this_machine
 from pdserve.bench.streamed_answer import LoadResult, Stream, summarise
 from pdserve.config import Batching
 from pdserve.errors import BenchError

@@ -28,8 +28,7 @@ from benchmarks.programs import for_servers
 from benchmarks.settings import BenchFailoverConfig
 from pdserve.bench.cluster import OWN_SETTINGS, known_nodes, read_metrics, total
 from pdserve.bench.load import Job, Target, first_model, run_job, uniform_jobs
-from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, measured, this_machine
 from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.errors import BenchError, ConfigError
 from pdserve.process import ServerProcess, partition_cores, pdserve_command

@@ -22,8 +22,7 @@ from benchmarks.programs import for_servers
 from benchmarks.settings import BenchTurnsConfig, TurnsBenchConfig
 from pdserve.bench.cluster import read_metrics, running_cluster, total
 from pdserve.bench.load import Job, Target, first_model, run_job
-from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, measured, this_machine
 from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.config import KvReturn
 from pdserve.errors import BenchError

@@ -21,8 +21,7 @@ from benchmarks.settings import BenchGoodputConfig, GoodputBenchConfig, GoodputS
 from benchmarks.workload import run_arrivals
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Job, Target, first_model, run_jobs
-from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.report import Report
+from pdserve.bench.report import Report, chip_name, this_machine
 from pdserve.bench.streamed_answer import AnswerTargets, LoadResult, Stream, summarise
 from pdserve.config import Disaggregation, Switch
 from pdserve.errors import BenchError

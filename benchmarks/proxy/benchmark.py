@@ -24,8 +24,7 @@ from benchmarks.proxy.systems import (
     stream_body,
 )
 from benchmarks.settings import BenchProxyConfig, ProxyBenchConfig
-from pdserve.bench.machine import this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured, this_machine
 from pdserve.errors import BenchError
 from pdserve.settings import to_environ
 

@@ -28,8 +28,7 @@ from benchmarks.workload import Arrival, run_arrivals
 from pdserve.bench.cluster import OWN_SETTINGS, Program, read_metrics, running, total, until_known
 from pdserve.bench.engine.random_model import Shape, write_random_model
 from pdserve.bench.load import Target, first_model, uniform_jobs
-from pdserve.bench.machine import this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured, this_machine
 from pdserve.bench.streamed_answer import AnswerTargets, Stream, distribution
 from pdserve.config import RoleChoice
 from pdserve.errors import BenchError, ConfigError

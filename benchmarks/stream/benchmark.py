@@ -25,8 +25,7 @@ from benchmarks.stream.raw_answer import Wording
 from benchmarks.stream.servers import SERVED_NAME, Server, running_servers, token_ids
 from benchmarks.stream.stream_clients import StreamLoadOrder, StreamLoadReport
 from benchmarks.stream.variants import variants
-from pdserve.bench.machine import this_machine
-from pdserve.bench.report import Figure, Report
+from pdserve.bench.report import Figure, Report, this_machine
 from pdserve.errors import BenchError
 from pdserve.process import allow_open_files
 from pdserve.settings import to_environ

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from lab.simulation.scale.figures import rounded
-from pdserve.bench.machine import Machine, this_machine
+from pdserve.bench.report import Machine, this_machine
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lab.scale.figures import ChoiceRuns, ChoiceTimes, write
 from lab.scale.mock_nodes import HEARTBEAT_S, MODEL, describe
-from pdserve.bench.machine import this_machine
+from pdserve.bench.report import this_machine
 from pdserve.config import RegistryConfig, RoutingPolicy
 from pdserve.wire.discovery import NodeHeartbeat, NodeLoad, Register
 from pdserve_proxy.registry.registry import Registry

@@ -15,7 +15,7 @@ from lab.soak.clients import PATIENCE_S, Cause, Finding, Outcome
 from lab.soak.faults import is_old
 from lab.soak.observing import Held, Look
 from lab.soak.run import Rest, Soak
-from pdserve.bench.machine import Machine, this_machine
+from pdserve.bench.report import Machine, this_machine
 
 MAX_NEW_FILES = 32
 """A process may hold so many descriptors more in the end than in the beginning: those of two links to other engines. A

@@ -51,9 +51,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     check_folder("--json", config.report.json)
     check_folder("--plot", config.plan.plot)
     write_plot = plotter(_PLOT_MODULE) if config.plan.plot else None
-    from pdserve.bench.machine import this_machine
     from pdserve.bench.plan.forecast import forecast_rows
-    from pdserve.bench.report import Report, render, to_json
+    from pdserve.bench.report import Report, render, this_machine, to_json
     from pdserve.plan.load import rate_of
     from pdserve.plan.profile import read_profile
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.batching import Pair, compared, load_figures
-from pdserve.bench.machine import Machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit
+from pdserve.bench.report import Better, Figure, Machine, Report, Row, Unit
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.config import Batching
 

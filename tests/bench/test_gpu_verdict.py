@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.machine import this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit, to_json
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, this_machine, to_json
 from tests.gpu import verdict
 
 

@@ -11,8 +11,7 @@ from benchmarks import __main__ as command
 from benchmarks.__main__ import STUDIES, main
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchStreamConfig
-from pdserve.bench.machine import this_machine
-from pdserve.bench.report import Report
+from pdserve.bench.report import Report, this_machine
 from pdserve.config import NodeConfig
 from pdserve.settings import load, to_environ
 

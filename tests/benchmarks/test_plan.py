@@ -24,10 +24,9 @@ from benchmarks.plan.figures import (
     verdict,
 )
 from benchmarks.settings import BenchPlanConfig
-from pdserve.bench.machine import this_machine
 from pdserve.bench.plan.battery import batches_within, beside_within, steps_of
 from pdserve.bench.plan.profiling import cache_geometry, check_cache, sized
-from pdserve.bench.report import Figure, Row, Unit, read_report
+from pdserve.bench.report import Figure, Row, Unit, read_report, this_machine
 from pdserve.bench.streamed_answer import Stream
 from pdserve.config import CacheConfig
 from pdserve.config.bench import PlanProfileConfig

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.cli.watch.top_screen import ScreenSize, amount, duration, render
+from pdserve.cli.watch.top import ScreenSize, amount, duration, render
 from pdserve.wire.status import Incident, IncidentKind, RequestStage, SeenRequest
 from pdserve_proxy.status.report import Latencies, NodeStatus, Rates, StatusReport
 from pdserve_proxy.status.throughput import Percentiles

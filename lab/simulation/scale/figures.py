@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from lab.simulation.scale.cluster import Plan, Report
-from pdserve.bench.machine import Machine, this_machine
+from pdserve.bench.report import Machine, this_machine
 
 
 @dataclass(frozen=True)

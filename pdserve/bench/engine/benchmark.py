@@ -25,8 +25,7 @@ from pdserve.bench.engine.parts import (
 )
 from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
-from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.config import Switch
 from pdserve.config.bench import BenchEngineConfig
 from pdserve.grammars.compiling import load_vocabulary

@@ -19,8 +19,8 @@ import aiohttp
 
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Target, first_model
-from pdserve.bench.machine import this_machine
 from pdserve.bench.plan.battery import Battery, Timings, batches_within, beside_within, quiet_seed
+from pdserve.bench.report import this_machine
 from pdserve.config import Disaggregation, Switch
 from pdserve.config.bench import PlanProfileConfig, ProfilingConfig
 from pdserve.errors import BenchError, PlanError

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pdserve.bench.engine.subject import Steps, Subject, open_subject
-from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.bench.transfer.bench_engines import (
     BLOCK_TOKENS,
     Assignment,
