@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType
 from urllib.parse import urlsplit
 
-from pdserve.cli.ask import AskFailed
 from pdserve.cli.chat.conversation import Conversation
 from pdserve.cli.chat.server import (
     Access,
     Answer,
+    AskFailed,
     Piece,
     Sampling,
     Server,

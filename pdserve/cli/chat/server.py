@@ -1,4 +1,4 @@
-"""The server that a chat talks to: which model it has, the stream of an answer, and how long that took.
+"""The server that a chat or ``pdserve up --ask`` talks to: its model, the stream of an answer, and how long that took.
 
 It speaks OpenAI's API, so it need not be pdserve's. Only what the server has said is in an ``Answer``.
 """
@@ -6,23 +6,27 @@ It speaks OpenAI's API, so it need not be pdserve's. Only what the server has sa
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 import msgspec
 from aiohttp.http_exceptions import LineTooLong
 
-from pdserve.cli.ask import AskFailed, answer_events
 from pdserve.cli.chat.conversation import Message
 from pdserve.cli.node_commands import KEY_ADVICE, ErrorBody, error_message
+from pdserve.errors import PdserveError
 from pdserve.http.request import REQUEST_ID_HEADER
 from pdserve.wire.timeline import MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
 
+MAX_TOKENS = 256
+"""The most tokens of an answer to ``--ask``."""
 CONNECT_S = 10.0
 LIST_S = 10.0
 TIMELINE_S = 3.0
@@ -34,6 +38,10 @@ _MAX_BODY_BYTES = 16 * 2**20
 _SHOWN_CHARS = 500
 _LANDED = "landed"
 _WENT_ON = {MomentKind.RESUMED: "resumed at {} after its node was lost", MomentKind.MOVED: "moved to {}"}
+
+
+class AskFailed(PdserveError):
+    """The server did not answer the question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +173,20 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
     return body
 
 
+async def ask(server: Server, question: str, show: Callable[[str], None]) -> Answer:
+    """Asks one question at temperature 0, and hands each piece of the answer's text to ``show``. Raises AskFailed."""
+
+    def take(piece: Piece) -> None:
+        if not piece.is_reasoning:
+            show(piece.text)
+
+    answer = Answer()
+    await stream_answer(server, [{"role": "user", "content": question}], Sampling(0.0, MAX_TOKENS), answer, take)
+    if not answer.text:
+        raise AskFailed("the answer has no text")
+    return answer
+
+
 async def stream_answer(
     server: Server, messages: Sequence[Message], sampling: Sampling, answer: Answer, show: Callable[[Piece], None]
 ) -> None:
@@ -204,7 +226,7 @@ async def stream_answer(
 
 async def _receive(response: aiohttp.ClientResponse, answer: Answer, show: Callable[[Piece], None]) -> None:
     try:
-        async for event in answer_events(response):
+        async for event in _events(response):
             _take(event, answer, show)
         if not answer.finish:
             raise AskFailed("the server gave no reason for its end")
@@ -213,6 +235,22 @@ async def _receive(response: aiohttp.ClientResponse, answer: Answer, show: Calla
         raise AskFailed(f"the answer broke off: the server sent a line longer than {longest}") from exc
     except AskFailed as exc:
         raise AskFailed(f"the answer broke off: {exc}") from exc
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Yields the chunks of an SSE stream. Raises AskFailed if it ends before ``[DONE]``."""
+    async for line in response.content:
+        data = line.decode().strip()
+        if not data.startswith("data:"):
+            continue
+        payload = data.removeprefix("data:").strip()
+        if payload == "[DONE]":
+            return
+        try:
+            yield json.loads(payload)
+        except ValueError as exc:
+            raise AskFailed(f"not a chunk of an answer: {payload[:200]!r}") from exc
+    raise AskFailed("the stream ended without [DONE]")
 
 
 def _take(event: object, answer: Answer, show: Callable[[Piece], None]) -> None:

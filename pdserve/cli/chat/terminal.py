@@ -25,9 +25,17 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from pdserve.cli.ask import AskFailed
 from pdserve.cli.chat.conversation import ChatRefused, Conversation, Message
-from pdserve.cli.chat.server import Answer, Piece, Sampling, Server, latency_line, read_timeline, stream_answer
+from pdserve.cli.chat.server import (
+    Answer,
+    AskFailed,
+    Piece,
+    Sampling,
+    Server,
+    latency_line,
+    read_timeline,
+    stream_answer,
+)
 from pdserve.printable import printable
 from pdserve.settings.sources import suggestion
 from pdserve.wire.timeline import Timeline

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.cli.ask import AskFailed, ask
+from pdserve.cli.chat.server import Access, AskFailed, Server, ask, latency_line
 from pdserve.cli.servers import check_http
 from pdserve.cli.start_checks import check_model, check_positions
 from pdserve.cli.up.cluster import LocalCluster, child_environ, plan_nodes
@@ -274,13 +274,13 @@ async def _ask(url: str, config: UpConfig, access: _Access, console: Console) ->
         print(text, end="", flush=True)
 
     console.say(f"asking {config.model.served_model_name}: {config.cluster.ask}")
-    model, question, timeout_s = config.model.served_model_name, config.cluster.ask, config.request.timeout_s
+    to = Access(access.key, access.tls, config.request.timeout_s)
     with console.held():
         try:
-            answer = await ask(url, model, question, show, api_key=access.key, timeout_s=timeout_s, tls=access.tls)
+            answer = await ask(Server(url, config.model.served_model_name, False, to), config.cluster.ask, show)
         finally:
             print(flush=True)
-        print(answer, flush=True)
+        print(latency_line(answer, None), flush=True)
     return 0
 
 
