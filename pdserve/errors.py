@@ -12,8 +12,7 @@
     │       └── StaleFrame              made by this cluster, for this process, and only too old
     ├── TransferError           the KV cache of a request did not arrive
     │   ├── HandshakeRefused        the two engines do not fit; names the field and both values
-    │   ├── PeerLost                the other engine died, restarted, or let its lease run out
-    │   └── TransferRefused         the prefill node said no, or gave up
+    │   └── PeerLost                the other engine died, restarted, or let its lease run out
     ├── GrammarRefused          a grammar cannot be compiled, or is too much work
     ├── EngineError             the engine process failed
     │   └── RankLost                a tensor-parallel rank died, failed or hangs
@@ -152,10 +151,6 @@ class SpoiltMessage(TransferError):
 
 class PeerLost(TransferError):
     """The other engine died, restarted under a new boot id, or stopped answering."""
-
-
-class TransferRefused(TransferError):
-    """The prefill node refused the request or gave it up."""
 
 
 class GrammarRefused(PdserveError):
