@@ -218,7 +218,7 @@ class BeginResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     previous: str | None
     """The id of the response before it in its conversation."""
     items: bytes
-    """The items of its own input, as a JSON list; empty if it will not be kept."""
+    """The items of its own input, as a JSON list; empty if it will not be stored."""
     prompt_start: bytes
 
 
@@ -268,7 +268,7 @@ class StoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """What was asked for, as JSON; of a response that begins, the items before its own."""
     prompt_start: bytes = b""
     kept: bool = False
-    """Whether the response will be kept, or is."""
+    """Whether the response will be stored, or is."""
 
 
 ToWorker: TypeAlias = (

@@ -224,7 +224,7 @@ def build_app(
 ) -> DirectRoutes:
     """Returns the proxy's ASGI application.
 
-    ``storage`` has the responses that are kept, if any are, and ``status`` the routes of those who watch the cluster.
+    ``storage`` has the responses that are stored, if any are, and ``status`` the routes of those who watch the cluster.
     ``lives`` returns whether the proxy's other processes live.
     """
 

@@ -135,9 +135,9 @@ class ProxyMetrics:
         self.spans = SpanCounts("pdserve_proxy")
         registry.register(self.spans)
         self.queued = Gauge("pdserve_proxy_requests_queued", "Requests that wait for their turn.", registry=registry)
-        self._stored = Gauge("pdserve_proxy_stored_responses", "Responses that are kept.", registry=registry)
+        self._stored = Gauge("pdserve_proxy_stored_responses", "Responses that are stored.", registry=registry)
         self._store_bytes = Gauge(
-            "pdserve_proxy_store_bytes", "The memory that kept responses take.", registry=registry
+            "pdserve_proxy_store_bytes", "The memory that stored responses take.", registry=registry
         )
         self._dropped_frames = Counter(
             "pdserve_proxy_discovery_frames_dropped",
@@ -199,7 +199,7 @@ class ProxyMetrics:
             self._pressure.labels(model, fingerprint, "answers").set(pressure.answers)
 
     def export_families(self, snapshot: Snapshot) -> tuple[Family, ...]:
-        """Returns all metrics of this process and those of the whole proxy, with the nodes of ``snapshot`` counted."""
+        """Returns all metrics of this process and those of the proxy, with the nodes of ``snapshot`` counted."""
         roles = Tally(node.info.role for node in snapshot.nodes)
         for role in Role:
             self._nodes.labels(role.value).set(roles[role])

@@ -33,23 +33,23 @@ class Incidents:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
+        self._incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
 
     def add(self, kind: IncidentKind, text: str, *, node: str = "", request: str = "") -> None:
         """Notes that something happened now, to ``node`` or to ``request`` or to both."""
         now, text = self._clock(), text[:MAX_TEXT_CHARS]
-        first = max(0, len(self._kept) - LOOKED_THROUGH)
-        for index in range(len(self._kept) - 1, first - 1, -1):
-            one = self._kept[index]
+        first = max(0, len(self._incidents) - LOOKED_THROUGH)
+        for index in range(len(self._incidents) - 1, first - 1, -1):
+            one = self._incidents[index]
             if (one.kind, one.node, one.text) == (kind, node, text) and now - one.at_s <= ALIKE_S:
-                del self._kept[index]
-                self._kept.append(msgspec.structs.replace(one, at_s=now, request=request, count=one.count + 1))
+                del self._incidents[index]
+                self._incidents.append(msgspec.structs.replace(one, at_s=now, request=request, count=one.count + 1))
                 return
-        self._kept.append(Incident(kind, now, text, node, request))
+        self._incidents.append(Incident(kind, now, text, node, request))
 
-    def kept(self) -> tuple[Incident, ...]:
+    def newest(self) -> tuple[Incident, ...]:
         """Returns the incidents, the last one at the end."""
-        return tuple(self._kept)
+        return tuple(self._incidents)
 
 
 def last_incidents(parts: Iterable[Iterable[Incident]]) -> tuple[Incident, ...]:

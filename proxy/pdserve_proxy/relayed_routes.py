@@ -65,7 +65,7 @@ class RelayedRoutes:
         priorities: bool = True,
         share_prefixes: SharedPrefixes = SharedPrefixes.KEY,
     ) -> None:
-        """``storage`` has the responses that are kept, if any are.
+        """``storage`` has the responses that are stored, if any are.
 
         ``priorities`` says whether requests may have one, ``share_prefixes`` whose prompts each request may find in
         prefix caches.
@@ -86,7 +86,7 @@ class RelayedRoutes:
             await self._serve(relayed, request)
 
     async def handle_stored(self, request: HttpRequest) -> None:
-        """Answers a request as ``handle`` does, whose response may be kept."""
+        """Answers a request as ``handle`` does, whose response may be stored."""
         assert self._storage is not None
         with (
             StoredTurn(self._storage, self._max_body_bytes) as turn,
@@ -157,7 +157,7 @@ class RelayedRoutes:
         return b"" if owner == ANONYMOUS else _cache_owner(owner)
 
     def _keep(self, request: HttpRequest, data: bytes, credentials: tuple[str | None, str | None]) -> Keep | None:
-        """Returns how the answer is to be kept for a client that may ask again. Raises InvalidRequest."""
+        """Returns how a node stores the answer for a client that may ask again. Raises InvalidRequest."""
         key, last_event = request.header(KEY_HEADER), request.header(EVENT_HEADER)
         if (key is None and last_event is None) or request.path not in COMPLETION_ROUTES:
             return None
@@ -213,7 +213,7 @@ def _outcome(status: int) -> RelayOutcome:
 
 
 async def _respond_stored(request: HttpRequest, result: StreamedResponse, turn: StoredTurn) -> None:
-    """Sends a stream whose last event waits until the response is kept."""
+    """Sends a stream whose last event waits until the response is stored."""
     stream, write = result.body, turn.writer(request.write)
     over = stream.over
     first = turn.pass_on(stream.first) + (await turn.end() if over else b"")

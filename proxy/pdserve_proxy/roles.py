@@ -12,7 +12,7 @@ share of its target that is used up:
   Where all their places or nearly all their KV blocks are taken, it is also how long requests wait for them, of the
   target for the first token.
 
-When one of the two has been late for several looks in a row, and the other is roomy in all of them and would not be
+When one of the two has been late for several looks in a row, and the other has capacity in all of them and would not be
 late with one node less, a node moves to where it is late. Then the group rests, until the move can show in what nodes
 measure. It also rests after another proxy or an operator has changed a role. The last node of a role stays. If all
 nodes of a role are gone, the other role gives it one at once, unless there is a mixed node, which has both roles. Mixed
@@ -39,12 +39,12 @@ from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 
 LATE = 0.9
 """Nodes are added to a role from this pressure on, shortly before its target is missed."""
-ROOMY = 0.6
+SPARE = 0.6
 """A role gives nodes away up to this pressure."""
 SCARCE = 0.1
 """A decode node in which requests wait is full if this share of its KV blocks is free, or less."""
-_KEPT = 0.5
-"""The share of a pressure that is kept of earlier looks."""
+_OLD_SHARE = 0.5
+"""The share of a pressure that earlier looks make."""
 
 GroupKey: TypeAlias = tuple[str, str]
 """Model and fingerprint."""
@@ -84,8 +84,8 @@ class Pressure:
 
 
 def _can_give(pressure: float, nodes: int) -> bool:
-    """Returns whether these nodes are roomy, and one less would not be late: its work goes to the others."""
-    return nodes > 1 and pressure <= ROOMY and pressure * nodes / (nodes - 1) < LATE
+    """Returns whether these nodes have capacity, and one less would not be late: its work goes to the others."""
+    return nodes > 1 and pressure <= SPARE and pressure * nodes / (nodes - 1) < LATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +216,12 @@ class RoleDecider:
 def pressure_of(prefill: Sequence[RegisteredNode], decode: Sequence[RegisteredNode], targets: Targets) -> Pressure:
     """Returns the pressures of one group as its nodes' last heartbeats have them."""
     full = [node for node in decode if _is_full(node)]
-    roomy = [node for node in decode if node not in full]
-    places_s = _mean([node.load.queue_s for node in full]) if not roomy else 0.0
+    spare = [node for node in decode if node not in full]
+    places_s = _mean([node.load.queue_s for node in full]) if not spare else 0.0
     return Pressure(
         prompts=max(
             _mean([node.load.queue_s for node in prefill]),
-            _mean([node.load.queue_s for node in roomy]),
+            _mean([node.load.queue_s for node in spare]),
         )
         / targets.ttft_s,
         answers=max(_mean([node.load.step_s for node in decode]) / targets.itl_s, places_s / targets.ttft_s),
@@ -239,8 +239,8 @@ def _smoothed(before: Pressure | None, now: Pressure) -> Pressure:
     if before is None:
         return now
     return Pressure(
-        _KEPT * before.prompts + (1 - _KEPT) * now.prompts,
-        _KEPT * before.answers + (1 - _KEPT) * now.answers,
+        _OLD_SHARE * before.prompts + (1 - _OLD_SHARE) * now.prompts,
+        _OLD_SHARE * before.answers + (1 - _OLD_SHARE) * now.answers,
     )
 
 

@@ -62,7 +62,7 @@ class ProcessState:
     """Returns the lanes that all processes of the proxy have."""
     suspects: Suspects
     storage: ResponseStorage | None = None
-    """The responses that are kept; None if none are."""
+    """The responses that are stored; None if none are."""
     lives: Callable[[], bool] = lambda: True
     """Whether the other processes live that this one needs."""
 
@@ -142,7 +142,7 @@ async def serve_clients(
 
 
 def store_limits(config: StoreConfig) -> StoreLimits | None:
-    """Returns the bounds of the responses that the proxy keeps; None if it keeps none."""
+    """Returns the bounds of the responses that the proxy stores; None if it stores none."""
     if config.store is Switch.OFF:
         return None
     return StoreLimits(config.store_mib * 2**20, config.responses, config.ttl_s)

@@ -168,7 +168,7 @@ class PlannedMoves:
         old, move = relayed.route.decode, self._moves.get(relayed)
         if old.boot_id in self._registry.draining or (move is not None and not move.task.done()):
             return
-        task = asyncio.create_task(self._move_for_blocks(relayed, resumption, old, tokens), name="move for room")
+        task = asyncio.create_task(self._move_for_blocks(relayed, resumption, old, tokens), name="move for blocks")
         self._moves[relayed] = Move(task, old, MoveReason.BLOCKS)
 
     async def _move(self, relayed: RelayedRequest, resumption: Resumption, old: NodeInfo) -> None:
@@ -203,18 +203,18 @@ class PlannedMoves:
     async def _leave_for_blocks(self, resumption: Resumption, old: NodeInfo, tokens: int) -> Unfit | Declined | None:
         """Returns when the answer is elsewhere, or why it stays at its ``old`` node. It waits for no node."""
         if resumption.moves_for_blocks >= MAX_MOVES_FOR_BLOCKS:
-            return Unfit(f"it has moved for want of room {MAX_MOVES_FOR_BLOCKS} times already")
+            return Unfit(f"it has moved for want of blocks {MAX_MOVES_FOR_BLOCKS} times already")
         stream = resumption.leaving()
         if stream is None:
-            return Unfit("there is no whole journal of it")
+            return Unfit("there is no complete journal of it")
         stream = replace(stream, needs_tokens=tokens)
         route = self._resumes.choose(stream, {old.boot_id: math.inf})
         if route is None:
-            return Unfit("no other node has room")
+            return Unfit("no other node has enough free blocks")
         if self._turns.locked():
             return Unfit("other answers move now")
         log.info(
-            "request_id=%s is to leave %s for room: to=%s tokens=%d",
+            "request_id=%s is to leave %s for want of blocks: to=%s tokens=%d",
             stream.relayed.request_id,
             old.name,
             route.decode.name,
@@ -239,7 +239,7 @@ class PlannedMoves:
             stream = resumption.leaving()
             if stream is None:
                 if not resumption.may_be_resumable:
-                    return Unfit("there is no whole journal of it")
+                    return Unfit("there is no complete journal of it")
                 await asyncio.sleep(LOOK_S)
                 continue
             try:

@@ -260,7 +260,7 @@ class Resumption:
         """Returns the stream whose node was lost, or is ``left`` and may be asked for blocks. Raises ResumeFailed."""
         journal, route = self.journal, self._relayed.route
         if journal.request is None or not journal.resumable or route is None:
-            raise ResumeFailed(ResumeOutcome.NOT_RESUMABLE, "there is no whole journal of it")
+            raise ResumeFailed(ResumeOutcome.NOT_RESUMABLE, "there is no complete journal of it")
         if not left and self._count == MAX_RESUMES_OF_ONE:
             raise ResumeFailed(ResumeOutcome.FAILED, f"it was resumed {MAX_RESUMES_OF_ONE} times already")
         # What a node returned before another one went on stays where it is: the newest come first.

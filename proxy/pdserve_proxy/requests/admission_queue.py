@@ -3,7 +3,7 @@
 ``AdmissionQueue`` takes events and ``now`` and returns the requests that it admits, without any I/O.
 ``AdmissionController`` lets tasks wait for their turn in it, and gives each place back however its task ends.
 
-    enter ──▶ ADMITTED ──────────────▶ leave        there is room
+    enter ──▶ ADMITTED ──────────────▶ leave        there is a place
     enter ──▶ WAITING ──▶ ADMITTED                  the proxy is full: requests take turns
                  └────▶ leave                       the client left, or waited too long
     enter ──▶ RequestError                          429: its caller has too many; 503: the queue is full
@@ -195,7 +195,7 @@ class AdmissionController:
         except TimeoutError as exc:
             self._leave(entry)
             raise Unavailable(
-                f"no room for this request within {self._wait_s:g} s", code="queue_timeout", retry_after_s=1
+                f"no place for this request within {self._wait_s:g} s", code="queue_timeout", retry_after_s=1
             ) from exc
         finally:
             self._waiters.pop(entry, None)

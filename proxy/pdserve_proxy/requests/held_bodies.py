@@ -7,7 +7,7 @@ Bodies on their way have bounds of their own, and so have the bodies of each cli
 stops in the middle, takes only places of other bodies like its own. Only large bodies can be refused for memory: the
 number of requests bounds the small ones, and no number of large bodies keeps an ordinary request out.
 
-A kept response that a client reads counts among its bodies. It may be larger than any body, so a client that holds
+A stored response that a client reads counts among its bodies. It may be larger than any body, so a client that holds
 nothing gets its first one whatever the size, unless other clients have what memory there is.
 
 A client is the owner of an API key, or an address where there are no keys (``client_of``). The admission queue counts
@@ -93,14 +93,14 @@ class HeldBodies:
             one.large_bytes += size
             one.arriving_bytes += size if arriving else 0
 
-    def add_kept(self, client: str, size: int) -> None:
-        """Counts a large kept response. There is no smaller one to ask for: whoever holds nothing has to get it."""
+    def add_stored(self, client: str, size: int) -> None:
+        """Counts a large stored response. There is no smaller one to ask for: whoever holds nothing has to get it."""
         share = self._clients.get(client) or BodyCounts()
         limit = self._max_of_client.large_bytes
         if share.large_bytes and share.large_bytes + size > limit:
-            raise _client_has_its_share(f"{limit} bytes of kept responses that it reads and of request bodies")
+            raise _client_has_its_share(f"{limit} bytes of stored responses that it reads and of request bodies")
         if self.total.large_bytes and self.total.large_bytes + size > self._max.large_bytes:
-            raise _full("the proxy has no memory left for large kept responses that clients read")
+            raise _full("the proxy has no memory left for large stored responses that clients read")
         self._clients[client] = share
         for one in (share, self.total):
             one.large_bytes += size
@@ -136,7 +136,7 @@ class HeldBody:
         self._arriving = False
         self._size = 0
         self._counted = 0
-        """The bytes that ``HeldBodies`` counts: the whole size once the body is large, and none before."""
+        """The bytes that ``HeldBodies`` counts: the complete size once the body is large, and none before."""
 
     def __enter__(self) -> Self:
         return self
@@ -168,10 +168,10 @@ class HeldBody:
             self._bodies.add(self._client, self._size - self._counted, arriving=self._arriving)
             self._counted = self._size
 
-    def add_kept(self, size: int) -> None:
-        """Counts a kept response, instead of a body. Raises TooManyRequests and Unavailable."""
+    def add_stored(self, size: int) -> None:
+        """Counts a stored response, instead of a body. Raises TooManyRequests and Unavailable."""
         if size > self._bodies.small_bytes:
-            self._bodies.add_kept(self._client, size)
+            self._bodies.add_stored(self._client, size)
             self._counted = size
 
     def arrived(self) -> None:

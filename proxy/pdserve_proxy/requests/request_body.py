@@ -89,14 +89,14 @@ def read_body(data: bytes) -> GenerationBody:
     try:
         head = _head_decoder.decode(data)
         prompt_start = _prompt_start(head)
-        kept = _without_internal_fields(data)
+        own = _without_internal_fields(data)
         prompts = _prompts(head.prompt) if head.prompt else 1
         answers = prompts
         if head.n or head.best_of:
             answers = min(prompts * max(_count(head.n), _count(head.best_of)), MAX_ANSWERS)
         priority = _priority(head.priority) if head.priority else 0
         stream = bytes(head.stream) == b"true"
-        return GenerationBody(kept, head.model, stream, prompt_start, prompts, answers, priority)
+        return GenerationBody(own, head.model, stream, prompt_start, prompts, answers, priority)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
     except RecursionError as exc:  # msgspec counts the depth of what it skips too
@@ -152,8 +152,8 @@ def _without_internal_fields(data: bytes) -> bytes:
             code="too_many_fields",
         )
     fields = _fields_decoder.decode(data)
-    kept = {name: value for name, value in fields.items() if not name.startswith(INTERNAL_PREFIXES)}
-    return data if len(kept) == len(fields) else _encoder.encode(kept)
+    own = {name: value for name, value in fields.items() if not name.startswith(INTERNAL_PREFIXES)}
+    return data if len(own) == len(fields) else _encoder.encode(own)
 
 
 def _may_have_internal_fields(data: bytes) -> bool:

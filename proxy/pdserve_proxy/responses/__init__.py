@@ -1,1 +1,1 @@
-"""Keeps responses for clients that ask for them again, or go on from them (``--store``)."""
+"""Stores responses for clients that ask for them again, or go on from them (``--store``)."""

@@ -1,4 +1,4 @@
-"""Answers requests for responses that the proxy keeps, without asking a node.
+"""Answers requests for responses that the proxy stores, without asking a node.
 
 A client that reads slowly keeps what it was sent in memory, so this counts among what bodies the client holds.
 """
@@ -61,7 +61,7 @@ class StoredResponseRoutes:
         for field in ("stream", "starting_after"):
             if query.get(field, "false") != "false":
                 raise InvalidRequest(
-                    f"{field!r} is not supported by pdserve: a kept response comes in one piece",
+                    f"{field!r} is not supported by pdserve: a stored response comes in one piece",
                     param=field,
                     code="unsupported_parameter",
                 )
@@ -69,7 +69,7 @@ class StoredResponseRoutes:
             body = await storage.body(owner, name)
             if body is None:
                 raise not_found(name)
-            held.add_kept(len(body))
+            held.add_stored(len(body))
             await request.respond(200, JSON, body)
 
     async def input_items(self, request: HttpRequest) -> None:
@@ -83,7 +83,7 @@ class StoredResponseRoutes:
             if items is None:
                 raise not_found(name)
             # A page is no larger than all items, which are gone when it leaves.
-            held.add_kept(len(items))
+            held.add_stored(len(items))
             shown = _encoder.encode(page(items, after=query.get("after"), limit=limit, newest_first=order == "desc"))
             del items
             await request.respond(200, JSON, shown)
@@ -99,7 +99,7 @@ class StoredResponseRoutes:
         """Returns who asks, and the store. Raises Unauthorized, and NotFound without a store."""
         owner = self._keys.owner(*_credentials(request))
         if self._storage is None:
-            raise NotFound("this server keeps no responses: see the setting --store", code="responses_not_stored")
+            raise NotFound("this server stores no responses: see the setting --store", code="responses_not_stored")
         return owner, self._storage
 
     def _hold(self, request: HttpRequest) -> HeldBody:

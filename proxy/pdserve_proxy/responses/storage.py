@@ -94,10 +94,10 @@ def answer(store: ResponseStore, asker: bytes, question: StoreQuestion) -> Store
             begun = store.begin(ResponseKey(asker, number), owner, previous, items, start, now)
             if begun is None:
                 return StoreReply(number, found=False)
-            return StoreReply(number, True, begun.history, begun.prompt_start, begun.kept)
+            return StoreReply(number, True, begun.history, begun.prompt_start, begun.accepted)
         case FinishResponse(number=number, response=response, id=name, output=output, body=body):
-            kept = store.finish(ResponseKey(asker, response), FinishedResponse(name, output, body), now)
-            return StoreReply(number, found=True, kept=kept)
+            stored = store.finish(ResponseKey(asker, response), FinishedResponse(name, output, body), now)
+            return StoreReply(number, found=True, kept=stored)
         case ReadResponse(number=number, owner=owner, id=name, part=part):
             read = store.body if part is ResponsePart.BODY else store.input_items
             data = read(owner, name, now)

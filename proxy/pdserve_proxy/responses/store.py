@@ -1,10 +1,10 @@
 """Holds the responses of one proxy in memory, within bounds of bytes, number and age, without any I/O.
 
-    begin ──▶ finish ──▶ …      the response is kept, until it is deleted, too old, or in the way of newer ones
+    begin ──▶ finish ──▶ …      the response is stored, until it is deleted, too old, or in the way of newer ones
           ──▶ abandon           it never came
 
 A response belongs to an owner, and no other owner can tell it from one that there never was. It holds the items of
-those before it in its conversation (``Items``), which are kept once, however many responses share them. So a
+those before it in its conversation (``Items``), which are stored once, however many responses share them. So a
 conversation goes on when an earlier response in it has been deleted or has become too old.
 """
 
@@ -24,7 +24,7 @@ class StoreLimits:
     memory_bytes: int
     responses: int
     ttl_s: float
-    """Seconds that a response is kept."""
+    """Seconds that a response is stored."""
 
     @property
     def share_bytes(self) -> int:
@@ -49,8 +49,8 @@ class Begun:
     """The items before its own, as a JSON list; empty if there are none."""
     prompt_start: bytes = b""
     """The first bytes of the conversation's prompt, by which its first request was routed."""
-    kept: bool = False
-    """Whether the response will be kept."""
+    accepted: bool = False
+    """Whether the response will be stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Stored:
     body: bytes
     input: Items
     output: Items
@@ -106,38 +106,38 @@ class ResponseStore:
         self.taken_bytes = 0
         self._begun: dict[ResponseKey, tuple[str, Items]] = {}
         """The owner and the input of each response that has begun."""
-        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._stored: dict[tuple[str, str], _Stored] = {}
         """The responses by owner and id, the oldest first."""
 
     def __len__(self) -> int:
-        """The number of responses that are kept."""
-        return len(self._kept)
+        """The number of responses that are stored."""
+        return len(self._stored)
 
     def begin(
         self, key: ResponseKey, owner: str, previous: str | None, items: bytes, prompt_start: bytes, now: float
     ) -> Begun | None:
         """Begins a response with these ``items`` as its own input. Returns None if there is no ``previous`` one.
 
-        The response will not be kept if ``items`` are empty, or take too much memory.
+        The response will not be stored if ``items`` are empty, or take too much memory.
         """
         self._expire(now)
         before = None
         if previous is not None:
-            if (last := self._kept.get((owner, previous))) is None:
+            if (last := self._stored.get((owner, previous))) is None:
                 return None
             before, prompt_start = last.output, last.output.prompt_start
         own = Items(items, before, prompt_start)
         self._hold(own)
-        kept = bool(items) and self._make_room(0, own.size)
-        if kept:
+        accepted = bool(items) and self._free_bytes(0, own.size)
+        if accepted:
             self._begun[key] = owner, own
-        found = Begun(_joined(before), b"" if before is None else prompt_start, kept)
-        if not kept:
+        found = Begun(_joined(before), b"" if before is None else prompt_start, accepted)
+        if not accepted:
             self._release(own)
         return found
 
     def finish(self, key: ResponseKey, response: FinishedResponse, now: float) -> bool:
-        """Keeps the response that has begun as ``key``. Returns whether it could be kept."""
+        """Stores the response that has begun as ``key``. Returns whether it could."""
         owner, own = self._begun.pop(key, (None, None))
         if owner is None or own is None:
             return False
@@ -145,14 +145,14 @@ class ResponseStore:
         try:
             output = Items(response.output, own, own.prompt_start)
             size = output.size + len(response.body)
-            if not self._make_room(size, own.size + size):
+            if not self._free_bytes(size, own.size + size):
                 return False
             self._hold(output)
             self.taken_bytes += len(response.body)
             own.holders += 1
             place = owner, response.id
             self._drop(place)  # nodes never give two responses one id
-            self._kept[place] = _Kept(response.body, own, output, now + self.limits.ttl_s)
+            self._stored[place] = _Stored(response.body, own, output, now + self.limits.ttl_s)
             return True
         finally:
             self._release(own)
@@ -169,48 +169,48 @@ class ResponseStore:
             self.abandon(key)
 
     def body(self, owner: str, response: str, now: float) -> bytes | None:
-        """Returns the whole response, as JSON; None if this owner has no such response."""
+        """Returns the complete response, as JSON; None if this owner has no such response."""
         self._expire(now)
-        kept = self._kept.get((owner, response))
-        return None if kept is None else kept.body
+        stored = self._stored.get((owner, response))
+        return None if stored is None else stored.body
 
     def input_items(self, owner: str, response: str, now: float) -> bytes | None:
         """Returns the items of which the response was made, as a JSON list; None if there is no such response."""
         self._expire(now)
-        kept = self._kept.get((owner, response))
-        return None if kept is None else _joined(kept.input)
+        stored = self._stored.get((owner, response))
+        return None if stored is None else _joined(stored.input)
 
     def delete(self, owner: str, response: str, now: float) -> bool:
         """Deletes a response. Returns whether this owner had it."""
         self._expire(now)
         return self._drop((owner, response))
 
-    def _make_room(self, needed: int, share: int) -> bool:
-        """Drops the oldest responses until ``needed`` more bytes can be kept. Returns whether they can.
+    def _free_bytes(self, needed: int, share: int) -> bool:
+        """Drops the oldest responses until ``needed`` more bytes can be stored. Returns whether they can.
 
         ``share`` are all bytes of the response for which they are.
         """
         limits = self.limits
         if share > limits.share_bytes:
             return False
-        while self._kept and (self.taken_bytes + needed > limits.memory_bytes or len(self) >= limits.responses):
-            self._drop(next(iter(self._kept)))
+        while self._stored and (self.taken_bytes + needed > limits.memory_bytes or len(self) >= limits.responses):
+            self._drop(next(iter(self._stored)))
         return self.taken_bytes + needed <= limits.memory_bytes
 
     def _expire(self, now: float) -> None:
-        while self._kept:
-            place, kept = next(iter(self._kept.items()))
-            if kept.until_s > now:
+        while self._stored:
+            place, stored = next(iter(self._stored.items()))
+            if stored.until_s > now:
                 return
             self._drop(place)
 
     def _drop(self, place: tuple[str, str]) -> bool:
-        kept = self._kept.pop(place, None)
-        if kept is None:
+        stored = self._stored.pop(place, None)
+        if stored is None:
             return False
-        self.taken_bytes -= len(kept.body)
-        self._release(kept.output)
-        self._release(kept.input)
+        self.taken_bytes -= len(stored.body)
+        self._release(stored.output)
+        self._release(stored.input)
         return True
 
     def _hold(self, items: Items) -> None:

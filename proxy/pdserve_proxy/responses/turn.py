@@ -76,20 +76,20 @@ class StoredTurn:
         Raises InvalidRequest, NotFound if ``owner`` has no such previous response, PayloadTooLarge and Unavailable.
         """
         asked = _read(body.data)
-        keep = asked.store is not False
-        if not keep and asked.previous_response_id is None:
+        stores = asked.store is not False
+        if not stores and asked.previous_response_id is None:
             return body
         if not (asked.previous_response_id or RESPONSE_ID_START).startswith(RESPONSE_ID_START):
             raise InvalidRequest(
                 f"'previous_response_id' has to begin with {RESPONSE_ID_START!r}", param="previous_response_id"
             )
-        items = input_items(asked.input) if keep else b""
+        items = input_items(asked.input) if stores else b""
         bounds.add(len(items))
         self._begun = True
         begun = await self._storage.begin(self._key, owner, asked.previous_response_id, items, body.prompt_start)
         if begun is None:
             raise not_found(asked.previous_response_id or "", "previous_response_id")
-        self.storing = Storing(begun.kept, len(begun.history))
+        self.storing = Storing(begun.accepted, len(begun.history))
         if not begun.history:
             return body
         if len(begun.history) > self._max_body_bytes:
@@ -101,7 +101,7 @@ class StoredTurn:
         return msgspec.structs.replace(body, data=body.data + begun.history, prompt_start=begun.prompt_start)
 
     async def keep_whole(self, status: int, body: bytes) -> None:
-        """Keeps the response that goes to the client in one piece, if it is one."""
+        """Stores the response that goes to the client in one piece, if it is one."""
         if status == 200 and self.storing.kept:
             await self._keep(body)
 
@@ -123,14 +123,14 @@ class StoredTurn:
         self._held.append(piece)
         self._held_bytes += len(piece)
         if self._held_bytes > self._storage.limits.share_bytes:
-            log.warning("a response of more than %d bytes is not kept: see --store-mib", self._held_bytes)
+            log.warning("a response of more than %d bytes is not stored: see --store-mib", self._held_bytes)
             self._abandon()
             self.storing = Storing(kept=False)
             return shown + b"".join(self._held)
         return shown
 
     async def end(self) -> bytes:
-        """Keeps the response whose stream is over, and returns what was held back of it."""
+        """Stores the response whose stream is over, and returns what was held back of it."""
         if self._held is None or not self.storing.kept:
             return b""
         held = b"".join(self._held)
@@ -139,7 +139,7 @@ class StoredTurn:
             try:
                 data = msgspec.json.decode(first.partition(b"\ndata: ")[2], type=_LastEvent).response
             except msgspec.DecodeError:
-                log.warning("the last event of a response is none, so it is not kept")
+                log.warning("the last event of a response is none, so the response is not stored")
             else:
                 await self._keep(bytes(data))
         return held
@@ -150,26 +150,26 @@ class StoredTurn:
             self._storage.abandon(self._key)
 
     async def _keep(self, body: bytes) -> None:
-        """Keeps a response. That it cannot be kept is no reason to keep it from its client."""
+        """Stores a response. If it cannot be stored, its client gets it all the same."""
         if len(body) > self._storage.limits.share_bytes:
-            log.warning("a response of %d bytes is not kept: see --store-mib", len(body))
+            log.warning("a response of %d bytes is not stored: see --store-mib", len(body))
             return
         try:
             read = msgspec.json.decode(body, type=_Response)
             output = output_items(bytes(read.output))
         except msgspec.DecodeError:
-            log.warning("a response is not kept, because it has no id or no output")
+            log.warning("a response is not stored, because it has no id or no output")
             return
         if read.status not in _STORED_STATUSES:
             return
         try:
-            kept = await self._storage.finish(self._key, FinishedResponse(read.id, output, body))
+            stored = await self._storage.finish(self._key, FinishedResponse(read.id, output, body))
         except RequestError as exc:
-            log.warning("a response is not kept: %s", exc)
+            log.warning("a response is not stored: %s", exc)
             return
         self._begun = False
-        if not kept:
-            log.warning("a response of %d bytes is not kept: the store has no room for it", len(body))
+        if not stored:
+            log.warning("a response of %d bytes is not stored: the store has no space for it", len(body))
 
 
 def not_found(response: str, param: str | None = None) -> NotFound:

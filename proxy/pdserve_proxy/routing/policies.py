@@ -7,7 +7,7 @@ may have thousands of nodes, and each request costs a choice. To add a policy, w
 nodes each have a policy object of their own.
 
 * ``RoundRobin`` is even where requests are alike.
-* ``LeastLoaded`` takes the node with the most room in its batch: the best for one proxy whose view is fresh.
+* ``LeastLoaded`` takes the node with the most free places in its batch: the best for one proxy whose view is fresh.
 * ``TwoChoices`` takes the less loaded of two nodes drawn by chance (Mitzenmacher, "The power of two choices in
   randomized load balancing", IEEE TPDS 2001): nearly as even as the least loaded, and proxies with old views do not all
   choose the same node.
@@ -103,7 +103,7 @@ MAX_STEPS = 16
 
 
 class PrefixAffinity:
-    """A policy that sends prompts with the same beginning to the same node, as long as that has room."""
+    """A policy that sends prompts with the same beginning to the same node, as long as that has a free place."""
 
     def select(
         self, nodes: Candidates, prompt_start: bytes, exclude: frozenset[bytes] = NOBODY
@@ -118,7 +118,7 @@ class PrefixAffinity:
         chosen = next(filter(has_room, named), None)
         if chosen is None:
             others = (node for node in nodes.after(beginnings[-1]) if node.boot_id not in exclude)
-            # One always has room, but it may be left out.
+            # One always has a free place, but it may be left out.
             chosen = next(filter(has_room, others), None) or nodes.owner(beginnings[0], exclude)
         if chosen is None:
             return ()

@@ -1,6 +1,6 @@
 """Chooses the nodes that serve a request: a decode node, and the prefill nodes that fit it.
 
-What a choice costs hardly grows with the nodes: groups of nodes among which requests choose are kept, with their loads,
+What a choice costs hardly grows with the nodes: groups of nodes among which requests choose are held, with their loads,
 until a node comes or goes.
 """
 
@@ -22,13 +22,13 @@ from pdserve_proxy.routing.policies import Policy, make_policy
 
 RETRY_AFTER_S = 1
 MAX_POLICIES = 256
-"""The number of models, or of fingerprints, for which a policy is kept; the oldest is forgotten first."""
+"""The number of models, or of fingerprints, for which a policy is remembered; the oldest is forgotten first."""
 
 MAX_NAMED = 8
 """The number of models that an error names."""
 
 MAX_GROUPS = 1024
-"""The number of groups of nodes that are kept; all are forgotten when there are more."""
+"""The number of groups of nodes that are remembered; all are forgotten when there are more."""
 
 Key = TypeVar("Key")
 

@@ -96,7 +96,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole cluster as one proxy knows it."""
+    """The cluster as one proxy knows it."""
 
     version: str
     unix_s: float
@@ -138,7 +138,7 @@ def relay_status(counts: RequestCounts) -> RelayStatus:
         under_way=tuple([request_view(relayed.record()) for relayed in islice(counts.under_way, MAX_UNDER_WAY_SHOWN)]),
         ended=tuple(map(request_view, counts.recent)),
         outcomes=dict(counts.outcomes),
-        incidents=counts.incidents.kept(),
+        incidents=counts.incidents.newest(),
         ended_by_step=counts.ended_lately.by_step(),
     )
 

@@ -15,7 +15,7 @@ from pdserve.wire.discovery import GapCounts, NodeLoad
 from pdserve_proxy.registry.snapshot import RegisteredNode
 
 SPACING_S = 2.0
-"""Looks that are closer are not kept, however many people look."""
+"""Looks that are closer are not remembered, however many people look."""
 SHARES = (0.5, 0.95, 0.99)
 
 
@@ -48,27 +48,27 @@ class Throughput:
         """Rates are over ``rate_s``, gaps over ``window_s``."""
         self._rate_s = rate_s
         self._window_s = window_s
-        self._kept: dict[bytes, deque[_Look]] = {}
+        self._looks: dict[bytes, deque[_Look]] = {}
         self._newest: dict[bytes, _Look] = {}
 
     def note(self, nodes: Iterable[RegisteredNode]) -> None:
         """Looks at ``nodes``, and forgets all others."""
         newest: dict[bytes, _Look] = {}
-        kept: dict[bytes, deque[_Look]] = {}
+        remembered: dict[bytes, deque[_Look]] = {}
         nodes = tuple(nodes)
         for node in nodes:
             boot_id, look = node.info.boot_id, _Look(node.seen_s, node.load)
             newest[boot_id] = look
-            looks = kept[boot_id] = self._kept.get(boot_id) or deque()
+            looks = remembered[boot_id] = self._looks.get(boot_id) or deque()
             if node.load != NodeLoad() and (not looks or look.at_s - looks[-1].at_s >= SPACING_S):
                 looks.append(look)
             while len(looks) > 1 and look.at_s - looks[0].at_s > self._window_s:
                 looks.popleft()
-        self._newest, self._kept = newest, kept
+        self._newest, self._looks = newest, remembered
 
     def rates_of(self, boot_id: bytes) -> TokenRates:
         """Returns the rates of one node."""
-        looks, newest = self._kept.get(boot_id), self._newest.get(boot_id)
+        looks, newest = self._looks.get(boot_id), self._newest.get(boot_id)
         if not looks or newest is None:
             return TokenRates()
         before = looks[0]
@@ -94,7 +94,7 @@ class Throughput:
     def gaps(self) -> Percentiles:
         """Returns the percentiles of the gaps between tokens, of all nodes."""
         pieces: list[tuple[float, float, int]] = []
-        for boot_id, looks in self._kept.items():
+        for boot_id, looks in self._looks.items():
             if looks:
                 pieces += _between(looks[0].load.gaps, self._newest[boot_id].load.gaps)
         pieces.sort(key=lambda piece: piece[1])

@@ -103,7 +103,7 @@ class NodePool:
         try:
             return await _head_of(idle.pop_newest(), head, body, silence_s)
         except NodeClosed:
-            # A node may close a kept connection at any time. A second try on a new connection shows whether the node
+            # A node may close an idle connection at any time. A second try on a new connection shows whether the node
             # lives; there is no third, because the request itself may be what kills the node.
             try:
                 connection = await self._connect(url)

@@ -138,7 +138,7 @@ class WorkerChannel:
         metrics: ProxyMetrics,
         store: ResponseStore | None = None,
     ) -> None:
-        """``store`` has the responses that are kept. Raises ConfigError if there is no room for the socket."""
+        """``store`` has the responses that are stored. Raises ConfigError if there is no room for the socket."""
         self._store = store
         self._registry = registry
         self._metrics = metrics

@@ -109,7 +109,7 @@ async def test_a_stream_moves_to_a_node_with_free_blocks(caplog: pytest.LogCaptu
         assert await metric(running, 'pdserve_proxy_resume_gap_seconds_count{kind="moved"}') == 1
         await nothing_is_left(running)
     said = [record.getMessage() for record in caplog.records]
-    assert [line for line in said if line.endswith(f"is to leave {NODE} for room: to=n0 tokens={TOKENS}")]
+    assert [line for line in said if line.endswith(f"is to leave {NODE} for want of blocks: to=n0 tokens={TOKENS}")]
     assert [line for line in said if f"moved from={NODE} to=n0" in line]
 
 

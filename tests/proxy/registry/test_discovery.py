@@ -61,7 +61,7 @@ class Ear:
 
     def counts_of_proxies(self) -> list[str]:
         """Returns what those who watch the cluster are told of the number of proxies."""
-        return [each.text for each in self.incidents.kept() if each.kind is IncidentKind.PROXIES_CHANGED]
+        return [each.text for each in self.incidents.newest() if each.kind is IncidentKind.PROXIES_CHANGED]
 
     def live(self) -> int:
         return self.registry.snapshot().live_proxies

@@ -114,16 +114,16 @@ def test_a_kept_response_above_a_client_s_share_can_be_read_on_an_idle_proxy() -
     bodies = HeldBodies(BodyLimits(uploads=8, memory_bytes=1000, body_bytes=100, small_bytes=10))
     for _ in range(2):
         with bodies.hold("a", "") as whole, bodies.hold("a", "") as another, bodies.hold("b", "") as other:
-            whole.add_kept(2000)
-            another.add_kept(10)
-            with pytest.raises(TooManyRequests, match="500 bytes of kept responses that it reads"):
-                another.add_kept(11)
-            with pytest.raises(Unavailable, match="kept responses that clients read"):
-                other.add_kept(11)
+            whole.add_stored(2000)
+            another.add_stored(10)
+            with pytest.raises(TooManyRequests, match="500 bytes of stored responses that it reads"):
+                another.add_stored(11)
+            with pytest.raises(Unavailable, match="stored responses that clients read"):
+                other.add_stored(11)
         assert bodies.total.large_bytes == 0
     with bodies.hold("a", "") as body, bodies.hold("b", "") as other:
         body.add(400)
-        other.add_kept(600)
+        other.add_stored(600)
         assert bodies.total.large_bytes == 1000
     assert not bodies._clients
 

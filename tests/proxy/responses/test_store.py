@@ -57,7 +57,7 @@ def test_a_conversation_is_all_that_was_said_in_order() -> None:
     client.say("r2", "r1", said="three", answer="four")
     assert client.items("r2") == ["one", "two", "three"]
     _, begun = client.begin("r2")
-    assert begun == Begun(b'["one","two","three","four"]', b"one", kept=True)
+    assert begun == Begun(b'["one","two","three","four"]', b"one", accepted=True)
     _, again = client.begin("r1")
     assert again is not None
     assert again.history == b'["one","two"]'
@@ -116,7 +116,7 @@ def test_what_is_too_large_is_not_kept_and_drops_nothing() -> None:
     client = Client(ResponseStore(StoreLimits(100_000, 100, 60.0)))
     client.say("r1")
     _, begun = client.begin(said="x" * 13_000)
-    assert begun == Begun(kept=False)
+    assert begun == Begun(accepted=False)
     assert not client.say("r2", answer="x" * 13_000)
     assert client.body("r1") is not None
 
@@ -156,7 +156,7 @@ def test_memory_is_bounded_and_all_of_it_comes_back(steps: list[tuple[str, int, 
         match kind:
             case "begin" if which not in begun:
                 key, found = client.begin(f"r{other}" if other else None, "x" * size)
-                if found is not None and found.kept:
+                if found is not None and found.accepted:
                     begun[which] = key
             case "finish" if which in begun:
                 number += 1
