@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 import msgspec
 import uvloop
@@ -74,7 +74,9 @@ SUPERVISOR_TIMEOUT_S = 5.0
 SUPERVISOR_SILENCE_S = 10.0
 """A supervisor that has not pinged for so long hangs: without it, no worker hears of nodes that come and go."""
 
-T = TypeVar("T")
+Question: TypeAlias = Scrape | AskStatus | AskLanes | StoreQuestion
+Reply: TypeAlias = Scraped | StatusTold | LanesTold | StoreReply
+R = TypeVar("R", Scraped, StatusTold, LanesTold, StoreReply)
 
 
 class SupervisorSilent(PdserveError):
@@ -110,10 +112,10 @@ class SupervisorChannel:
         mirror: RegistryMirror,
         metrics: ProxyMetrics,
         credentials: LiveCredentials,
-        kept: RecentLanes,
+        recent: RecentLanes,
         suspects: Suspects,
     ) -> None:
-        self._kept = kept
+        self._recent = recent
         self._suspects = suspects
         suspects.share = lambda found: self.post(Suspected((found,)))
         self._mirror = mirror
@@ -122,10 +124,8 @@ class SupervisorChannel:
         self._told = 0
         """The number of ended requests when the metrics were sent last."""
         self._numbers = itertools.count(1)
-        self._scrapes: dict[int, asyncio.Future[bytes]] = {}
-        self._reports: dict[int, asyncio.Future[bytes]] = {}
-        self._lanes: dict[int, asyncio.Future[tuple[RequestLane, ...]]] = {}
-        self._questions: dict[int, asyncio.Future[StoreReply]] = {}
+        self._asked: dict[tuple[type[Reply], int], asyncio.Future[Reply]] = {}
+        """The replies that are awaited, by their kind and the number of the question."""
         self._posts: set[asyncio.Task[None]] = set()
         self._heard_s = time.monotonic()
         self.has_nodes = asyncio.Event()
@@ -165,28 +165,16 @@ class SupervisorChannel:
                     self._renew(credentials)
                 case Collect(number=number):
                     await self.send(Counts(number, export_families(self._metrics.registry)))
-                case Scraped(number=number, text=text):
-                    answer = self._scrapes.get(number)
-                    if answer is not None and not answer.done():
-                        answer.set_result(text)
                 case CollectStatus(number=number):
                     await self.send(StatusPart(number, relay_status(self._metrics.counts)))
-                case StatusTold(number=number, report=report):
-                    answer = self._reports.get(number)
-                    if answer is not None and not answer.done():
-                        answer.set_result(report)
                 case CollectLanes(number=number, request_id=request_id):
-                    await self.send(LanesPart(number, self._kept.recall(request_id)))
-                case LanesTold(number=number, lanes=lanes):
-                    told = self._lanes.get(number)
-                    if told is not None and not told.done():
-                        told.set_result(lanes)
+                    await self.send(LanesPart(number, self._recent.recall(request_id)))
                 case Suspected(requests=requests):
                     self._suspects.take(requests)
-                case StoreReply() as reply:
-                    waiting = self._questions.get(reply.number)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(reply)
+                case Scraped() | StatusTold() | LanesTold() | StoreReply() as reply:
+                    asked = self._asked.get((type(reply), reply.number))
+                    if asked is not None and not asked.done():
+                        asked.set_result(reply)
 
     def supervised(self) -> bool:
         """Whether the supervisor lives, as its pings show."""
@@ -217,48 +205,37 @@ class SupervisorChannel:
 
     async def ask(self, question: StoreQuestion) -> StoreReply:
         """Returns what the supervisor's store answers. Raises Unavailable if it does not."""
-        answer: asyncio.Future[StoreReply] = asyncio.get_running_loop().create_future()
-        self._questions[question.number] = answer
-        try:
-            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
-                await self.send(question)
-                return await answer
-        except TimeoutError as exc:
-            raise Unavailable("the proxy's store of responses does not answer", retry_after_s=1) from exc
-        finally:
-            del self._questions[question.number]
+        return await self._reply(question, StoreReply, "the proxy's store of responses")
 
     async def scrape(self) -> bytes:
-        """Returns the metrics of the whole proxy. Raises Unavailable if the supervisor does not answer."""
-        number = next(self._numbers)
-        return await self._answer_to(Scrape(number), number, self._scrapes)
+        """Returns the metrics of all the proxy's processes. Raises Unavailable if the supervisor does not answer."""
+        return (await self._reply(Scrape(next(self._numbers)), Scraped)).text
 
     async def report(self) -> bytes:
-        """Returns the report on the whole proxy. Raises Unavailable if the supervisor does not answer."""
-        number = next(self._numbers)
-        return await self._answer_to(AskStatus(number), number, self._reports)
+        """Returns the report on all the proxy's processes. Raises Unavailable if the supervisor does not answer."""
+        return (await self._reply(AskStatus(next(self._numbers)), StatusTold)).report
 
     async def lanes(self, request_id: str) -> tuple[RequestLane, ...]:
         """Returns what all workers remember of the requests with this id.
 
         Raises Unavailable if the supervisor does not answer.
         """
-        number = next(self._numbers)
-        return await self._answer_to(AskLanes(number, request_id), number, self._lanes)
+        return (await self._reply(AskLanes(next(self._numbers), request_id), LanesTold)).lanes
 
-    async def _answer_to(
-        self, question: Scrape | AskStatus | AskLanes, number: int, answers: dict[int, asyncio.Future[T]]
-    ) -> T:
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        answers[number] = answer
+    async def _reply(self, question: Question, kind: type[R], who: str = "the proxy's supervisor") -> R:
+        awaited: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        key = kind, question.number
+        self._asked[key] = awaited
         try:
             async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
                 await self.send(question)
-                return await answer
+                reply = await awaited
         except TimeoutError as exc:
-            raise Unavailable("the proxy's supervisor does not answer", retry_after_s=1) from exc
+            raise Unavailable(f"{who} does not answer", retry_after_s=1) from exc
         finally:
-            del answers[number]
+            del self._asked[key]
+        assert isinstance(reply, kind)
+        return reply
 
 
 async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
