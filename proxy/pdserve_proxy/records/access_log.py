@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -156,10 +156,7 @@ class RequestCounts(Collector):
         for (route, status), count in self.requests.items():
             requests.add_metric([route, str(status)], count)
         yield requests
-        outcomes = CounterMetricFamily("pdserve_proxy_outcomes", "How generation requests ended.", labels=["outcome"])
-        for outcome, count in self.outcomes.items():
-            outcomes.add_metric([outcome], count)
-        yield outcomes
+        yield _counter("pdserve_proxy_outcomes", "How generation requests ended.", self.outcomes)
         yield GaugeMetricFamily(
             "pdserve_proxy_requests_in_flight", "Generation requests that have not ended.", len(self.under_way)
         )
@@ -172,14 +169,13 @@ class RequestCounts(Collector):
         yield self._first_bytes.family(
             "pdserve_proxy_time_to_first_byte_seconds", "From a request's arrival to the first body byte from its node."
         )
-        resumes = CounterMetricFamily(
-            "pdserve_proxy_resumes", "Answers whose node was lost, by what became of them.", labels=["outcome"]
-        )
-        for outcome, count in self.resumes.items():
-            resumes.add_metric([outcome], count)
-        yield resumes
-        yield self._moves_for(MoveReason.DRAIN, "pdserve_proxy_moves", "Answers whose node drained")
-        yield self._moves_for(MoveReason.BLOCKS, "pdserve_proxy_room_moves", "Answers whose node ran out of blocks")
+        yield _counter("pdserve_proxy_resumes", "Answers whose node was lost, by what became of them.", self.resumes)
+        for reason, name, what in (
+            (MoveReason.DRAIN, "pdserve_proxy_moves", "Answers whose node drained"),
+            (MoveReason.BLOCKS, "pdserve_proxy_room_moves", "Answers whose node ran out of blocks"),
+        ):
+            moves = {outcome.value: count for outcome, count in self._moves[reason].items()}
+            yield _counter(name, f"{what}, by what became of them.", moves)
         gaps = HistogramMetricFamily(
             "pdserve_proxy_resume_gap_seconds",
             "From a node's loss, or from its last event before a move, to what the next node says of an answer.",
@@ -193,12 +189,10 @@ class RequestCounts(Collector):
             "Memory taken for what answers can be resumed from.",
             self.journals.taken_bytes,
         )
-        dropped = CounterMetricFamily(
-            "pdserve_proxy_journals_dropped", "Answers that could not be resumed any more.", labels=["reason"]
+        dropped = {reason.value: count for reason, count in self.journals.dropped.items()}
+        yield _counter(
+            "pdserve_proxy_journals_dropped", "Answers that could not be resumed any more.", dropped, "reason"
         )
-        for reason, count in self.journals.dropped.items():
-            dropped.add_metric([reason.value], count)
-        yield dropped
         yield from self.nodes.collect(self._under_way())
 
     def _under_way(self) -> Counter[str]:
@@ -209,11 +203,12 @@ class RequestCounts(Collector):
                 under_way[node.info.name] += self._attempts.under_way(node.info.boot_id)
         return under_way
 
-    def _moves_for(self, reason: MoveReason, name: str, what: str) -> Metric:
-        family = CounterMetricFamily(name, f"{what}, by what became of them.", labels=["outcome"])
-        for outcome, count in self._moves[reason].items():
-            family.add_metric([outcome.value], count)
-        return family
+
+def _counter(name: str, documentation: str, counts: Mapping[str, int], label: str = "outcome") -> Metric:
+    family = CounterMetricFamily(name, documentation, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
 
 
 def _write_line(relayed: RelayedRequest) -> None:
