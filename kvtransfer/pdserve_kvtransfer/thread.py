@@ -60,6 +60,7 @@ from pdserve_kvtransfer.sides import (
     OfferBlocks,
     Pollable,
     PushBlocks,
+    Side,
     SideSettings,
     TransferCommand,
     earliest,
@@ -373,7 +374,7 @@ class TransferThread:
             reports_sent=self._reports_sent,
         )
 
-    def _loop(self, sides: BothSides) -> None:
+    def _loop(self, sides: Side) -> None:
         expected = math.inf
         busy_poll = BusyPoll()
         while not self._closing:
@@ -392,7 +393,7 @@ class TransferThread:
         if self._event_queue.take_news():
             self._wake()
 
-    def _wait(self, sides: BothSides, now: float) -> float:
+    def _wait(self, sides: Side, now: float) -> float:
         """Sleeps until there is news or a timer is due. Returns when the sleep should have ended at the latest."""
         if not sides.arm():
             return now

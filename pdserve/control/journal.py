@@ -131,12 +131,12 @@ def room_line(tokens: int) -> bytes:
 
 
 def cut_room_blocks(events: bytes) -> tuple[bytes, int]:
-    """Returns whole events without wishes for room, and the tokens of the last wish; 0 if there is none."""
+    """Returns complete events without wishes to move, and the tokens of the last wish; 0 if there is none."""
     return _without(_ROOM_BLOCK, events)
 
 
 def cut_room_lines(entries: bytes) -> tuple[bytes, int]:
-    """Returns entries of an answer in one piece without wishes for room, and the tokens of the last wish, or 0."""
+    """Returns entries of an answer in one piece without wishes to move, and the tokens of the last wish, or 0."""
     return _without(_ROOM_LINE, entries)
 
 
@@ -148,7 +148,7 @@ def _without(wish: re.Pattern[bytes], data: bytes) -> tuple[bytes, int]:
 
 
 def cut(events: bytes) -> tuple[bytes, bytes]:
-    """Splits whole events into what the client gets and the entries, one a line, without their colons.
+    """Splits complete events into what the client gets and the entries, one a line, without their colons.
 
     ``events`` begins where an event begins. An event without an entry passes as it is.
     """
@@ -261,7 +261,7 @@ class AnswerReader:
         """None until it has come."""
 
     def feed(self, piece: bytes) -> bytes:
-        """Returns the whole entries that ``piece`` completes, each with its colon and its end of line.
+        """Returns the complete entries that ``piece`` completes, each with its colon and its end of line.
 
         Raises AnswerError.
         """

@@ -114,7 +114,7 @@ class FinishReason(enum.Enum):
 
     @property
     def is_answer(self) -> bool:
-        """Whether the tokens so far are the whole answer."""
+        """Whether the tokens so far are the complete answer."""
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -335,7 +335,7 @@ class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class RoomWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="room_wanted"):
-    """Asks to have a client request go on at a node with more room: the blocks of this one will not last for all.
+    """Asks to have a client request go on at a node with more free blocks: those of this one will not last for all.
 
     It is a wish. Until somebody aborts the request, the engine goes on with it.
     """

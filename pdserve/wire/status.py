@@ -44,7 +44,7 @@ class SeenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     sent_s: float | None = None
     """When its first attempt began."""
     prompt_done_s: float | None = None
-    """When its node had no more need of a prefill node: at its first token, or with the whole answer."""
+    """When its node had no more need of a prefill node: at its first token, or with the complete answer."""
     first_token: bool = False
     """Whether ``prompt_done_s`` is the time of its first token."""
     pauses: tuple[Pause, ...] = ()

@@ -116,7 +116,7 @@ class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     body: _Digest
     """Stands for the client's request. No other request gets the answer."""
     after: EventPlace | None = None
-    """The last event that the client has; None if the client wants the whole answer."""
+    """The last event that the client has; None if the client wants the complete answer."""
 
 
 class PromptTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -183,7 +183,7 @@ class RequestLane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     moments: tuple[Moment, ...] = ()
     gaps: Gaps | None = None
     left_out: int = 0
-    """The phases and moments that there was no room for."""
+    """The phases and moments beyond the bounds."""
     clock_error_s: float = 0.0
     """In a ``Timeline``: all times of this lane may be earlier or later by so much."""
     trace: TraceContext | None = None

@@ -10,7 +10,7 @@ All others report facts, and a receiver ignores fields of them that it does not 
             ◀───────────────────────────── Welcome    or Refused
       PrefillRequest ────────────────────▶
             ◀───────────────────────────── BlocksReady    if the request is paced
-      Accept ────────────────────────────▶            there is room for so many of them
+      Accept ────────────────────────────▶            so many of them have destinations
             ◀═════════ KV blocks (UCX) ═══            as chunks finish, each with its label
             ◀───────────────────────────── Digests    what those blocks must be
             ◀───────────────────────────── FirstToken    with the prefill engine's load
@@ -224,7 +224,7 @@ class BlocksReady(msgspec.Struct, frozen=True, tag_field="kind", tag="blocks_rea
 
 
 class Accept(msgspec.Struct, frozen=True, tag_field="kind", tag="accept"):
-    """All wanted blocks of a paced transfer before ``end_block`` may be sent, because there is room for them."""
+    """All wanted blocks of a paced transfer before ``end_block`` may be sent, because they have destinations."""
 
     transfer_id: TransferId
     end_block: Annotated[int, msgspec.Meta(ge=0)]

@@ -81,7 +81,7 @@ class PushPort:
         self._link.transport_link.connect([addresses[piece.target] for piece in self._pieces])
 
     def _post(self) -> bool:
-        """Posts some blocks of the transfer whose turn it is, if there is room. Returns whether it posted any."""
+        """Posts some blocks of the transfer whose turn it is, if UCX can have more at once. Returns whether it did."""
         if not self._unposted or self._in_flight >= IN_FLIGHT:
             return False
         tag = next(iter(self._unposted))
@@ -146,8 +146,8 @@ class PushPort:
         return bool(self._in_flight) or bool(self._unposted)
 
     def arm(self) -> bool:
-        waits_for_room = not self._unposted or self._in_flight >= IN_FLIGHT
-        return waits_for_room and self._link.arm()
+        nothing_to_post = not self._unposted or self._in_flight >= IN_FLIGHT
+        return nothing_to_post and self._link.arm()
 
     def fileno(self) -> int:
         return self._link.transport_link.fileno()

@@ -129,7 +129,7 @@ class PushSession:
         return [BlocksReady(self.transfer_id, first_block + len(block_ids)), *self._send_accepted()]
 
     def on_accept(self, message: Accept) -> list[PushEffect]:
-        """The decode engine has room for more blocks."""
+        """The decode engine has destinations for more blocks."""
         if self.state is not PushState.PUSHING:
             return []
         self._accepted = max(self._accepted, message.end_block)

@@ -1,4 +1,4 @@
-"""Knows which KV blocks are free, held by requests, kept for later, or set aside.
+"""Knows which KV blocks are free, held by requests, cached, or set aside.
 
     FREE ─▶ HELD ─▶ FREE                 by one request or, read-only, by several: reference counted
             HELD ─▶ IDLE ─▶ HELD         in the prefix cache and in no block table; FREE when a block is needed

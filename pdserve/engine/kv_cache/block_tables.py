@@ -35,7 +35,7 @@ class BlockTables:
     def find(self, request: Request) -> Sequence[int]:
         """Returns blocks of the prefix cache that a request without blocks could begin with.
 
-        They never include the request's last token, nor all of its prompt but one token (``kept``), nor tokens after
+        They never include the request's last token, nor all of its prompt but one token (``usable``), nor tokens after
         which one is to be scored: blocks hold keys and values, which give no logits. They are valid
         until anything changes; asking again while nothing does takes constant time.
         """
@@ -46,10 +46,10 @@ class BlockTables:
             count = min(count, request.num_scored_tokens // self.block_size)
         self._hash(request, count)
         found = self._pool.match(request.block_hashes, count, request.match)
-        kept = self.kept(request, len(found) * self.block_size) // self.block_size
-        return found if kept == len(found) else found[:kept]
+        usable = self.usable(request, len(found) * self.block_size) // self.block_size
+        return found if usable == len(found) else found[:usable]
 
-    def kept(self, request: Request, computed_tokens: int) -> int:
+    def usable(self, request: Request, computed_tokens: int) -> int:
         """Returns how many tokens count as computed where blocks hold the first ``computed_tokens``.
 
         If a single token of the prompt were left, it would be computed as a row of its own (``BatchPlan.next_work``).

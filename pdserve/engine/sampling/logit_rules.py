@@ -28,11 +28,6 @@ from pdserve_kernels.host_copies import array_to_device
 FORBIDDEN = float("-inf")
 
 
-def has_rules(row: SamplingRow) -> bool:
-    """Returns whether ``apply_rules`` would change the row's logits."""
-    return has_own_rules(row) or row.sampling.grammar is not None
-
-
 def has_own_rules(row: SamplingRow) -> bool:
     """Returns whether a row has rules beside its grammar."""
     return moves_logits(row) or closes_tokens(row)

@@ -81,7 +81,7 @@ class BatchAdmission:
 
     @property
     def has_place(self) -> bool:
-        """Whether the batch has room for one more request."""
+        """Whether the batch has a place for one more request."""
         return len(self._queues.running) < self._max_num_seqs
 
     def can_admit(self, request: Request) -> bool:
@@ -167,7 +167,7 @@ class BatchAdmission:
                 prompt_budget = budget.for_prompt()
 
     def admit_short(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
-        """Admits prompts that half of what the step has for prompts computes whole, before those that run go on.
+        """Admits prompts that half of what the step has for prompts computes completely, before those that run go on.
 
         What is replayed behind a prompt counts as well. Only client requests that hold no place get one in this way, in
         turn. They take no blocks that a request before them needs. They find nothing ahead of them, because this step
@@ -198,7 +198,7 @@ class BatchAdmission:
             self._run(request, plan, budget)
 
     def _admit_landed(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
-        """Admits requests whose whole prompts are in their blocks.
+        """Admits requests whose complete prompts are in their blocks.
 
         They need few blocks or none, so they do not wait behind a request for which there are not enough. They do wait
         for their turn behind a request that can begin now.
@@ -345,7 +345,7 @@ class BatchAdmission:
         return self._blocks.free_beside(found) >= missing + len(self._queues.running)
 
     def _has_room(self, request: Request, found: Sequence[int]) -> bool:
-        """Returns whether there is room, if need be without what other requests that wait have of their fetches."""
+        """Returns whether there are blocks, if need be without what other requests that wait have of their fetches."""
         if self._has_spare_room(request, found):
             return True
         if self._queues.num_admitted or self._queues.pushing:

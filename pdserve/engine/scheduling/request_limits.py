@@ -45,9 +45,9 @@ class PromptRule:
         return self._sampling_misfit(sampling)
 
     def _answer_misfit(self, prompt_tokens: int, emitted: Sequence[int], sampling: SamplingParams) -> str | None:
-        room = min(sampling.max_tokens, self.max_model_len - prompt_tokens)
-        if len(emitted) > room:
-            return f"{len(emitted)} tokens of the answer were emitted, but at most {room} fit"
+        most = min(sampling.max_tokens, self.max_model_len - prompt_tokens)
+        if len(emitted) > most:
+            return f"{len(emitted)} tokens of the answer were emitted, but at most {most} fit"
         if min(emitted, default=0) < 0 or max(emitted, default=0) >= self.vocab_size:
             return f"an emitted token id is outside 0 to {self.vocab_size - 1}"
         return None

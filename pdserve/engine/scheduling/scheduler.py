@@ -26,10 +26,10 @@ from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_admission import BatchAdmission
 from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters
+from pdserve.engine.scheduling.block_shortage import BlockShortage
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
-from pdserve.engine.scheduling.room_watch import RoomWatch
 from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.wire.engine import FinishReason, PrefillSource, RoomWanted
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, joined
@@ -58,7 +58,7 @@ class Scheduler:
         self._blocks = BlockTables(blocks)
         self._queues = Queues()
         self._admission = BatchAdmission(self._queues, self._blocks, config, self.counters, release, placement)
-        self._room = RoomWatch(self._queues, self._blocks, stop)
+        self._shortage = BlockShortage(self._queues, self._blocks, stop)
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._step_cost = placement.step_cost
         self._targets = placement.targets
@@ -246,8 +246,8 @@ class Scheduler:
                 notes.chunk(self._now, now, work.num_tokens)
 
     def room_wanted(self, now: float, step_s: float) -> Sequence[RoomWanted]:
-        """Returns the client requests that should leave this node now, if blocks run out soon (``room_watch``)."""
-        wanted = self._room.look(now, step_s)
+        """Returns the client requests that should leave this node now, if blocks run out soon (``block_shortage``)."""
+        wanted = self._shortage.look(now, step_s)
         self.counters.moves_wanted += len(wanted)
         return wanted
 
@@ -301,18 +301,18 @@ class Scheduler:
 
     def requeue(self, request: Request, computed_tokens: int) -> None:
         """Queues a request again whose fetch has failed after ``computed_tokens``; the request keeps its blocks."""
-        # The last block that a fetch brings holds nothing of the answer, though there is room in it.
+        # The last block that a fetch brings holds nothing of the answer, though it is not full.
         fetched = min(computed_tokens, request.num_prompt_tokens)
         if request.needs_scores:
             fetched = min(fetched, self._blocks.whole_blocks(request.num_scored_tokens))
-        self._blocks.computed(request, self._blocks.kept(request, min(fetched, len(request.token_ids) - 1)))
+        self._blocks.computed(request, self._blocks.usable(request, min(fetched, len(request.token_ids) - 1)))
         self._queues.move(request, Status.WAITING)
         # The log probabilities of the prompt may have come before its fetch failed.
         self.finish_if_resumed_over(request)
 
     def reused(self, request: Request, computed_tokens: int) -> None:
         """Queues a request again that has the blocks of its first ``computed_tokens``, all that a holder had."""
-        self._blocks.computed(request, self._blocks.kept(request, computed_tokens))
+        self._blocks.computed(request, self._blocks.usable(request, computed_tokens))
         self._queues.move(request, Status.WAITING)
         self._settle_children(request)
 
@@ -412,11 +412,11 @@ class Scheduler:
             work = plan.next_work(request, budget.for_request(request))
             if work is None:
                 continue
-            if self._make_room(request, request.num_computed_tokens + work.num_tokens, plan):
+            if self._find_blocks(request, request.num_computed_tokens + work.num_tokens, plan):
                 plan.work.append(work)
                 budget.spend(work)
 
-    def _make_room(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
+    def _find_blocks(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
         """Grows a running request's block table; blocks come from waiting requests, then from the youngest running.
 
         A request that serves a push got all its blocks when it was admitted, and gives none away: it ends by itself

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from pdserve.engine.sampling.logit_rules import _array, _Identity, apply_rules, has_rules
+from pdserve.engine.sampling.logit_rules import _array, _Identity, apply_rules, has_own_rules
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.wire.sampling_params import SamplingParams
@@ -84,14 +84,14 @@ def test_rows_without_rules_are_left_alone(
     torch.manual_seed(torch_seed)
     logits = torch.randn(1, VOCAB)
     row = row_of(prompt, answer, **rules)
-    if not has_rules(row):
+    if not has_own_rules(row):
         assert torch.equal(apply_rules(logits.clone(), [row], EOS), logits)
 
 
 def test_plain_requests_have_no_rules() -> None:
-    assert not has_rules(row_of([1], [2, 3], temperature=0.7, top_p=0.5, stop_token_ids=(3,), logprobs=5))
-    assert not has_rules(row_of([1], [2, 3], min_tokens=2)), "enough are there"
-    assert has_rules(row_of([1], [2, 3], min_tokens=3))
+    assert not has_own_rules(row_of([1], [2, 3], temperature=0.7, top_p=0.5, stop_token_ids=(3,), logprobs=5))
+    assert not has_own_rules(row_of([1], [2, 3], min_tokens=2)), "enough are there"
+    assert has_own_rules(row_of([1], [2, 3], min_tokens=3))
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.2, 3.0])

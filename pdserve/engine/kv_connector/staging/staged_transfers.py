@@ -127,7 +127,7 @@ class StagedFetches:
                 fetch = self._fetches[transfer]
                 self._upload_landed(fetch, landed)
                 if kind is FailureKind.DEADLINE and self._staging.wants(transfer):
-                    # This node had no room for the blocks.
+                    # This node had no destinations for the blocks.
                     kind = FailureKind.OVERLOADED
                 self._end(fetch, dataclasses.replace(event, quarantined=(), kind=kind), quarantined)
             case FetchCancelled(transfer, quarantined):

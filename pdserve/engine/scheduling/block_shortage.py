@@ -31,7 +31,7 @@ AHEAD_TOKENS = 1024
 LEAVING_S = 2.0
 """A request that was named counts as leaving for so long: then others are named."""
 AGAIN_S = 10.0
-"""A request that is still here after so long may be named again: another node may have room by then."""
+"""A request that is still here after so long may be named again: another node may have free blocks by then."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Group:
         )
 
 
-class RoomWatch:
+class BlockShortage:
     """Names one client request after the other, until what the others need soon is free.
 
     They are named in the order in which they would be preempted. The last one stays: it has all blocks then.

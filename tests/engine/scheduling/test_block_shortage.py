@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.request import Request
-from pdserve.engine.scheduling import room_watch
-from pdserve.engine.scheduling.room_watch import AGAIN_S, AHEAD_BLOCKS, LEAVING_S
+from pdserve.engine.scheduling import block_shortage
+from pdserve.engine.scheduling.block_shortage import AGAIN_S, AHEAD_BLOCKS, LEAVING_S
 from pdserve.wire.engine import RoomWanted
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer
@@ -57,9 +57,9 @@ def test_the_youngest_leaves_with_the_blocks_that_it_has_and_needs_soon() -> Non
 def test_a_quick_node_looks_further_ahead() -> None:
     engine = FakeEngine(num_blocks=12)
     begun(engine, 20, 20)
-    assert named(engine, step_s=room_watch.AHEAD_S / SOON) == []
-    engine.now += room_watch.LOOK_S
-    assert named(engine, step_s=room_watch.AHEAD_S / 20) == [1]
+    assert named(engine, step_s=block_shortage.AHEAD_S / SOON) == []
+    engine.now += block_shortage.LOOK_S
+    assert named(engine, step_s=block_shortage.AHEAD_S / 20) == [1]
 
 
 def test_tokens_that_never_come_need_no_blocks() -> None:
