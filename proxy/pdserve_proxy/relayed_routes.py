@@ -17,7 +17,7 @@ from pdserve.http.model_list import model_in_query
 from pdserve.http.request import TRACEPARENT, ClientGone, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH
 from pdserve.wire.ids import new_id
-from pdserve.wire.kept_answer import digest, read_event_id
+from pdserve.wire.replay import digest, read_event_id
 from pdserve.wire.terms import Keep, Terms
 from pdserve_proxy.credentials import ANONYMOUS, ApiKeys
 from pdserve_proxy.relay.complete_answer import CompleteResponse

@@ -19,7 +19,7 @@ from pdserve.api.routes.completions import RequestBody
 from pdserve.control.journal import JOURNALED_ANSWER, cut, digest
 from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest
-from pdserve.wire.kept_answer import KEPT_HEADER, read_event_id, read_replay
+from pdserve.wire.replay import KEPT_HEADER, read_event_id, read_replay
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep, Resume
 from tests.api.node import WAIT_S
 from tests.api.stepped_node import ANSWER, Reply, SteppedNode, stepped_node

@@ -17,7 +17,7 @@ from pdserve.control.journal import JOURNALED_ANSWER, cut_room_lines, room_line
 from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest, Reply
 from pdserve.patience import PatientTimer
-from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start
+from pdserve.wire.replay import KEPT_HEADER, Replay, event_id_start
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@
              follow ──▶ its client, or the client's proxy, is gone ──▶ the answer is computed on, for ``keep_s``
              follow ──▶ the answer is over ──▶ it is stored for ``keep_s``
 
-Only requests that say so have such a log (``pdserve.wire.kept_answer``): any other ends with its client, at once.
+Only requests that say so have such a log (``pdserve.wire.replay``): any other ends with its client, at once.
 
 What strangers can cause is bounded: the number of answers, their memory, and the time and the places in the engine's
 batch of those that are computed for nobody. An old answer that is over is dropped for a new one, first among those of

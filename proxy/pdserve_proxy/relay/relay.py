@@ -24,7 +24,7 @@ from pdserve.http.tls import Trust
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.ids import new_id
-from pdserve.wire.kept_answer import KEPT_HEADER, read_replay
+from pdserve.wire.replay import KEPT_HEADER, read_replay
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.terms import AnswerIdentity
 from pdserve.wire.timeline import RequestLane

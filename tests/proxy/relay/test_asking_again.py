@@ -13,7 +13,7 @@ from pdserve.config import AdmissionConfig
 from pdserve.control.journal import cut
 from pdserve.errors import InvalidRequest
 from pdserve.wire.discovery import Role
-from pdserve.wire.kept_answer import KEPT_HEADER, Replay, event_id_start, read_event_id, read_replay
+from pdserve.wire.replay import KEPT_HEADER, Replay, event_id_start, read_event_id, read_replay
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep
 from pdserve_proxy.relayed_routes import MAX_KEY_CHARS, wanted_keep
 from tests.proxy.cluster import Cluster, cluster, error_of, metric, node_info, proxy_config, registered

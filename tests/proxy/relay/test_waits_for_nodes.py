@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import NodeInfo, Role
-from pdserve.wire.kept_answer import event_id_start
+from pdserve.wire.replay import event_id_start
 from pdserve_proxy.relay import attempt_rule, route_wait
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.relay.route_wait import NodeWaits

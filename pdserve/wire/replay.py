@@ -1,11 +1,11 @@
-"""Names events of a kept answer, for the client that asks again for what it lacks, and says what a node replays.
+"""Names events of a replayable answer, for the client that asks again for what it lacks, and says what a node replays.
 
 A client that sends an idempotency key gets an ``id`` with every event of a stream:
 
     id: 5f0c…e1.9a3b.17       key of the answer, tag of the node's log, number of events up to this one
 
 Its browser or library sends the last one as ``Last-Event-ID`` when it asks again, at whichever proxy. The key finds the
-node, which has kept the answer, and the node sends the events behind that one. Two nodes that go on with one answer may
+node, which has the answer, and the node sends the events behind that one. Two nodes that go on with one answer may
 put other tokens into their events, so an id also has the tag of the log that it counts in.
 
 The node's response to a proxy that asks again has one more header, ``KEPT_HEADER``: the answer's identity, by which
