@@ -25,7 +25,7 @@ from pdserve.settings import load
 from pdserve.wire.status import IncidentKind, SeenRequest
 from pdserve.wire.timeline import Timeline
 from pdserve_proxy.credentials import read_api_keys
-from pdserve_proxy.records.request_view import has_failed
+from pdserve_proxy.relay.outcomes import has_failed
 from pdserve_proxy.status.report import StatusAnswer, StatusReport
 
 _DESCRIPTION = (

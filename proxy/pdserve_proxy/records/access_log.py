@@ -22,9 +22,8 @@ from pdserve_proxy.continuation.journal import JournalBudget
 from pdserve_proxy.recent import Incidents, RecentCounts
 from pdserve_proxy.records.node_counts import NodeCounts
 from pdserve_proxy.records.relay_record import RelayRecord
-from pdserve_proxy.records.request_view import has_failed
 from pdserve_proxy.registry.snapshot import RegistryView
-from pdserve_proxy.relay.outcomes import MoveOutcome, MoveReason, RelayOutcome, ResumeOutcome
+from pdserve_proxy.relay.outcomes import MoveOutcome, MoveReason, RelayOutcome, ResumeOutcome, has_failed
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.routing.attempts import Attempts
 

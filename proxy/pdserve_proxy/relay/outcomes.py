@@ -24,6 +24,26 @@ class RelayOutcome(enum.StrEnum):
     """A defect of the proxy ended the request."""
 
 
+LOWEST_FAILURE = 500
+"""The lowest status of an answer that is a failure of the cluster's. What the client got wrong has a lower one."""
+_FAILURES = frozenset(
+    {
+        RelayOutcome.UPSTREAM_LOST,
+        RelayOutcome.UPSTREAM_FAILED,
+        RelayOutcome.TIMED_OUT,
+        RelayOutcome.SHUT_DOWN,
+        RelayOutcome.FAILED,
+    }
+)
+_OK = RelayOutcome.OK
+"""A name of its own: a look-up on the enum's class would be most of what ``has_failed`` costs."""
+
+
+def has_failed(status: int, outcome: str) -> bool:
+    """Returns whether the cluster, and not the client, is why a request that ended so has no complete answer."""
+    return status >= LOWEST_FAILURE or (outcome is not _OK and outcome in _FAILURES)
+
+
 class ResumeOutcome(enum.StrEnum):
     """What became of a stream whose node was lost."""
 

@@ -19,9 +19,10 @@ from pdserve.wire.discovery import NodeLoad
 from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
 from pdserve_proxy.recent import STEP_S, STEPS, RecentCounts, last_incidents, step_of
 from pdserve_proxy.records.access_log import MAX_RECENT, RequestCounts
-from pdserve_proxy.records.request_view import has_failed, request_view, stage_of
+from pdserve_proxy.records.relay_record import RelayRecord
 from pdserve_proxy.registry.snapshot import RegisteredNode, Snapshot
-from pdserve_proxy.relay.outcomes import RelayOutcome
+from pdserve_proxy.relay.outcomes import RelayOutcome, has_failed
+from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.status.throughput import SHARES, Percentiles, Throughput
 
 MAX_NODES_SHOWN = 256
@@ -311,3 +312,43 @@ def _since(ended: Sequence[SeenRequest], from_s: float) -> list[SeenRequest]:
 
 def _ended_s(one: SeenRequest) -> float:
     return one.arrived_s if one.ended_s is None else one.ended_s
+
+
+# A report has many requests that have ended, and a look-up on the enum's class would be most of what each costs.
+_ENDED = RequestStage.ENDED
+
+
+def stage_of(request: RelayRecord | RelayedRequest) -> RequestStage:
+    if request.ended_s is not None:
+        return _ENDED
+    if request.resuming:
+        return RequestStage.RESUMING
+    if request.sent_s is None:
+        return RequestStage.QUEUED
+    return RequestStage.PROMPT if request.prompt_done_s is None else RequestStage.ANSWER
+
+
+def request_view(record: RelayRecord) -> SeenRequest:
+    """Returns what those who watch the cluster see of a relayed request."""
+    route = record.route
+    decode = prefill = ""
+    if route is not None:
+        decode = route.decode.name
+        if route.prefill:
+            prefill = route.prefill[0].name
+    return SeenRequest(
+        record.request_id,
+        record.path,
+        stage_of(record),
+        record.started_s,
+        decode,
+        prefill,
+        record.sent_s,
+        record.prompt_done_s,
+        record.tells_first_token,
+        record.pauses,
+        record.attempts,
+        record.ended_s,
+        record.outcome,
+        record.status,
+    )

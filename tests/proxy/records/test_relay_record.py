@@ -15,12 +15,12 @@ from pdserve.wire.status import RequestStage
 from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, RequestLane, TraceContext
 from pdserve_proxy.records import relay_record
 from pdserve_proxy.records.relay_record import Detours
-from pdserve_proxy.records.request_view import request_view
 from pdserve_proxy.relay import relayed_request
 from pdserve_proxy.relay.outcomes import RelayOutcome
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.routing.router import Route
+from pdserve_proxy.status.report import request_view
 from tests.proxy.cluster import node_info
 
 TRACE = TraceContext(b"t" * 16, b"c" * 8)
