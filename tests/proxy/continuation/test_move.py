@@ -709,7 +709,7 @@ async def test_a_journaled_answer_in_one_piece_moves_too(proxy: SharedProxy) -> 
         proxy.cluster() as running,
         draining(running, test_complete_answer.hangs_at(2), prepare, test_complete_answer.complete) as old,
     ):
-        asked = asyncio.create_task(test_complete_answer.ask(running))
+        asked = asyncio.create_task(running.ask())
         await eventually(lambda: bool(old.node.requests), "the node has it")
         await old.add(1)
         old.drain()

@@ -268,7 +268,7 @@ async def test_an_answer_in_one_piece_moves_too() -> None:
         await exchange.gone()
 
     async with cluster() as running, draining(running, hang, prepare, test_complete_answer.complete) as old:
-        asked = asyncio.create_task(test_complete_answer.ask(running))
+        asked = asyncio.create_task(running.ask())
         await eventually(lambda: bool(old.node.requests), "the node has it")
         await add(running, old.others, ROOMY)
         crowded_now.set()
