@@ -1,11 +1,153 @@
-"""The KV cache as transfers see it: numbered blocks of bytes in host memory or in a device's memory."""
+"""The KV cache as transfers see it: numbered blocks of bytes in host memory or in a device's memory.
+
+Host memory may be shared: then other processes of the same user map and read it. Shared memory is a memfd: it has no
+name in any file system, needs no space in ``/dev/shm``, and is freed with the last process that maps it, however that
+process ends. It is sealed: no other process may write to it, and none may shrink it, so a process that reads a mapping
+of it cannot read past its end.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve.machine.file_system import file_system
+from pdserve.wire.transfer import CELLS, MemoryOffer
+
+HEAD_BYTES = 4096
+"""The page before the memory, which has ``CELLS`` numbers of 64 bits."""
+
+_NAME = "pdserve-kv-"
+_TMPFS = 0x01021994
+_NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_F_SEAL_FUTURE_WRITE = 0x10
+_MADV_POPULATE_WRITE = 23
+_SEALS = _NEEDED_SEALS | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+_KERNEL_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_IPC_NAMESPACE = Path("/proc/self/ns/ipc")
+
+
+class SharedMemory:
+    """Zeroed memory, freed with the last reference to it or to its ``bytes``.
+
+    All of it is taken from the machine at once. The constructor raises OSError if the machine has less memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes > _physical_bytes():
+            raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than the memory of this machine")
+        self.nbytes = nbytes
+        self._name = secrets.token_hex(16)
+        self._fd = os.memfd_create(_NAME + self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self._fd)
+        # Memory that is not there shows now, and not when the cache fills.
+        if _gives_huge_pages():
+            os.ftruncate(self._fd, HEAD_BYTES + nbytes)
+            mapping = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
+            _populate(mapping)
+        else:
+            # Small pages are taken here, and zeroed when they are first used: a fifth of the time, before the first
+            # request.
+            os.posix_fallocate(self._fd, 0, HEAD_BYTES + nbytes)
+            mapping = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        self.bytes = memoryview(mapping)[HEAD_BYTES:]
+        self._free_cells = list(reversed(range(CELLS)))
+
+    def offer(self) -> MemoryOffer | None:
+        """Returns an offer for one more link, or None if too many have one. ``take_back`` must end it."""
+        if not self._free_cells:
+            return None
+        nonce = secrets.randbelow(2**62 - 1) + 1
+        return MemoryOffer(os.getpid(), self._fd, self._name, self.nbytes, self._free_cells.pop(), nonce)
+
+    def take_back(self, offer: MemoryOffer) -> None:
+        """Ends an offer, whose cell must be empty."""
+        self._free_cells.append(offer.cell)
+
+
+def _gives_huge_pages() -> bool:
+    """Returns whether this machine has huge pages for shared memory that asks for them."""
+    try:
+        return re.search(r"\[(always|within_size|advise|force)\]", _HUGE_PAGES.read_text()) is not None
+    except OSError:
+        return False
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Takes the memory of a mapping, in huge pages where they can be had."""
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:  # A kernel before 5.14 does not know the advice to populate.
+            raise
+
+
+def open_offered(offer: MemoryOffer) -> int | None:
+    """Returns a file descriptor to map the memory from, or None if this process cannot or must not map it.
+
+    The memory cannot be reached from other hosts, from containers with other process ids, or by other users. The caller
+    closes the descriptor.
+    """
+    path = f"/proc/{offer.pid}/fd/{offer.fd}"
+    try:
+        # If process ids mean something else here, the path leads to another file. Opening that could have any effect.
+        if offer.nbytes > _physical_bytes() or not _named(path, offer):
+            return None
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None
+    if _is(fd, offer):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _named(path: str, offer: MemoryOffer) -> bool:
+    return re.fullmatch(rf"/memfd:{_NAME}{offer.name}( \(deleted\))?", os.readlink(path)) is not None
+
+
+def _is(fd: int, offer: MemoryOffer) -> bool:
+    try:
+        named = _named(f"/proc/self/fd/{fd}", offer)
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        kind = file_system(fd)
+    except OSError:
+        return False
+    whole = seals & _NEEDED_SEALS == _NEEDED_SEALS and os.fstat(fd).st_size == HEAD_BYTES + offer.nbytes
+    # In a hugetlbfs file a page that was never written may be one that the machine does not have, and reading it raises
+    # SIGBUS.
+    return named and whole and kind == _TMPFS
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class MachineIdentity:
+    """What tells whether two processes can share memory. A field is empty if the system does not tell it."""
+
+    machine: str
+    ipc_namespace: str
+
+
+def machine_identity() -> MachineIdentity:
+    """Returns the identity of the machine that this process runs on."""
+    try:
+        return MachineIdentity(_KERNEL_BOOT.read_text().strip(), os.readlink(_IPC_NAMESPACE))
+    except OSError:
+        return MachineIdentity("", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pdserve.http.tls import Trust, read_authorities
 from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve_kvtransfer.configuration import configured_ucx
 from pdserve_kvtransfer.probe.examiner import Examiner
-from pdserve_kvtransfer.shared_memory import machine_identity
+from pdserve_kvtransfer.region import machine_identity
 from pdserve_kvtransfer.ucx.rdma_ports import read_rdma
 
 _BLOCK_BYTES = 360 * 1024

@@ -26,7 +26,7 @@ from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.cpu.library import CPU_KERNELS
 from pdserve_kvtransfer.control.handshake import misfits
 from pdserve_kvtransfer.probe.examiner import Examiner
-from pdserve_kvtransfer.shared_memory import MachineIdentity
+from pdserve_kvtransfer.region import MachineIdentity
 
 _CLOCK_WARNING_S = 5.0
 _ADVICE = {

@@ -21,7 +21,6 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import cache_blocks, context_length, with_sizes, workspace_bytes
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
-from pdserve.engine.lane_recorder import LaneRecorder
 from pdserve.engine.launched_step import StepRunner
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
@@ -30,6 +29,7 @@ from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.sampling.pending_tokens import DeviceTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.engine.scheduling.output_collector import LaneRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop, WakeUp
 from pdserve.engine.tp.tp_ranks import Ranks, TpRunner

@@ -24,7 +24,6 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, OwnCores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
-from pdserve.engine.lane_recorder import LaneRecorder
 from pdserve.engine.launched_step import AheadRunner, LaunchedStep, StepAhead, StepRunner, launch, launch_ahead
 from pdserve.engine.placement.latency_targets import LatencyTargets, OwnItl
 from pdserve.engine.placement.placement import Placement
@@ -32,7 +31,7 @@ from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.batch_plan import BatchPlan
-from pdserve.engine.scheduling.output_collector import OutputCollector
+from pdserve.engine.scheduling.output_collector import LaneRecorder, OutputCollector
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign

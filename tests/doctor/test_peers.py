@@ -15,7 +15,7 @@ from pdserve.doctor.peers import PeerFacts, check_peer, local_spec, read_peer, s
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, Hello, Refused
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.probe.examiner import Examiner
-from pdserve_kvtransfer.shared_memory import MachineIdentity, machine_identity
+from pdserve_kvtransfer.region import MachineIdentity, machine_identity
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.kvtransfer.fakes import FakePrefill
 from tests.kvtransfer.rig import SECRET, SPEC, WAIT_S, engine

@@ -26,7 +26,7 @@ from pdserve.wire.transfer import (
 )
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.pieces import digest, label_of
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.region import SharedMemory
 from pdserve_kvtransfer.transport import ArrivedMessage
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster

@@ -21,8 +21,7 @@ from pdserve.wire.transfer import EngineSpec
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx, side_settings
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
-from pdserve_kvtransfer.region import KvRegion, Memory
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.region import KvRegion, Memory, SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx.ucx_transport import MakePoster

@@ -34,7 +34,7 @@ from pdserve_kvtransfer.probe.asker import (
     probe_memory,
 )
 from pdserve_kvtransfer.probe.examiner import Examiner
-from pdserve_kvtransfer.shared_memory import machine_identity
+from pdserve_kvtransfer.region import machine_identity
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill

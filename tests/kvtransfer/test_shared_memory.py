@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from pdserve.wire.transfer import CELLS, MemoryOffer
-from pdserve_kvtransfer.region import host_bytes
-from pdserve_kvtransfer.shared_memory import HEAD_BYTES, SharedMemory, open_offered
+from pdserve_kvtransfer.region import HEAD_BYTES, SharedMemory, host_bytes, open_offered
 
 SIZE = 5_000
 
@@ -36,7 +35,7 @@ def test_another_process_reads_what_is_written() -> None:
     read = (
         "import mmap, sys, msgspec\n"
         "from pdserve.wire.transfer import MemoryOffer\n"
-        "from pdserve_kvtransfer.shared_memory import HEAD_BYTES, open_offered\n"
+        "from pdserve_kvtransfer.region import HEAD_BYTES, open_offered\n"
         "offer = msgspec.json.decode(sys.argv[1], type=MemoryOffer)\n"
         "seen = mmap.mmap(open_offered(offer), HEAD_BYTES + offer.nbytes, prot=mmap.PROT_READ)\n"
         "print(seen[HEAD_BYTES:HEAD_BYTES + 5].decode(), chr(seen[-1]))"

@@ -1,5 +1,4 @@
 """The control channel between two engines: signed frames over ZMQ, apart from the link that carries the blocks.
 
-``sockets`` has its two ends and opens frames. ``handshake`` settles whether two engines fit. ``lease`` tells by the
-clock whether the other engine is alive.
+``sockets`` has its two ends and opens frames. ``handshake`` settles whether two engines fit.
 """

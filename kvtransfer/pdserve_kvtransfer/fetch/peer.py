@@ -47,7 +47,6 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve_kvtransfer.control.handshake import Handshake
-from pdserve_kvtransfer.control.lease import Lease, PingTimer
 from pdserve_kvtransfer.control.sockets import ControlClient, FrameOpener, Spoilt
 from pdserve_kvtransfer.events import (
     BlocksReleased,
@@ -64,7 +63,7 @@ from pdserve_kvtransfer.fetch.port import FetchPort
 from pdserve_kvtransfer.fetch.session import FetchEffect, FetchSession, FetchState
 from pdserve_kvtransfer.pieces import Piece, head_map
 from pdserve_kvtransfer.ranks import NodeLink, Reported
-from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, LocalEngine, Pollable, earliest
+from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Lease, LocalEngine, PingTimer, Pollable, earliest
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from pdserve_kvtransfer.probe.asker import (
     START_TAG,
     WINDOW,
 )
-from pdserve_kvtransfer.shared_memory import machine_identity
+from pdserve_kvtransfer.region import machine_identity
 from pdserve_kvtransfer.sides import LocalEngine, Pollable
 from pdserve_kvtransfer.transport import ArrivedMessage, MovedMessage, Transport
 

@@ -39,14 +39,13 @@ from pdserve.wire.transfer import (
     Welcome,
 )
 from pdserve.wire.version import OLDEST_PROTOCOL
-from pdserve_kvtransfer.control.lease import Lease
 from pdserve_kvtransfer.control.sockets import ControlServer
 from pdserve_kvtransfer.events import KIND_OF_CAUSE, BlocksOffered, FailureKind, PushEnded, PushOutcome
 from pdserve_kvtransfer.pieces import head_map
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.push.session import PushEffect, PushSession, PushState
 from pdserve_kvtransfer.ranks import NodeLink, Reported
-from pdserve_kvtransfer.sides import FailPush, GiveFirstToken, GiveHeld, LocalEngine, PushBlocks, earliest
+from pdserve_kvtransfer.sides import FailPush, GiveFirstToken, GiveHeld, Lease, LocalEngine, PushBlocks, earliest
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from pdserve.compiled_library import BuildError, Recipe, built_library
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.transfer import LinkAddress, MemoryOffer
 from pdserve_kvtransfer.pieces import CompiledXxhash, compiled_xxhash
-from pdserve_kvtransfer.region import DeviceMemory, Memory
-from pdserve_kvtransfer.shared_memory import SharedMemory, open_offered
+from pdserve_kvtransfer.region import DeviceMemory, Memory, SharedMemory, open_offered
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
 from pdserve_kvtransfer.ucx.ucx_library import LoadedUcx, loaded_ucx
 

@@ -177,7 +177,7 @@ MUTANTS = (
     Mutant(
         "a lease is compared the wrong way",
         1,
-        "pdserve_kvtransfer.control.lease.Lease",
+        "pdserve_kvtransfer.sides.Lease",
         "expired",
         "now >= self.until",
         "now < self.until",

@@ -44,7 +44,7 @@ from pdserve_kvtransfer.events import (
     PushWanted,
     TransferThreadDied,
 )
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.region import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 
 

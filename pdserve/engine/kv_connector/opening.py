@@ -38,7 +38,7 @@ from pdserve.wire.rank import DownloadBlocks, UploadBlocks
 from pdserve.wire.transfer import EngineSpec
 from pdserve_kvtransfer.configuration import bound_to_loopback, side_settings
 from pdserve_kvtransfer.rank_thread import RankThread
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.region import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 

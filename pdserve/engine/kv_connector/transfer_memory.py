@@ -13,8 +13,7 @@ from pdserve.config import KvStaging, Switch, TransferConfig, UcxCalls
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB
 from pdserve_kvtransfer.configuration import check_rank_devices, chosen_poster, configured_ucx
-from pdserve_kvtransfer.region import DeviceMemory, KvRegion
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.region import DeviceMemory, KvRegion, SharedMemory
 from pdserve_kvtransfer.transport import Transport
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pdserve.engine.request import Request
+from pdserve.engine.request import Request, TokenCounts
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
-from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.wire.sampling_params import SamplingParams
 
 CPU_LOGITS_AT_ONCE = 2**17

@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_tables import BlockTables
-from pdserve.engine.lane_recorder import LaneRecorder
 from pdserve.engine.placement.latency_targets import OwnItl
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_admission import BatchAdmission
 from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters
 from pdserve.engine.scheduling.block_shortage import BlockShortage
-from pdserve.engine.scheduling.output_collector import OutputCollector
+from pdserve.engine.scheduling.output_collector import LaneRecorder, OutputCollector
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.step_budget import StepBudget

@@ -12,7 +12,7 @@ from pdserve.engine.kv_connector.transfer_memory import region_of, shared_memory
 from pdserve.errors import ConfigError
 from pdserve.models.backend import CPU
 from pdserve_kernels.kv_layout import KvLayout
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.region import SharedMemory
 
 
 def shared(nbytes: int = 4096, device: torch.device = CPU, **transfer: Any) -> bool:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
+from pdserve.engine.request import TokenCounts
 from pdserve.engine.sampling import token_choice
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher, TokenBits
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, can_sample_on_device
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.sampling.token_choice import TokenIds
-from pdserve.engine.sampling.token_counts import TokenCounts
 from pdserve.grammars.compiling import CompiledGrammar, compile_grammar
 from pdserve.wire.sampling_params import Grammar, GrammarKind, SampledToken, SamplingParams
 from tests.tiny_models import VOCAB_SIZE

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.sampling.token_counts import TokenCounts
+from pdserve.engine.request import TokenCounts
 
 TOKENS = st.lists(st.integers(0, 40), max_size=60)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve_kvtransfer.control.lease import Lease, PingTimer
+from pdserve_kvtransfer.sides import Lease, PingTimer
 
 
 def test_a_lease_runs_out_without_news() -> None:

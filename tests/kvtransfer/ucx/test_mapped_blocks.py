@@ -23,7 +23,7 @@ from pdserve.settings import cache_folder
 from pdserve.wire.transfer import CELLS, LinkAddress, MemoryOffer
 from pdserve_kvtransfer.configuration import chosen_poster
 from pdserve_kvtransfer.pieces import digest
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.region import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
 from pdserve_kvtransfer.ucx.compiled_poster import CompiledPoster
 from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport

@@ -20,7 +20,7 @@ from pdserve.errors import PeerLost, TransferError
 from pdserve.settings import cache_folder
 from pdserve.wire.transfer import LABEL_BITS, LinkAddress
 from pdserve_kvtransfer.configuration import bound_to_loopback, chosen_poster, configured_ucx
-from pdserve_kvtransfer.shared_memory import SharedMemory
+from pdserve_kvtransfer.region import SharedMemory
 from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, MovedMessage
 from pdserve_kvtransfer.ucx.ucx_transport import MakePoster, UcxLink, UcxTransport, allowed_transports
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
