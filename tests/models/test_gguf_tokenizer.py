@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGUFWriter, TokenType
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pdserve.api.requests.tokenizer import load_tokenizer
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
 from pdserve.models.checkpoint.demo import packaged_gguf
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
@@ -49,3 +52,31 @@ def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
     path = save_tiny_gguf(save_tiny_model("llama", tmp_path / "folder"), tmp_path / "tiny.gguf")
     with pytest.raises(ModelError, match="tokenizer"):
         load_tokenizer(path)
+
+
+def save_tokenizer(path: Path, pre: str) -> Path:
+    """Saves a tokenizer of bytes, with ``12`` and ``123`` as the only longer tokens."""
+    writer = GGUFWriter(path, "glm4")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*bytes_to_unicode().values(), "12", "123"])
+    writer.add_token_merges(["1 2", "12 3"])
+    writer.add_token_types([TokenType.NORMAL] * 258)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [("glm4", ["123", "12"]), ("stablelm2", ["1", "2", "3", "1", "2"]), ("gpt-2", ["123", "12"])],
+)
+def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    tokenizer = gguf_tokenizer(save_tokenizer(tmp_path / "tiny.gguf", pre))
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12312", add_special_tokens=False)) == pieces
+
+
+def test_splits_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre 'strange' of .*tiny\.gguf, how text is split"):
+        gguf_tokenizer(save_tokenizer(tmp_path / "tiny.gguf", "strange"))

@@ -53,6 +53,25 @@ PARTS = {
 """transformers' names for what the file calls ``tokenizer.ggml.…``."""
 
 
+SAME_SPLITS = {
+    "chatglm-bpe": "llama-bpe",
+    "glm4": "llama-bpe",
+    "hunyuan": "qwen2",
+    "solar-open": "qwen2",
+    "stablelm2": "qwen2",
+}
+"""Names in ``tokenizer.ggml.pre`` that transformers does not know, and one that it knows for the same splits."""
+GPT2_SPLITS = frozenset(
+    {
+        *("a.x-4.0", "exaone4", "gigachat", "gpt-2", "granite-docling", "jais", "mellum", "mpt", "olmo", "phi-2"),
+        "trillion",
+        # These put each digit apart, too. So did their training: no merge of theirs has a digit.
+        *("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"),
+    }
+)
+"""Names whose splits are those of GPT-2, which transformers takes where it knows no other."""
+
+
 class CachedTokenizer(msgspec.Struct, frozen=True):
     """All that is needed of a tokenizer, without transformers."""
 
@@ -174,6 +193,13 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     parts = {name: metadata[key] for name, part in PARTS.items() if (key := f"tokenizer.ggml.{part}") in metadata}
     # The module has no types, and its package loads it lazily.
     conversion: Any = importlib.import_module("transformers.integrations.gguf")
+    if file.get("tokenizer.ggml.model", str, "") == "gpt2" and "pre_tokenizer_type" in parts:
+        given = file.get("tokenizer.ggml.pre", str)
+        known: Any = importlib.import_module(conversion.convert_gguf_tokenizer.__module__)
+        if given not in known.GGUF_PRE_TOKENIZER_SPLITS and given not in GPT2_SPLITS and given not in SAME_SPLITS:
+            # Text would be split as GPT-2 splits it, and then the tokens are not those that the model has learned.
+            raise ModelError(f"tokenizer.ggml.pre {given!r} of {path}, how text is split, is not supported")
+        parts["pre_tokenizer_type"] = SAME_SPLITS.get(given, given)
     build: Any = PreTrainedTokenizerFast
     try:
         backend, settings = conversion.convert_gguf_tokenizer(file.architecture, parts)
