@@ -45,6 +45,7 @@ CONVERTED: dict[str, list[Converted]] = {
     "exaone4": [Converted("exaone4", {}), Converted("exaone4-full", {})],
     "falcon": [Converted("falcon", {}), Converted("falcon-groups", {})],
     "gemma": [Converted("gemma", {})],
+    "gemma2": [Converted("gemma2", {"layer_types": None, "query_pre_attn_scalar": 10})],
     "glm4": [Converted("glm4", {})],
     "glm4moe": [Converted("glm4-moe", {}), Converted("glm4-moe-groups", {})],
     "gpt2": [Converted("gpt2", {})],
@@ -162,6 +163,9 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
     _add_experts(writer, config, arch)
     if (scale := _first(config, "logits_scaling", "logit_scale")) is not None:
         writer.add_logit_scale(scale)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(name) is not None:
+            getattr(writer, f"add_{name}")(config[name])
     if config["model_type"] == "granite":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
@@ -198,11 +202,11 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
 def _add_windows(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     if arch == "phi3":
         writer.add_sliding_window(config["sliding_window"] or 0)
-    if arch in ("cohere2", "exaone4") or config["model_type"] == "olmo3":
+    if arch in ("cohere2", "exaone4", "gemma2") or config["model_type"] == "olmo3":
         if config["sliding_window"] is None:
             return
         writer.add_sliding_window(config["sliding_window"])
-        if arch != "cohere2":
+        if arch not in ("cohere2", "gemma2"):
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
 
 
