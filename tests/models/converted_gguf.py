@@ -51,6 +51,7 @@ CONVERTED: dict[str, list[Converted]] = {
     "gpt2": [Converted("gpt2", {})],
     "gptneox": [Converted("gpt-neox", {}), Converted("gpt-neox-sequential", {})],
     "granite": [Converted("granite", {})],
+    "granitemoe": [Converted("granitemoe", {}), Converted("granitemoe-shared", {})],
     "hunyuan-dense": [Converted("hunyuan", {}), Converted("hunyuan-alpha", {})],
     "hunyuan-moe": [Converted("hunyuan-moe", {})],
     "internlm2": [Converted("llama", {})],
@@ -73,7 +74,7 @@ CONVERTED: dict[str, list[Converted]] = {
 }
 """The cases of each architecture. Those of Llama, Qwen 2, Qwen 3 and Gemma 3 are in ``test_gguf_tensors``, too."""
 
-PERMUTED = ("arcee", "granite", "internlm2", "llama", "olmo", "smollm3")
+PERMUTED = ("arcee", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
 """The architectures whose rotation turns neighbouring channels, and whose checkpoints turn halves of a head."""
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 
@@ -98,7 +99,8 @@ def save_converted(
     tensors = dict(load_file(folder / "model.safetensors"))
     for name, tensor in _stacked(tensors).items():
         for renamed, changed in _changed(name, tensor, config, arch):
-            found = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
+            known = renamed.startswith("blk.")
+            found = renamed if known else names.get_name(renamed, try_suffixes=(".weight", ".bias"))
             assert found is not None, renamed
             if quantized is not None and changed.ndim > 1 and "gate_inp" not in found:
                 writer.add_tensor(found, quantize(np.ascontiguousarray(changed), quantized), raw_dtype=quantized)
@@ -166,7 +168,7 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(name) is not None:
             getattr(writer, f"add_{name}")(config[name])
-    if config["model_type"] == "granite":
+    if arch.startswith("granite"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -225,8 +227,8 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     if arch == "hunyuan-moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
-    if "shared_expert_intermediate_size" in config:
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if shared := _first(config, "shared_expert_intermediate_size", "shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
     if (dense := _first(config, "first_k_dense_replace", "moe_layer_start_index")) is not None:
         writer.add_leading_dense_block_count(dense)
     if arch == "ernie4_5-moe":
@@ -263,6 +265,12 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
     head_dim, hidden = _head_dim(config), tensor.shape[-1]
     if "e_score_correction_bias" in name:
         return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor.reshape(-1))]
+    if name.endswith("input_linear.weight"):
+        kind = "exps" if tensor.ndim == 3 else "shexp"
+        gate, up = np.split(tensor, 2, axis=-2)
+        layer = re.search(r"layers\.(\d+)\.", name)
+        assert layer is not None
+        return [(f"blk.{layer[1]}.ffn_{part}_{kind}.weight", each) for part, each in (("gate", gate), ("up", up))]
     if name.endswith("shared_expert_gate.weight"):
         tensor = tensor.reshape(-1)
     if arch in PERMUTED and re.search(r"\.[qk]_proj\.", name):

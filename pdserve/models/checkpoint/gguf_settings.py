@@ -45,6 +45,8 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 """The tensors with the divisors for contexts beyond, and within, the original ones."""
 WIDE_SCALES = {"gemma2": 46, "gemma3": 62}
 """The layers of the Gemmas whose scores are scaled by the hidden channels of each head; no key says so."""
+GATE, UP = "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"
+"""The names of what is one tensor in the checkpoints of some families, and two in files."""
 SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID, 3: Scoring.SOFTMAX_OF_CHOSEN}
 """The values of ``expert_gating_func``."""
 
@@ -326,8 +328,10 @@ def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float
     attention = replace(attention, biased=_biased(file, block, attention, ATTENTION))
     if isinstance(part, MlpRecipe):
         part = _mlp(file, block, part)
-    elif part.shared is not None:
-        part = replace(part, shared=_mlp(file, block, part.shared, PART_OF_SHARED))
+    else:
+        expert = replace(part.expert, fused="", gate=GATE, up=UP) if part.expert.fused else part.expert
+        shared = None if part.shared is None else _mlp(file, block, part.shared, PART_OF_SHARED)
+        part = replace(part, expert=expert, shared=shared, stacked=())
     return replace(layer, attention=attention, feed_forward=part)
 
 
