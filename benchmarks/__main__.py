@@ -13,6 +13,7 @@ from benchmarks.programs import for_servers
 from benchmarks.settings import (
     BenchBatchingConfig,
     BenchFailoverConfig,
+    BenchFamiliesConfig,
     BenchGoodputConfig,
     BenchPlanConfig,
     BenchProxyConfig,
@@ -98,6 +99,12 @@ def _plan(config: BenchPlanConfig, environ: Mapping[str, str]) -> Report:
     return benchmark.run(config, find_model(config.model, environ).path, environ)
 
 
+def _families(config: BenchFamiliesConfig, environ: Mapping[str, str]) -> Report:
+    from benchmarks import families
+
+    return families.run(config, environ)
+
+
 def _turns(config: BenchTurnsConfig, environ: Mapping[str, str]) -> Report:
     from benchmarks import turns
 
@@ -160,6 +167,13 @@ STUDIES = {
         _plan,
         lambda config: config.plan.plot,
         "benchmarks.plan.plot",
+    ),
+    "families": Study(
+        "families with a recipe, beside the same models in transformers' code",
+        "Decode and prefill steps of models with random weights, computed by their family's recipe and, in turns, by "
+        "transformers' code with pdserve's attention and products.",
+        BenchFamiliesConfig,
+        _families,
     ),
     "turns": Study(
         "conversations, with and without KV return",

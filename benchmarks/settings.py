@@ -303,6 +303,29 @@ class BenchTurnsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FamiliesBenchConfig:
+    """Families with a recipe beside the same models in transformers' code, in bf16 on a CPU."""
+
+    families: tuple[str, ...] = setting(
+        "families", "The families that are measured.", ("phi3", "olmo2", "qwen2_moe"), first=True
+    )
+    batches: tuple[int, ...] = setting("batches", "Decode steps have these numbers of requests.", (1, 8, 16))
+    context: int = setting("context", "A request of a decode step has this many tokens.", 320, minimum=2)
+    chunk: int = setting("chunk", "A prefill step has this many tokens.", 256, minimum=2)
+    rounds: int = setting("rounds", "Each step is timed this often, after one that warms up.", 4, minimum=1)
+    threads: int = setting("threads", "Steps are computed by this many threads.", 1, minimum=1)
+    layers: int = setting("layers", "Models have this many layers. 0 takes those of their shapes.", 0, minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchFamiliesConfig:
+    """The settings of ``benchmarks families``."""
+
+    families: FamiliesBenchConfig = field(default_factory=FamiliesBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanBenchConfig:
     """How far predictions are from what a mixed node, and a prefill and a decode node, then do."""
 
@@ -458,6 +481,8 @@ def check(config: Any) -> None:
                 _check_workload(workload)
             case BatchingBenchConfig(concurrency=concurrency):
                 check_counts("--concurrency", concurrency)
+            case FamiliesBenchConfig(batches=batches):
+                check_counts("--batches", batches)
             case StreamBenchConfig(streams=streams):
                 check_counts("--streams", streams)
             case GoodputBenchConfig() as goodput:
