@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.settings import BenchFamiliesConfig, FamiliesBenchConfig
-from pdserve.bench.machine import chip_name, this_machine
-from pdserve.bench.report import Better, Figure, Report, Row, Unit
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.config import Dtype
 from pdserve.errors import ConfigError
 from pdserve.models.checkpoint.config_reading import read_family_config

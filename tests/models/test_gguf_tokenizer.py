@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter, TokenType
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tokenizers.pre_tokenizers import ByteLevel
 
 from pdserve.api.requests.tokenizer import load_tokenizer
 from pdserve.errors import ModelError
@@ -59,7 +59,7 @@ def save_tokenizer(path: Path, pre: str) -> Path:
     writer = GGUFWriter(path, "glm4")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list([*bytes_to_unicode().values(), "12", "123"])
+    writer.add_token_list([*sorted(ByteLevel.alphabet()), "12", "123"])
     writer.add_token_merges(["1 2", "12 3"])
     writer.add_token_types([TokenType.NORMAL] * 258)
     writer.write_header_to_file()
