@@ -29,6 +29,7 @@ from transformers import (
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.fallback.hf_loading import load_hf_model, with_other_settings
@@ -135,7 +136,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     ("config", "match"),
     [
         (BloomConfig(vocab_size=512, hidden_size=48, n_layer=2, n_head=4), "max_position_embeddings"),
-        (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "layers with convolutions"),
+        (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "short convolutions are not served yet"),
         (
             OPTConfig(**OPT_SHAPE, do_layer_norm_before=False),
             r"opt model cannot be served: its code does not compute its head",
@@ -263,8 +264,8 @@ def test_unknown_and_missing_tensors_are_named_before_any_is_read(
 
 def test_settings_that_a_models_code_trips_over_are_a_refusal(tmp_path: Path) -> None:
     folder = save(FAMILIES["mellum"], tmp_path)
-    (folder / "config.json").write_text(json.dumps({"model_type": "lfm2_moe"} | SHAPE))
-    with pytest.raises(ModelError, match=r"transformers cannot load .*: TypeError: "):
+    (folder / "config.json").write_text(json.dumps(FAMILIES["phimoe"].to_dict() | {"hidden_act": "unheard-of"}))
+    with pytest.raises(ModelError, match=r"transformers cannot load .*: KeyError: "):
         small_runner(folder)
 
 
@@ -340,3 +341,9 @@ def test_a_model_is_loaded_once_and_in_the_numbers_in_which_it_is_served(
     packed = {name for name, module in model.named_modules() if isinstance(module, Product) and not module._parameters}
     attention = {f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkvo"}
     assert packed >= attention | {"lm_head"}
+
+
+def test_memory_for_steps_counts_the_feed_forward_parts_of_every_chosen_expert(tmp_path: Path) -> None:
+    config = read_decoder_config(save(FAMILIES["phimoe"], tmp_path))
+    assert isinstance(config, FallbackConfig)
+    assert config.channels == 2 * 4 * SHAPE["hidden_size"]

@@ -17,7 +17,7 @@ from pdserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from pdserve.engine.sampling.sampling_row import sampling_bytes
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
-from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.checkpoint.weight_form import weight_bytes
 from pdserve.models.checkpoint.weights import parameters
 from pdserve.models.recipe import Activation, AttentionRecipe, FeedForwardRecipe, MlpRecipe, Scoring
@@ -90,6 +90,8 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
         own = max(_routing_bytes(layer.feed_forward) for layer in layers)
     else:
         widest, own = _attention_numbers(decoder, None, ranks), 0
+        if isinstance(decoder, FallbackConfig):
+            widest = max(widest, 4 * decoder.channels)
     # The residual, what is added to it, both after a norm, the results of both parts, and the angles of the positions.
     return (widest + 6 * decoder.hidden_size + 4 * decoder.head_dim) * dtype.itemsize + own + 4 * _INDEX_BYTES
 

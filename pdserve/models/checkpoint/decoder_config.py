@@ -60,3 +60,11 @@ class FallbackConfig(DecoderConfig):
     """A fallback model: one outside ``table.FAMILIES``, which transformers computes from ``hf``."""
 
     hf: PretrainedConfig
+
+    @property
+    def channels(self) -> int:
+        """The channels of a token's feed-forward parts as the settings name them, at least those that are usual."""
+        names = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+        given = [value for name in names if isinstance(value := getattr(self.hf, name, None), int)]
+        chosen = getattr(self.hf, "num_experts_per_tok", None)
+        return max([4 * self.hidden_size, *given]) * (chosen if isinstance(chosen, int) and chosen > 1 else 1)
