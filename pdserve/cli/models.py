@@ -21,6 +21,7 @@ from pdserve.hub.finding import FoundModel, WantedModel, fetched_model, known_mo
 from pdserve.hub.selection import check_model, label_of
 from pdserve.models.checkpoint.gguf_file import gguf_parts
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, served_families
+from pdserve.models.table import COMPOSITES
 from pdserve.settings import load
 
 EXIT_REFUSED = 1
@@ -61,7 +62,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if as_json:
         families = [asdict(family) for family in served_families()]
         refused = {"not_yet": NOT_YET, "formats_not_yet": FORMATS_NOT_YET}
-        _print_json({"cache": str(cache), "models": [_as_json(row) for row in rows], "families": families, **refused})
+        found = {"cache": str(cache), "models": [_as_json(row) for row in rows]}
+        _print_json({**found, "families": families, "text_parts_of": sorted(COMPOSITES), **refused})
         return 0
     print(f"cache: {cache}", file=sys.stderr)
     print("'pdserve models --families' lists what can be served", file=sys.stderr)
@@ -90,6 +92,7 @@ def _print_families() -> None:
         for family in served_families()
     ]
     _print_table([("FAMILY", "MODELS", "WEIGHTS", "PARTS"), *rows])
+    print(f"with their text part, if that is one of these: {', '.join(sorted(COMPOSITES))}")
     print("others: those decoders that transformers computes through its attention interface, with one rank")
     for missing in dict.fromkeys(NOT_YET.values()):
         print(f"not yet: {missing} ({', '.join(name for name, lacks in NOT_YET.items() if lacks == missing)})")

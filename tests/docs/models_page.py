@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, ServedFamily, served_families
+from pdserve.models.table import COMPOSITES
 from tests.cluster import test_families as clusters
 from tests.models import test_families as harness
 from tests.models import test_tensor_parallel
@@ -46,6 +47,11 @@ def render() -> str:
             _HEAD,
             _TABLE,
             *rows,
+            "",
+            "## Text parts",
+            "",
+            "These models take images or sounds, too, and are served with their text part, if it is one above:",
+            f"{', '.join(f'`{name}`' for name in sorted(COMPOSITES))}.",
             "",
             "## Others",
             "",

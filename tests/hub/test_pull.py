@@ -351,6 +351,7 @@ def test_what_is_listed_as_json(hub: FakeHub, tiny: Path, tmp_path: Path) -> Non
     (row,) = said["models"]
     assert (row["model"], row["served"], row["reason"]) == ("tiny/llama", True, "")
     assert {family["model_type"] for family in said["families"]} == set(FAMILIES)
+    assert "mistral3" in said["text_parts_of"]
     assert said["not_yet"]["deepseek_v3"] == "latent attention"
     hub.repositories["tiny/llama"].more = {"safetensors": {"parameters": {"F8_E4M3": 9}, "total": 9}}
     done = call(hub.environ(tmp_path / "empty"), "models", "tiny/llama", "--json")
