@@ -123,7 +123,6 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("jetmoe", ODD, "its configuration has num_attention_heads 0"),
         ("qwen4_exp", {}, r"the text model within it is a qwen4_exp_text model \(text_config"),
         ("voxtral", {}, r"the text model within it is a llama model .*, and has to be in a folder of its own"),
-        ("kimi_k25", {}, r"the text model within it is a .* model .*, which has no recipe"),
         ("blt", {}, "made of several models.*patcher"),
         ("bart", {}, "an encoder beside its decoder"),
         ("bert", SMALL, r"it is an encoder, which reads a text and does not continue it \(is_decoder"),
