@@ -77,6 +77,8 @@ def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str, pieces: list[s
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12312", add_special_tokens=False)) == pieces
 
 
-def test_splits_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre 'strange' of .*tiny\.gguf, how text is split"):
-        gguf_tokenizer(save_tokenizer(tmp_path / "tiny.gguf", "strange"))
+@pytest.mark.parametrize("pre", ["strange", "starcoder"])
+def test_splits_that_are_not_known_are_refused(tmp_path: Path, pre: str) -> None:
+    """As are splits that put digits apart, if a merge of the file puts some together."""
+    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.pre '{pre}' of .*tiny\.gguf, how text is split"):
+        gguf_tokenizer(save_tokenizer(tmp_path / "tiny.gguf", pre))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +66,12 @@ GPT2_SPLITS = frozenset(
     {
         *("a.x-4.0", "exaone4", "gigachat", "gpt-2", "granite-docling", "jais", "mellum", "mpt", "olmo", "phi-2"),
         "trillion",
-        # These put each digit apart, too. So did their training: no merge of theirs has a digit.
-        *("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"),
     }
 )
 """Names whose splits are those of GPT-2, which transformers takes where it knows no other."""
+DIGITS_APART = frozenset({"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"})
+"""Names whose splits are those of GPT-2 with each digit apart: the same tokens, if no merge has a digit."""
+_DIGIT = re.compile("[0-9]")
 
 
 class CachedTokenizer(msgspec.Struct, frozen=True):
@@ -196,7 +198,10 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     if file.get("tokenizer.ggml.model", str, "") == "gpt2" and "pre_tokenizer_type" in parts:
         given = file.get("tokenizer.ggml.pre", str)
         known: Any = importlib.import_module(conversion.convert_gguf_tokenizer.__module__)
-        if given not in known.GGUF_PRE_TOKENIZER_SPLITS and given not in GPT2_SPLITS and given not in SAME_SPLITS:
+        merges = file.get("tokenizer.ggml.merges", list, [])
+        digits = any(_DIGIT.search(str(merge)) for merge in merges)
+        as_gpt2 = given in GPT2_SPLITS or (given in DIGITS_APART and not digits)
+        if given not in known.GGUF_PRE_TOKENIZER_SPLITS and given not in SAME_SPLITS and not as_gpt2:
             # Text would be split as GPT-2 splits it, and then the tokens are not those that the model has learned.
             raise ModelError(f"tokenizer.ggml.pre {given!r} of {path}, how text is split, is not supported")
         parts["pre_tokenizer_type"] = SAME_SPLITS.get(given, given)
