@@ -40,7 +40,8 @@ from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop, WakeUp
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.engine.tp.rank_program import run_rank
-from pdserve.engine.tp.tp_ranks import Ranks, TpRunner, joined_group, running_ranks
+from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
+from pdserve.engine.tp.tp_runner import TpRunner, joined_group
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.core_share import CoreShare
 from pdserve.models.backend import CPU
@@ -375,7 +376,7 @@ def rank_model(kv_heads: int, pace: Callable[[SimProcess], Pace]) -> dict[str, A
         "pdserve__models__runner__kv_layout": lambda *_: SimpleNamespace(block_bytes=0),
         "pdserve__engine__kv_connector__transfer_memory__shared_memory": lambda *_: None,
         "pdserve__models__tp__tp_opening__open_group": SimGroup.open,
-        "pdserve__engine__tp__tp_ranks__open_group": SimGroup.open,
+        "pdserve__engine__tp__tp_runner__open_group": SimGroup.open,
         # It would begin to look for garbage in the middle of the run.
         "pdserve__engine__tp__rank_program__loading_libraries": nullcontext,
     }

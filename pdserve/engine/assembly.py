@@ -32,7 +32,8 @@ from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.output_collector import LaneRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop, WakeUp
-from pdserve.engine.tp.tp_ranks import Ranks, TpRunner
+from pdserve.engine.tp.tp_ranks import Ranks
+from pdserve.engine.tp.tp_runner import TpRunner
 from pdserve.grammars.compiling import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.memory import give_freed_memory_back

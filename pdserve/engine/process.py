@@ -120,7 +120,7 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
 
             from pdserve.engine.assembly import assemble
             from pdserve.engine.runner_loading import rank_device
-            from pdserve.engine.tp.tp_ranks import joined_group
+            from pdserve.engine.tp.tp_runner import joined_group
 
         # Without cores of its own, an engine keeps to what OMP_NUM_THREADS says, too.
         torch.set_num_threads(own.threads if own.cores else min(own.threads, torch.get_num_threads()))

@@ -67,7 +67,7 @@ sys.modules |= {
     "torch": SimpleNamespace(set_num_threads=lambda _: None, get_num_threads=lambda: 1),
     "pdserve.engine.assembly": SimpleNamespace(assemble=lambda *_: engine),
     "pdserve.engine.runner_loading": SimpleNamespace(rank_device=lambda *_: SimpleNamespace(type="cpu")),
-    "pdserve.engine.tp.tp_ranks": SimpleNamespace(joined_group=lambda *_: nullcontext()),
+    "pdserve.engine.tp.tp_runner": SimpleNamespace(joined_group=lambda *_: nullcontext()),
 }
 sys.exit(process.main())
 """

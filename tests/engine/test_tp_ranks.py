@@ -24,7 +24,8 @@ from pdserve.config import (
 )
 from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
 from pdserve.engine.tp.rank_channel import OrderChannel, RankChannel
-from pdserve.engine.tp.tp_ranks import Ranks, TpRunner, joined_group
+from pdserve.engine.tp.tp_ranks import Ranks
+from pdserve.engine.tp.tp_runner import TpRunner, joined_group
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.config_reading import read_decoder_config

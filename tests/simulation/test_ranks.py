@@ -98,7 +98,7 @@ def test_a_defect_of_the_aggregation_is_noticed(
 CLEARS_LATE = Mutant(
     "a rank may still clear blocks that go to a fetch",
     1,
-    "pdserve.engine.tp.tp_ranks.TpRunner",
+    "pdserve.engine.tp.tp_runner.TpRunner",
     "clear",
     "self._ranks.wait_for_blocks()",
     "pass",

@@ -1,8 +1,4 @@
-"""Rank 0's side of a tensor-parallel engine.
-
-``Ranks`` starts the other ranks as child processes, watches them, and ends them. ``TpRunner`` runs the engine's steps:
-it orders the others to do what rank 0 does itself.
-"""
+"""Starts the other ranks as child processes of rank 0, tells them what to do, watches them, and ends them with it."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import torch
 import zmq
 
 from pdserve.config import EngineConfig, RankLaunch
@@ -24,29 +19,10 @@ from pdserve.engine.tp.rank_channel import RankChannel
 from pdserve.errors import EngineError, RankLost
 from pdserve.liveness import LifeBoard
 from pdserve.machine.core_share import CoreShare
-from pdserve.models.runner import Graph, ModelRunner, Score, StepRow
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.models.tp.shares import ALONE, TpGroup
-from pdserve.models.tp.tp_opening import open_group
 from pdserve.patience import MOST_LOOK_S, PatientWait
 from pdserve.process import ChildProcess, python_program
-from pdserve.wire.rank import (
-    Arrived,
-    Capture,
-    Captured,
-    Clear,
-    CopyBlocks,
-    FromRank,
-    Loaded,
-    Numbered,
-    Order,
-    RankFailed,
-    RankRow,
-    Step,
-    Stop,
-    Written,
-)
-from pdserve_kernels.contract import GraphKernels
+from pdserve.wire.rank import Arrived, Captured, FromRank, Loaded, Numbered, Order, RankFailed, Stop, Written
 
 log = logging.getLogger(__name__)
 
@@ -283,74 +259,3 @@ def _failed(process: RankProcess, last: RankFailed) -> str:
 
 def _nothing() -> None:
     pass
-
-
-class TpRunner:
-    """Satisfies ``StepRunner``. It closes neither rank 0's runner, nor the other ranks, nor the group of them all."""
-
-    def __init__(self, own: ModelRunner, ranks: Ranks, group: TpGroup) -> None:
-        self._own = own
-        self._ranks = ranks
-        self._group = group
-
-    def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
-        """Computes a step on all ranks, and returns when the logits are computed, on a GPU, too.
-
-        Raises RankLost, which names the rank and says why, if a rank did not do its part.
-        """
-        self._ranks.tell(Step([_rank_row(row) for row in rows]))
-        try:
-            logits = self._own.run(rows, score=score)
-            self._group.finish_step()
-            return logits
-        except RankLost as exc:
-            raise self._ranks.explain(exc) from exc
-
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zeroes these blocks on all ranks.
-
-        Returns when every other rank has done so: a late one would overwrite what a transfer puts there next. Raises
-        RankLost.
-        """
-        self._ranks.tell(Clear(list(blocks)))
-        self._own.clear(blocks)
-        self._ranks.wait_for_blocks()
-
-    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copies whole blocks on all ranks. Returns when every other rank has done so. Raises RankLost."""
-        self._ranks.tell(CopyBlocks(list(sources), list(destinations)))
-        self._own.copy_blocks(sources, destinations)
-        self._ranks.wait_for_blocks()
-
-    def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
-        """Records decode steps on every rank (``ModelRunner.capture_decode``). Returns when all ranks have."""
-        self._ranks.tell(Capture(max_rows))
-        self._own.capture_decode(kernels, max_rows, make_graph)
-        self._ranks.wait_for(Captured)
-
-    def warmed_up(self) -> None:
-        """Notes that all that steps need is compiled. From now on, a rank that is late counts as hanging."""
-        self._group.warmed_up()
-
-
-def _rank_row(row: StepRow) -> RankRow:
-    scored = row.scored
-    return RankRow(
-        list(row.token_ids), row.start, list(row.block_table), row.wants_logits, scored.start, max(scored.stop, 0)
-    )
-
-
-@contextmanager
-def joined_group(config: EngineConfig, ranks: Ranks | None, device: torch.device) -> Iterator[TpGroup]:
-    """Opens the group of rank 0, which computes on ``device``, and its ranks, or of rank 0 alone, for the block.
-
-    Raises RankLost if a rank does not come, ConfigError if such ranks cannot meet.
-    """
-    group: TpGroup = ALONE
-    if ranks is not None:
-        ranks.wait_for(Arrived)
-        group = open_group(config.parallel, 0, ranks.board, ranks.rendezvous, device)
-    try:
-        yield group
-    finally:
-        group.close()
