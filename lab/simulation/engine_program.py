@@ -37,11 +37,12 @@ from pdserve.engine.process import _report_failure
 from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
-from pdserve.engine.step_loop import StepLoop, WakeUp
+from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.engine.tp.rank_program import run_rank
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.tp.tp_runner import TpRunner, joined_group
+from pdserve.engine.wake_up import WakeUp
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.core_share import CoreShare
 from pdserve.models.backend import CPU

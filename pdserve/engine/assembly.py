@@ -31,9 +31,10 @@ from pdserve.engine.sampling.pending_tokens import DeviceTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.output_collector import LaneRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
-from pdserve.engine.step_loop import StepLoop, WakeUp
+from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
+from pdserve.engine.wake_up import WakeUp
 from pdserve.grammars.compiling import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.memory import give_freed_memory_back

@@ -11,7 +11,6 @@ of the step before, and, while nothing but decoding is to be done, it launches t
 from __future__ import annotations
 
 import logging
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import LaneRecorder, OutputCollector
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.wake_up import WakeUp
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.machine.memory import REST_S
 from pdserve.wire.discovery import LinkCounts
@@ -144,25 +144,6 @@ class StepWatch:
             itl_target_s=self._target_s,
             parts=self._step_cost.parts,
         )
-
-
-class WakeUp:
-    """An eventfd that any thread or signal handler sets, and that the step loop polls and clears."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def set(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 class StepLoop:

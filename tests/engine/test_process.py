@@ -88,6 +88,12 @@ CONFIG = EngineConfig(
 )
 
 
+def test_torch_is_loaded_only_once_the_process_has_its_cores() -> None:
+    """torch sizes its threads by the cores that it finds, and until it is loaded, the start says so."""
+    program = "import sys, pdserve.engine.process; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(("switch", "sizes"), [(Switch.ON, [5]), (Switch.OFF, [1] * 5)])
 def test_the_setting_says_whether_a_step_is_one_message(switch: Switch, sizes: list[int], tmp_path: Path) -> None:
     launch = replace(CONFIG, stream=StreamConfig(batched_dispatch=switch))

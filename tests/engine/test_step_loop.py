@@ -27,7 +27,8 @@ from pdserve.engine.placement.placement import Placement
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
-from pdserve.engine.step_loop import NOT_FINITE, StepLoop, WakeUp
+from pdserve.engine.step_loop import NOT_FINITE, StepLoop
+from pdserve.engine.wake_up import WakeUp
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import (
