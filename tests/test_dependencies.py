@@ -78,7 +78,7 @@ def imports_of(path: Path) -> set[str]:
     ("folders", "extras"),
     [
         (["pdserve", "proxy", "kvtransfer", "kernels"], ["bench", "gpu", "otel"]),
-        (["benchmarks", "tests", "lab", "examples"], ["bench", "otel", "test"]),
+        (["benchmarks", "tests", "lab", "examples"], ["bench", "otel", "tokenizers", "test"]),
     ],
     ids=["packages", "tests"],
 )

@@ -147,5 +147,5 @@ def test_a_model_without_an_end_has_no_grammars(tmp_path: Path) -> None:
 def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ModelError, match=f"tokenizer in {tmp_path}"):
+    with pytest.raises(ModelError, match=rf"(tokenizer in {tmp_path}|{tmp_path} has no tokenizer\.json)"):
         load_vocabulary(tmp_path, [EOS])

@@ -78,7 +78,8 @@ def test_a_load_takes_the_weights_and_one_file_more(large_model: Path, ranks: in
     command = [sys.executable, "-c", LOAD, str(large_model), str(ranks - 1), str(ranks)]
     found = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     weights = 2 * sum(sizes) // ranks  # In fp32, each number takes twice what it takes in the files.
-    assert found < weights + max(sizes)
+    # What was read leaves the memory after every 64 MiB.
+    assert found < weights + max(sizes) + 64 * 2**20
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

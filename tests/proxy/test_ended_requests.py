@@ -131,6 +131,7 @@ async def test_a_client_that_leaves_leaves_nothing_for_the_collector(request_: b
 async def test_a_node_that_cannot_be_reached_leaves_nothing_for_the_collector() -> None:
     async with cluster() as running:
         await running.add(node_info("x", Role.MIXED, f"http://127.0.0.1:{free_port()}"))
+        before = left(NodeConnection)  # another proxy of this process may have some
         for _ in range(TIMES):
             assert b" 503 " in await ask(running.addresses.url, post(GOOD))
-        await eventually(lambda: not left(NodeConnection), "no connection is left")
+        await eventually(lambda: left(NodeConnection) <= before, "no connection is left")
