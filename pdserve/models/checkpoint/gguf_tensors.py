@@ -78,10 +78,7 @@ class GgufTensors:
 
     def unstack(self, name: str, names: Iterable[str]) -> None:
         """See ``weights.TensorFiles``."""
-        whole = self._tensors[name]
-        each = self.nbytes(name) // whole.shape[0]
-        for index, part in enumerate(names):
-            self._tensors[part] = replace(whole, shape=whole.shape[1:], offset=whole.offset + index * each)
+        self._tensors |= zip(names, _unstacked(self._path, name, self._tensors[name]), strict=True)
 
     def drop(self) -> None:
         """See ``weights.TensorFiles``."""
@@ -208,7 +205,7 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
             shape = _correction_shape(recipe, part)
             found[names[part]] = replace(tensor, shape=shape) if prod(shape) == prod(tensor.shape) else tensor
         elif part.endswith(PART_OF_EXPERTS) and part in names and len(tensor.shape) == 3:
-            for expert, each in enumerate(_unstacked(file, name, tensor)):
+            for expert, each in enumerate(_unstacked(file.path, name, tensor)):
                 found[f"{names[part].replace('{}', str(expert))}.{kind}"] = each
         elif part.endswith(".ffn_gate_inp_shexp") and len(tensor.shape) == 1:
             found[f"{names.get(part, part)}.{kind}"] = replace(tensor, shape=(1, *tensor.shape))
@@ -248,15 +245,15 @@ def _correction_shape(recipe: ModelRecipe, name: str) -> tuple[int, ...]:
     return part.correction_shape or (part.count,)
 
 
-def _unstacked(file: GgufFile, name: str, tensor: GgufTensor) -> Iterator[GgufTensor]:
+def _unstacked(path: Path, name: str, tensor: GgufTensor) -> Iterator[GgufTensor]:
     """Returns the tensor of each expert, of which the file has one after another. Raises ModelError."""
     count, *shape = tensor.shape
     try:
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
     except ValueError as exc:
-        raise ModelError(f"tensor {name!r} of {file.path} has the unknown number format {tensor.kind}") from exc
+        raise ModelError(f"tensor {name!r} of {path} has the unknown number format {tensor.kind}") from exc
     if shape[-1] % block:
-        raise ModelError(f"tensor {name!r} of {file.path} does not consist of whole blocks")
+        raise ModelError(f"tensor {name!r} of {path} does not consist of whole blocks")
     nbytes = prod(shape) // block * size
     for expert in range(count):
         yield replace(tensor, shape=tuple(shape), offset=tensor.offset + expert * nbytes)

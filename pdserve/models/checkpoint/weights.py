@@ -118,10 +118,7 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor that is left. Raises ModelError if it is missing."""
-        stored = self._left.get(name)
-        if stored is None:
-            raise ModelError(f"{self.path} has no tensor {name!r}")
-        return self._files.shape(stored)
+        return self._files.shape(self._stored(name))
 
     def take(self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL) -> torch.Tensor:
         """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
@@ -129,29 +126,17 @@ class Checkpoint:
         ``shape`` is what the configuration says of the complete tensor. ``columns`` is for tensors of two dimensions.
         Raises ModelError if the tensor is missing, was taken before, or has another shape.
         """
-        tensor = self.take_optional(name, shape, rows, columns)
-        if tensor is None:
-            raise ModelError(f"{self.path} has no tensor {name!r}")
-        return tensor
+        return self._loaded(self._claim(name, shape), rows, columns)
 
     def take_optional(
         self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL
     ) -> torch.Tensor | None:
         """Does what ``take`` does, and returns None for a tensor that is missing or was taken before."""
-        stored = self._left.get(name)
-        if stored is None:
-            return None
-        self._check_shape(name, stored, shape)
-        del self._left[name]
-        return self._loaded(stored, rows, columns)
+        return self.take(name, shape, rows, columns) if name in self._left else None
 
     def take_unread(self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: slice = ALL) -> UnreadWeight:
         """Does what ``take`` does for a tensor of two dimensions, which is read later."""
-        stored = self._left.get(name)
-        if stored is None:
-            raise ModelError(f"{self.path} has no tensor {name!r}")
-        self._check_shape(name, stored, shape)
-        del self._left[name]
+        stored = self._claim(name, shape)
         found = (_count(rows, shape[0]), _count(columns, shape[1]))
 
         def read() -> torch.Tensor:
@@ -163,11 +148,7 @@ class Checkpoint:
         self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: slice = ALL
     ) -> UnreadWeight:
         """Does what ``take_unread`` does for a weight of ``shape`` that is stored as ``[in, out]``."""
-        stored = self._left.get(name)
-        if stored is None:
-            raise ModelError(f"{self.path} has no tensor {name!r}")
-        self._check_shape(name, stored, shape[::-1])
-        del self._left[name]
+        stored = self._claim(name, shape[::-1])
         found = (_count(rows, shape[0]), _count(columns, shape[1]))
 
         def read() -> torch.Tensor:
@@ -206,11 +187,9 @@ class Checkpoint:
         not ``count`` parts.
         """
         names = [pattern.replace("{}", str(index)) for index in range(count)]
-        stored = self._left.get(name)
-        if stored is None:
-            if names[0] in self._left:
-                return
-            raise ModelError(f"{self.path} has no tensor {name!r}")
+        if name not in self._left and names[0] in self._left:
+            return
+        stored = self._stored(name)
         shape = self._files.shape(stored)
         if len(shape) < 2 or shape[0] != count:
             raise ModelError(
@@ -237,6 +216,23 @@ class Checkpoint:
         if self._reading.held >= DROPPED_AT:
             self._files.drop()
             self._reading.held = 0
+
+    def _stored(self, name: str) -> str:
+        """Returns the name in the files of a tensor that is left. Raises ModelError if it is missing."""
+        stored = self._left.get(name)
+        if stored is None:
+            raise ModelError(f"{self.path} has no tensor {name!r}")
+        return stored
+
+    def _claim(self, name: str, shape: tuple[int, ...]) -> str:
+        """Returns the name in the files of a tensor, which is not left afterwards.
+
+        Raises ModelError if the tensor is missing or has another shape.
+        """
+        stored = self._stored(name)
+        self._check_shape(name, stored, shape)
+        del self._left[name]
+        return stored
 
     def _check_shape(self, name: str, stored: str, shape: tuple[int, ...]) -> None:
         found = self._files.shape(stored)
