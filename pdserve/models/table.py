@@ -175,6 +175,12 @@ COMPOSITES: dict[str, Composite] = {
 """Models whose text part is served, if it has a recipe, by their ``model_type``."""
 
 
+def family_of(model_type: str, layer_types: object) -> str:
+    """Returns the family of a configuration with these two settings."""
+    # transformers, too, takes a Mistral whose file names kinds of layers for a Ministral.
+    return "ministral" if model_type == "mistral" and layer_types is not None else model_type
+
+
 def settings_from_json(family: str, text: bytes | msgspec.Raw) -> FamilySettings:
     """Reads a family's settings. Raises ModelError if one has a value that it cannot have."""
     try:

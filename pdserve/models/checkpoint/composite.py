@@ -13,7 +13,7 @@ import msgspec
 from pdserve.errors import ModelError
 from pdserve.models.families.settings import FamilySettings
 from pdserve.models.recipe import ModelRecipe
-from pdserve.models.table import COMPOSITES, FAMILIES, TEXT_PARTS, settings_from_values
+from pdserve.models.table import COMPOSITES, FAMILIES, TEXT_PARTS, family_of, settings_from_values
 
 RENAMED = (
     ("thinker.", ""),
@@ -52,10 +52,7 @@ def text_settings(text: bytes) -> tuple[str, FamilySettings]:
             part = msgspec.json.decode(text, type=dict[str, object]) | {"model_type": composite.text}
     except msgspec.DecodeError as exc:
         raise ModelError(str(exc)) from exc
-    family = str(part.get("model_type", composite.text))
-    if family == "mistral" and part.get("layer_types") is not None:
-        # transformers takes it for one, too.
-        family = "ministral"
+    family = family_of(str(part.get("model_type", composite.text)), part.get("layer_types"))
     if family not in FAMILIES | TEXT_PARTS:
         raise ModelError(f"its text part is a {family} model (text_config), which has no recipe")
     settings = settings_from_values(family, part)

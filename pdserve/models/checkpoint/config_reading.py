@@ -15,7 +15,7 @@ from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
 from pdserve.models.checkpoint.gguf_settings import gguf_recipe, gguf_settings
 from pdserve.models.checkpoint.model_files import refuse_unknown_quantisation
 from pdserve.models.families.settings import FamilySettings
-from pdserve.models.table import COMPOSITES, FAMILIES, settings_from_json
+from pdserve.models.table import COMPOSITES, FAMILIES, family_of, settings_from_json
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +100,11 @@ def _found(folder: Path) -> _Found | None:
         header = msgspec.json.decode(text, type=_Header)
     except (OSError, msgspec.DecodeError):
         return None
-    family = header.model_type
+    family = family_of(header.model_type or "", header.layer_types)
     if family in COMPOSITES:
         return _Found(family, text)
     if family not in FAMILIES or header.configuration_files is not None:
         return None
-    if family == "mistral" and header.layer_types is not None:
-        # transformers takes it for one, too.
-        family = "ministral"
     try:
         if settings_from_json(family, text).left_to_transformers():
             return None
