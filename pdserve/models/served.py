@@ -73,16 +73,17 @@ class ServedFamily:
 def served_families() -> list[ServedFamily]:
     """Returns a row for each family that has a recipe, by ``model_type``."""
     rows = []
-    for model_type, settings in sorted(FAMILIES.items()):
-        recipe = settings().recipe()
+    for model_type, family in sorted(FAMILIES.items()):
+        settings = family()
+        recipe = settings.recipe()
         gguf = [arch for arch, known in ARCHITECTURES.items() if model_type in known.families]
         row = ServedFamily(
             model_type,
             settings.models,
-            _joined(_attention(recipe.layers, settings().attention_cap())),
+            _joined(_attention(recipe.layers, settings.attention_cap())),
             _joined(word for part in _distinct(recipe.layers) for word in _feed_forward(part)),
             _joined(_norms(recipe.layers[0])),
-            _joined(_positions(recipe, settings().head_size())),
+            _joined(_positions(recipe, settings.head_size())),
             ("fp32", "bf16", *(f"GGUF {arch}" for arch in gguf)),
         )
         rows.append(row)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.models.recipe import NormOrder
-from pdserve.models.table import FAMILIES
 
 _NOTHING: Mapping[str, object] = {}
 
@@ -85,7 +84,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder2": Architecture("starcoder2"),
 }
 """What is known of each architecture, by the name that files have in ``general.architecture``."""
-ARCHITECTURES = {name: known for name, known in ARCHITECTURES.items() if known.family in FAMILIES}
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads",),
