@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -143,9 +144,12 @@ def test_a_model_without_an_end_has_no_grammars(tmp_path: Path) -> None:
         load_vocabulary(tmp_path, [])
 
 
-@pytest.mark.parametrize("content", [None, "no JSON", "{}"])
-def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "{} has no tokenizer.json"), ("no JSON", "tokenizer in {}"), ("{}", "tokenizer in {}")],
+)
+def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path, content: str | None, words: str) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ModelError, match=rf"(tokenizer in {tmp_path}|{tmp_path} has no tokenizer\.json)"):
+    with pytest.raises(ModelError, match=re.escape(words.format(tmp_path))):
         load_vocabulary(tmp_path, [EOS])

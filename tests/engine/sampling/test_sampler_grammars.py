@@ -67,7 +67,7 @@ EVERY_FIELD: dict[str, tuple[dict[str, Any], ...]] = {
     "prompt_logprobs": ({"prompt_logprobs": 1},),
     "grammar": ({"grammar": LETTERS},),
 }
-"""For each field of ``SamplingParams``, values with which few tokens and complete rows have to agree."""
+"""Few tokens and complete rows have to agree with these values, of which each field of ``SamplingParams`` has some."""
 WITHOUT_EFFECT = {"max_tokens", "prompt_logprobs", "grammar"}
 """The fields that change nothing about one token; of ``grammar``, the matcher has what does."""
 
