@@ -36,6 +36,26 @@ class DecodeTables:
     blocks: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StateRuns:
+    """The runs of a step's tokens, for layers that keep a state: int32 tensors on the device of the states.
+
+    Run ``i`` is the tokens ``starts[i]`` to ``starts[i + 1]`` of the step, which follow each other in one request. It
+    begins with the state in block ``sources[i]``, or with zeros if that is -1, and leaves the state after its last
+    token in block ``destinations[i]``, which no other run reads or writes; a run whose destination is -1 is padding: it
+    stores nothing, and its output is 0. Source and destination may be the same block.
+    """
+
+    starts: torch.Tensor
+    """``[runs + 1]``, from 0 to the number of tokens."""
+    sources: torch.Tensor
+    """``[runs]``"""
+    destinations: torch.Tensor
+    """``[runs]``"""
+    single: bool
+    """Whether every run has exactly one token."""
+
+
 class BlockFormat(enum.IntEnum):
     """A number format of weights in blocks, by the number that GGUF files give it.
 
