@@ -26,7 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from pdserve.errors import GrammarRefused, ModelError
 from pdserve.models.checkpoint.cached_tokenizer import read_tokenizer
-from pdserve.wire.sampling_params import JSON_WHITESPACE, Grammar, GrammarKind
+from pdserve.wire.sampling_params import JSON_WHITESPACE, STRUCTURE, Grammar, GrammarKind
 
 MAX_SYMBOLS: Final = 8_000
 """The symbols of a grammar's rules. A schema of some 2,000 required properties has so many. The time of a mask
@@ -178,6 +178,15 @@ def trouble(matcher: LLMatcher) -> str:
 
 
 def _source(grammar: Grammar) -> str:
+    own = _own_source(grammar)
+    if not grammar.before:
+        return own
+    part = {"lark_grammar": own} if grammar.kind is GrammarKind.LARK else msgspec.json.decode(own)["grammars"][0]
+    whole = [{"lark_grammar": grammar.before}, {**part, "name": STRUCTURE}]
+    return msgspec.json.encode({"grammars": whole}).decode()
+
+
+def _own_source(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             try:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, Final
 
+import msgspec
 from llguidance import LLTokenizer
 
 from pdserve.errors import GrammarRefused
@@ -57,7 +58,7 @@ def with_ends(grammar: Grammar, vocabulary: LLTokenizer) -> Grammar:
                 return grammar
     except (ValueError, RecursionError):
         return grammar
-    return grammar if text == grammar.text else Grammar(grammar.kind, text)
+    return grammar if text == grammar.text else msgspec.structs.replace(grammar, text=text)
 
 
 def _ended_parts(lark: str, vocabulary: LLTokenizer) -> Iterator[str]:

@@ -84,7 +84,7 @@ def _as_lark(grammar: Grammar) -> Grammar:
         raise GrammarRefused(str(exc)[:MAX_MESSAGE_CHARS] or type(exc).__name__) from exc
     if len(text) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the grammar has {len(text)} characters in Lark; at most {MAX_GRAMMAR_BYTES} are allowed")
-    return Grammar(GrammarKind.LARK, text)
+    return msgspec.structs.replace(grammar, text=text)
 
 
 def _refusal(grammar: Grammar, vocabulary: LLTokenizer) -> str:

@@ -38,11 +38,17 @@ class GrammarKind(enum.Enum):
     """A context-free grammar in llguidance's variant of Lark. Its first rule is named ``start``."""
 
 
-class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+STRUCTURE = "structure"
+"""The name under which the rules before a grammar refer to it, with an ``@``."""
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The grammar of an answer."""
 
     kind: GrammarKind
     text: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_BYTES)]
+    before: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
+    """Rules in Lark of the complete answer, of which the grammar is the part ``@structure``; empty if it is all."""
 
 
 class GrammarTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

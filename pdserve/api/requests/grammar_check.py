@@ -16,7 +16,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -74,6 +74,13 @@ class WantedGrammar:
     """The request's field that has it, for errors."""
     parts: Callable[[], Iterable[GrammarPart]] | None = None
     """Returns what the client has written of a grammar that this node has made."""
+
+    def within(self, before: str) -> WantedGrammar:
+        """Returns the same for an answer of which the grammar is one part, as the rules ``before`` say."""
+        if not before:
+            return self
+        grammar = msgspec.structs.replace(self.trial.grammar, before=before)
+        return replace(self, trial=msgspec.structs.replace(self.trial, grammar=grammar))
 
 
 @dataclass(slots=True)
