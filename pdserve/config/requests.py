@@ -52,6 +52,7 @@ class ToolFormat(enum.Enum):
     PYTHONIC = "pythonic"
     MISTRAL = "mistral"
     GEMMA = "gemma"
+    HARMONY = "harmony"
 
 
 class ReasoningFormat(enum.Enum):
@@ -63,6 +64,7 @@ class ReasoningFormat(enum.Enum):
     """No reasoning is looked for."""
     THINK = "think"
     MISTRAL = "mistral"
+    HARMONY = "harmony"
 
 
 @dataclass(frozen=True, slots=True)

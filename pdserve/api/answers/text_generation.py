@@ -32,7 +32,7 @@ from pdserve.api.generation.request_log import (
 )
 from pdserve.api.message.message_parser import MessageParser
 from pdserve.api.message.parts import CallPiece, MessageParts, Piece, joined
-from pdserve.api.message.reasoning import ReasoningTokens
+from pdserve.api.message.reasoning import TokenCount
 from pdserve.api.node.node_metrics import RequestMetrics
 from pdserve.control.journal import JournaledChoice
 from pdserve.errors import RequestError
@@ -170,7 +170,7 @@ class ChoiceText:
         parser: MessageParser | None = None,
         scores_only: bool = False,
         reports_end: bool = False,
-        reasoning: ReasoningTokens | None = None,
+        reasoning: TokenCount | None = None,
     ) -> None:
         """``shown_stop_ids`` are those of the stop tokens, ``stop_ids``, whose text belongs to the answer.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pdserve.api.call_grammars.harmony_form import before_structure, forced_calls, strict_calls
 from pdserve.api.call_grammars.python_form import gemma_form, pythonic_form
 from pdserve.api.call_grammars.rules import (
     SPACES,
@@ -185,12 +186,15 @@ def tool_grammar(
     ``special_id`` and ``is_text`` tell of the tokens that the vocabulary has for markers, as ``MarkerTokens`` says.
     Raises InvalidRequest if the functions take more bytes than a grammar may have.
     """
-    tools, make = reading.tools, _FORMS.get(reading.formats.calls)
+    tools = reading.tools
     functions = list(tools.callable.values())
-    if make is None or not (tools.forced or any(function.strict for function in functions)):
+    if reading.formats.calls is ToolFormat.NONE or not (tools.forced or any(one.strict for one in functions)):
         return None
     tokens = MarkerTokens(special_id, is_text)
-    form = make(functions, tokens, forced=tools.forced)
+    if reading.formats.calls is ToolFormat.HARMONY:
+        answer_of = forced_calls if tools.forced else strict_calls
+        return _grammar(answer_of(functions, prompt_ending, tokens, parallel=tools.parallel))
+    form = _FORMS[reading.formats.calls](functions, tokens, forced=tools.forced)
     markers, start = reading.formats.reasoning_markers, reading.formats.reasoning_start(prompt_ending)
     thinking = [] if markers is None or start is ReasoningStart.BEHIND else _thinking(markers, start, tokens)
     if tools.forced:
@@ -198,12 +202,27 @@ def tool_grammar(
     else:
         opening = markers.opening if markers is not None and start is ReasoningStart.BEFORE else None
         answer = list(_free_answer(form, opening, parallel=tools.parallel))
-    text = "\n".join([f"start: {'thinking ' if thinking else ''}answer", *thinking, *answer, *form.rules, ""])
+    return _grammar("\n".join([f"start: {'thinking ' if thinking else ''}answer", *thinking, *answer, *form.rules, ""]))
+
+
+def _grammar(text: str) -> Grammar:
     if len(text.encode()) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"'tools' that have to be called as they say may have {MAX_GRAMMAR_BYTES} bytes together", param="tools"
         )
     return Grammar(GrammarKind.LARK, text)
+
+
+def rules_before(
+    reading: AnswerReading, prompt_ending: str, special_id: SpecialId, is_text: TextToken = no_token
+) -> str:
+    """Returns the rules of what stands around the structure of an answer to a prompt that ends so, as in ``Grammar``.
+
+    They are empty if nothing does.
+    """
+    if not reading.formats.harmony:
+        return ""
+    return before_structure(prompt_ending, MarkerTokens(special_id, is_text))
 
 
 def _free_answer(form: CallForm, thinking: str | None, *, parallel: bool) -> Iterator[str]:

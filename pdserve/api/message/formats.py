@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.api.message.call_parser import CallParser
+from pdserve.api.message.harmony import LAST, MARKERS, HarmonyParser, is_harmony
 from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL, JsonCallParser
 from pdserve.api.message.python_calls import GEMMA, PYTHONIC, PythonCallParser
 from pdserve.api.message.reasoning import MISTRAL_THINK, THINK, ReasoningMarkers, ReasoningStart
 from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.api.message.xml_calls import QWEN_XML, XmlCallParser
 from pdserve.config import MessageConfig, ReasoningFormat, ToolFormat
+from pdserve.errors import ConfigError
 
 _CALL_MARKERS = {
     ToolFormat.HERMES: HERMES,
@@ -39,8 +41,20 @@ class MessageFormats:
     @property
     def call_markers(self) -> tuple[str, ...]:
         """The texts that a parser of calls has to see, though a vocabulary may have them as special tokens."""
+        if self.harmony:
+            return MARKERS
         markers = _CALL_MARKERS.get(self.calls)
         return () if markers is None else markers.all
+
+    @property
+    def harmony(self) -> bool:
+        """Whether answers are messages with channels, which one parser takes apart."""
+        return self.calls is ToolFormat.HARMONY or self.reasoning is ReasoningFormat.HARMONY
+
+    @property
+    def last_markers(self) -> tuple[str, ...]:
+        """The texts of tokens that end an answer, though the model's configuration may not say so."""
+        return LAST if self.harmony else ()
 
     @property
     def short_call_ids(self) -> bool:
@@ -64,6 +78,15 @@ class MessageFormats:
                 return PythonCallParser(_CALL_MARKERS[self.calls], tools, parallel=parallel)
         return None
 
+    def harmony_parser(self, tools: Mapping[str, ToolSchema], prompt: str, *, parallel: bool) -> HarmonyParser:
+        """Returns a new parser for one answer to a prompt that is, or ends with, ``prompt``."""
+        return HarmonyParser(
+            tools if self.calls is ToolFormat.HARMONY else {},
+            prompt,
+            parallel=parallel,
+            separates_reasoning=self.reasoning is ReasoningFormat.HARMONY,
+        )
+
     def reasoning_start(self, prompt: str) -> ReasoningStart:
         """Returns where an answer begins whose prompt is, or ends with, ``prompt``."""
         markers, prompt = self.reasoning_markers, prompt.rstrip()
@@ -76,15 +99,29 @@ NO_FORMATS = MessageFormats(ToolFormat.NONE, ReasoningFormat.NONE)
 
 
 def formats_of(template: str, config: MessageConfig) -> MessageFormats:
-    """Returns the formats that the settings name. Where they say ``auto``, the chat template tells."""
+    """Returns the formats that the settings name. Where they say ``auto``, the chat template tells.
+
+    Raises ConfigError for two formats that no answer can have together.
+    """
     calls, reasoning = config.tool_parser, config.reasoning_parser
-    return MessageFormats(
+    formats = MessageFormats(
         _call_format(template) if calls is ToolFormat.AUTO else calls,
         _reasoning_format(template) if reasoning is ReasoningFormat.AUTO else reasoning,
     )
+    if formats.harmony and not (
+        formats.calls in (ToolFormat.HARMONY, ToolFormat.NONE)
+        and formats.reasoning in (ReasoningFormat.HARMONY, ReasoningFormat.NONE)
+    ):
+        raise ConfigError(
+            "Harmony is a format of complete answers: with 'harmony' as --tool-parser or --reasoning-parser, "
+            f"the other one can only be 'harmony' or 'none', and not {formats.label}"
+        )
+    return formats
 
 
 def _call_format(template: str) -> ToolFormat:
+    if is_harmony(template):
+        return ToolFormat.HARMONY
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL
     if "<function=" in template and "<parameter=" in template:
@@ -101,6 +138,8 @@ def _call_format(template: str) -> ToolFormat:
 
 
 def _reasoning_format(template: str) -> ReasoningFormat:
+    if is_harmony(template):
+        return ReasoningFormat.HARMONY
     if "</think>" in template:
         return ReasoningFormat.THINK
     if "[/THINK]" in template or "[THINK]" in template:

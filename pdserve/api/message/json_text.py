@@ -54,6 +54,9 @@ class _Want(enum.Enum):
     NOTHING = enum.auto()
 
 
+_IN_STRING = (_Want.STRING, _Want.ESCAPE, _Want.HEX)
+
+
 class JsonText:
     """A JSON object, list or string, as far as its characters have come."""
 
@@ -76,6 +79,10 @@ class JsonText:
     @property
     def over(self) -> bool:
         return self._want is _Want.NOTHING
+
+    @property
+    def in_string(self) -> bool:
+        return self._want in _IN_STRING
 
     def add(self, char: str) -> str | None:
         """Takes the next character. Returns what JSON has for it, which may come with a later one.

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from pdserve.api.message.call_parser import CallParser
 from pdserve.api.message.parts import CallPiece, MessageParts, PartsBuilder
 from pdserve.api.message.reasoning import ReasoningParser
 
 SLICE = 4_096
 """How many characters are read at once. A parser moves what it has not read yet with each step that it takes."""
+
+
+class PartsParser(Protocol):
+    """Takes what is no reasoning apart, or all of an answer in a format that has reasoning anywhere."""
+
+    calls: int
+    """How many calls have begun."""
+
+    @property
+    def unread(self) -> int:
+        """How many of the last characters it has not taken yet."""
+
+    @property
+    def undecided(self) -> int:
+        """How many of the last characters may still become content."""
+
+    def add(self, text: str, parts: PartsBuilder) -> None:
+        """Tells ``parts`` what ``text`` adds to the message."""
+
+    def finish(self, parts: PartsBuilder) -> None:
+        """Tells ``parts`` what was held back, when no more text follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +62,7 @@ class MessageParser:
     def __init__(
         self,
         reasoning: ReasoningParser | None,
-        calls: CallParser | None,
+        calls: PartsParser | None,
         *,
         show_reasoning: bool = True,
         tells_calls: bool = True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pdserve.api.message.call_parser import MAX_BLANK, begins, find_marker
 from pdserve.api.message.parts import PartsBuilder
@@ -134,6 +135,15 @@ class _Phase(enum.Enum):
     """The opening marker may come."""
     INSIDE = "inside"
     OVER = "over"
+
+
+class TokenCount(Protocol):
+    """Counts the tokens with which an answer thinks."""
+
+    count: int
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Takes the next tokens of the answer."""
 
 
 class ReasoningTokens:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pdserve.api.message.formats import NO_FORMATS, MessageFormats
+from pdserve.api.message.harmony import HarmonyReasoningTokens
 from pdserve.api.message.message_parser import MessageParser
-from pdserve.api.message.reasoning import ReasoningParser, ReasoningTokens
+from pdserve.api.message.reasoning import ReasoningParser, ReasoningTokens, TokenCount
 from pdserve.api.requests.openai_request import ChatRequest, GenerationRequest
 from pdserve.api.requests.tools import NO_TOOLS, ToolUse, tool_use
 from pdserve.config import ReasoningFormat, ToolFormat
@@ -33,6 +34,9 @@ class AnswerReading:
     def parser(self, prompt_ending: str) -> MessageParser | None:
         """Returns a new parser for one answer to a prompt that ends so; None if all of the answer is content."""
         formats, tools = self.formats, self.tools
+        if formats.harmony:
+            whole = formats.harmony_parser(tools.callable, prompt_ending, parallel=tools.parallel)
+            return MessageParser(None, whole, show_reasoning=self.show_reasoning, tells_calls=not tools.named)
         calls = formats.call_parser(tools.callable, parallel=tools.parallel)
         markers = formats.reasoning_markers
         reasoning = None if markers is None else ReasoningParser(markers, formats.reasoning_start(prompt_ending))
@@ -40,8 +44,11 @@ class AnswerReading:
             return None
         return MessageParser(reasoning, calls, show_reasoning=self.show_reasoning, tells_calls=not tools.named)
 
-    def reasoning_tokens(self, prompt_ending: str, token_bytes: Callable[[int], bytes]) -> ReasoningTokens | None:
+    def reasoning_tokens(self, prompt_ending: str, token_bytes: Callable[[int], bytes]) -> TokenCount | None:
         """Returns a new count of the tokens with which one answer thinks; None if none of them does."""
+        if self.formats.reasoning is ReasoningFormat.HARMONY:
+            parser = self.formats.harmony_parser(self.tools.callable, prompt_ending, parallel=self.tools.parallel)
+            return HarmonyReasoningTokens(parser, token_bytes)
         markers = self.formats.reasoning_markers
         if markers is None:
             return None
@@ -56,12 +63,15 @@ def answer_reading(request: GenerationRequest, formats: MessageFormats, *, struc
     if not isinstance(request, ChatRequest):
         return AnswerReading()
     tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
-    if not tools.callable:
-        formats = replace(formats, calls=ToolFormat.NONE)
-    elif tools.forced and formats.calls is ToolFormat.NONE:
+    if tools.forced and formats.calls is ToolFormat.NONE:
         raise InvalidRequest(
             "this server reads no tool calls: 'tool_choice' can only be 'none' or 'auto'", param="tool_choice"
         )
+    if formats.harmony:
+        # Every answer has its markers. A grammar is that of its last message.
+        return AnswerReading(formats, tools, show_reasoning=request.include_reasoning is not False)
+    if not tools.callable:
+        formats = replace(formats, calls=ToolFormat.NONE)
     if structured and not tools.forced:
         # The grammar has no place for reasoning, also where the prompt begins it.
         formats = replace(formats, reasoning=ReasoningFormat.NONE)

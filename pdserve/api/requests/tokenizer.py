@@ -114,6 +114,11 @@ class Tokenizer:
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self._special_ids else None
 
+    def added_id(self, text: str) -> int | None:
+        """Returns the id of the added token, special or not, that is written like ``text``; None if there is none."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._special_ids or text in self._added_texts else None
+
     def is_text_token(self, text: str) -> bool:
         """Returns whether an added token, but no special one, is written like ``text``."""
         return text in self._added_texts

@@ -18,7 +18,7 @@ from pdserve.api.answers.answer import CompleteAnswer, OpenAiAnswers, complete_a
 from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerOptions, PlainChoices
 from pdserve.api.answers.stop_strings import ContentStops, Stops, StopStrings, StopTable
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta, TextGeneration
-from pdserve.api.call_grammars.tool_grammar import tool_grammar
+from pdserve.api.call_grammars.tool_grammar import rules_before, tool_grammar
 from pdserve.api.dialects.dialect_answers import DialectParser, MessagesAnswers, ResponsesAnswers
 from pdserve.api.dialects.dialect_request import MESSAGES_NAMES, RESPONSES_NAMES, TranslatedChat, in_own_names, own_name
 from pdserve.api.dialects.messages_request import MessagesRequest, chat_of_messages, unheeded_fields_of_messages
@@ -318,8 +318,13 @@ class CompletionRoute(Generic[R]):
             resume_texts(texts, journal, logprobs=body.wanted_logprobs is not None)
         wanted = {number for number, text in texts.items() if not text.stopped}
         calls = tool_grammar(reading, prompts[0].ending, tokenizer.special_id, tokenizer.is_text_token)
-        submits = _submits(body, prompts, bad_words, admitted.answer.id, wanted, journal)
-        grammar = structure if calls is None else wanted_calls(calls, reading.tools, structure)
+        ends = _ending_ids(body, reading, tokenizer)
+        submits = _submits(body, prompts, bad_words, ends, admitted.answer.id, wanted, journal)
+        if calls is None:
+            around = rules_before(reading, prompts[0].ending, tokenizer.special_id, tokenizer.is_text_token)
+            grammar = None if structure is None else structure.within(around)
+        else:
+            grammar = wanted_calls(calls, reading.tools, structure)
         reasoning = _reasoning_of_ended(body, prompts, tokenizer, journal, reading)
         return PreparedRequest(parsed, prompts, texts, submits, journal, resumed, grammar, reasoning)
 
@@ -626,16 +631,27 @@ def _reasoning_of_ended(
     return total
 
 
+def _ending_ids(body: GenerationRequest, reading: AnswerReading, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end an answer because of its format."""
+    if body.ignore_eos:
+        return ()
+    found = (tokenizer.added_id(text) for text in reading.formats.last_markers)
+    return tuple(token_id for token_id in found if token_id is not None)
+
+
 def _submits(
     body: GenerationRequest,
     prompts: Sequence[Prompt],
     bad_words: TokenRuns,
+    ends: tuple[int, ...],
     answer_id: bytes,
     wanted: Container[int],
     journal: Journal,
 ) -> list[PromptChoices]:
     """Returns the prompts that have any of the choices whose numbers are ``wanted``."""
     common = sampling_params(body, 0, 1, bad_words)
+    if ends:
+        common = msgspec.structs.replace(common, stop_token_ids=tuple(dict.fromkeys((*common.stop_token_ids, *ends))))
     submits = []
     for number, prompt in enumerate(prompts):
         choices = tuple(

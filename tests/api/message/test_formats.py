@@ -7,6 +7,7 @@ import pytest
 from pdserve.api.message.formats import MessageFormats, formats_of
 from pdserve.api.message.reasoning import ReasoningStart
 from pdserve.config import MessageConfig, ReasoningFormat, ToolFormat
+from pdserve.errors import ConfigError
 
 TEMPLATES = {
     'return a json object within <tool_call></tool_call>: {"name": <function-name>}': ToolFormat.HERMES,
@@ -48,3 +49,16 @@ def test_the_form_of_reasoning() -> None:
 def test_the_prompt_says_where_the_answer_begins(prompt: str, start: ReasoningStart) -> None:
     assert MessageFormats(ToolFormat.NONE, ReasoningFormat.THINK).reasoning_start(prompt) is start
     assert MessageFormats(ToolFormat.NONE, ReasoningFormat.NONE).reasoning_start(prompt) is ReasoningStart.BEFORE
+
+
+HARMONY = "{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}"
+
+
+def test_harmony_is_a_format_of_reasoning_and_calls() -> None:
+    assert formats_of(HARMONY, MessageConfig()) == MessageFormats(ToolFormat.HARMONY, ReasoningFormat.HARMONY)
+    none = formats_of(HARMONY, MessageConfig(reasoning_parser=ReasoningFormat.NONE))
+    assert none == MessageFormats(ToolFormat.HARMONY, ReasoningFormat.NONE)
+    assert not formats_of(HARMONY, MessageConfig(ToolFormat.NONE, ReasoningFormat.NONE)).harmony
+    for config in (MessageConfig(ToolFormat.HERMES), MessageConfig(reasoning_parser=ReasoningFormat.THINK)):
+        with pytest.raises(ConfigError, match="Harmony is a format of complete answers"):
+            formats_of(HARMONY, config)

@@ -26,7 +26,6 @@ TOOLS = {
     "get_weather": ToolSchema("get_weather"),
     "-1.a": ToolSchema("-1.a"),
 }
-FORMATS = [form for form in ToolFormat if form not in (ToolFormat.AUTO, ToolFormat.NONE)]
 
 
 def parser(form: ToolFormat, *, reasoning: bool = False, parallel: bool = True) -> MessageParser:
@@ -105,6 +104,7 @@ GOOD: dict[ToolFormat, dict[str, list[Call]]] = {
     },
     ToolFormat.GEMMA: {'```tool_code\nf(text="x")\nf()\n```': [PLAIN, EMPTY], '[f(text="\\u0078")]': [PLAIN]},
 }
+FORMATS = [*GOOD]
 TEXT_SCHEMAS: dict[str, Any] = {"plain": {"type": "string"}, "dated": {"type": "string", "format": "date"}, "any": {}}
 CASES = [(form, text) for form, texts in GOOD.items() for text in texts]
 
