@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdserve.api.message.harmony import is_harmony
 from pdserve.api.message.json_text import as_object
+from pdserve.api.requests.harmony_messages import check_effort, described, harmony_messages
 from pdserve.api.requests.openai_request import ChatRequest, TokenizeRequest
 from pdserve.api.requests.tools import Tool, tool_use
 from pdserve.errors import InvalidRequest
@@ -62,13 +64,16 @@ def render_chat(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, cr
     messages = plain_messages(request.messages or [])
     check_roles(messages, tokenizer.chat_template)
     tools = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls).shown
-    if "developer" not in tokenizer.chat_template:
+    shown = [_shown(tool) for tool in tools]
+    if is_harmony(tokenizer.chat_template):
+        messages, shown = harmony_messages(messages), [described(tool) for tool in shown]
+    elif "developer" not in tokenizer.chat_template:
         messages = without_developer(messages)
     if "tools" not in tokenizer.chat_template:
         messages = spelled_out(messages, tools)
     return tokenizer.render_chat(
         messages,
-        tools=[_shown(tool) for tool in tools],
+        tools=shown,
         add_generation_prompt=generation_prompt,
         continue_final_message=continued,
         created=created,
@@ -87,9 +92,13 @@ def check_roles(messages: Sequence[Mapping[str, Any]], template: str) -> None:
 
 
 def template_kwargs(request: ChatRequest | TokenizeRequest, template: str) -> dict[str, Any]:
-    """Returns the variables that the template gets beside the conversation."""
+    """Returns the variables that the template gets beside the conversation. Raises InvalidRequest."""
     given = dict(request.chat_template_kwargs or {})
     effort = request.reasoning_effort
+    if is_harmony(template):
+        variables = given if effort is None else {"reasoning_effort": effort, **given}
+        check_effort(variables, given)
+        return variables
     if effort is None:
         return given
     if "reasoning_effort" in template:

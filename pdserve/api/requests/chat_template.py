@@ -45,7 +45,7 @@ RESERVED = frozenset(
 )
 """The names that mean something to ``apply_chat_template``. A request gives its template no variables of these."""
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names under which messages bring reasoning. Templates read the first, and some the second."""
 _END = "THE_MESSAGE_ENDS_HERE_FOR_NOW "
 """Stands behind a message that is to be continued. What the template puts behind it is cut off."""
@@ -133,7 +133,7 @@ def _before_end(text: str, final: str) -> str:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
