@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
-
-import tokenizers
 
 from pdserve.api.message.harmony import MARKERS
 
@@ -52,10 +51,18 @@ TEMPLATE = """\
 
 
 def save_harmony_model(source: Path, folder: Path) -> Path:
-    """Copies the tokenizer in ``source`` to ``folder`` and adds Harmony's tokens and template. Returns the folder."""
+    """Copies the tokenizer in ``source`` to ``folder`` with Harmony's tokens and template. Returns the folder.
+
+    Special tokens of the model that no test needs get their names, so that no id is beyond the model's vocabulary.
+    """
     shutil.copytree(source, folder)
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in MARKERS])
-    backend.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer.json"
+    state = json.loads(path.read_text())
+    unused = [token for token in state["added_tokens"] if token["special"]][-len(MARKERS) :]
+    for token, text in zip(unused, MARKERS, strict=True):
+        del state["model"]["vocab"][token["content"]]
+        state["model"]["vocab"][text] = token["id"]
+        token["content"] = text
+    path.write_text(json.dumps(state))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
