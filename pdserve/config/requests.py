@@ -52,6 +52,7 @@ class ToolFormat(enum.Enum):
     PYTHONIC = "pythonic"
     MISTRAL = "mistral"
     GEMMA = "gemma"
+    GEMMA4 = "gemma4"
     HARMONY = "harmony"
 
 
@@ -64,6 +65,7 @@ class ReasoningFormat(enum.Enum):
     """No reasoning is looked for."""
     THINK = "think"
     MISTRAL = "mistral"
+    GEMMA4 = "gemma4"
     HARMONY = "harmony"
 
 

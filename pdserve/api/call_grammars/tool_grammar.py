@@ -28,6 +28,7 @@ from pdserve.api.call_grammars.rules import (
     triggers_of,
 )
 from pdserve.api.call_grammars.schema_parts import Member, SchemaParts, argument_schema, members
+from pdserve.api.message.gemma4_calls import GEMMA4
 from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL
 from pdserve.api.message.reasoning import ReasoningMarkers, ReasoningStart
 from pdserve.api.message.tool_schemas import PlainString, SchemaKinds, ToolSchema
@@ -131,6 +132,21 @@ def hermes_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bo
     return tagged_form(HERMES, _json_rules(tools, "arguments", forced=forced), tokens)
 
 
+def gemma4_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
+    """Returns the form of Gemma 4's calls, with JSON as their arguments, which the parser reads as well."""
+    opening, closing = marker(GEMMA4.openings[0], tokens), marker(GEMMA4.closing, tokens)
+    book = RuleBook()
+    parts = ((tool, SchemaParts(argument_schema(tool, forced=forced), lenient=not tool.strict)) for tool in tools)
+    book.define("call", " | ".join(f"{quoted(f'call:{tool.name}')} {part.whole()}" for tool, part in parts))
+    return CallForm(
+        tuple(book.lines),
+        triggers_of(GEMMA4.openings, tokens, in_letters=True),
+        opening,
+        between=f"{closing} {opening}",
+        closing=closing,
+    )
+
+
 def llama_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
     return CallForm(
         _json_rules(tools, "parameters", forced=forced),
@@ -175,6 +191,7 @@ _FORMS = {
     ToolFormat.PYTHONIC: pythonic_form,
     ToolFormat.MISTRAL: mistral_form,
     ToolFormat.GEMMA: gemma_form,
+    ToolFormat.GEMMA4: gemma4_form,
 }
 
 
@@ -260,7 +277,10 @@ def _head(name: str, text: str, form: CallForm) -> Iterator[str]:
 
 def _thinking(markers: ReasoningMarkers, start: ReasoningStart, tokens: MarkerTokens) -> list[str]:
     """Returns the rules of reasoning, which may have any text but its end."""
-    opening, closing = marker(markers.opening, tokens), marker(markers.closing, tokens)
+    opening, begin, closing = (marker(text, tokens) for text in (markers.opening, *markers.tokens))
+    if opening == quoted(markers.opening) and begin != quoted(markers.tokens[0]):
+        # The vocabulary has a token for its beginning alone.
+        opening = f"{begin} {quoted(markers.opening.removeprefix(markers.tokens[0]))}"
     if closing == quoted(markers.closing):
         thoughts = [f"thoughts[suffix={closing}]: /(?s:.*)/"]
     else:

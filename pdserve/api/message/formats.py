@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.api.message.call_parser import CallParser
+from pdserve.api.message.gemma4_calls import GEMMA4, Gemma4CallParser
 from pdserve.api.message.harmony import LAST, MARKERS, HarmonyParser, is_harmony
 from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL, JsonCallParser
 from pdserve.api.message.python_calls import GEMMA, PYTHONIC, PythonCallParser
-from pdserve.api.message.reasoning import MISTRAL_THINK, THINK, ReasoningMarkers, ReasoningStart
+from pdserve.api.message.reasoning import GEMMA4_THINK, MISTRAL_THINK, THINK, ReasoningMarkers, ReasoningStart
 from pdserve.api.message.tool_schemas import ToolSchema
 from pdserve.api.message.xml_calls import QWEN_XML, XmlCallParser
 from pdserve.config import MessageConfig, ReasoningFormat, ToolFormat
@@ -22,8 +23,13 @@ _CALL_MARKERS = {
     ToolFormat.PYTHONIC: PYTHONIC,
     ToolFormat.MISTRAL: MISTRAL,
     ToolFormat.GEMMA: GEMMA,
+    ToolFormat.GEMMA4: GEMMA4,
 }
-_REASONING_MARKERS = {ReasoningFormat.THINK: THINK, ReasoningFormat.MISTRAL: MISTRAL_THINK}
+_REASONING_MARKERS = {
+    ReasoningFormat.THINK: THINK,
+    ReasoningFormat.MISTRAL: MISTRAL_THINK,
+    ReasoningFormat.GEMMA4: GEMMA4_THINK,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,8 @@ class MessageFormats:
                 return XmlCallParser(tools, parallel=parallel)
             case ToolFormat.PYTHONIC | ToolFormat.GEMMA:
                 return PythonCallParser(_CALL_MARKERS[self.calls], tools, parallel=parallel)
+            case ToolFormat.GEMMA4:
+                return Gemma4CallParser(tools, parallel=parallel)
         return None
 
     def harmony_parser(self, tools: Mapping[str, ToolSchema], prompt: str, *, parallel: bool) -> HarmonyParser:
@@ -122,6 +130,8 @@ def formats_of(template: str, config: MessageConfig) -> MessageFormats:
 def _call_format(template: str) -> ToolFormat:
     if is_harmony(template):
         return ToolFormat.HARMONY
+    if GEMMA4.openings[0] in template:
+        return ToolFormat.GEMMA4
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL
     if "<function=" in template and "<parameter=" in template:
@@ -140,6 +150,8 @@ def _call_format(template: str) -> ToolFormat:
 def _reasoning_format(template: str) -> ReasoningFormat:
     if is_harmony(template):
         return ReasoningFormat.HARMONY
+    if GEMMA4_THINK.opening_token in template:
+        return ReasoningFormat.GEMMA4
     if "</think>" in template:
         return ReasoningFormat.THINK
     if "[/THINK]" in template or "[THINK]" in template:

@@ -20,10 +20,18 @@ class ReasoningMarkers:
 
     opening: str
     closing: str
+    opening_token: str = ""
+    """The beginning of ``opening`` for which a vocabulary may have a token; empty if that is all of it."""
+
+    @property
+    def tokens(self) -> tuple[str, str]:
+        """The texts for which a vocabulary may have tokens."""
+        return self.opening_token or self.opening, self.closing
 
 
 THINK = ReasoningMarkers("<think>", "</think>")
 MISTRAL_THINK = ReasoningMarkers("[THINK]", "[/THINK]")
+GEMMA4_THINK = ReasoningMarkers("<|channel>thought", "<channel|>", "<|channel>")
 
 
 class ReasoningStart(enum.Enum):

@@ -28,7 +28,7 @@ class AnswerReading:
     def markers(self) -> frozenset[str]:
         """The texts that the parsers have to see, though a vocabulary may have them as special tokens."""
         reasoning = self.formats.reasoning_markers
-        thinking = () if reasoning is None else (reasoning.opening, reasoning.closing)
+        thinking = () if reasoning is None else reasoning.tokens
         return frozenset((*thinking, *self.formats.call_markers))
 
     def parser(self, prompt_ending: str) -> MessageParser | None:

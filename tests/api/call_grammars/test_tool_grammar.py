@@ -16,6 +16,7 @@ from llguidance import LLTokenizer
 from pdserve.api.call_grammars.tool_grammar import tool_grammar
 from pdserve.api.message.formats import MessageFormats
 from pdserve.api.message.parts import joined
+from pdserve.api.message.reasoning import GEMMA4_THINK, THINK
 from pdserve.api.requests.answer_reading import AnswerReading
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.api.requests.tools import FunctionReference, NamedToolChoice, Tools, tool_use
@@ -48,15 +49,18 @@ WRITTEN = {
     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=f_>\n</function>\n</tool_call>",
     ToolFormat.PYTHONIC: '[f(a=1, b="x\\"y"), f_()]',
     ToolFormat.GEMMA: '```tool_code\nf(a=1, b="x\\"y")\nf_()\n```',
+    ToolFormat.GEMMA4: '<|tool_call>call:f{"a": 1, "b": "x\\"y"}<tool_call|><|tool_call>call:f_{}<tool_call|>',
 }
 BAD = {'"a": 1': '"a": 3', "a=1": "a=3", "a>\n1": "a>\n3"}
 """What makes calls wrong by their schema, in each form."""
-UNNAMED = {'{"name": "f"': '{"name": "g"', "f(a": "g(a", "=f>": "=g>"}
+UNNAMED = {'{"name": "f"': '{"name": "g"', "f(a": "g(a", "=f>": "=g>", "call:f{": "call:g{"}
 THOUGHTS = {
     (ReasoningFormat.NONE, ""): "",
     (ReasoningFormat.THINK, ""): "<think>\nf or <tool_call>?\n</think>\n\n",
     (ReasoningFormat.THINK, "<think>\n"): "f or <tool_call>?</think>",
     (ReasoningFormat.THINK, "</think>\n\n"): "",
+    (ReasoningFormat.GEMMA4, ""): "<|channel>thought\nf or <tool_call>?\n<channel|>",
+    (ReasoningFormat.GEMMA4, "<|channel>thought\n<channel|>"): "",
 }
 """What an answer may begin with, by the format of its reasoning and the end of its prompt."""
 
@@ -128,7 +132,7 @@ MARKERS = sorted(
     {
         marker
         for form in WRITTEN
-        for marker in (*MessageFormats(form, ReasoningFormat.NONE).call_markers, "<think>", "</think>")
+        for marker in (*MessageFormats(form, ReasoningFormat.NONE).call_markers, *THINK.tokens, *GEMMA4_THINK.tokens)
     }
 )
 
@@ -148,14 +152,19 @@ def marked(
 
 @pytest.mark.parametrize("form", WRITTEN, ids=str)
 @pytest.mark.parametrize("choice", ["required", "auto", "f"])
-@pytest.mark.parametrize("thought", ["", "<think>\nf or f_?\n</think>\n\n"], ids=["", "thinking"])
+@pytest.mark.parametrize(
+    "thought",
+    ["", "<think>\nf or f_?\n</think>\n\n", "<|channel>thought\nf or f_?\n<channel|>"],
+    ids=["", "thinking", "in a channel"],
+)
 def test_the_token_that_a_model_has_for_a_marker_is_the_marker(
     form: ToolFormat, choice: str, thought: str, marked: tuple[Tokenizer, LLTokenizer]
 ) -> None:
     """Whether the tokeniser says that it is a special one or not."""
     tokenizer, vocabulary = marked
     named = NamedToolChoice(FunctionReference("f"))
-    asked = reading(form, ReasoningFormat.THINK, named if choice == "f" else choice)
+    thinks = ReasoningFormat.GEMMA4 if thought.startswith("<|channel>") else ReasoningFormat.THINK
+    asked = reading(form, thinks, named if choice == "f" else choice)
     text = WRITTEN[form]
     if choice == "f":
         text = {
@@ -163,6 +172,7 @@ def test_the_token_that_a_model_has_for_a_marker_is_the_marker(
             ToolFormat.MISTRAL: text.partition(', {"name": "f_"')[0] + "]",
             ToolFormat.PYTHONIC: text.partition(", f_")[0] + "]",
             ToolFormat.GEMMA: text.replace("f_()\n", ""),
+            ToolFormat.GEMMA4: text.partition("<|tool_call>call:f_")[0],
         }.get(form, text.partition("\n<tool_call>\n<function=f_>")[0].partition('\n<tool_call>\n{"name": "f_"')[0])
     if form is ToolFormat.MISTRAL:  # the vocabulary has [ARGS]
         text = '[TOOL_CALLS]f[ARGS]{"a": 1, "b": "x\\"y"}'

@@ -17,6 +17,7 @@ TEMPLATES = {
     "[func_name1(params_name1=params_value1)]": ToolFormat.PYTHONIC,
     "{{ '[TOOL_CALLS]' }}": ToolFormat.MISTRAL,
     "{{ '<start_of_turn>' + role }}": ToolFormat.GEMMA,
+    "{{ '<|tool_call>call:' + function.name }}": ToolFormat.GEMMA4,
     "{{ message.content }}": ToolFormat.HERMES,
 }
 
@@ -34,6 +35,7 @@ def test_the_form_of_reasoning() -> None:
 
     assert form("{{ content.split('</think>')[-1] }}") is ReasoningFormat.THINK
     assert form("[THINK]Your thoughts[/THINK]") is ReasoningFormat.MISTRAL
+    assert form("{{ '<|channel>thought\n' + message.reasoning }}") is ReasoningFormat.GEMMA4
     assert form("{{ content }}") is ReasoningFormat.NONE
 
 

@@ -102,6 +102,14 @@ GOOD: dict[ToolFormat, dict[str, list[Call]]] = {
         f"[get_weather(**{ARGS}), f(text='x', **{{}})]": [WEATHER, PLAIN],
         '[-1.a(text="x"), get_weather(days=-.5e1)]': [("-1.a", {"text": "x"}), ("get_weather", {"days": -5.0})],
     },
+    ToolFormat.GEMMA4: {
+        '<|tool_call>call:get_weather{city:<|"|>Köln "am" Rhein<|"|>,days:3,deep:{a:[1,{b:null}],c:true}}<tool_call|>'
+        '<|tool_call>call:f{text:<|"|>x<|"|>}<tool_call|>': [WEATHER, PLAIN],
+        f"<|tool_call>call:get_weather{ARGS}<tool_call|>": [WEATHER],
+        '<|tool_call>call:f{}<tool_call|>\n<|tool_call> call:get_weather{city:<|"|></parameter><|"|>, '
+        'deep:[<|"|>a</parameter>\n<<|"|>,{"b":<|"|>\\<|"|>},],}': [EMPTY, TAGGED],
+        "<|tool_call>call:f{text:x}": [PLAIN],
+    },
     ToolFormat.GEMMA: {'```tool_code\nf(text="x")\nf()\n```': [PLAIN, EMPTY], '[f(text="\\u0078")]': [PLAIN]},
 }
 FORMATS = [*GOOD]
@@ -219,6 +227,7 @@ def test_an_unwrapped_call_is_one_of_a_function_of_the_request(text: str) -> Non
         (ToolFormat.PYTHONIC, f"[f(text={EXACT})]"),
         (ToolFormat.QWEN_XML, f"<tool_call><function=get_weather><parameter=text>{EXACT}</parameter></function>"),
         (ToolFormat.HERMES, '<tool_call>{"name": "f", "arguments": {"text": ' + EXACT + "}}"),
+        (ToolFormat.GEMMA4, "<|tool_call>call:f{text:" + EXACT + "}"),
     ],
 )
 def test_no_digit_of_a_number_is_lost(form: ToolFormat, text: str) -> None:
@@ -295,6 +304,7 @@ FRAGMENTS = [
     BROKEN,
     *("<function=g>", "null", "No"),
     *(text for _, text in CASES),
+    *("<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "text:"),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```tool_code\n", "```", "<think>"),
     *(
         "</think>",
