@@ -51,6 +51,7 @@ class ToolFormat(enum.Enum):
     LLAMA_JSON = "llama-json"
     PYTHONIC = "pythonic"
     MISTRAL = "mistral"
+    NEMOTRON = "nemotron"
     GEMMA = "gemma"
     GEMMA4 = "gemma4"
     HARMONY = "harmony"

@@ -29,7 +29,7 @@ from pdserve.api.call_grammars.rules import (
 )
 from pdserve.api.call_grammars.schema_parts import Member, SchemaParts, argument_schema, members
 from pdserve.api.message.gemma4_calls import GEMMA4
-from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL
+from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL, NEMOTRON
 from pdserve.api.message.reasoning import ReasoningMarkers, ReasoningStart
 from pdserve.api.message.tool_schemas import PlainString, SchemaKinds, ToolSchema
 from pdserve.api.message.xml_calls import FUNCTION_END, PARAMETER_END, PARAMETER_NAME, QWEN_XML, plain_text
@@ -158,6 +158,19 @@ def llama_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: boo
     )
 
 
+def nemotron_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
+    """Returns the form of models that write a list of calls between two marks."""
+    opening, closing = marker(NEMOTRON.openings[0], tokens), marker(NEMOTRON.closing, tokens)
+    return CallForm(
+        _json_rules(tools, "arguments", forced=forced),
+        triggers_of(NEMOTRON.openings, tokens, in_letters=True),
+        opening,
+        entry='"["',
+        between='", "',
+        closing=f'"]" {closing}',
+    )
+
+
 def mistral_form(tools: Sequence[ToolSchema], tokens: MarkerTokens, *, forced: bool) -> CallForm:
     """Returns the form of models whose vocabulary has a token between name and arguments, or the older one."""
     opening = marker(MISTRAL.openings[0], tokens)
@@ -190,6 +203,7 @@ _FORMS = {
     ToolFormat.LLAMA_JSON: llama_form,
     ToolFormat.PYTHONIC: pythonic_form,
     ToolFormat.MISTRAL: mistral_form,
+    ToolFormat.NEMOTRON: nemotron_form,
     ToolFormat.GEMMA: gemma_form,
     ToolFormat.GEMMA4: gemma4_form,
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pdserve.api.message.call_parser import CallParser
 from pdserve.api.message.gemma4_calls import GEMMA4, Gemma4CallParser
 from pdserve.api.message.harmony import LAST, MARKERS, HarmonyParser, is_harmony
-from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL, JsonCallParser
+from pdserve.api.message.json_calls import HERMES, LLAMA_JSON, MISTRAL, NEMOTRON, JsonCallParser
 from pdserve.api.message.python_calls import GEMMA, PYTHONIC, PythonCallParser
 from pdserve.api.message.reasoning import GEMMA4_THINK, MISTRAL_THINK, THINK, ReasoningMarkers, ReasoningStart
 from pdserve.api.message.tool_schemas import ToolSchema
@@ -22,6 +22,7 @@ _CALL_MARKERS = {
     ToolFormat.LLAMA_JSON: LLAMA_JSON,
     ToolFormat.PYTHONIC: PYTHONIC,
     ToolFormat.MISTRAL: MISTRAL,
+    ToolFormat.NEMOTRON: NEMOTRON,
     ToolFormat.GEMMA: GEMMA,
     ToolFormat.GEMMA4: GEMMA4,
 }
@@ -74,7 +75,7 @@ class MessageFormats:
     def call_parser(self, tools: Mapping[str, ToolSchema], *, parallel: bool) -> CallParser | None:
         """Returns a new parser for one message; None if calls are not parsed."""
         match self.calls:
-            case ToolFormat.HERMES | ToolFormat.LLAMA_JSON:
+            case ToolFormat.HERMES | ToolFormat.LLAMA_JSON | ToolFormat.NEMOTRON:
                 return JsonCallParser(_CALL_MARKERS[self.calls], tools, parallel=parallel)
             case ToolFormat.MISTRAL:
                 return JsonCallParser(MISTRAL, tools, parallel=parallel, named=True)
@@ -134,6 +135,8 @@ def _call_format(template: str) -> ToolFormat:
         return ToolFormat.GEMMA4
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL
+    if NEMOTRON.openings[0] in template:
+        return ToolFormat.NEMOTRON
     if "<function=" in template and "<parameter=" in template:
         return ToolFormat.QWEN_XML
     if "<tool_call>" in template:

@@ -1,7 +1,8 @@
-"""Calls that are JSON objects with a name and arguments: Hermes and Qwen, Llama 3, Mistral.
+"""Calls that are JSON objects with a name and arguments: Hermes and Qwen, Llama 3, Nemotron, Mistral.
 
 <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 <|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
+<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>
 [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
 [TOOL_CALLS]f[ARGS]{"a": 1}
 """
@@ -19,6 +20,7 @@ from pdserve.api.message.tool_schemas import ToolSchema
 
 HERMES = CallMarkers(("<tool_call>",), "</tool_call>")
 LLAMA_JSON = CallMarkers(("<|python_tag|>",), bare="{")
+NEMOTRON = CallMarkers(("<TOOLCALL>",), "</TOOLCALL>", separators=" \t\r\n,;[]")
 MISTRAL = CallMarkers(("[TOOL_CALLS]",), separators=" \t\r\n,;[]", inner=("[ARGS]", "[CALL_ID]"))
 
 ARGUMENTS = ("arguments", "parameters")
@@ -123,8 +125,8 @@ class JsonCallParser(CallParser):
             if (piece := self._object.add(char)) is None:
                 self._argue("".join(written))
                 self._take(index)
-                brackets = "}" * self._arguments_depth
-                self._pass_on(self._markers.around, "]" + brackets if self._named else brackets, self._between)
+                brackets = ("]" if "]" in self._markers.separators else "") + "}" * self._arguments_depth
+                self._pass_on(self._markers.around, brackets, self._between)
                 return True
             written.append(piece)
             if self._object.depth == self._arguments_depth:

@@ -143,6 +143,7 @@ def test_calls_that_need_not_come_are_strict_where_they_come(form: ToolFormat, m
         ToolFormat.MISTRAL: "See [TOOL_CALLS]",
         ToolFormat.PYTHONIC: "\n[{name}(",
         ToolFormat.GEMMA: "See ```tool_code",
+        ToolFormat.NEMOTRON: "See <TOOLCALL>",
         ToolFormat.GEMMA4: "See <|tool_call>",
     }
     whole = 0
@@ -187,6 +188,7 @@ RIGHT: dict[ToolFormat, str] = {
     ToolFormat.PYTHONIC: "[f(a=1)]",
     ToolFormat.MISTRAL: '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
     ToolFormat.GEMMA: "```tool_code\nf(a=1)\n```",
+    ToolFormat.NEMOTRON: '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>',
     ToolFormat.GEMMA4: '<|tool_call>call:f{"a": 1}<tool_call|>',
 }
 BEGUN: dict[ToolFormat, str] = {

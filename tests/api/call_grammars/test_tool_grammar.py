@@ -49,6 +49,8 @@ WRITTEN = {
     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=f_>\n</function>\n</tool_call>",
     ToolFormat.PYTHONIC: '[f(a=1, b="x\\"y"), f_()]',
     ToolFormat.GEMMA: '```tool_code\nf(a=1, b="x\\"y")\nf_()\n```',
+    ToolFormat.NEMOTRON: '<TOOLCALL>[{"name": "f", "arguments": {"a": 1, "b": "x\\"y"}}, '
+    '{"name": "f_", "arguments": {}}]</TOOLCALL>',
     ToolFormat.GEMMA4: '<|tool_call>call:f{"a": 1, "b": "x\\"y"}<tool_call|><|tool_call>call:f_{}<tool_call|>',
 }
 BAD = {'"a": 1': '"a": 3', "a=1": "a=3", "a>\n1": "a>\n3"}
@@ -172,6 +174,7 @@ def test_the_token_that_a_model_has_for_a_marker_is_the_marker(
             ToolFormat.MISTRAL: text.partition(', {"name": "f_"')[0] + "]",
             ToolFormat.PYTHONIC: text.partition(", f_")[0] + "]",
             ToolFormat.GEMMA: text.replace("f_()\n", ""),
+            ToolFormat.NEMOTRON: text.partition(', {"name": "f_"')[0] + "]</TOOLCALL>",
             ToolFormat.GEMMA4: text.partition("<|tool_call>call:f_")[0],
         }.get(form, text.partition("\n<tool_call>\n<function=f_>")[0].partition('\n<tool_call>\n{"name": "f_"')[0])
     if form is ToolFormat.MISTRAL:  # the vocabulary has [ARGS]

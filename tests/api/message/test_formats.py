@@ -16,6 +16,7 @@ TEMPLATES = {
     "{{- '<|python_tag|>' + tool_call.name }}": ToolFormat.LLAMA_JSON,
     "[func_name1(params_name1=params_value1)]": ToolFormat.PYTHONIC,
     "{{ '[TOOL_CALLS]' }}": ToolFormat.MISTRAL,
+    "{{ '<TOOLCALL>[' }}": ToolFormat.NEMOTRON,
     "{{ '<start_of_turn>' + role }}": ToolFormat.GEMMA,
     "{{ '<|tool_call>call:' + function.name }}": ToolFormat.GEMMA4,
     "{{ message.content }}": ToolFormat.HERMES,

@@ -102,6 +102,13 @@ GOOD: dict[ToolFormat, dict[str, list[Call]]] = {
         f"[get_weather(**{ARGS}), f(text='x', **{{}})]": [WEATHER, PLAIN],
         '[-1.a(text="x"), get_weather(days=-.5e1)]': [("-1.a", {"text": "x"}), ("get_weather", {"days": -5.0})],
     },
+    ToolFormat.NEMOTRON: {
+        '<TOOLCALL>[{"name": "get_weather", "arguments": ' + ARGS + '}, {"name": "f", "arguments": {}}]</TOOLCALL>': [
+            WEATHER,
+            EMPTY,
+        ],
+        '<TOOLCALL>{"name": "f", "arguments": {"text": "x"}}': [PLAIN],
+    },
     ToolFormat.GEMMA4: {
         '<|tool_call>call:get_weather{city:<|"|>Köln "am" Rhein<|"|>,days:3,deep:{a:[1,{b:null}],c:true}}<tool_call|>'
         '<|tool_call>call:f{text:<|"|>x<|"|>}<tool_call|>': [WEATHER, PLAIN],
@@ -274,6 +281,7 @@ def test_control_characters_and_escapes_of_arguments_are_written_as_json(form: T
         (ToolFormat.MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": ', "}]\n[TOOL_CALLS]"),
         (ToolFormat.MISTRAL, "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]"),
         (ToolFormat.QWEN_XML, "<tool_call><function=f>", "\n</function>\n</tool_call>"),
+        (ToolFormat.NEMOTRON, '<TOOLCALL>[{"name": "f", "arguments": ', "}]\n</TOOLCALL>"),
     ],
 )
 def test_arguments_that_are_no_json_come_through_whole(form: ToolFormat, before: str, after: str, behind: str) -> None:
@@ -304,6 +312,7 @@ FRAGMENTS = [
     BROKEN,
     *("<function=g>", "null", "No"),
     *(text for _, text in CASES),
+    *("<TOOLCALL>", "</TOOLCALL>"),
     *("<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "text:"),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```tool_code\n", "```", "<think>"),
     *(
