@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.api.message.formats import formats_of
+from pdserve.api.message.harmony import MARKERS
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.config import MessageConfig
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.grammars.compiling import compile_grammar, load_vocabulary
-from tests.api.harmony_model import save_harmony_model
+from tests.api.harmony_model import TEMPLATE, save_harmony_model
 from tests.api.node import MODEL
 from tests.api.stepped_node import SteppedNode, stepped_node
 from tests.api.test_resumed_answers import by_choice, events_of, journal_of
@@ -172,3 +174,25 @@ async def test_grammars_bind_the_call_and_the_final_message(folder: Path, harmon
         wrong = GrammarMatcher(compile_grammar(grammar, vocabulary), [])
         wrong.open_bits(harmony.encode(followed.replace('"a"', '"b"'), add_special_tokens=False), vocabulary.vocab_size)
         assert wrong.failure is not None
+
+
+def test_a_gguf_file_speaks_harmony_by_its_template(tmp_path: Path) -> None:
+    """Its vocabulary says of some markers that they are control tokens, and of some that they are texts."""
+    tokens, path = [*(chr(code) for code in range(33, 127)), "ab", *MARKERS], tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "gpt-oss")
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_string("tokenizer.ggml.pre", "gpt-4o")
+    writer.add_array("tokenizer.ggml.tokens", tokens)
+    writer.add_array("tokenizer.ggml.token_type", [1] * 95 + [3] * 5 + [4] * 2)
+    writer.add_array("tokenizer.ggml.merges", ["a b"])
+    writer.add_uint32("tokenizer.ggml.eos_token_id", tokens.index("<|return|>"))
+    writer.add_string("tokenizer.chat_template", TEMPLATE)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(path)
+    formats = formats_of(tokenizer.chat_template, MessageConfig())
+    assert formats.harmony
+    assert [tokenizer.added_id(text) for text in MARKERS] == list(range(95, 102))
+    shown = tokenizer.detokenizer(skip_special_tokens=True, shown=formats.call_markers)
+    assert shown.add(range(95, 102)) == "".join(MARKERS)

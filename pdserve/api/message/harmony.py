@@ -226,6 +226,9 @@ class HarmonyParser:
         self.section, self._state, self._header = section, self._read_body, ""
 
     def _read_body(self) -> bool:
+        if "<" not in self._waiting:
+            self._show(self.section, self._take(len(self._waiting)))
+            return False
         start, marker = find_marker(self._waiting, BODY_ENDS)
         if self._over and not marker:
             start = len(self._waiting)
