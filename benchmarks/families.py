@@ -11,12 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.settings import BenchFamiliesConfig, FamiliesBenchConfig
+from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.config import Dtype
 from pdserve.errors import ConfigError
@@ -68,8 +70,9 @@ def run(config: BenchFamiliesConfig, environ: Mapping[str, str]) -> Report:
 
 
 def _rows(config: FamiliesBenchConfig, family: str, kernels: CompiledKernels) -> Iterator[Row]:
+    chunk = range(-(-config.chunk // BLOCK_SIZE))
     steps = {f"decode of {batch}": _decode(batch, config.context) for batch in config.batches}
-    steps[f"prefill of {config.chunk}"] = [StepRow([1] * config.chunk, 0, range(-(-config.chunk // BLOCK_SIZE)), True)]
+    steps[f"prefill of {config.chunk}"] = [Lone([1] * config.chunk, 0, chunk, 0)]
     longest = max(config.context, config.chunk)
     blocks = max(config.batches) * -(-longest // BLOCK_SIZE)
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
@@ -78,7 +81,11 @@ def _rows(config: FamiliesBenchConfig, family: str, kernels: CompiledKernels) ->
         _write(family, config.layers, folder)
         decoders = (read_family_config(folder), read_fallback_config(folder))
         native, other = (
-            ModelRunner(folder, decoder, Dtype.BF16, BLOCK_SIZE, blocks, longest, kernels) for decoder in decoders
+            ModelRunner(
+                *(folder, decoder, Dtype.BF16, BLOCK_SIZE, blocks, longest, kernels),
+                bounded=bounded_counts(decoder, blocks, max(config.batches)),
+            )
+            for decoder in decoders
         )
     least: dict[tuple[str, ModelRunner], float] = {}
     for turn in range(config.rounds + 1):
@@ -99,14 +106,29 @@ def _rows(config: FamiliesBenchConfig, family: str, kernels: CompiledKernels) ->
         )
 
 
-def _decode(batch: int, context: int) -> list[StepRow]:
+@dataclass(frozen=True, slots=True)
+class Lone:
+    """A row of a request with blocks of its own."""
+
+    token_ids: list[int]
+    start: int
+    blocks: range
+    request: int
+
+
+def _decode(batch: int, context: int) -> list[Lone]:
     each = -(-context // BLOCK_SIZE)
-    return [StepRow([1], context - 1, range(i * each, (i + 1) * each), True) for i in range(batch)]
+    return [Lone([1], context - 1, range(i * each, (i + 1) * each), i) for i in range(batch)]
 
 
-def _seconds(runner: ModelRunner, step: list[StepRow]) -> float:
+def _seconds(runner: ModelRunner, step: list[Lone]) -> float:
+    bounded = runner.cache.groups[1:]
+    rows = [
+        StepRow(row.token_ids, row.start, row.blocks, True, others=other_tables(bounded, row.blocks, row.request))
+        for row in step
+    ]
     start = time.perf_counter()
-    runner.run(step)
+    runner.run(rows)
     return time.perf_counter() - start
 
 

@@ -72,7 +72,14 @@ MODELS = (
     _published("Qwen2.5-7B", 7.62, "qwen2", 3584, 18944, 28, 28, 4, 128, 152064),
     _published("Llama-3.1-8B", 8.03, "llama", 4096, 14336, 32, 32, 8, 128, 128256),
     _published("Qwen3-8B", 8.19, "qwen3", 4096, 12288, 36, 32, 8, 128, 151936),
-    _published("Gemma-3-12B, text part", 11.8, "gemma3_text", 3840, 15360, 48, 16, 8, 256, 262208, tied=True),
+    _published(
+        "Gemma-3-12B, text part",
+        11.8,
+        "gemma3_text",
+        *(3840, 15360, 48, 16, 8, 256, 262208),
+        tied=True,
+        sliding_window=1024,
+    ),
     _published(
         "Qwen3-30B-A3B",
         30.5,
@@ -98,7 +105,9 @@ class Size:
 
     config: FamilyConfig
     kv_bytes: int
-    """The bytes of one token's KV cache on all ranks together."""
+    """The bytes of one token's KV cache on all ranks together, in layers that see everything."""
+    window_bytes: int
+    """Those of one request's windows."""
     weights: int
     """The number of weights."""
 
@@ -109,7 +118,7 @@ def size(model: Published) -> Size:
         (Path(folder) / "config.json").write_text(json.dumps(model.config))
         profile = load(PlanProfileConfig, [], {}, prog="pdserve plan profile")
         geometry, config = cache_geometry(profile, Path(folder)), read_family_config(Path(folder))
-    return Size(config, geometry.block_bytes // geometry.block_size, weights(config))
+    return Size(config, geometry.block_bytes // geometry.block_size, geometry.prompt_bytes, weights(config))
 
 
 def weights(config: FamilyConfig) -> int:
@@ -130,7 +139,7 @@ def table() -> str:
     rows = []
     for model in MODELS:
         found = size(model)
-        config, request = found.config, found.kv_bytes * CONTEXT
+        config, request = found.config, found.kv_bytes * CONTEXT + found.window_bytes
         free_bytes = GPU_BYTES - found.weights * BF16_BYTES
         rows.append(
             [

@@ -17,11 +17,31 @@ from pdserve_kernels.kv_layout import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """One request's part of a step: the last ``new_tokens`` of ``context_len`` tokens, and the blocks of them all."""
+    """One request's part of a step: the last ``new_tokens`` of ``context_len`` tokens, and the blocks of them all.
+
+    Where layers have a window, ``first_block`` blocks at the beginning may be left out. Nothing is read before the
+    first token that one of the new tokens sees.
+    """
 
     new_tokens: int
     context_len: int
     blocks: Sequence[int]
+    first_block: int = 0
+    """The number, among the blocks of the context, of the first of ``blocks``."""
+
+
+def widest_window(rows: Sequence[AttentionRow], block_size: int) -> int | None:
+    """Returns the largest window with which no row sees a block that is left out; None if any window will do."""
+    return min(
+        (row.context_len - row.new_tokens + 1 - row.first_block * block_size for row in rows if row.first_block),
+        default=None,
+    )
+
+
+def check_window(window: int | None, widest: int | None) -> None:
+    """Raises IndexError if tokens with this window see blocks that are left out."""
+    if widest is not None and (window is None or window > widest):
+        raise IndexError(f"the blocks are those of a window of {widest}, and a layer sees {window or 'all'}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Says where a token's key and value live in the KV cache tensor.
+"""Says where a token's key and value live in the KV cache tensor, and where a request's state does.
 
-Each rank has one tensor, ``[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]``. A block is one contiguous
-range of bytes over all layers (one message on the wire), and a head is a contiguous part of it. The tile of one block,
-head, layer, and key or value, ``[block_size, head_dim]``, is contiguous, too: it is one *row* of the tile view.
+Each rank has one tensor for each group of layers. That of keys and values is ``[num_blocks, kv_heads, num_layers, 2,
+block_size, head_dim]``. A block is one contiguous range of bytes over all layers (one message on the wire), and a head
+is a contiguous part of it. The tile of one block, head, layer, and key or value, ``[block_size, head_dim]``, is
+contiguous, too: it is one *row* of the tile view.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ class KvLayout:
 
     def over(self, memory: memoryview) -> torch.Tensor:
         """Returns a cache in ``memory``, of as many blocks as it holds."""
-        shape = (-1, self.kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
-        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
+        return self.view(torch.frombuffer(memory, dtype=torch.uint8), memory.nbytes // self.block_bytes)
+
+    def view(self, memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """Returns the cache of ``num_blocks`` in ``memory``, uint8 ``[num_blocks * block_bytes]``."""
+        shape = (num_blocks, self.kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
+        return memory.view(self.dtype).view(shape)
 
     def tiles(self, cache: torch.Tensor) -> torch.Tensor:
         """Returns the cache as ``[rows, block_size * head_dim]``: a row for each (block, head, layer, key or value)."""
@@ -53,3 +58,21 @@ class KvLayout:
         """
         heads = torch.arange(self.kv_heads, device=blocks.device).view(-1, *([1] * blocks.dim()))
         return (blocks.unsqueeze(0) * self.kv_heads + heads) * (2 * self.num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The shape of one rank's states, fp32 ``[num_blocks, heads, num_layers, numbers]``: a head is contiguous."""
+
+    heads: int
+    num_layers: int
+    numbers: int
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one state over all layers and heads."""
+        return self.heads * self.num_layers * self.numbers * torch.float32.itemsize
+
+    def view(self, memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """Returns the states of ``num_blocks`` in ``memory``, uint8 ``[num_blocks * block_bytes]``."""
+        return memory.view(torch.float32).view(num_blocks, self.heads, self.num_layers, self.numbers)

@@ -28,7 +28,8 @@ class FetchOrder:
     token_ids: list[int]
     first_block: int
     block_ids: tuple[int, ...]
-    """The local destinations: entry i takes block ``first_block + i`` of the prompt."""
+    """The local destinations: entry i takes block ``first_block + i`` of the prompt. For a model with cache groups they
+    are those of ``moved_blocks``."""
     sampling: SamplingParams
     deadline_s: float
     """The fetch fails after this many seconds from now."""
@@ -58,7 +59,8 @@ class CachedFetchOrder:
     target: PrefillTarget
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
-    """The local destinations: entry i takes the block of ``hashes[i]``."""
+    """The local destinations: entry i takes the block of ``hashes[i]``. For a model with cache groups they are those of
+    ``moved_blocks`` for a context of so many blocks."""
     deadline_s: float
     """The fetch fails after this many seconds from now."""
     request_id: str = ""
@@ -179,8 +181,10 @@ class FetchLanded:
     tail_bytes: int = 0
     """The bytes that landed in that time."""
     landed: int = 0
-    """How many blocks from the first on landed: all that a ``FetchOrder`` wants. For a ``CachedFetchOrder`` it is the
-    number that the other engine had of them, which may be 0."""
+    """How many wanted blocks from the first on landed: all that a ``FetchOrder`` wants. Of a ``CachedFetchOrder`` it
+    is the number that the other engine had of them, which may be 0. For a model with cache groups it is all or 0."""
+    usable: int = 0
+    """How many of a ``CachedFetchOrder``'s hashes may be asked for with more success, if nothing landed."""
 
     @property
     def quarantined(self) -> tuple[int, ...]:
@@ -245,7 +249,8 @@ class CachedWanted:
     """Another engine asks for the blocks with these hashes, as far as the prefix cache has them from the first one on.
 
     The engine answers with ``push`` of those blocks, where the block of ``hashes[i]`` has the number i, and then
-    ``held``; or with ``fail_push``.
+    ``held``; or with ``fail_push``. For a model with cache groups it pushes ``moved_blocks`` of a context of so many
+    blocks, or nothing.
     """
 
     transfer_id: TransferId

@@ -1,18 +1,21 @@
-"""The pieces that blocks travel in: which ranks send which KV heads to which other ranks, their labels and digests.
+"""The pieces that blocks travel in: which ranks send which heads to which other ranks, their labels and digests.
 
 These words mean the same in the whole package:
 
 * A block has a *number*, which counts the blocks of its prompt and which both engines know (``first_block``), and an
   *id* in the KV cache of each engine, which the other engine is not told (``block_ids``).
+* The *heads* of a block are those of its cache group: KV heads, or the units by which ranks split a state.
 * A *piece* is the bytes of one block that one prefill rank sends to one decode rank, in one message.
 * A *part* counts the pieces that make one block on the decode rank.
-* An *index* counts the pieces of a whole prompt on the decode rank.
+* An *index* counts the pieces of a whole prompt on the decode rank. If blocks of some groups have fewer parts than
+  those of others, their indexes leave a gap.
 * A *tag* names a transfer on its link. It is random, and the decode engine chooses it.
 * A *label* is what a message carries: the tag of its transfer, then the index of its piece. A UCX tag consists of the
   label and of one more bit, which the link keeps for itself.
 
-A rank holds a run of KV heads, or, if there are more ranks than KV heads, one head that other ranks hold too. In a
-block's layout a run of heads is one run of bytes, so nothing is repacked.
+A rank holds a run of heads, or, if there are more ranks than heads, one head that other ranks hold too. In a block's
+layout a run of heads is one run of bytes, so nothing is repacked. Where a group has no heads (0), each rank has the
+whole block, as if that were its one head.
 
 The sender announces each piece's *digest* on the authenticated channel, and the receiver compares it with the digest of
 what landed. The digest is the 64-bit checksum XXH3 (Collet, 2019). It needs no key, because the expected value comes in
@@ -23,7 +26,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from xxhash import xxh3_64_intdigest
 
@@ -41,45 +45,61 @@ class Piece:
     heads: int
     part: int
     parts: int
-    """The number of pieces that make one block on the target."""
+    """The number of pieces that make one block of this group on the target."""
+    most_parts: int
+    """The most parts that a block of any group has on the target."""
 
     def index(self, block: int) -> int:
         """Returns the index of this piece of the prompt's block with this number."""
-        return block * self.parts + self.part
+        return block * self.most_parts + self.part
 
 
 MAX_RANKS = 256
 """The most ranks that a node may have: more than any has, and few enough to loop over."""
 
 
-def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
-    """Returns the KV heads that a rank holds. Raises ValueError if they cannot be spread evenly."""
+def heads_of(rank: int, ranks: int, heads: int) -> range:
+    """Returns the heads that a rank holds. Raises ValueError if they cannot be spread evenly."""
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"a node has between 1 and {MAX_RANKS} ranks, not {ranks}")
-    if kv_heads % ranks == 0:
-        each = kv_heads // ranks
+    if not heads:
+        return range(1)
+    if heads % ranks == 0:
+        each = heads // ranks
         return range(rank * each, (rank + 1) * each)
-    if ranks % kv_heads == 0:
-        head = rank // (ranks // kv_heads)
+    if ranks % heads == 0:
+        head = rank // (ranks // heads)
         return range(head, head + 1)
-    raise ValueError(f"{kv_heads} KV heads cannot be spread evenly over {ranks} ranks")
+    raise ValueError(f"{heads} heads cannot be spread evenly over {ranks} ranks")
 
 
-def head_map(kv_heads: int, sources: int, targets: int) -> tuple[Piece, ...]:
-    """Returns all pieces, by target and then by head. Each head of each target comes from exactly one source.
+def group_maps(heads: Sequence[int], sources: int, targets: int) -> tuple[tuple[Piece, ...], ...]:
+    """Returns ``head_map`` for each group, of which ``heads`` has the heads. Raises ValueError as that does."""
+    maps = tuple(head_map(count, sources, targets) for count in heads)
+    if len(maps) == 1:
+        return maps
+    most = [
+        max(piece.parts for pieces in maps for piece in pieces if piece.target == target) for target in range(targets)
+    ]
+    return tuple(tuple(replace(piece, most_parts=most[piece.target]) for piece in pieces) for pieces in maps)
 
-    Raises ValueError if the heads cannot be spread evenly over either side.
+
+def head_map(heads: int, sources: int, targets: int) -> tuple[Piece, ...]:
+    """Returns all pieces of a block, by target and then by head, if all blocks are of one group.
+
+    Each head of each target comes from exactly one source. Raises ValueError if the heads cannot be spread evenly over
+    either side.
     """
-    heads_of(0, sources, kv_heads)
-    heads_of(0, targets, kv_heads)
-    held = [heads_of(source, sources, kv_heads) for source in range(sources)]
+    heads_of(0, sources, heads)
+    heads_of(0, targets, heads)
+    held = [heads_of(source, sources, heads) for source in range(sources)]
     pieces: list[Piece] = []
     for target in range(targets):
-        wanted = heads_of(target, targets, kv_heads)
+        wanted = heads_of(target, targets, heads)
         runs = _runs(wanted, [_owner(head, held, target) for head in wanted])
-        for part, (source, heads) in enumerate(runs):
-            source_head, target_head = heads.start - held[source].start, heads.start - wanted.start
-            pieces.append(Piece(source, target, source_head, target_head, len(heads), part, len(runs)))
+        for part, (source, run) in enumerate(runs):
+            source_head, target_head = run.start - held[source].start, run.start - wanted.start
+            pieces.append(Piece(source, target, source_head, target_head, len(run), part, len(runs), len(runs)))
     return tuple(pieces)
 
 

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -51,7 +51,7 @@ class RankThread:
         address: str,
         rank: int,
         ranks: int,
-        kv_heads: int,
+        heads: Sequence[int],
         region: KvRegion,
         transport: Callable[[], Transport],
         died: Callable[[str], None],
@@ -59,12 +59,12 @@ class RankThread:
     ) -> None:
         """The thread binds ``address`` (``ipc://`` in a private folder), and rank 0 connects to it.
 
-        ``transport`` makes the transport inside the thread.
+        ``heads`` are those of each group of ``region``. ``transport`` makes the transport inside the thread.
         The thread calls ``died`` with the reason if it ends for any other reason than ``LeaveRank`` and ``close``.
         ``life`` is where the thread shows life.
         """
         self._address = address
-        self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
+        self._rank, self._ranks, self._heads = rank, ranks, heads
         self._region = region
         self._died = died
         self._life = unseen_sign() if life is None else life
@@ -156,7 +156,7 @@ class RankThread:
 
     def _open(self, link: int, make: MakePort, transport: Transport) -> None:
         try:
-            self._ports[link] = make(link, self._rank, self._ranks, self._kv_heads, self._region, transport)
+            self._ports[link] = make(link, self._rank, self._ranks, self._heads, self._region, transport)
         except TransferError as exc:
             self._report(LinkBroken(link, str(exc)))
         except Exception as exc:

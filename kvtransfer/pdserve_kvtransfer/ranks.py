@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -61,8 +61,8 @@ class Port(Protocol):
     def close(self) -> None: ...
 
 
-MakePort: TypeAlias = Callable[[int, int, int, int, KvRegion, Transport], Port]
-"""Makes a port of ``(link, rank, ranks, kv_heads, region, transport)``. It raises TransferError."""
+MakePort: TypeAlias = Callable[[int, int, int, Sequence[int], KvRegion, Transport], Port]
+"""Makes a port of ``(link, rank, ranks, heads of each group, region, transport)``. It raises TransferError."""
 
 
 class RankLink:
@@ -249,13 +249,15 @@ class NodeLink:
         channels: RankChannels,
         direction: Direction,
         make_port: MakePort,
-        kv_heads: int,
+        heads: Sequence[int],
         region: KvRegion,
         transport: Transport,
         peer: str,
         links: Counter[TransportKind],
     ) -> None:
         """``make_port`` makes this rank's port for the direction. Raises TransferError if it cannot be opened.
+
+        ``heads`` are those of each group.
 
         ``peer`` is the other engine's name for people. ``links`` counts this link for as long as it is in use.
         """
@@ -267,7 +269,7 @@ class NodeLink:
         self.number = channels.open(direction)
         self._closed_ranks: set[int] = set()
         try:
-            self._port = make_port(self.number, 0, channels.ranks, kv_heads, region, transport)
+            self._port = make_port(self.number, 0, channels.ranks, heads, region, transport)
         except BaseException:
             channels.send(CloseLink(self.number))
             channels.forget(self.number)

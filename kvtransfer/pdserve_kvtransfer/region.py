@@ -15,11 +15,13 @@ import os
 import re
 import secrets
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from pdserve.machine.file_system import file_system
+from pdserve.wire.cache_groups import GroupBlocks
 from pdserve.wire.transfer import CELLS, MemoryOffer
 
 HEAD_BYTES = 4096
@@ -173,22 +175,77 @@ def host_bytes(memory: Memory) -> memoryview | None:
             return memory
 
 
-class KvRegion:
-    """``num_blocks`` blocks of ``block_bytes`` bytes each, back to back in writable memory.
+MAX_GROUPS = 256
+"""The most groups that a cache may have: more than any model has."""
 
-    Raises ValueError if ``memory`` is not writable contiguous bytes, or not a whole number of blocks.
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The blocks of one group, which begin ``stride`` bytes apart."""
+
+    first: int
+    count: int
+    start: int
+    block_bytes: int
+    stride: int
+
+
+class KvRegion:
+    """The blocks of one rank's cache in writable memory: those of one group, or those of all its groups.
+
+    A block id is the engine's, so that it also says of which group the block is. Blocks without bytes never move.
     """
 
-    def __init__(self, memory: Memory, block_bytes: int) -> None:
+    def __init__(self, memory: Memory, blocks: int | Sequence[GroupBlocks]) -> None:
+        """``blocks`` says where the groups' blocks are. For a single group, whose blocks lie back to back from the
+        beginning to the end of the memory, it may be the bytes of a block.
+
+        Raises ValueError if ``memory`` is not writable contiguous bytes, or does not hold these blocks.
+        """
+        if isinstance(blocks, int):
+            if blocks < 1 or memory.nbytes == 0 or memory.nbytes % blocks:
+                raise ValueError(f"{memory.nbytes} bytes are not a whole number of blocks of {blocks}")
+            self._hold(memory, [_Run(0, memory.nbytes // blocks, 0, blocks, blocks)])
+        else:
+            self._hold(
+                memory, [_Run(group.first, group.count, group.start, *[group.block_bytes] * 2) for group in blocks]
+            )
+
+    @classmethod
+    def of_staging(cls, memory: Memory, count: int, block_bytes: Sequence[int]) -> KvRegion:
+        """Returns ``count`` staging blocks, each of which takes a block of any group: of ``block_bytes[group]`` bytes.
+
+        Staging block i has an id for each group, ``group * count + i``. Raises ValueError as the constructor does.
+        """
+        region, stride = cls.__new__(cls), max(block_bytes)
+        runs = [_Run(group * count, count, 0, size, stride) for group, size in enumerate(block_bytes)]
+        region._hold(memory, runs)
+        return region
+
+    def _hold(self, memory: Memory, runs: Sequence[_Run]) -> None:
         own = host_bytes(memory)
         if own is not None and (own.readonly or not own.c_contiguous or own.format != "B" or own.ndim != 1):
             raise ValueError("a KV region is one writable, contiguous run of unsigned bytes")
-        if block_bytes < 1 or memory.nbytes == 0 or memory.nbytes % block_bytes:
-            raise ValueError(f"{memory.nbytes} bytes are not a whole number of blocks of {block_bytes}")
+        end = 0
+        for run in runs:
+            if run.first != end or min(run.count, run.start, run.block_bytes) < 0:
+                raise ValueError(f"a group has {run.count} blocks from {run.first} on, and {end} is the next id")
+            end += run.count
+            if run.start + run.count * run.stride > memory.nbytes:
+                raise ValueError(f"the blocks from {run.first} on end outside of {memory.nbytes} bytes")
+        if not any(run.block_bytes for run in runs) or len(runs) > MAX_GROUPS:
+            raise ValueError(f"{len(runs)} groups of blocks: 1 to {MAX_GROUPS}, of which one has bytes")
         self.memory = memory
         self._bytes = own
-        self.block_bytes = block_bytes
-        self.num_blocks = memory.nbytes // block_bytes
+        self._runs = tuple(runs)
+        self.block_bytes = max(run.block_bytes for run in runs)
+        """The bytes of the largest block."""
+        self.num_blocks = end
+        self._group_of = b"".join(bytes((number,)) * run.count for number, run in enumerate(runs))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._runs)
 
     @property
     def unshared_memory(self) -> Memory:
@@ -209,11 +266,25 @@ class KvRegion:
     def block(self, block_id: int) -> memoryview:
         """Returns the memory of one block, not a copy. Raises ValueError if there is no such block."""
         self.check(block_id)
-        return self.bytes_at(block_id * self.block_bytes, self.block_bytes)
+        return self.bytes_at(self.place(block_id, 0), self.group_bytes(self.group_of(block_id)))
+
+    def group_of(self, block_id: int) -> int:
+        """Returns the number of a block's group. The block must exist."""
+        return self._group_of[block_id]
+
+    def group_bytes(self, group: int) -> int:
+        """Returns the bytes of a block of this group."""
+        return self._runs[group].block_bytes
 
     def place(self, block_id: int, first: int) -> int:
         """Returns where byte ``first`` of a block is, counted from the start of ``memory``. Checks nothing."""
-        return block_id * self.block_bytes + first
+        run = self._runs[self._group_of[block_id]]
+        return run.start + (block_id - run.first) * run.stride + first
+
+    def line(self, group: int) -> tuple[int, int]:
+        """Returns two numbers ``(base, stride)``: block i of this group begins at ``base + i * stride``."""
+        run = self._runs[group]
+        return run.start - run.first * run.stride, run.stride
 
     def check(self, *block_ids: int) -> None:
         """Raises ValueError unless every block exists."""

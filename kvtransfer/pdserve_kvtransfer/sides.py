@@ -14,10 +14,11 @@ from typing import Protocol, TypeAlias
 import zmq
 
 from pdserve.control.frame import Sealer, Secrets
+from pdserve.wire.cache_groups import moved_blocks
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
-from pdserve.wire.transfer import EngineSpec, FailureCause, PrefillLoad
+from pdserve.wire.transfer import CachedRequest, EngineSpec, FailureCause, PrefillLoad, PrefillRequest
 from pdserve_kvtransfer.events import CachedFetchOrder, EventQueue, FetchOrder, TransferStats
 from pdserve_kvtransfer.pieces import heads_of
 from pdserve_kvtransfer.ranks import RankChannels
@@ -86,11 +87,25 @@ class LocalEngine:
     reports_sent: bool
     """Whether this engine gets ``BlocksSent``."""
 
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of one block on all ranks together, with each KV head counted once."""
-        head_bytes = self.region.block_bytes // len(heads_of(0, self.spec.tp_size, self.spec.kv_heads))
-        return head_bytes * self.spec.kv_heads
+    def block_bytes(self, group: int) -> int:
+        """Returns the bytes of a block of this group on all ranks together, with each head counted once."""
+        heads = self.spec.group_heads[group]
+        return self.region.group_bytes(group) // len(heads_of(0, self.spec.tp_size, heads)) * max(1, heads)
+
+
+def wanted_groups(spec: EngineSpec, asked: FetchOrder | CachedFetchOrder | PrefillRequest | CachedRequest) -> bytes:
+    """Returns the group of each block that is wanted, in order. There are none if the first one makes no sense."""
+    match asked:
+        case FetchOrder() | PrefillRequest():
+            first_block, tokens = asked.first_block, len(asked.token_ids)
+        case CachedFetchOrder() | CachedRequest():
+            first_block, tokens = 0, len(asked.hashes) * spec.block_size
+    if first_block * spec.block_size >= tokens:
+        return b""
+    if not spec.groups:
+        return bytes(-(-tokens // spec.block_size) - first_block)
+    moved = moved_blocks(spec.groups, spec.block_size, first_block, tokens)
+    return bytes(block.group for block in moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +158,8 @@ class GiveHeld:
 
     transfer_id: TransferId
     count: int
+    usable: int = 0
+    """As in ``Held``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ from pdserve_kvtransfer.sides import (
     SideSettings,
     TransferCommand,
     earliest,
+    wanted_groups,
 )
 from pdserve_kvtransfer.transport import BusyPoll, Transport
 
@@ -159,8 +160,11 @@ class TransferThread:
         reports_sent: bool = False,
         life: LifeSign | None = None,
     ) -> None:
-        if region.block_bytes % len(heads_of(0, spec.tp_size, spec.kv_heads)):
-            raise ValueError(f"a block of {region.block_bytes} bytes is not a whole number of KV heads")
+        if region.num_groups != len(spec.group_heads):
+            raise ValueError(f"the region has {region.num_groups} groups of blocks, and not {len(spec.group_heads)}")
+        for group, heads in enumerate(spec.group_heads):
+            if region.group_bytes(group) % len(heads_of(0, spec.tp_size, heads)):
+                raise ValueError(f"a block of {region.group_bytes(group)} bytes is not a whole number of heads")
         self._boot_id = boot_id
         self._secret = secret
         self._spec = spec
@@ -199,21 +203,20 @@ class TransferThread:
         if order.transfer_id.decode_boot != self._boot_id:
             raise ValueError("a transfer is named for the boot that fetches it")
         self._region.check(*order.block_ids)
-        expected = self._wanted(order)
-        if not order.num_blocks or order.num_blocks != expected or len(order.block_ids) > expected:
-            raise ValueError(f"{order.num_blocks} destinations for {expected} blocks")
+        if isinstance(order, CachedFetchOrder):
+            _check_hashes(order.hashes)
+        groups = wanted_groups(self._spec, order)
+        if not order.num_blocks or order.num_blocks != len(groups) or len(order.block_ids) > len(groups):
+            raise ValueError(f"{order.num_blocks} destinations for {len(groups)} blocks")
+        if self._spec.groups and any(map(self._is_other, order.block_ids, groups)):
+            raise ValueError("a destination is of another cache group than its block")
         if len(set(order.block_ids)) != len(order.block_ids):
             raise ValueError("a block is a destination twice")
         self._event_queue.open(order.transfer_id)
         self._command(order)
 
-    def _wanted(self, order: FetchOrder | CachedFetchOrder) -> int:
-        match order:
-            case FetchOrder():
-                return -(-len(order.token_ids) // self._spec.block_size) - order.first_block
-            case CachedFetchOrder():
-                _check_hashes(order.hashes)
-                return len(order.hashes)
+    def _is_other(self, block_id: int, group: int) -> bool:
+        return self._region.group_of(block_id) != group
 
     def offer(self, target: PrefillTarget, hashes: tuple[bytes, ...], request_id: str = "") -> None:
         """Tells ``target`` that this engine has the blocks with these hashes, which are a text's from the first one on.
@@ -234,7 +237,7 @@ class TransferThread:
             self._command(CancelFetch(transfer_id))
 
     def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
-        """Sends these final blocks, which are the prompt's from ``first_block`` on. It is ignored if the push is over.
+        """Sends these final blocks, the wanted ones from number ``first_block`` on. It is ignored if the push is over.
 
         Raises ValueError if there is no such block.
         """
@@ -252,11 +255,11 @@ class TransferThread:
         """Gives a push its first token, after all its blocks. It is ignored if the push is over."""
         self._command(GiveFirstToken(transfer_id, tokens, cached_tokens, load, prompt_logprobs))
 
-    def held(self, transfer_id: TransferId, count: int) -> None:
+    def held(self, transfer_id: TransferId, count: int, usable: int = 0) -> None:
         """Answers ``CachedWanted``, after all blocks: the first ``count`` of the wanted ones are sent. It is ignored if
-        the push is over.
+        the push is over. For ``usable`` see ``Held``.
         """
-        self._command(GiveHeld(transfer_id, count))
+        self._command(GiveHeld(transfer_id, count, usable))
 
     def fail_push(self, transfer_id: TransferId, reason: str, cause: FailureCause = FailureCause.NODE) -> None:
         """Refuses a push or gives it up. ``PushEnded`` follows without ``PushCancelled``. It is ignored if the push is

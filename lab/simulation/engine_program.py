@@ -361,9 +361,9 @@ def rank_model(kv_heads: int, pace: Callable[[SimProcess], Pace]) -> dict[str, A
     """Returns what ``run_rank`` loads in place of a real model's part, by its modules and names."""
 
     def load_runner(
-        config: EngineConfig, decoder: Any, num_blocks: int, max_len: int, tp: TpGroup, *_: Any
+        config: EngineConfig, decoder: Any, counts: Sequence[int], max_len: int, tp: TpGroup, *_: Any
     ) -> SimRunner:
-        return SimRunner(num_blocks, kv_heads, tp, pace(present_process()))
+        return SimRunner(counts[0], kv_heads, tp, pace(present_process()))
 
     loading = "pdserve__engine__runner_loading__"
     return {
@@ -374,7 +374,7 @@ def rank_model(kv_heads: int, pace: Callable[[SimProcess], Pace]) -> dict[str, A
         "pdserve__models__checkpoint__config_reading__read_decoder_config": lambda _: SimpleNamespace(
             kv_heads=kv_heads
         ),
-        "pdserve__models__runner__kv_layout": lambda *_: SimpleNamespace(block_bytes=0),
+        "pdserve__models__rank_cache__cache_place": lambda *_: ((), 0),
         "pdserve__engine__kv_connector__transfer_memory__shared_memory": lambda *_: None,
         "pdserve__models__tp__tp_opening__open_group": SimGroup.open,
         "pdserve__engine__tp__tp_runner__open_group": SimGroup.open,

@@ -14,7 +14,8 @@ from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import has_own_decoder, read_decoder_config
 from pdserve.models.checkpoint.gguf_file import forget_gguf
-from pdserve.models.checkpoint.weight_form import model_size
+from pdserve.models.checkpoint.weight_form import ITEM_BYTES, model_size
+from pdserve.models.group_sizes import Load, group_blocks, group_sizes
 from pdserve.models.sizes import GPU_ONLY, check_weights, cpu_cache, fitting_context
 
 
@@ -35,9 +36,12 @@ def check_model(
     size = model_size(path, decoder, model, kernels)
     check_weights(size, memory, ranks)
     sized = cpu_cache(size, cache, model.max_model_len, part, ranks)
-    block_bytes = size.token * cache.block_size
-    blocks = sized.kv_cache_mib * MIB // block_bytes
-    fitting_context(sized, model.max_model_len, decoder.max_positions, blocks, block_bytes)
+    groups = group_sizes(decoder, ITEM_BYTES[model.dtype], cache.block_size)
+    # No cache with more places or larger steps holds a longer context.
+    load = Load(1, 1, model.max_model_len or decoder.max_positions, model.max_model_len)
+    blocks, *_ = group_blocks(groups, cache.block_size, sized.kv_cache_mib * MIB, load)
+    beside = size.context_bytes(load.context) - load.context * size.token
+    fitting_context(sized, model.max_model_len, decoder.max_positions, blocks, groups[0].block_bytes, beside)
 
 
 def check_node(config: NodeConfig, model: Path) -> None:

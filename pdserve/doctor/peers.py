@@ -21,6 +21,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.demo import resolve_model
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_tensors import stays_in_blocks
+from pdserve.models.rank_cache import compared_groups
 from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.cpu.library import CPU_KERNELS
@@ -36,6 +37,7 @@ _ADVICE = {
     "and one with 'long-' is of a model that turns otherwise in long contexts: give both the same --max-model-len",
     "dtype": "give both the same --dtype",
     "block_size": "give both the same --block-size",
+    "groups": "run the same version of pdserve on both: they divide the model's layers otherwise",
 }
 
 
@@ -151,6 +153,8 @@ def _clock(facts: PeerFacts, check: str) -> Finding:
 def _spec(examined: Examined, check: str) -> Finding:
     spec = examined.spec
     fields = f"{spec.dtype}, blocks of {spec.block_size} tokens, {spec.num_layers} layers, {spec.kv_heads} KV heads"
+    if spec.groups:
+        fields += f", cache groups {', '.join(group.name for group in spec.groups)}"
     return ok(check, f"model {spec.fingerprint[:12]}, {fields}, {_ranks(spec.tp_size)} (compare with --model)")
 
 
@@ -158,7 +162,7 @@ def _misfits(theirs: EngineSpec, ours: EngineSpec, check: str) -> list[Finding]:
     """Reports every field that differs, whereas the handshake names only the first."""
     findings = []
     for refused in misfits(ours, theirs):
-        advice = _ADVICE.get(refused.field, _ADVICE["fingerprint"])
+        advice = _ADVICE.get(refused.field, _ADVICE["groups" if "cache group" in refused.field else "fingerprint"])
         seen = f"{refused.field} is {_short(refused.theirs)} there and {_short(refused.ours)} here"
         findings.append(problem(check, seen, advice))
     return findings or [ok(check, f"the same model, dtype and block size; {_ranks(theirs.tp_size)} there")]
@@ -212,4 +216,5 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cach
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
         tp_size=1,
+        groups=compared_groups(decoder, model.dtype, cache.block_size),
     )

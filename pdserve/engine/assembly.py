@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from pdserve.control.frame import Secrets
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_cache.cache_size import cache_blocks, context_length, with_sizes, workspace_bytes
+from pdserve.engine.kv_cache.cache_size import block_counts, context_length, with_sizes
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
 from pdserve.engine.launched_step import StepRunner
@@ -42,8 +42,11 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_file import forget_gguf, is_gguf
-from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow, kv_layout
+from pdserve.models.group_sizes import prompt_bytes
+from pdserve.models.rank_cache import cache_place, compared_groups, rank_sizes
+from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve.models.tp.shares import TpGroup
+from pdserve.wire.cache_groups import GroupBlocks, Keep
 from pdserve.wire.engine import Ready
 from pdserve.wire.rank import Loaded, LoadModel
 from pdserve.wire.sampling_params import SamplingParams
@@ -88,12 +91,15 @@ def assemble(
     model_dir = Path(config.model_dir)
     decoder = read_decoder_config(model_dir)
     block_size = config.cache.block_size
-    layout = kv_layout(decoder, config.model.dtype, block_size, tp)
-    config = with_sizes(config, decoder, layout, tp.size, device)
-    workspace = workspace_bytes(decoder, config.scheduler, layout.dtype, tp.size, layout.block_bytes)
-    num_blocks = cache_blocks(config.cache, layout.block_bytes, tp.size, device, model_dir, layout.dtype, workspace)
+    dtype = config.model.dtype
+    sizes = rank_sizes(decoder, dtype, block_size, tp)
+    config = with_sizes(config, decoder, sizes, tp.size, device)
+    counts = block_counts(config, decoder, sizes, tp.size, device)
+    groups, cache_bytes = cache_place(decoder, dtype, block_size, counts, tp)
+    num_blocks, kept_bytes = counts[0], sizes[0].block_bytes * tp.size
+    beside = cache_bytes * tp.size - num_blocks * kept_bytes
     max_model_len = context_length(
-        config.cache, config.model.max_model_len, decoder.max_positions, num_blocks, layout.block_bytes * tp.size
+        config.cache, config.model.max_model_len, decoder.max_positions, num_blocks, kept_bytes, beside
     )
     progress("preparing kernels")
     backend = rank_backend(config, device)
@@ -116,19 +122,20 @@ def assemble(
     )
     spec = _engine_spec(config, decoder, tp.size, digest)
     if ranks is not None:
-        ranks.tell(LoadModel(num_blocks, max_model_len))
+        ranks.tell(LoadModel(num_blocks, max_model_len, counts[1:]))
     shared = None
     if config.has_peers:
-        shared = shared_memory(config.transfer, config.cache.kv_cache_mib, device, num_blocks * layout.block_bytes)
+        shared = shared_memory(config.transfer, config.cache.kv_cache_mib, device, cache_bytes)
     kv_memory = None if shared is None else shared.bytes
-    own = load_runner(config, decoder, num_blocks, max_model_len, tp, backend, kv_memory, block_kernels, loading.tell)
+    own = load_runner(config, decoder, counts, max_model_len, tp, backend, kv_memory, block_kernels, loading.tell)
     runner: ModelRunner | TpRunner = own
     if ranks is not None:
         ranks.wait_for(Loaded)
         runner = TpRunner(own, ranks, tp)
     forget_gguf()
     progress("warming up")
-    warm_up(runner, warm_up_tokens(config.scheduler.max_num_batched_tokens, max_model_len, device), block_size)
+    tokens = warm_up_tokens(config.scheduler.max_num_batched_tokens, max_model_len, device)
+    warm_up(runner, tokens, block_size, groups[1:])
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
         runner.capture_decode(backend.graph_kernels, config.scheduler.max_num_seqs, CudaGraphs())
@@ -136,18 +143,26 @@ def assemble(
         warm_up_sampling(decoder.vocab_size, config.scheduler.max_num_seqs, device)
     if isinstance(runner, TpRunner):
         runner.warmed_up()
-    blocks = BlockManager(num_blocks, block_size, prefix_cache=config.cache.prefix_cache is Switch.ON)
+    blocks = BlockManager(
+        num_blocks,
+        block_size,
+        prefix_cache=config.cache.prefix_cache is Switch.ON,
+        bounded=groups[1:],
+        block_bytes=groups[0].block_bytes,
+    )
     stop = StopRule(decoder.eos_token_ids, max_model_len)
     prompts = PromptRule(decoder.vocab_size, max_model_len)
-    bytes_per_token = layout.block_bytes * tp.size / block_size
+    bytes_per_token, bytes_per_prompt = kept_bytes / block_size, prompt_bytes(sizes, block_size) * tp.size
     step_cost = StepCost()
     targets = LatencyTargets(config.targets, step_cost, config.role, config.scheduler.batching)
-    placement = Placement(step_cost, config.transfer, config.scheduler, block_size, bytes_per_token, targets)
+    placement = Placement(
+        step_cost, config.transfer, config.scheduler, block_size, bytes_per_token, targets, bytes_per_prompt
+    )
     secrets = Secrets(config.secret)
     connector, control = open_connector(
         config,
         spec=spec,
-        kv_cache=own.kv_cache,
+        kv_cache=own.cache.memory if spec.groups else own.kv_cache,
         shared=shared,
         blocks=blocks,
         prompts=prompts,
@@ -156,6 +171,7 @@ def assemble(
         secrets=secrets,
         wake=wake_up.set,
         life=life,
+        groups=groups if spec.groups else (),
     )
     loop = StepLoop(
         api=api,
@@ -166,7 +182,7 @@ def assemble(
         config=config.scheduler,
         stop=stop,
         prompts=prompts,
-        ahead_runner=own if overlaps(config, device) else None,
+        ahead_runner=own if overlaps(config, device) and not own.cache.states else None,
         placement=placement,
         renew=secrets.renew,
         grammars=grammars,
@@ -189,7 +205,7 @@ def assemble(
         ucx=ucx_label(config),
         device=_device_words(device, tp.size),
         step_tokens=config.scheduler.max_num_batched_tokens,
-        kv_bytes=num_blocks * layout.block_bytes * tp.size,
+        kv_bytes=cache_bytes * tp.size,
     )
     return Engine(loop, connector, cores, ready)
 
@@ -259,12 +275,24 @@ class _LoadingStage:
             self._progress(f"loading weights, {tenth * 10} %")
 
 
-def warm_up(runner: StepRunner, tokens: int, block_size: int) -> None:
-    """Computes a chunk of a prompt, then a token: every library allocates and chooses its code before any request."""
+def warm_up(runner: StepRunner, tokens: int, block_size: int, bounded: Sequence[GroupBlocks] = ()) -> None:
+    """Computes a chunk of a prompt, then a token: every library allocates and chooses its code before any request.
+
+    ``bounded`` are the groups of the cache that do not keep whole contexts.
+    """
     blocks = range(-(-(tokens + 1) // block_size))
-    for row in (StepRow([0] * tokens, 0, blocks, True), StepRow([0], tokens, blocks, True)):
+    chunk = StepRow([0] * tokens, 0, blocks, True, others=[_table(group, len(blocks), -1) for group in bounded])
+    token = StepRow([0], tokens, blocks, True, others=[_table(group, len(blocks), 0) for group in bounded])
+    for row in (chunk, token):
         runner.run([row])
-    runner.clear(blocks)
+    runner.clear([*blocks, *(block for table in token.others for block in table)])
+
+
+def _table(group: GroupBlocks, blocks: int, state: int) -> Sequence[int]:
+    """Returns the table of the first ``blocks`` of a group, or of its states: the first follows ``state``, if any."""
+    if group.spec.keep is Keep.LATEST:
+        return (group.first + state, group.first + state + 1) if state >= 0 else (-1, group.first)
+    return group.ids[:blocks]
 
 
 def warm_up_sampling(vocab_size: int, rows: int, device: torch.device) -> None:
@@ -286,6 +314,7 @@ def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, dig
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
         tp_size=tp_size,
+        groups=compared_groups(decoder, config.model.dtype, config.cache.block_size),
     )
 
 

@@ -136,7 +136,10 @@ def launch_ahead(
     if not isinstance(before, DeviceTokens) or not all(can_sample_on_device(row) for row in rows):
         return None
     tokens = before.tokens
-    steps = [StepRow([_UNKNOWN], len(request.token_ids), request.block_table, True) for request in requests]
+    steps = [
+        StepRow([_UNKNOWN], len(request.token_ids), request.block_table, True, others=request.block_table.row_tables())
+        for request in requests
+    ]
     row_of = dict(zip(step.plan.sampled_requests, step.rows, strict=True))
     sources = [row_of[request] for request in requests]
     if sources != list(range(len(tokens))):
@@ -150,13 +153,21 @@ def launch_ahead(
 def _step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
     """Returns the rows of one work: a row for each token that is replayed, otherwise one row."""
     request, start = work.request, work.request.num_computed_tokens
-    end = start + work.num_tokens
+    end, table = start + work.num_tokens, work.request.block_table
     if not work.replays:
         scored = work.scored_tokens
         places = range(scored.start - 1 - start, scored.stop - 1 - start) if scored else scored
-        return [StepRow(request.token_ids[start:end], start, request.block_table, wants_logits, places)]
+        return [StepRow(request.token_ids[start:end], start, table, wants_logits, places, table.row_tables())]
+    # Each row goes on with the state that the row before it has left.
+    first, others = table.row_tables(), table.row_tables(goes_on=True)
     return [
-        StepRow([request.token_ids[at]], at, request.block_table, wants_logits and at == end - 1)
+        StepRow(
+            [request.token_ids[at]],
+            at,
+            table,
+            wants_logits and at == end - 1,
+            others=first if at == start else others,
+        )
         for at in range(start, end)
     ]
 

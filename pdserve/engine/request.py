@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.errors import EngineError
@@ -179,7 +180,7 @@ class Request:
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=BlockTable)
     block_hashes: list[bytes] = field(default_factory=list)
     """The hashes of the first full blocks, as many as were needed so far."""
     num_scored_tokens: int = 0
@@ -300,6 +301,11 @@ class Request:
     def __str__(self) -> str:
         """Returns the request's name in log lines. ``TransferId`` begins with the same digits of the uuid."""
         return f"request_id={self.terms.prompt.request_id or '-'} uuid={self.uuid.hex()[:12]}"
+
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of its prompt, and of its answer if that is as long as it may be."""
+        return max(len(self.token_ids), self.num_prompt_tokens + self.sampling.max_tokens)
 
     @property
     def num_generated_tokens(self) -> int:

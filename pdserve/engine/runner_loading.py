@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ def cpu_kernels(wanted: CpuKernels, cache_dir: Path) -> Kernels:
 def load_runner(
     config: EngineConfig,
     decoder: DecoderConfig,
-    num_blocks: int,
+    counts: Sequence[int],
     max_model_len: int,
     tp: TpGroup,
     backend: Backend,
@@ -54,9 +54,10 @@ def load_runner(
     block_kernels: BlockKernels | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> ModelRunner:
-    """Loads one rank's part of the model. ``kv_memory`` is where its KV cache is kept, if not where torch allocates.
+    """Loads one rank's part of the model, with a KV cache of ``counts`` blocks of each group.
 
-    ``block_kernels`` are ``kept_block_kernels``. ``progress`` is called with the share of the bytes that are read.
+    ``kv_memory`` is where the cache is kept, if not where torch allocates. ``block_kernels`` are
+    ``kept_block_kernels``. ``progress`` is called with the share of the bytes that are read.
 
     Raises ModelError if the folder does not hold the model, or if the model cannot be split over the ranks.
     """
@@ -67,7 +68,7 @@ def load_runner(
             decoder,
             config.model.dtype,
             block_size,
-            num_blocks,
+            counts[0],
             max_model_len,
             backend.kernels,
             backend.device,
@@ -75,6 +76,7 @@ def load_runner(
             kv_memory,
             block_kernels=block_kernels,
             progress=progress,
+            bounded=counts[1:],
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,16 +10,19 @@ import torch
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
+from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.attention import SelfAttention
 from pdserve.models.parts.experts import Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
+from pdserve.models.parts.mixers import Mixer, build_mixer
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building
 from pdserve.models.parts.rotary import PositionTables, query_scales, rotary_table
 from pdserve.models.parts.vocabulary import PositionTable, VocabParallelEmbedding, vocab_parallel_head
-from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, ModelRecipe, NormOrder
+from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, LayerRecipe, NormOrder, QueryScale, Rotary
+from pdserve.models.step_cache import StepCache
 from pdserve.models.table import FAMILIES
-from pdserve_kernels.contract import Attention
+from pdserve.wire.cache_groups import Keep
 
 
 class Decoder(Protocol):
@@ -28,7 +32,7 @@ class Decoder(Protocol):
     def capturable(self) -> bool:
         """Whether a step does the same operations for all inputs, so that a recorded one may be replayed."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: StepCache) -> torch.Tensor:
         """Maps ids and positions, both ``[tokens]``, to ``[tokens, hidden_size]``, before the final norm."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -82,22 +86,25 @@ class RecipeDecoder:
         self._positions: PositionTable | None = None
         if recipe.positions is not None:
             self._positions = PositionTable(building, recipe.positions, config.hidden_size, max_positions)
-        self._layers = [_layer(config, building, recipe, i) for i in range(config.num_layers)]
+        kinds = [_positions_of(config, part) for part in recipe.attention]
+        distinct = list(dict.fromkeys(kinds))
+        parts = _Parts(config, building, distinct)
+        self._layers = [
+            _layer(building, layer, parts.prefix(i), config.hidden_size, parts.mixing(i), parts.feeding(i))
+            for i, layer in enumerate(recipe.layers)
+        ]
         self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
         self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
-        kinds = [(layer.attention.rotary, layer.attention.query_scale) for layer in recipe.layers]
-        distinct = list(dict.fromkeys(kinds))
         positions = max_positions if checkpoint.device.type != "meta" else 1
         where = (positions, dtype, checkpoint.device)
         self._tables = [
-            PositionTables(*rotary_table(rotary, config.head_dim, *where), query_scales(scale, *where))
-            for rotary, scale in distinct
+            PositionTables(*rotary_table(rotary, head_dim, *where), query_scales(scale, *where))
+            for rotary, scale, head_dim in distinct
         ]
-        self._table_of = [distinct.index(kind) for kind in kinds]
         checkpoint.check_all_taken()
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        tables = [table.at(positions) for table in self._tables]
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: StepCache) -> torch.Tensor:
+        step = Step([table.at(positions) for table in self._tables], cache)
         residual = self._embedding(token_ids)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
@@ -106,21 +113,71 @@ class RecipeDecoder:
         if self._positions is not None:
             residual = residual + self._positions(positions)
         delta: torch.Tensor | None = None
-        for layer, table in zip(self._layers, self._table_of, strict=True):
-            delta, residual = layer(residual, delta, tables[table], attention)
+        for layer in self._layers:
+            delta, residual = layer(residual, delta, step)
         return residual if delta is None else residual + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self._norm(hidden))
 
 
+def _positions_of(config: FamilyConfig, part: AttentionRecipe) -> tuple[Rotary | None, QueryScale | None, int]:
+    """Returns what tells a layer's kind of positions: how heads turn, and how many channels they have."""
+    return part.rotary, part.query_scale, config.of_layer(part).head_dim
+
+
+class _Parts:
+    """Builds the parts of a model's layers, in the order in which these are asked for."""
+
+    def __init__(
+        self, config: FamilyConfig, building: Building, kinds: Sequence[tuple[Rotary | None, QueryScale | None, int]]
+    ) -> None:
+        """``kinds`` are those of positions, in the order of a step's tables."""
+        self._config, self._building, self._kinds = config, building, kinds
+        self._places = layer_groups(config)
+        groups = list(enumerate(self._places.groups))
+        self._of_attention = [number for number, group in groups if group.keep is not Keep.LATEST and group.layers]
+        self._of_states = [number for number, group in groups if group.keep is Keep.LATEST]
+
+    def prefix(self, index: int) -> str:
+        return f"{self._config.recipe.layer_prefix}{index}."
+
+    def mixing(self, index: int) -> Part | None:
+        """Returns what lets the tokens of a layer see others: attention, a mixer or both; None if it has neither."""
+        config, building, prefix = self._config, self._building, self.prefix(index)
+        recipe = config.recipe.layers[index]
+        attend, mix = None, None
+        if recipe.attention is not None and (place := self._places.attention[index]) is not None:
+            part = SelfAttention(config, building, recipe.attention, prefix, place.index)
+            table = self._kinds.index(_positions_of(config, recipe.attention))
+            attend = _Attend(part, table, self._of_attention.index(place.group))
+        if recipe.mixer is not None and (place := self._places.states[index]) is not None:
+            mixer = build_mixer(config, building, recipe.mixer, prefix, index)
+            mix = _Mix(mixer, self._of_states.index(place.group), place.index)
+        return _Both(attend, mix) if attend is not None and mix is not None else attend or mix
+
+    def feeding(self, index: int) -> Part | None:
+        part = self._config.recipe.layers[index].feed_forward
+        if part is None:
+            return None
+        hidden, building, prefix = self._config.hidden_size, self._building, self.prefix(index)
+        if isinstance(part, ExpertsRecipe):
+            return _Feed(Experts(hidden, building, part, prefix))
+        return _Feed(Mlp(hidden, building, part, prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers are given in one step beside their input."""
+
+    tables: Sequence[PositionTables]
+    """Those of each kind of positions in the model, at the step's positions."""
+    cache: StepCache
+
+
 class Layer(Protocol):
     def __call__(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        tables: PositionTables,
-        attention: Attention,
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(delta, residual)``.
 
@@ -128,77 +185,143 @@ class Layer(Protocol):
         """
 
 
-def _layer(config: FamilyConfig, building: Building, model: ModelRecipe, index: int) -> Layer:
-    """Builds layer ``index``."""
-    recipe, prefix = model.layers[index], f"{model.layer_prefix}{index}."
-    attend = SelfAttention(config, building, recipe.attention, prefix, index)
-    feed = _feed_forward(config, building, recipe, prefix)
-    norms = [load_norm(building, recipe.norm, prefix + name, config.hidden_size) for name in recipe.norms]
+class Part(Protocol):
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
+
+
+def _layer(
+    building: Building, recipe: LayerRecipe, prefix: str, hidden: int, mix: Part | None, feed: Part | None
+) -> Layer:
+    """Builds a layer of ``mix``, with which tokens see others, and ``feed``, the feed-forward part."""
+    norms = [load_norm(building, recipe.norm, prefix + name, hidden) for name in recipe.norms]
     scale = recipe.residual_scale
+    if mix is None or feed is None:
+        part = mix if mix is not None else feed
+        if part is None:
+            raise ModelError(f"the layer {prefix.rstrip('.')} has no part")
+        match recipe.order:
+            case NormOrder.PRE:
+                (before,) = norms
+                return _Single(part, scale, before, None)
+            case NormOrder.POST:
+                (after,) = norms
+                return _Single(part, scale, None, after)
+            case NormOrder.SANDWICH:
+                before, after = norms
+                return _Single(part, scale, before, after)
+            case NormOrder.PARALLEL:
+                raise ModelError(f"the layer {prefix.rstrip('.')} has nothing beside its one part")
     match recipe.order:
         case NormOrder.PRE:
-            before_attention, before_feed = norms
-            return _InTurn(attend, feed, scale, before_attention, None, before_feed, None)
+            before_mix, before_feed = norms
+            return _InTurn(mix, feed, scale, before_mix, None, before_feed, None)
         case NormOrder.POST:
-            after_attention, after_feed = norms
-            return _InTurn(attend, feed, scale, None, after_attention, None, after_feed)
+            after_mix, after_feed = norms
+            return _InTurn(mix, feed, scale, None, after_mix, None, after_feed)
         case NormOrder.SANDWICH:
-            return _InTurn(attend, feed, scale, *norms)
+            return _InTurn(mix, feed, scale, *norms)
         case NormOrder.PARALLEL:
-            return _Parallel(attend, feed, scale, *norms)
+            return _Parallel(mix, feed, scale, *norms)
 
 
-def _feed_forward(config: FamilyConfig, building: Building, recipe: LayerRecipe, prefix: str) -> FeedForward:
-    part = recipe.feed_forward
-    kind = Experts if isinstance(part, ExpertsRecipe) else Mlp
-    return kind(config.hidden_size, building, part, prefix)  # type: ignore[arg-type]  # each kind gets its own recipe
+@dataclass(frozen=True, slots=True)
+class _Attend:
+    """A layer's attention."""
+
+    attend: SelfAttention
+    table: int
+    group: int
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.attend(x, step.tables[self.table], step.cache.attention[self.group])
+
+
+@dataclass(frozen=True, slots=True)
+class _Mix:
+    """A layer's mixer, whose state is that of layer ``index`` of its group."""
+
+    mix: Mixer
+    group: int
+    index: int
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        states = step.cache.states[self.group]
+        return self.mix(x, states.layers[self.index], states.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """Attention and a mixer beside each other."""
+
+    attend: _Attend
+    mix: _Mix
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.attend(x, step) + self.mix(x, step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    feed: FeedForward
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.feed(x)
 
 
 @dataclass(frozen=True, slots=True)
 class _InTurn:
-    """Attention, and then the feed-forward part, each with a norm before it, behind it, or both."""
+    """The part that mixes tokens, and then the feed-forward part, each with a norm before it, behind it, or both."""
 
-    attend: SelfAttention
-    feed: FeedForward
+    mix: Part
+    feed: Part
     scale: float
-    before_attention: LoadedNorm | None
-    after_attention: LoadedNorm | None
+    before_mix: LoadedNorm | None
+    after_mix: LoadedNorm | None
     before_feed: LoadedNorm | None
     after_feed: LoadedNorm | None
 
     def __call__(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        tables: PositionTables,
-        attention: Attention,
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, residual = _normed(self.before_attention, delta, residual)
-        attended = _added(self.attend(normed, tables, attention), self.after_attention, self.scale)
-        normed, residual = _normed(self.before_feed, attended, residual)
-        return _added(self.feed(normed), self.after_feed, self.scale), residual
+        normed, residual = _normed(self.before_mix, delta, residual)
+        mixed = _added(self.mix(normed, step), self.after_mix, self.scale)
+        normed, residual = _normed(self.before_feed, mixed, residual)
+        return _added(self.feed(normed, step), self.after_feed, self.scale), residual
 
 
 @dataclass(frozen=True, slots=True)
 class _Parallel:
-    """Attention and feed-forward part beside each other, after one norm or one each."""
+    """Both parts beside each other, after one norm or one each."""
 
-    attend: SelfAttention
-    feed: FeedForward
+    mix: Part
+    feed: Part
     scale: float
     norm: LoadedNorm
     feed_norm: LoadedNorm | None = None
 
     def __call__(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        tables: PositionTables,
-        attention: Attention,
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = _normed(self.norm, delta, residual)
         fed = normed if self.feed_norm is None else self.feed_norm(residual)
-        return _added(self.attend(normed, tables, attention) + self.feed(fed), None, self.scale), residual
+        return _added(self.mix(normed, step) + self.feed(fed, step), None, self.scale), residual
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """One part."""
+
+    part: Part
+    scale: float
+    before: LoadedNorm | None
+    after: LoadedNorm | None
+
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = _normed(self.before, delta, residual)
+        return _added(self.part(normed, step), self.after, self.scale), residual
 
 
 def _normed(

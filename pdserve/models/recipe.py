@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,12 @@ class AttentionRecipe:
     query_scale: QueryScale | None = None
     window: int | None = None
     """The number of tokens that the layer sees, including the newest; None for all."""
+    head_dim: int | None = None
+    """The channels of a head, if they are not those of the model."""
+    kv_heads: int | None = None
+    """The number of KV heads, if it is not that of the model."""
+    kv_from: int | None = None
+    """The layer before this one whose keys and values this one attends to, so that it has no cache of its own."""
     query: str = "self_attn.q_proj"
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
@@ -234,8 +241,27 @@ class ExpertsRecipe:
 FeedForwardRecipe = MlpRecipe | ExpertsRecipe
 
 
+class MixerRecipe(Protocol):
+    """A part that mixes tokens by a state of fixed size, in place of attention or beside it: a hashable dataclass.
+
+    ``parts.mixers`` has the part of each kind.
+    """
+
+    @property
+    def heads(self) -> int:
+        """The units by which ranks split the state, each of ``numbers`` fp32 numbers; 0 if each rank has the whole."""
+
+    @property
+    def numbers(self) -> int:
+        """The fp32 numbers of the state of one unit, or of the whole state if ``heads`` is 0."""
+
+    @property
+    def token_numbers(self) -> int:
+        """The most numbers of the model's kind that the part has of one token at once, on all ranks together."""
+
+
 class NormOrder(enum.Enum):
-    """Where the norms of a layer stand, and so how many they are."""
+    """Where the norms of a layer stand, and so how many they are. A layer of one part has half of them."""
 
     PRE = "pre"
     """Before attention, and before the feed-forward part."""
@@ -249,14 +275,18 @@ class NormOrder(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerRecipe:
-    attention: AttentionRecipe
-    feed_forward: FeedForwardRecipe
+    """Attention, a mixer, or both beside each other, and then a feed-forward part; or only one of the two."""
+
+    attention: AttentionRecipe | None
+    feed_forward: FeedForwardRecipe | None
     norm: Norm
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """The names of the norms, in the order of ``order``."""
     order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
     """What the outputs of both parts are multiplied by."""
+    mixer: MixerRecipe | None = None
+    """A part with a state, which is given what attention is given, and whose output is added to attention's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +328,11 @@ class ModelRecipe:
     """The beginnings of the names, as renamed, of tensors that belong to other parts of a larger model."""
     unused_ends: tuple[str, ...] = ()
     """The ends of the names of tensors that are no weights, such as masks."""
+
+    @property
+    def attention(self) -> list[AttentionRecipe]:
+        """The attention of those layers that have some."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
     def capturable(self) -> bool:

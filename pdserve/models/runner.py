@@ -23,11 +23,12 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.parts.projections import Building
-from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
-from pdserve_kernels.contract import AttentionRow, BlockKernels, DecodeTables, GraphKernels, Kernels
+from pdserve.models.rank_cache import TORCH_DTYPES, KvGroup, RankCache, StateGroup, state_runs
+from pdserve.models.step_cache import StepCache, StepStates
+from pdserve.models.tp.shares import ALONE, TpGroup, share
+from pdserve_kernels.contract import AttentionRow, BlockKernels, DecodeTables, GraphKernels, Kernels, StateRuns
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.host_copies import packed, packed_starts, to_device
-from pdserve_kernels.kv_layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,19 @@ class StepRow:
     wants_logits: bool
     scored: range = range(0)
     """The places among ``token_ids`` after which a prompt's next token is scored, so that the logits are wanted."""
+    others: Sequence[Sequence[int]] = ()
+    """The tables of the groups of the cache behind the first one.
+
+    Of a group with a window, ids by the number of the block, -1 for a block that the tokens do not see. Of a group of
+    states, the id of the state to begin with, -1 if the request has none yet, and that of the state to write.
+    """
 
     @property
     def context_len(self) -> int:
         return self.start + len(self.token_ids)
+
+    def table(self, group: int) -> Sequence[int]:
+        return self.others[group - 1] if group else self.block_table
 
 
 FEW_ROWS = (1, 2, 4)
@@ -74,13 +84,24 @@ PADDING_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeBlocks:
+    """The blocks of one group that a decode step writes and reads, as int32 tensors on the device."""
+
+    slots: torch.Tensor
+    """``[rows]``: where each new token is stored."""
+    tables: DecodeTables
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeInputs:
     """The inputs of one decode step on the device: int32 tensors with one value for each row."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
-    tables: DecodeTables
+    attention: tuple[DecodeBlocks, ...]
+    """Of each group of keys and values that has layers."""
+    states: tuple[StateRuns, ...]
+    """Of each group of states."""
 
 
 class Graph(Protocol):
@@ -133,15 +154,22 @@ class DecodeGraphs:
         make_graph: Callable[[], Graph],
         max_rows: int,
         max_model_len: int,
-        block_size: int,
+        attention: Sequence[KvGroup],
+        states: Sequence[StateGroup],
         device: torch.device,
     ) -> None:
-        """Captures ``compute``, which gives one row of logits for each of its inputs, for every bucket."""
+        """Captures ``compute``, which gives one row of logits for each of its inputs, for every bucket.
+
+        ``attention`` and ``states`` are the groups of the cache that have layers.
+        """
         self._compute = compute
         self._buckets = decode_buckets(max_rows)
-        self._block_size = block_size
-        self._starts = packed_starts([max_rows] * 5 + [max_rows * -(-max_model_len // block_size)])
+        self._attention, self._states = attention, states
+        fixed = 3 + 2 * len(attention) + 2 * len(states)
+        tables = [max_rows * group.most_blocks(max_model_len) for group in reversed(attention)]
+        self._starts = packed_starts([max_rows] * fixed + tables)
         self._buffer = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
+        self._runs = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._fill([], max_rows)
         # All graphs share one result: results of their own would take max_rows * vocab_size numbers for every bucket.
         self._logits = torch.empty_like(compute(self._inputs(max_rows)))
@@ -159,6 +187,9 @@ class DecodeGraphs:
         bucket = bucket_for(len(rows), self._buckets)
         if bucket is None or any(len(row.token_ids) != 1 for row in rows):
             return None
+        if self._states and len({row.table(self._states[0].number)[1] for row in rows}) < len(rows):
+            # Rows of one request, which go on with the state of each other, are not computed beside each other.
+            return None
         self._fill(rows, bucket)
         if tokens is not None:
             self._buffer[: len(rows)].copy_(tokens)
@@ -169,40 +200,59 @@ class DecodeGraphs:
         self._logits[:bucket].copy_(self._compute(self._inputs(bucket)))
 
     def _inputs(self, bucket: int) -> DecodeInputs:
-        parts = [self._buffer[start : start + bucket] for start in self._starts[:5]]
-        token_ids, positions, slots, context_lens, block_starts = parts
-        blocks = self._buffer[self._starts[5] :]
-        return DecodeInputs(token_ids, positions, slots, DecodeTables(context_lens, block_starts, blocks))
+        parts = [self._buffer[start:] for start in self._starts[:-1]]
+        token_ids, positions, context_lens, *others = [part[:bucket] for part in parts]
+        count = len(self._attention)
+        blocks = parts[len(parts) - count :][::-1]
+        attention = tuple(
+            DecodeBlocks(others[2 * i], DecodeTables(context_lens, others[2 * i + 1], blocks[i])) for i in range(count)
+        )
+        own = others[2 * count : 2 * count + 2 * len(self._states)]
+        runs = self._runs[: bucket + 1]
+        states = tuple(StateRuns(runs, *pair, single=True) for pair in zip(own[::2], own[1::2], strict=True))
+        return DecodeInputs(token_ids, positions, attention, states)
 
     def _fill(self, rows: Sequence[StepRow], bucket: int) -> None:
-        host = packed(padded_parts(rows, bucket, self._block_size), self._starts, self._buffer.device)
+        parts = padded_parts(rows, bucket, self._attention, self._states)
+        host = packed(parts, self._starts, self._buffer.device)
         self._buffer[: len(host)].copy_(host, non_blocking=True)
 
 
-def padded_parts(rows: Sequence[StepRow], bucket: int, block_size: int) -> list[list[int]]:
-    """Returns token ids, positions, slots, context lengths, starts of block tables, and the tables, in this order."""
+def padded_parts(
+    rows: Sequence[StepRow], bucket: int, attention: Sequence[KvGroup], states: Sequence[StateGroup]
+) -> list[list[int]]:
+    """Returns token ids, positions and context lengths; slots and starts of tables of each group of keys and values;
+    sources and destinations of each group of states; and the tables, those of the first group last.
+    """
     padding = [0] * (bucket - len(rows))
-    slots: list[int] = []
-    starts: list[int] = []
-    blocks: list[int] = []
-    for row in rows:
-        slots.append(row.block_table[row.start // block_size] * block_size + row.start % block_size)
-        starts.append(len(blocks))
-        blocks.extend(row.block_table[: -(-row.context_len // block_size)])
-    return [
+    parts = [
         [row.token_ids[0] for row in rows] + padding,
         [row.start for row in rows] + padding,
-        slots + [PADDING_SLOT] * len(padding),
         [row.context_len for row in rows] + padding,
-        starts + padding,
-        blocks,
     ]
+    tables: list[list[int]] = []
+    nowhere = [PADDING_SLOT] * len(padding)
+    for group in attention:
+        size = group.layout.block_size
+        slots: list[int] = []
+        starts: list[int] = []
+        blocks: list[int] = []
+        for row in rows:
+            held, first = group.held(row.table(group.number), row.start)
+            slots.append(held[row.start // size - first] * size + row.start % size)
+            # A row's blocks are counted from the beginning of its context. None that is left out is read.
+            starts.append(len(blocks) - first)
+            blocks.extend(held[: -(-row.context_len // size) - first])
+        parts += [slots + nowhere, starts + padding]
+        tables.append(blocks)
+    for kept in states:
+        pairs = [kept.places(row.table(kept.number)) for row in rows]
+        parts += [[source for source, _ in pairs] + nowhere, [written for _, written in pairs] + nowhere]
+    return parts + tables[::-1]
 
 
 SCORED_LOGITS = 2**23
 """About so many logits of tokens that are scored are in memory at a time: 32 MiB."""
-
-TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
 
 class ModelRunner:
@@ -222,17 +272,19 @@ class ModelRunner:
         kv_memory: memoryview | None = None,
         block_kernels: BlockKernels | None = None,
         progress: Callable[[float], None] = lambda share: None,
+        bounded: Sequence[int] = (),
     ) -> None:
         """Loads this rank's part of the model. Raises ModelError if the folder does not hold it.
 
-        ``kv_memory``, zeroed and of ``num_blocks`` blocks, is where to keep the KV cache. Without it, the
-        cache is allocated on ``device``. With ``block_kernels``, weights stay in the blocks of their file.
-        ``progress`` is called with the share of the bytes that have been read, from 0 to 1.
+        The cache has ``num_blocks`` blocks of the group that keeps whole contexts, and ``bounded`` of each other group.
+        ``kv_memory``, zeroed and of their bytes, is where to keep it. Without it, the cache is allocated on ``device``.
+        With ``block_kernels``, weights stay in the blocks of their file. ``progress`` is called with the share of the
+        bytes that have been read, from 0 to 1.
         """
         torch_dtype = TORCH_DTYPES[dtype]
-        self.layout = kv_layout(config, dtype, block_size, tp)
-        self.kv_cache = self.layout.allocate(num_blocks, device) if kv_memory is None else self.layout.over(kv_memory)
-        heads = share(tp, config.heads, "attention heads")
+        self.cache = RankCache(config, dtype, block_size, (num_blocks, *bounded), tp, device, kv_memory)
+        self.layout, self.kv_cache = self.cache.layout, self.cache.whole
+        heads = share(tp, config.heads, "attention heads") if self.cache.attention else range(0)
         self._heads = heads.stop - heads.start
         self._scale, self._cap = config.attention_scale, config.attention_cap
         self._max_model_len = max_model_len
@@ -284,13 +336,28 @@ class ModelRunner:
         )
         if tokens is not None:
             token_ids.copy_(tokens)
-        spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
-        attention = self._kernels.plan_attention(self.layout, self.kv_cache, spans, self._heads, self._scale, self._cap)
-        hidden = self._decoder.forward(token_ids, positions, attention)
+        hidden = self._decoder.forward(token_ids, positions, self._planned(rows))
         if score is not None:
             for places in self._scored_places(rows):
                 score(self._decoder.logits(hidden[places]))
         return self._decoder.logits(hidden[wanted])
+
+    def _planned(self, rows: Sequence[StepRow]) -> StepCache:
+        """Returns the cache as these rows use it."""
+        attention = []
+        for group in self.cache.attention:
+            spans = _spans(group, rows)
+            attention.append(
+                self._kernels.plan_attention(group.layout, group.cache, spans, self._heads, self._scale, self._cap)
+            )
+        if not self.cache.states:
+            return StepCache(attention)
+        lengths = [len(row.token_ids) for row in rows]
+        states = []
+        for kept in self.cache.states:
+            runs = state_runs(lengths, [row.table(kept.number) for row in rows], kept, self.kv_cache.device)
+            states.append(StepStates(kept.layers, runs))
+        return StepCache(attention, states)
 
     def _scored_places(self, rows: Sequence[StepRow]) -> Iterator[torch.Tensor]:
         """Yields the places of scored tokens in the step, in pieces that are the same on every rank."""
@@ -309,32 +376,43 @@ class ModelRunner:
         """
         if not self._decoder.capturable:
             return
+        cache = self.cache
 
         def compute(inputs: DecodeInputs) -> torch.Tensor:
-            attention = kernels.plan_decode(
-                self.layout,
-                self.kv_cache,
-                inputs.slots,
-                inputs.tables,
-                self._heads,
-                self._scale,
-                self._max_model_len,
-                self._cap,
-            )
-            return self._decoder.logits(self._decoder.forward(inputs.token_ids, inputs.positions, attention))
+            attention = [
+                kernels.plan_decode(
+                    group.layout,
+                    group.cache,
+                    blocks.slots,
+                    blocks.tables,
+                    self._heads,
+                    self._scale,
+                    self._max_model_len,
+                    self._cap,
+                )
+                for group, blocks in zip(cache.attention, inputs.attention, strict=True)
+            ]
+            states = [StepStates(kept.layers, runs) for kept, runs in zip(cache.states, inputs.states, strict=True)]
+            hidden = self._decoder.forward(inputs.token_ids, inputs.positions, StepCache(attention, states))
+            return self._decoder.logits(hidden)
 
         self._graphs = DecodeGraphs(
-            compute, make_graph, max_rows, self._max_model_len, self.layout.block_size, self.kv_cache.device
+            compute,
+            make_graph,
+            max_rows,
+            self._max_model_len,
+            cache.attention,
+            cache.states,
+            self.kv_cache.device,
         )
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copies whole blocks. All sources are read before any destination is written."""
-        copied = self.kv_cache.index_select(0, self._places(sources))
-        self.kv_cache.index_copy_(0, self._places(destinations), copied)
+        self.cache.copy_blocks(sources, destinations)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zeroes these blocks: values that are not finite must not stay in memory that another request will own."""
-        self.kv_cache.index_fill_(0, self._places(blocks), 0)
+        self.cache.clear(blocks)
 
     def _places(self, places: Sequence[int]) -> torch.Tensor:
         """Returns indices on the device. To index by a list would wait until the GPU has done all that is queued."""
@@ -342,8 +420,11 @@ class ModelRunner:
         return moved.long()
 
 
-def kv_layout(config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE) -> KvLayout:
-    """Returns the layout of one rank's KV cache. Raises ModelError if the heads cannot be split over the ranks."""
-    kv_heads = kv_share(tp, config.heads, config.kv_heads)
-    num_kv_heads = kv_heads.stop - kv_heads.start
-    return KvLayout(num_kv_heads, config.num_layers, block_size, config.head_dim, TORCH_DTYPES[dtype])
+def _spans(group: KvGroup, rows: Sequence[StepRow]) -> list[AttentionRow]:
+    """Returns the rows as the attention of one group sees them."""
+    if not group.number:
+        return [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
+    return [
+        AttentionRow(len(row.token_ids), row.context_len, *group.held(row.table(group.number), row.start))
+        for row in rows
+    ]

@@ -105,8 +105,13 @@ def _share(layers: Sequence[LayerRecipe], having: int) -> str:
 
 
 def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str]:
-    parts = [layer.attention for layer in layers]
+    parts = [layer.attention for layer in layers if layer.attention is not None]
+    if not parts:
+        yield "none"
+        return
     first = parts[0]
+    if len(parts) < len(layers):
+        yield _share(layers, len(parts))
     windows = sum(part.window is not None for part in parts)
     if windows:
         yield f"windows {_share(layers, windows)}"
@@ -126,7 +131,7 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
 
 
 def _distinct(layers: Sequence[LayerRecipe]) -> list[FeedForwardRecipe]:
-    return list(dict.fromkeys(layer.feed_forward for layer in layers))
+    return list(dict.fromkeys(layer.feed_forward for layer in layers if layer.feed_forward is not None))
 
 
 _ACTIVATIONS = {
@@ -172,7 +177,7 @@ def _norms(layer: LayerRecipe) -> Iterator[str]:
 def _positions(recipe: ModelRecipe, head_size: int) -> Iterator[str]:
     if recipe.positions is not None:
         yield "learned"
-    rotaries = [layer.attention.rotary for layer in recipe.layers]
+    rotaries = [part.rotary for part in recipe.attention]
     turned = [rotary for rotary in rotaries if rotary is not None]
     if not turned:
         return

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pdserve.config import CacheConfig, SchedulerConfig
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB
+from pdserve.models.group_sizes import LEAST_STATES
 
 PROCESS_BYTES = 512 * MIB
 """What a node's processes take on a CPU beside weights and KV cache; each further rank takes it once more."""
@@ -35,6 +36,10 @@ CPU_PLACE_TOKENS = 128
 """A CPU's KV cache has so many tokens for each place of the batch."""
 CPU_TOKENS_A_PLACE = 4
 """A CPU's step has so many tokens for each place, so that prompts go on while the batch is full."""
+PLACE_STATES = 5
+"""A cache has so many states for each place of the batch: see ``group_sizes``."""
+WINDOW_ENDS = 64
+"""A window begins and ends in the middle of blocks, which have at most so many tokens more."""
 LEAST_PLACES = 16
 MOST_PLACES = 256
 
@@ -57,18 +62,39 @@ class ModelSize:
     weights: int
     """The bytes of its weights."""
     token: int
-    """The bytes of one token in the KV cache."""
+    """The bytes of one token in the KV cache, in layers that keep whole contexts."""
     positions: int
     """The longest prompt and output that it knows, in tokens."""
+    window_token: int = 0
+    """The bytes of one token in layers with a window."""
+    window: int = 0
+    """The longest window, in tokens."""
+    state: int = 0
+    """The bytes of a request's state, which does not grow."""
+
+    def place_bytes(self, tokens: int) -> int:
+        """Returns what the cache takes for each place of a batch, with so many tokens."""
+        return tokens * (self.token + self.window_token) + PLACE_STATES * self.state
+
+    def context_bytes(self, tokens: int) -> int:
+        """Returns the bytes of the smallest cache in which a context of so many tokens can be computed."""
+        seen = min(tokens, self.window + CPU_MOST_TOKENS + WINDOW_ENDS)
+        return tokens * self.token + seen * self.window_token + LEAST_STATES * self.state
+
+    def fitting_tokens(self, nbytes: int) -> int:
+        """Returns how many tokens a context may have in a cache of so many bytes."""
+        beside = self.context_bytes(self.positions) - self.positions * self.token
+        return max(0, nbytes - beside) // self.token if self.token else self.positions
 
 
 def fitting_context(
-    cache: CacheConfig, asked: int, max_positions: int, num_blocks: int, block_bytes: int
+    cache: CacheConfig, asked: int, max_positions: int, num_blocks: int, block_bytes: int, beside: int = 0
 ) -> tuple[int, str]:
     """Returns how many tokens a prompt and its output may have, and why that is less than the model's, if it is.
 
-    ``asked`` is ``--max-model-len``, and ``block_bytes`` are those of one block on all ranks. Raises ConfigError if the
-    model knows fewer tokens than are asked for, or the cache holds fewer.
+    ``asked`` is ``--max-model-len``, and ``block_bytes`` are those of one block of whole contexts on all ranks, beside
+    which the cache has ``beside`` for windows and states. Raises ConfigError if the model knows fewer tokens than are
+    asked for, or the cache holds fewer.
     """
     if asked > max_positions:
         raise ConfigError(f"--max-model-len is {asked}, but the model knows only {max_positions} positions")
@@ -76,7 +102,7 @@ def fitting_context(
     wanted = asked or max_positions
     share = cache.gpu_memory_utilization
     given = f"--gpu-memory-utilization {share:g}" if share else f"--kv-cache-mib {cache.kv_cache_mib}"
-    needed = f"{wanted} take {whole_mib(math.ceil(wanted / cache.block_size) * block_bytes)} MiB"
+    needed = f"{wanted} take {whole_mib(math.ceil(wanted / cache.block_size) * block_bytes + beside)} MiB"
     if fitting < 2 or asked > fitting:
         raise ConfigError(
             f"the KV cache ({given}) holds {fitting} tokens, which is less than one request needs"
@@ -101,17 +127,17 @@ def cpu_cache(model: ModelSize, cache: CacheConfig, max_model_len: int, memory: 
         return cache
     if max_model_len > model.positions:
         raise ConfigError(f"--max-model-len is {max_model_len}, but the model knows only {model.positions} positions")
-    context = (max_model_len or model.positions) * model.token
+    context = model.context_bytes(max_model_len or model.positions)
     left = max(LEAST_CACHE_MIB * MIB, memory - model.weights - ranks * PROCESS_BYTES) if memory else USUAL_CACHE_BYTES
     if max_model_len and context > left:
         raise ConfigError(
             f"--max-model-len {max_model_len} takes {whole_mib(context)} MiB of KV cache, and {left // MIB} MiB are "
             f"left for it: {memory // MIB} are available, and the weights take {whole_mib(model.weights)}. "
-            f"--max-model-len {left // model.token} fits, and --kv-cache-mib goes before what is counted here"
+            f"--max-model-len {model.fitting_tokens(left)} fits, and --kv-cache-mib goes before what is counted here"
         )
     size = min(left // 2, max(USUAL_CACHE_BYTES, left // LARGE_MACHINE, context))
     # A block more than the context: the last one may be partly used.
-    needed = context + cache.block_size * model.token if max_model_len else 0
+    needed = context + cache.block_size * (model.token + model.window_token) if max_model_len else 0
     return replace(cache, kv_cache_mib=max(LEAST_CACHE_MIB, size // MIB, whole_mib(needed)))
 
 
@@ -121,7 +147,7 @@ def cpu_scheduler(model: ModelSize, scheduler: SchedulerConfig, cache_bytes: int
     if not tokens:
         by_cores = min(CPU_MOST_TOKENS, max(CPU_STEP_TOKENS, TOKENS_A_CORE * cores))
         tokens = max(by_cores, 2 * scheduler.max_num_seqs)
-    fitting = cache_bytes // model.token // CPU_PLACE_TOKENS
+    fitting = cache_bytes // model.place_bytes(CPU_PLACE_TOKENS)
     most = min(MOST_PLACES, max(1, tokens // CPU_TOKENS_A_PLACE))
     places = scheduler.max_num_seqs or min(most, max(LEAST_PLACES, fitting))
     return replace(scheduler, max_num_seqs=places, max_num_batched_tokens=tokens)
@@ -143,13 +169,17 @@ def gpu_budget(share: float, total: int, free: int) -> int:
 
 
 def gpu_scheduler(
-    scheduler: SchedulerConfig, token_bytes: int, left_after: Callable[[SchedulerConfig], int]
+    scheduler: SchedulerConfig,
+    token_bytes: int,
+    left_after: Callable[[SchedulerConfig], int],
+    state_bytes: int = 0,
 ) -> SchedulerConfig:
     """Returns ``scheduler`` with the sizes that it lacks, for a GPU.
 
     ``left_after`` says how many bytes steps of a size leave for the KV cache, which takes ``token_bytes`` for each
-    token on one rank. The largest step that takes no more than a third of what the smallest one leaves is
-    chosen first, and then the most places of which each has room for ``GPU_PLACE_TOKENS``.
+    token on one rank, and ``state_bytes`` for each state. The largest step that takes no more than a third of what the
+    smallest one leaves is chosen first, and then the most places of which each has room for ``GPU_PLACE_TOKENS`` and
+    for its states.
     """
     asked_tokens, asked_places = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     most_tokens = max(GPU_STEP_TOKENS, 2 * asked_places)
@@ -161,10 +191,8 @@ def gpu_scheduler(
     ]
     smallest = left_after(sized[-1][-1])
     of_one_step = next((row for row in sized if 3 * left_after(row[-1]) >= 2 * smallest), sized[-1])
-    return next(
-        (one for one in of_one_step if left_after(one) >= one.max_num_seqs * GPU_PLACE_TOKENS * token_bytes),
-        of_one_step[-1],
-    )
+    place_bytes = GPU_PLACE_TOKENS * token_bytes + PLACE_STATES * state_bytes
+    return next((one for one in of_one_step if left_after(one) >= one.max_num_seqs * place_bytes), of_one_step[-1])
 
 
 def _halved(most: int, least: int) -> list[int]:

@@ -423,7 +423,7 @@ class _Simulation:
         tokens = prompt.tokens
         if tokens >= OVERLAP_FROM_TOKENS:
             tokens = min(tokens, node.cache.max_num_batched_tokens)
-        size = node.cache.blocks(tokens) * node.cache.block_bytes
+        size = node.cache.moved_bytes(tokens)
         first_at = now + transfer.fixed_s
         landed_at = first_at + size * transfer.byte_s
 

@@ -257,6 +257,7 @@ class SimulatedNode:
             cache.block_size,
             cache.bytes_per_token,
             self.targets,
+            cache.prompt_bytes,
         )
         boot_id = BootId(number.to_bytes(16, "big"))
         self.as_target = PrefillNodeAt(self, PrefillTarget(f"{role.value}-{number}", "", boot_id))

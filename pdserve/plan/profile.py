@@ -108,6 +108,8 @@ class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     block_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    prompt_bytes: int = 0
+    """What moves with a prompt beside its blocks: the end of its windows, and its state."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -121,6 +123,10 @@ class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def blocks(self, tokens: int) -> int:
         """Returns the number of blocks that so many tokens need."""
         return -(-tokens // self.block_size)
+
+    def moved_bytes(self, tokens: int) -> int:
+        """Returns the bytes that move with a prompt of so many tokens."""
+        return self.blocks(tokens) * self.block_bytes + self.prompt_bytes
 
     def holds(self, requests: int, tokens: int) -> bool:
         """Whether so many requests of so many tokens fit, each of which may grow by a block."""
@@ -227,6 +233,10 @@ def _mean_quantiles(spreads: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(map(fmean, zip(*alike, strict=True)))
 
 
+_MAY_BE_0 = frozenset({"block_bytes", "prompt_bytes"})
+"""A model of states only has blocks without bytes, and one without windows moves no more than its blocks."""
+
+
 class _Versioned(msgspec.Struct):
     """The part of a profile that is alike in all versions."""
 
@@ -285,6 +295,7 @@ def _wrong(profile: Profile) -> str:
     if not all(0 <= cost < math.inf for cost in costs):
         return "negative times of transfers or requests"
     for name, number in msgspec.structs.asdict(profile.cache).items():
-        if number < 1:
-            return f"{name} of {number}, where at least 1 is right"
+        least = 0 if name in _MAY_BE_0 else 1
+        if number < least:
+            return f"{name} of {number}, where at least {least} is right"
     return "" if profile.speeds else "no speeds"

@@ -55,6 +55,11 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
                 return range(0)
 
 
+def split_heads(specs: Sequence[GroupSpec]) -> tuple[int, ...]:
+    """Returns for each group the heads by which ranks split its blocks; 0 if they do not, or if there are no bytes."""
+    return tuple(spec.heads if spec.head_bytes else 0 for spec in specs)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
     """One group's blocks in the memory of one rank."""

@@ -37,6 +37,8 @@ class LoadModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     num_blocks: int
     max_model_len: int
+    bounded: tuple[int, ...] = ()
+    """The blocks of each group of the cache that does not keep whole contexts."""
 
 
 class Capture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="capture"):
@@ -56,6 +58,7 @@ class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     scored_from: int = 0
     scored_to: int = 0
     """The logits after the tokens from ``scored_from`` to this one are wanted, too; 0 if none are."""
+    others: list[list[int]] = []
 
     @property
     def scored(self) -> range:
@@ -277,7 +280,7 @@ class PiecesSent(_RankMessage, frozen=True, tag="sent"):
 
 
 class PiecesAnnounced(_RankMessage, frozen=True, tag="announced"):
-    """The digests of the pieces that this rank sends to ``target``, one for each block."""
+    """The digests of the pieces that this rank sends to ``target``, one for each block; 0 for a block without one."""
 
     tag: TransferTag
     target: int

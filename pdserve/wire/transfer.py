@@ -46,6 +46,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from pdserve.control.frame import Reason
+from pdserve.wire.cache_groups import GroupSpec, split_heads
 from pdserve.wire.ids import BootId, RequestId, TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.wire.terms import NO_PROMPT_TERMS, PrefillTarget, PromptTerms
@@ -115,10 +116,17 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tp_size: int
     oldest_protocol: int
     """The oldest version that the engine supports."""
+    groups: tuple[GroupSpec, ...] = ()
+    """The model's cache groups; empty if it has one, which the other fields describe."""
 
     @property
     def spoken(self) -> Spoken:
         return Spoken(self.protocol, self.oldest_protocol)
+
+    @property
+    def group_heads(self) -> tuple[int, ...]:
+        """The heads of each group by which ranks split its blocks; 0 if they do not, or if its blocks have no bytes."""
+        return split_heads(self.groups) or (self.kv_heads,)
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
@@ -163,7 +171,8 @@ class PrefillRequest(
 ):
     """Asks to compute a prompt's KV cache and push its blocks from ``first_block`` on.
 
-    The prompt has ``ceil(len(token_ids) / block_size)`` blocks in all.
+    The prompt has ``ceil(len(token_ids) / block_size)`` blocks in all. For a model with cache groups the wanted blocks
+    are ``moved_blocks``, the first of which has the number ``first_block``.
 
     The prefill node never learns the decode node's block ids: a piece of a block travels under its index, and the
     receiver alone decides where an index lands.
@@ -201,7 +210,8 @@ class CachedRequest(
 ):
     """Asks for the blocks with these hashes, as far as the receiver's prefix cache has them from the first one on.
 
-    Nothing is computed. The block of ``hashes[i]`` has the number i among the blocks of the transfer.
+    Nothing is computed. The block of ``hashes[i]`` has the number i among the blocks of the transfer. For a model with
+    cache groups those are the ``moved_blocks`` of a context of ``len(hashes)`` blocks.
     """
 
     transfer_id: TransferId
@@ -233,7 +243,8 @@ class Accept(msgspec.Struct, frozen=True, tag_field="kind", tag="accept"):
 class Digests(msgspec.Struct, frozen=True, tag_field="kind", tag="digests"):
     """The digests of the pieces that prefill rank ``source`` sent to decode rank ``target``, from ``first_block`` on.
 
-    Each block has one of these pieces (see ``pdserve_kvtransfer.pieces``).
+    Each block has one of these pieces (see ``pdserve_kvtransfer.pieces``), or none if ``target`` gets the blocks of its
+    cache group from other ranks: 0 stands in its place.
     """
 
     transfer_id: TransferId
@@ -268,11 +279,17 @@ class FirstToken(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kin
     """The log probabilities of the prompt's tokens after its first one, if ``sampling`` asks for them."""
 
 
-class Held(msgspec.Struct, frozen=True, tag_field="kind", tag="held"):
-    """The receiver of a ``CachedRequest`` has the first ``count`` of the wanted blocks, and sends no others."""
+class Held(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="held"):
+    """The receiver of a ``CachedRequest`` has the first ``count`` of the wanted blocks, and sends no others.
+
+    A model with cache groups needs more than blocks that follow each other to go on from: what its other groups keep at
+    the end of them. So the ``count`` is then that of all wanted blocks, or 0.
+    """
 
     transfer_id: TransferId
     count: Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES)]
+    usable: Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES)] = 0
+    """How many blocks could be had if just these were asked for, in an answer of 0 for a model with cache groups."""
 
 
 class Offer(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="offer"):

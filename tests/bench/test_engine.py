@@ -133,7 +133,7 @@ def test_a_model_in_blocks_is_measured_with_products_of_bytes(tmp_path: Path) ->
     decode, prefill = [row for row in rows if row.what == "roofline"]
     assert decode.at == {"model": "tiny", "phase": "decode", "requests": 2, "tokens": 17}
     weights = products_of(subject.config, subject.formats).nbytes(torch.bfloat16)
-    kv = 2 * 17 * subject.kv_bytes_per_token
+    kv = 2 * subject.kv_bytes(17)
     assert decode.figure("bytes").value == pytest.approx((weights + kv) / 2**20)
     assert prefill.figure("operations").value > decode.figure("operations").value
 

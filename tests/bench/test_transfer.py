@@ -45,6 +45,15 @@ def test_a_run_measures_all_and_can_be_compared(tmp_path: Path) -> None:
         assert row.figure("engine : ucx_perftest").value == pytest.approx(engine / row.figure("ucx_perftest").value)
         assert row.figure("receive CPU/block").value > 0
         assert row.figure("send CPU/block").value > 0
+    states = report.rows_of("transfer of a state")
+    assert [(row.at["state"], row.at["checksums"]) for row in states[:3]] == [
+        ("1 MiB", "on"),
+        ("1 MiB", "off"),
+        ("16 MiB", "on"),
+    ]
+    assert all(row.figure("engine").value > 0 for row in states)
+    (windows,) = report.rows_of("transfer of a prompt with windows")
+    assert windows.figure("window only : all blocks").value > 0
     assert len(report.rows_of("overhead of a block")) == 1
     assert [row.figure("received").value > 0 for row in report.rows_of("decode step while KV blocks come in")] == [
         True,

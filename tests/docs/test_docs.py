@@ -37,7 +37,7 @@ from pdserve.cli.node_commands import drain_flags, role_flags
 from pdserve.cli.watch.trace import trace_flags
 from pdserve.config import Dtype, NodeConfig, RoutingPolicy
 from pdserve.metrics import BuildInfo, own_process
-from pdserve.models.runner import kv_layout
+from pdserve.models.rank_cache import rank_sizes
 from pdserve.settings import ROOTS, load
 from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
@@ -272,7 +272,7 @@ def test_the_sizes_of_models_are_those_of_plans_own_code() -> None:
     for model in sizing_page.MODELS:
         found = sizing_page.size(model)
         assert found.weights == pytest.approx(model.parameters * 1e9, rel=0.01), model.name
-        assert found.kv_bytes == kv_layout(found.config, Dtype.BF16, 16).block_bytes // 16
+        assert found.kv_bytes == rank_sizes(found.config, Dtype.BF16, 16)[0].block_bytes // 16
 
 
 def test_simulated_clusters_are_those_that_plan_predicts() -> None:

@@ -12,6 +12,7 @@ import msgspec
 from pdserve.config import CacheConfig, CpuKernels, ModelConfig
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.peers import PeerFacts, check_peer, local_spec, read_peer, same_machine
+from pdserve.wire.cache_groups import GroupSpec, Keep
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, Hello, Refused
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.probe.examiner import Examiner
@@ -82,6 +83,20 @@ def test_every_field_that_differs_is_named_with_both_values() -> None:
         "give both the same --block-size",
         "see above",
     ]
+
+
+def test_cache_groups_are_shown_and_compared() -> None:
+    groups = (
+        GroupSpec("all", Keep.ALL, 2, 2, 64, "bf16"),
+        GroupSpec("window 128", Keep.WINDOW, 2, 2, 64, "bf16", 128),
+    )
+    theirs = msgspec.structs.replace(SPEC, groups=groups)
+    facts = replace(FITTING, examined=msgspec.structs.replace(EXAMINED, spec=theirs))
+    assert any("cache groups all, window 128" in found.seen for found in check_peer(facts, None, VERSION))
+    wider = (groups[0], msgspec.structs.replace(groups[1], window=64))
+    (found,) = problems(facts, msgspec.structs.replace(SPEC, groups=wider))
+    assert found.seen == "cache group 'window 128': window is 128 there and 64 here"
+    assert "same version" in found.advice
 
 
 def test_another_secret() -> None:

@@ -84,7 +84,7 @@ class PrefillThread:
     def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
         self._wire.send(transfer_id, first_block, block_ids)
 
-    def held(self, transfer_id: TransferId, count: int) -> None:
+    def held(self, transfer_id: TransferId, count: int, usable: int = 0) -> None:
         self._wire.held(transfer_id, count)
 
     def tell_load(self, load: PrefillLoad) -> None:

@@ -12,6 +12,7 @@ import torch
 import transformers
 from gguf.constants import GGMLQuantizationType
 
+from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
 from pdserve.config import CpuConfig, CpuKernels, Dtype, EngineConfig, ModelConfig
 from pdserve.engine import runner_loading
 from pdserve.engine.runner_loading import kept_block_kernels, load_runner, packed_weights
@@ -69,9 +70,11 @@ def logits(config: EngineConfig, group: TpGroup = ALONE) -> torch.Tensor:
     backend = Backend(CPU, kernels, None, kernels)
     decoder = read_decoder_config(Path(config.model_dir))
     blocks = kept_block_kernels(config, backend)
-    runner = load_runner(config, decoder, 16, 64, group, backend, block_kernels=blocks)
-    found = runner.run([StepRow(PROMPT, 0, range(4), True)]).clone()
-    return torch.cat([found, runner.run([StepRow([7], len(PROMPT), range(4), True)])])
+    counts = (16, *bounded_counts(decoder, 16, 1))
+    runner = load_runner(config, decoder, counts, 64, group, backend, block_kernels=blocks)
+    others = other_tables(runner.cache.groups[1:], range(4), 0)
+    found = runner.run([StepRow(PROMPT, 0, range(4), True, others=others)]).clone()
+    return torch.cat([found, runner.run([StepRow([7], len(PROMPT), range(4), True, others=others)])])
 
 
 class Ungathered(Unsummed):

@@ -30,6 +30,7 @@ from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
 from pdserve.engine.wake_up import WakeUp
 from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.layer_groups import layer_groups
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.engine import (
     AskStats,
@@ -50,6 +51,7 @@ from pdserve.wire.terms import PrefillTarget
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.engine.placements import make_placement
 from tests.eventually import eventually
+from tests.models.tiny_families import save_tiny
 from tests.terms import PREPARE, made_terms
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.tiny_vocabulary import tiny_vocabulary
@@ -222,8 +224,14 @@ def engine(
 ) -> Iterator[Client]:
     """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``."""
     config = read_decoder_config(folder)
-    runner = own_runner or ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels())
-    blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
+    bounded = [num_blocks] * (len(layer_groups(config).groups) - 1)
+    runner = own_runner or ModelRunner(
+        folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels(), bounded=bounded
+    )
+    whole, *others = runner.cache.groups
+    blocks = BlockManager(
+        num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache, bounded=others, block_bytes=whole.block_bytes
+    )
     with zmq.Context() as context:
         socket = context.socket(zmq.PAIR)
         socket.bind("inproc://engine")
@@ -255,7 +263,10 @@ def engine(
             client = Client(runner, blocks, socket, channel.lock)
             yield client
             # A transfer that broke off gives its blocks back when its link is closed.
-            eventually(lambda: blocks.num_free == num_blocks, "every block is free")
+            eventually(
+                lambda: all(pool.num_free == len(pool.ids) for pool in blocks.pools),
+                "every block of all groups is free",
+            )
             client.send(Shutdown())
             thread.join(PATIENCE_MS / 1000)
             assert not thread.is_alive()
@@ -268,9 +279,11 @@ def engine(
             wake_up.close()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+@pytest.fixture(scope="module", params=["llama", "ministral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers all see everything, or one in which many see a window."""
+    into = tmp_path_factory.mktemp("model")
+    return save_tiny("ministral", into) if request.param == "ministral" else save_tiny_model("llama", into)
 
 
 @pytest.fixture(params=[False, True], ids=["one after another", "ahead"])

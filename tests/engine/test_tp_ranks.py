@@ -18,6 +18,7 @@ import pytest
 import torch
 import zmq
 
+from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
 from pdserve.config import (
     EngineConfig,
     TpBackend,
@@ -36,6 +37,7 @@ from pdserve.wire.sampling_params import SamplingParams
 from tests.engine.started_ranks import TIMEOUT_MS, engine_config, started
 from tests.engine.test_step_loop import MAX_LEN, engine, prompt
 from tests.eventually import eventually
+from tests.models.tiny_families import save_tiny
 from tests.processes import alive
 from tests.tiny_models import save_tiny_model
 
@@ -48,8 +50,9 @@ BLOCKS = 16
 def running(config: EngineConfig, blocks: int = BLOCKS, max_model_len: int = 64) -> Iterator[tuple[Ranks, TpRunner]]:
     decoder, device = read_decoder_config(Path(config.model_dir)), rank_device(config, 0)
     with started(config) as ranks, joined_group(config, ranks, device) as group:
-        ranks.tell(LoadModel(blocks, max_model_len))
-        own = load_runner(config, decoder, blocks, max_model_len, group, rank_backend(config, device))
+        bounded = bounded_counts(decoder, blocks, 1)
+        ranks.tell(LoadModel(blocks, max_model_len, tuple(bounded)))
+        own = load_runner(config, decoder, (blocks, *bounded), max_model_len, group, rank_backend(config, device))
         ranks.wait_for(Loaded)
         yield ranks, TpRunner(own, ranks, group)
 
@@ -59,22 +62,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_of(folder: Path) -> None:
-    config = engine_config(folder)
-    decoder = read_decoder_config(folder)
-    alone = load_runner(config, decoder, BLOCKS, 64, ALONE, rank_backend(config, CPU))
-    prompt, copied = list(range(20, 31)), StepRow([7], 11, [3, 4, 5], True)
+@pytest.mark.parametrize("windows", [False, True])
+def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_of(
+    folder: Path, tmp_path: Path, windows: bool
+) -> None:
+    config = engine_config(save_tiny("ministral", tmp_path) if windows else folder)
+    decoder = read_decoder_config(Path(config.model_dir))
+    counts = (BLOCKS, *bounded_counts(decoder, BLOCKS, 1))
+    alone = load_runner(config, decoder, counts, 64, ALONE, rank_backend(config, CPU))
+    bounded = alone.cache.groups[1:]
+    assert len(bounded) == windows
+
+    def row(token_ids: list[int], start: int, blocks: range) -> StepRow:
+        return StepRow(token_ids, start, blocks, True, others=other_tables(bounded, blocks, 0))
+
+    prompt, copied = list(range(20, 31)), row([7], 11, range(3, 6))
+    sources = [*range(3), *(block for group in bounded for block in group.ids[:3])]
     lost = threading.Event()
     with (
         pytest.raises(RankLost, match=r"rank 1 \(process \d+\) was killed by SIGKILL"),
         running(config) as (ranks, runner),
     ):
         for one in (alone, runner):
-            one.run([StepRow(prompt, 0, [0, 1, 2], False)])
-            one.copy_blocks([0, 1, 2], [3, 4, 5])
-            one.clear([0, 1, 2])
+            one.run([row(prompt, 0, range(3))])
+            one.copy_blocks(sources, [block + 3 for block in sources])
+            one.clear(sources)
         torch.testing.assert_close(runner.run([copied]), alone.run([copied]), rtol=1e-4, atol=1e-3)
-        zeroed = StepRow([7], 11, [0, 1, 2], True)
+        zeroed = row([7], 11, range(3))
         torch.testing.assert_close(runner.run([zeroed]), alone.run([zeroed]), rtol=1e-4, atol=1e-3)
         ranks.check()
         ranks.notify(lost.set)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.cached_blocks import CachedFetcher, CachedPusher
 from pdserve.engine.kv_connector.connector import TransferConnector
 from pdserve.engine.kv_connector.kv_return import ReturnFetcher, ReturnOffers
@@ -22,11 +23,12 @@ def whole_connector(
     pushing: PromptPusher,
     boot: bytes,
     finish_writes: Callable[[], None] = lambda: None,
+    order: BlockOrder | None = None,
 ) -> TransferConnector:
-    reusing = CachedFetcher(blocks, transfers, LEASE_S, boot, block_bytes=1e6, finish_writes=finish_writes)
-    holding = CachedPusher(blocks, transfers, finish_writes)
+    reusing = CachedFetcher(blocks, transfers, LEASE_S, boot, block_bytes=1e6, finish_writes=finish_writes, order=order)
+    holding = CachedPusher(blocks, transfers, finish_writes, order)
     if not blocks.caching:
         return TransferConnector(transfers, fetching, pushing, reusing, holding)
     offers = ReturnOffers(transfers, blocks.block_size)
-    returning = ReturnFetcher(blocks, transfers, boot, finish_writes)
+    returning = ReturnFetcher(blocks, transfers, boot, finish_writes, order)
     return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning)

@@ -45,7 +45,8 @@ def test_decode_attention(
     order = torch.randperm(NUM_BLOCKS).tolist()
     tables = [order[6 * i : 6 * i + 6] for i in range(len(lengths))]
     query = torch.randn(len(lengths), layout.kv_heads * group, layout.head_dim)
-    attend = DecodeAttention(layout, cache, tables, lengths, layout.kv_heads * group, scale)
+    rows = [AttentionRow(1, length, table) for length, table in zip(lengths, tables, strict=True)]
+    attend = DecodeAttention(layout, cache, rows, layout.kv_heads * group, scale)
     for layer in range(layout.num_layers):
         got = attend(layer, query, window)
         for i, (table, length) in enumerate(zip(tables, lengths, strict=True)):
@@ -109,6 +110,6 @@ def test_attention_ignores_what_lies_beyond_the_context() -> None:
     layout = KvLayout(kv_heads=1, num_layers=1, block_size=4, head_dim=8, dtype=torch.float32)
     cache = random_cache(layout)
     query = torch.randn(1, 2, 8)
-    before = DecodeAttention(layout, cache, [[3, 5]], [6], 2, 0.5)(0, query)
+    before = DecodeAttention(layout, cache, [AttentionRow(1, 6, [3, 5])], 2, 0.5)(0, query)
     cache[5, :, :, :, 2:] = 1e4
-    assert torch.equal(before, DecodeAttention(layout, cache, [[3, 5]], [6], 2, 0.5)(0, query))
+    assert torch.equal(before, DecodeAttention(layout, cache, [AttentionRow(1, 6, [3, 5])], 2, 0.5)(0, query))

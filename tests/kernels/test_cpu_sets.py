@@ -176,8 +176,9 @@ def test_attention_of_a_step(
     rows, heads, dtype = data.draw(steps(layout.block_size)), layout.kv_heads * group, layout.dtype
     cache = torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
     expected = cache.clone()
-    # Blocks that no request holds are NaN, so that reading one spoils the result.
-    owned = {block for row in rows for block in row.blocks}
+    # Blocks that no request holds are NaN, so that reading one spoils the result. Those before a window are given back.
+    held = [left_out(row, layout.block_size, window) for row in rows]
+    owned = {block for row in held for block in row.blocks}
     poison = [block for block in range(NUM_BLOCKS) if block not in owned]
     cache[poison] = float("nan")
     tokens = sum(row.new_tokens for row in rows)
@@ -192,7 +193,7 @@ def test_attention_of_a_step(
     plain = None if norms is None else HeadNorms(norms.query.float(), norms.key.float(), EPS)
     query, key_value = reference.projected(qkv.float(), layout.kv_heads, cos.float(), sin.float(), plain)
     query, key_value = query.to(dtype), key_value.to(dtype)
-    attention = kernels.plan_attention(layout, cache, rows, heads, scale, cap)
+    attention = kernels.plan_attention(layout, cache, held, heads, scale, cap)
     for layer in range(layout.num_layers):
         slots = torch.tensor(
             [
@@ -226,6 +227,23 @@ def test_rows_that_share_a_block_table(
     if isinstance(kernels, CompiledKernels):
         assert difference == 0, "a row depends on nothing else in its step"
     assert difference <= (5e-2 if layout.dtype is torch.bfloat16 else 1e-5)
+
+
+def left_out(row: AttentionRow, block_size: int, window: int | None) -> AttentionRow:
+    """Returns the row without the blocks that a window does not reach."""
+    first = 0 if window is None else max(0, row.context_len - row.new_tokens - window + 1) // block_size
+    return AttentionRow(row.new_tokens, row.context_len, row.blocks[first:], first)
+
+
+def test_a_window_that_reaches_blocks_that_are_left_out_is_an_error(kernels: Kernels) -> None:
+    layout = KvLayout(kv_heads=1, num_layers=1, block_size=4, head_dim=16, dtype=torch.float32)
+    rows = [AttentionRow(2, 14, [5, 6], 2)]
+    attention = kernels.plan_attention(layout, torch.randn_like(layout.allocate(8, CPU)), rows, 1, 1.0)
+    query, key_value = torch.randn(2, 1, 16), torch.randn(2, 2, 1, 16)
+    assert attention(0, query, key_value, 5).isfinite().all()
+    for window in (6, None):
+        with pytest.raises(IndexError, match="window of 5"):
+            attention(0, query, key_value, window)
 
 
 def plain_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from pdserve.config import TransferConfig, UcxCalls
 from pdserve.control.frame import Secrets
 from pdserve.settings import cache_folder
+from pdserve.wire.cache_groups import GroupBlocks
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.terms import PrefillTarget
@@ -67,13 +68,17 @@ class Engine:
     transport: Callable[[], Transport] | None = None
     ranks: tuple[str, ...] = ()
     max_prompt_tokens: int = 0
+    groups: Sequence[GroupBlocks] = ()
+    """The blocks of each cache group, in place of ``num_blocks`` of ``block_bytes``."""
     shares: ClassVar[bool] = True
     """Whether engines may map each other's memory; ``mapped_or_not`` changes it."""
 
     def __post_init__(self) -> None:
         size = self.num_blocks * self.block_bytes
+        if self.groups:
+            size = max(group.start + group.count * group.block_bytes for group in self.groups)
         memory: Memory = SharedMemory(size) if self.shares else memoryview(bytearray(size))
-        self.region = KvRegion(memory, self.block_bytes)
+        self.region = KvRegion(memory, self.groups or self.block_bytes)
         self.seen: list[TransferEvent] = []
         self._taken = 0
         self._woken = threading.Event()

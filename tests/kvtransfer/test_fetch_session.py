@@ -38,7 +38,7 @@ from pdserve_kvtransfer.events import (
     FirstTokenArrived,
 )
 from pdserve_kvtransfer.fetch.session import FetchEffect, FetchSession, FetchState
-from pdserve_kvtransfer.pieces import head_map
+from pdserve_kvtransfer.pieces import group_maps
 from tests.kvtransfer.rig import SAMPLING
 
 TRANSFER = TransferId(b"r" * 16, 0, b"d" * 16)
@@ -67,12 +67,12 @@ def session(*, checked: bool = False, block_ids: tuple[int, ...] = BLOCK_IDS, pa
         deadline_s=DEADLINE_S,
         paced_blocks=paced,
     )
-    return FetchSession(order, TAG, LINK, SIZE, 0.0, checked=checked)
+    return FetchSession(order, TAG, LINK, bytes(order.num_blocks), (SIZE,), 0.0, checked=checked)
 
 
 def moving(*, checked: bool = False, ranks: int = 1) -> FetchSession:
     made = session(checked=checked)
-    made.prepare(head_map(2, 1, ranks), ranks)
+    made.prepare(group_maps((2,), 1, ranks), ranks)
     for rank in range(ranks):
         made.expecting(rank, 0.0)
     assert made.state is FetchState.MOVING
@@ -85,7 +85,7 @@ def land(fetch: FetchSession, *indexes: int, rank: int = 0) -> list[FetchEffect]
 
 def test_the_ranks_are_ready_before_anything_is_asked_for() -> None:
     fetch = session()
-    assert fetch.prepare(head_map(2, 1, 2), 2) == [Expect(LINK, TAG, FIRST, BLOCK_IDS, False)]
+    assert fetch.prepare(group_maps((2,), 1, 2), 2) == [Expect(LINK, TAG, FIRST, BLOCK_IDS, False)]
     assert fetch.expecting(1, 1.0) == []
     assert fetch.expecting(1, 1.5) == []
     (request,) = fetch.expecting(0, 2.0)
@@ -137,7 +137,7 @@ def test_a_failure_counts_leading_blocks_and_quarantines_what_any_rank_still_wri
 def test_a_cancel_is_told_only_to_those_who_know() -> None:
     assert session().cancel() == [FetchCancelled(TRANSFER, ())]
     prepared = session()
-    prepared.prepare(head_map(2, 1, 1), 1)
+    prepared.prepare(group_maps((2,), 1, 1), 1)
     assert prepared.cancel() == [Forget(LINK, TAG)]
     asked = moving()
     assert asked.cancel() == [Cancel(TRANSFER), Forget(LINK, TAG)]
@@ -146,7 +146,7 @@ def test_a_cancel_is_told_only_to_those_who_know() -> None:
 
 def test_a_rank_that_prepares_late_has_not_forgotten_a_cancelled_transfer() -> None:
     fetch = session()
-    fetch.prepare(head_map(2, 1, 2), 2)
+    fetch.prepare(group_maps((2,), 1, 2), 2)
     assert fetch.expecting(0, 0.0) == []
     assert fetch.cancel() == [Forget(LINK, TAG)]
     assert fetch.expecting(1, 0.1) == []
@@ -261,7 +261,7 @@ class Story:
         fetch, rank, index = self.fetch, number % self.ranks, FIRST + number // self.ranks % len(BLOCK_IDS)
         match act:
             case "prepare":
-                self.note(fetch.prepare(head_map(2, 1, self.ranks), self.ranks))
+                self.note(fetch.prepare(group_maps((2,), 1, self.ranks), self.ranks))
             case "expecting":
                 self.note(fetch.expecting(rank, now))
             case "land":
@@ -359,7 +359,7 @@ def test_news_of_late_ranks_come_twice_and_in_any_order_around_an_end(
 
 def test_blocks_of_a_paced_fetch_are_accepted_once_every_rank_has_room() -> None:
     fetch = session(block_ids=(7,), paced=4)
-    assert fetch.prepare(head_map(2, 1, 2), 2) == [Expect(LINK, TAG, FIRST, (7,), False, True)]
+    assert fetch.prepare(group_maps((2,), 1, 2), 2) == [Expect(LINK, TAG, FIRST, (7,), False, True)]
     assert fetch.expecting(0, 0.0) == []
     request, accept = fetch.expecting(1, 0.0)
     assert isinstance(request, PrefillRequest) and request.paced
@@ -378,7 +378,7 @@ def test_blocks_of_a_paced_fetch_are_accepted_once_every_rank_has_room() -> None
 
 def test_a_paced_fetch_says_what_has_landed_and_is_forgotten_at_its_end() -> None:
     fetch = session(block_ids=(), paced=4)
-    fetch.prepare(head_map(2, 1, 1), 1)
+    fetch.prepare(group_maps((2,), 1, 1), 1)
     fetch.expecting(0, 0.0)
     fetch.on_ready(BlocksReady(TRANSFER, END))
     before = fetch.outstanding
@@ -396,7 +396,7 @@ def test_a_paced_fetch_says_what_has_landed_and_is_forgotten_at_its_end() -> Non
 
 def test_a_paced_fetch_that_fails_quarantines_each_place_once() -> None:
     fetch = session(block_ids=(7,), paced=4)
-    fetch.prepare(head_map(2, 1, 1), 1)
+    fetch.prepare(group_maps((2,), 1, 1), 1)
     fetch.expecting(0, 0.0)
     land(fetch, FIRST)
     fetch.accept((7, 3), 0.0)
@@ -414,8 +414,8 @@ def cached(
 ) -> FetchSession:
     target = PrefillTarget("p", "tcp://p:1", b"p" * 16)
     order = CachedFetchOrder(TRANSFER, target, HASHES, block_ids, DEADLINE_S, "chat-1", paced)
-    made = FetchSession(order, TAG, LINK, SIZE, 0.0, checked=checked)
-    assert made.prepare(head_map(2, 1, ranks), ranks) == [Expect(LINK, TAG, 0, block_ids, checked, bool(paced))]
+    made = FetchSession(order, TAG, LINK, bytes(order.num_blocks), (SIZE,), 0.0, checked=checked)
+    assert made.prepare(group_maps((2,), 1, ranks), ranks) == [Expect(LINK, TAG, 0, block_ids, checked, bool(paced))]
     request, *accept = [effect for rank in range(ranks) for effect in made.expecting(rank, 1.0)]
     assert request == CachedRequest(
         transfer_id=TRANSFER,

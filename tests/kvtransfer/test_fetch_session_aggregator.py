@@ -41,7 +41,7 @@ def test_any_order_with_repeats_completes_once_with_the_last_piece(
     repeats = data.draw(st.lists(st.sampled_from(news), max_size=6))
     for repeat in repeats:
         order.insert(data.draw(st.integers(0, len(order))), repeat)
-    aggregator = Aggregator(FIRST, BLOCKS, parts, checked=checked)
+    aggregator = Aggregator(FIRST, bytes(BLOCKS), [parts], checked=checked)
     seen: dict[str, set[PieceKey]] = {"landed": set(), "announced": set()}
     for kind, key in order:
         verdict = getattr(aggregator, kind)(key.rank, key.index, value(key))
@@ -59,20 +59,20 @@ def test_any_order_with_repeats_completes_once_with_the_last_piece(
 @given(st.integers(-2, 5), st.integers(-5, 40))
 def test_news_of_what_is_not_expected_changes_nothing(rank: int, index: int) -> None:
     parts = [2, 1]
-    aggregator = Aggregator(FIRST, BLOCKS, parts, checked=False)
+    aggregator = Aggregator(FIRST, bytes(BLOCKS), [parts], checked=False)
     expected = PieceKey(rank, index) in keys(parts)
     assert aggregator.landed(rank, index, 0) is (PieceCheck.FINE if expected else PieceCheck.IGNORED)
 
 
 def test_a_piece_that_is_not_what_was_announced_is_corrupt() -> None:
     for first, second in (("landed", "announced"), ("announced", "landed")):
-        aggregator = Aggregator(0, 1, [1], checked=True)
+        aggregator = Aggregator(0, bytes(1), [[1]], checked=True)
         assert getattr(aggregator, first)(0, 0, 5) is PieceCheck.FINE
         assert getattr(aggregator, second)(0, 0, 6) is PieceCheck.CORRUPT
         assert not aggregator.complete
 
 
 def test_contradictory_announcements_are_corrupt() -> None:
-    aggregator = Aggregator(0, 1, [1], checked=True)
+    aggregator = Aggregator(0, bytes(1), [[1]], checked=True)
     aggregator.announced(0, 0, 5)
     assert aggregator.announced(0, 0, 6) is PieceCheck.CORRUPT

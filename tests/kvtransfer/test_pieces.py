@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pdserve_kvtransfer.pieces import Piece, head_map, heads_of
+from pdserve_kvtransfer.pieces import Piece, group_maps, head_map, heads_of
 
 
 def fits(ranks: int, kv_heads: int) -> bool:
@@ -40,13 +40,29 @@ def test_ranks_hold_all_heads_evenly(kv_heads: int, ranks: int) -> None:
 
 
 def test_the_usual_cases() -> None:
-    assert head_map(2, 1, 1) == (Piece(0, 0, 0, 0, 2, 0, 1),)
-    assert head_map(2, 1, 2) == (Piece(0, 0, 0, 0, 1, 0, 1), Piece(0, 1, 1, 0, 1, 0, 1))
-    assert head_map(2, 2, 1) == (Piece(0, 0, 0, 0, 1, 0, 2), Piece(1, 0, 0, 1, 1, 1, 2))
+    assert head_map(2, 1, 1) == (Piece(0, 0, 0, 0, 2, 0, 1, 1),)
+    assert head_map(2, 1, 2) == (Piece(0, 0, 0, 0, 1, 0, 1, 1), Piece(0, 1, 1, 0, 1, 0, 1, 1))
+    assert head_map(2, 2, 1) == (Piece(0, 0, 0, 0, 1, 0, 2, 2), Piece(1, 0, 0, 1, 1, 1, 2, 2))
     assert [piece.source for piece in head_map(2, 4, 4)] == [0, 1, 2, 3], "replicas are spread"
 
 
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(3, 2), (2, 3), (4, 6)])
 def test_uneven_ranks_are_refused(kv_heads: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"{kv_heads} KV heads cannot be spread evenly over {ranks} ranks"):
+    with pytest.raises(ValueError, match=f"{kv_heads} heads cannot be spread evenly over {ranks} ranks"):
         heads_of(0, ranks, kv_heads)
+
+
+def test_a_block_without_heads_comes_whole_from_one_rank_to_each() -> None:
+    assert [(piece.source, piece.target) for piece in head_map(0, 2, 4)] == [(0, 0), (1, 1), (0, 2), (1, 3)]
+    assert [(piece.source, piece.target) for piece in head_map(0, 4, 2)] == [(0, 0), (1, 1)]
+
+
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=4), st.integers(1, 4), st.integers(1, 4))
+def test_no_two_pieces_of_a_rank_have_one_index(heads: list[int], sources: int, targets: int) -> None:
+    assume(all(not count or (fits(sources, count) and fits(targets, count)) for count in heads))
+    maps = group_maps(heads, sources, targets)
+    for target in range(targets):
+        # Blocks of all groups, by turns.
+        mine = [piece.index(block) for block in range(8) for piece in maps[block % len(maps)] if piece.target == target]
+        assert len(set(mine)) == len(mine)
+        assert sorted(mine) == mine

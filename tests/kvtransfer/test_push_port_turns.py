@@ -58,7 +58,7 @@ def test_a_short_push_beside_a_huge_one_ends_after_as_many_blocks_of_it(short: i
     transport = RecordingTransport(fabric)
     receiver = InprocTransport(fabric).open_link(memoryview(bytearray(BLOCK_BYTES)))
     region = KvRegion(memoryview(bytearray(BLOCKS * BLOCK_BYTES)), BLOCK_BYTES)
-    port = PushPort(1, 0, 1, 1, region, transport)
+    port = PushPort(1, 0, 1, (1,), region, transport)
     port.handle(ConnectLink(1, (receiver.address,)))
 
     def move() -> None:

@@ -39,7 +39,8 @@ def unopened(
         deadline_s=deadline_s,
         paced=paced,
     )
-    return PushSession(request, LINK, block_size=16, pieces=pieces, now=0.0, grace_s=GRACE_S, reports_sent=reports_sent)
+    groups = bytes(max(0, 4 - first_block))
+    return PushSession(request, LINK, groups, pieces=(pieces,), now=0.0, grace_s=GRACE_S, reports_sent=reports_sent)
 
 
 def opened() -> PushSession:
@@ -255,7 +256,7 @@ def cached(*, paced: bool = False) -> PushSession:
     request = CachedRequest(
         transfer_id=TRANSFER, tag=TAG, hashes=HASHES, deadline_s=DEADLINE_S, paced=paced, request_id="chat-1"
     )
-    push = PushSession(request, LINK, block_size=16, pieces=1, now=0.0, grace_s=GRACE_S)
+    push = PushSession(request, LINK, bytes(len(HASHES)), pieces=(1,), now=0.0, grace_s=GRACE_S)
     assert push.open() == [CachedWanted(TRANSFER, HASHES, DEADLINE_S, "chat-1")]
     return push
 

@@ -20,9 +20,9 @@ import transformers
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.runner import ModelRunner
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.greedy import greedy_tokens
+from tests.models.grouped_runner import GroupedRunner
 
 TOKENS = 32
 MAX_MODEL_LEN = 1024
@@ -42,7 +42,7 @@ def main(folder: Path) -> int:
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     tokenizer = library.AutoTokenizer.from_pretrained(**source)
     prompts = [tokenizer(text).input_ids for text in PROMPTS]
-    runner = ModelRunner(
+    runner = GroupedRunner(
         path, read_decoder_config(path), Dtype.FP32, 16, MAX_MODEL_LEN // 16, MAX_MODEL_LEN, TorchKernels()
     )
     ours = [greedy_tokens(runner, prompt, TOKENS, chunk=200) for prompt in prompts]

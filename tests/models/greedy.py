@@ -9,11 +9,12 @@ from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.models.grouped_runner import GroupedRunner
 
 
-def small_runner(path: Path, dtype: Dtype = Dtype.FP32, block_size: int = 4) -> ModelRunner:
+def small_runner(path: Path, dtype: Dtype = Dtype.FP32, block_size: int = 4) -> GroupedRunner:
     """Returns a runner of the model at ``path`` with room for 128 tokens."""
-    return ModelRunner(path, read_decoder_config(path), dtype, block_size, 128 // block_size, 128, TorchKernels())
+    return GroupedRunner(path, read_decoder_config(path), dtype, block_size, 128 // block_size, 128, TorchKernels())
 
 
 def greedy_tokens(runner: ModelRunner, prompt: Sequence[int], count: int, chunk: int = 64) -> list[int]:

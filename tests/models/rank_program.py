@@ -23,6 +23,7 @@ from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.models.tp.tp_opening import open_group
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.models.grouped_runner import GroupedRunner
 
 BLOCK_SIZE, BLOCKS_EACH = 4, 16
 
@@ -63,7 +64,7 @@ def greedy(runner: ModelRunner, group: TpGroup, prompts: list[list[int]], new_to
 def compute(case: Case, group: TpGroup) -> Result:
     folder = Path(case.folder)
     try:
-        runner = ModelRunner(
+        runner = GroupedRunner(
             folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, 64, 128, TorchKernels(), tp=group
         )
         return Result(greedy(runner, group, case.prompts, case.new_tokens))

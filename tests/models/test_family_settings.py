@@ -171,11 +171,11 @@ def assert_like_transformers(found: FamilyConfig, hf: PretrainedConfig) -> None:
     assert found.max_positions == hf.max_position_embeddings
     assert found.eos_token_ids == {token_id for token_id in ids if token_id is not None}
     assert experts_of(found) == experts_of_transformers(hf)
-    for window, layer in zip(found.windows, found.recipe.layers, strict=True):
-        assert layer.attention.window == window
-        assert layer.attention.rotary is not None
+    for window, part in zip(found.windows, found.recipe.attention, strict=True):
+        assert part.window == window
+        assert part.rotary is not None
         kind = (FULL if window is None else SLIDING) if hf.model_type == "gemma3_text" else None
-        assert_frequencies(layer.attention.rotary, head_dim, hf, kind)
+        assert_frequencies(part.rotary, head_dim, hf, kind)
 
 
 @pytest.mark.parametrize("family", OLDER)
@@ -221,7 +221,7 @@ def test_what_a_file_leaves_out_has_the_value_of_transformers(tmp_path: Path, fa
         assert found.eos_token_ids == {token_id for token_id in ids if token_id is not None}
         assert found.recipe.tied == bool(hf.tie_word_embeddings)
         parameters = getattr(hf, "rope_parameters", None) or {}
-        turned = {layer.attention.rotary.theta for layer in found.recipe.layers if layer.attention.rotary}
+        turned = {part.rotary.theta for part in found.recipe.attention if part.rotary}
         if "rope_theta" in parameters:
             assert turned == {parameters["rope_theta"]}
 

@@ -110,7 +110,7 @@ def test_the_settings_of_yarn_are_read(tmp_path: Path) -> None:
         file.add_rope_scaling_yarn_beta_slow(2.0)
 
     rotary = read_family_config(save_converted(folder, tmp_path / "tiny.gguf", "arcee", extra)).recipe
-    scaling = rotary.layers[0].attention.rotary
+    scaling = rotary.attention[0].rotary
     assert scaling is not None
     assert scaling.scaling == YarnScaling(20.0, 64, 16.0, 2.0, True, None, None, None)
 

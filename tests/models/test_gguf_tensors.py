@@ -64,7 +64,7 @@ def test_settings_that_change_nothing_are_read(tmp_path: Path) -> None:
 def test_a_rotary_factor_alone_scales_linearly(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", {"llama.rope.scaling.factor": 4.0})
-    rotary = read_family_config(path).recipe.layers[0].attention.rotary
+    rotary = read_family_config(path).recipe.attention[0].rotary
     assert rotary is not None
     assert rotary.scaling == LinearScaling(4.0)
 
@@ -90,8 +90,8 @@ def test_llama_3_divides_its_rotary_frequencies(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
     plain = read_family_config(folder)
     divided = read_family_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", rope_freqs=[1, 1, 2, 4, 8]))
-    cos, _ = rotary_table(divided.recipe.layers[0].attention.rotary, divided.head_dim, 64, torch.float32, CPU)
-    wanted, _ = rotary_table(plain.recipe.layers[0].attention.rotary, plain.head_dim, 64, torch.float32, CPU)
+    cos, _ = rotary_table(divided.recipe.attention[0].rotary, divided.head_dim, 64, torch.float32, CPU)
+    wanted, _ = rotary_table(plain.recipe.attention[0].rotary, plain.head_dim, 64, torch.float32, CPU)
     for column, divisor in enumerate([1, 1, 2, 4, 8]):
         torch.testing.assert_close(cos[::divisor, column][:8], wanted[:, column][:8])
 

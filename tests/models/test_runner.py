@@ -18,6 +18,7 @@ from pdserve.models.tp.shares import Alone
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.models.grouped_runner import GroupedRunner
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_last_logits, reference_logits, save_tiny_model
 
 BLOCK_SIZE = 4
@@ -33,7 +34,7 @@ def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
     kernels = TorchKernels() if request.param == "torch" else CompiledKernels(cache_folder(os.environ))
 
     def make(folder: Path, dtype: Dtype = Dtype.FP32, num_blocks: int = 64) -> ModelRunner:
-        return ModelRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, num_blocks, 256, kernels)
+        return GroupedRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, num_blocks, 256, kernels)
 
     return make
 
@@ -196,7 +197,7 @@ def test_a_step_asks_its_device_for_nothing_but_through_the_group_of_ranks(folde
     """A wait for the device is one for the other ranks, which only the group can end. A meta tensor has no numbers."""
     group, config = Counted(), read_family_config(folder)
     meta = torch.device("meta")
-    runner = ModelRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 256, TorchKernels(), meta, group)
+    runner = GroupedRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 256, TorchKernels(), device=meta, tp=group)
     rows = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True, range(2))]
     pieces: list[torch.Tensor] = []
     logits = runner.run(rows, score=pieces.append)

@@ -7,11 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.models.backend import CPU
+from pdserve.models.rank_cache import KvGroup, StateGroup
 from pdserve.models.runner import DecodeGraphs, DecodeInputs, StepRow, bucket_for, decode_buckets, padded_parts
+from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep
+from pdserve_kernels.kv_layout import KvLayout
 from tests.models.rerun_graph import RerunGraphs
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
+WINDOW = 6
+LAYOUT = KvLayout(1, 1, BLOCK_SIZE, 8, torch.float32)
+
+
+def kv_group(number: int, first: int, keep: Keep, window: int = 0) -> KvGroup:
+    blocks = GroupBlocks(GroupSpec(f"group {number}", keep, 1, 1, 64, "fp32", window), first, 1000, 0, 64)
+    return KvGroup(number, blocks, LAYOUT, torch.zeros(0))
+
+
+WHOLE = kv_group(0, 0, Keep.ALL)
 
 
 def test_buckets() -> None:
@@ -40,7 +53,7 @@ def step_row(token: int, start: int, first_block: int) -> StepRow:
 
 def test_rows_are_padded_with_rows_that_store_and_read_nothing() -> None:
     rows = [step_row(5, 0, 10), step_row(6, 7, 20), step_row(7, 8, 30)]
-    token_ids, positions, slots, context_lens, starts, blocks = padded_parts(rows, 4, BLOCK_SIZE)
+    token_ids, positions, context_lens, slots, starts, blocks = padded_parts(rows, 4, [WHOLE], [])
     assert token_ids == [5, 6, 7, 0]
     assert positions == [0, 7, 8, 0]
     assert slots == [40, 21 * 4 + 3, 32 * 4, -1]
@@ -51,10 +64,11 @@ def test_rows_are_padded_with_rows_that_store_and_read_nothing() -> None:
 
 def echo(inputs: DecodeInputs) -> torch.Tensor:
     """Returns "logits" that show all that a row received."""
-    tables = inputs.tables
+    (own,) = inputs.attention
+    tables = own.tables
     first = tables.blocks[tables.block_starts]
     last = tables.blocks[tables.block_starts + ((tables.context_lens - 1).clamp(0) // BLOCK_SIZE)]
-    return torch.stack([inputs.token_ids, inputs.positions, inputs.slots, tables.context_lens, first, last], 1).float()
+    return torch.stack([inputs.token_ids, inputs.positions, own.slots, tables.context_lens, first, last], 1).float()
 
 
 def wanted(row: StepRow) -> list[float]:
@@ -71,7 +85,7 @@ def wanted(row: StepRow) -> list[float]:
 
 def make_graphs(max_rows: int) -> tuple[DecodeGraphs, RerunGraphs]:
     graphs = RerunGraphs()
-    return DecodeGraphs(echo, graphs, max_rows, MAX_MODEL_LEN, BLOCK_SIZE, CPU), graphs
+    return DecodeGraphs(echo, graphs, max_rows, MAX_MODEL_LEN, [WHOLE], [], CPU), graphs
 
 
 @given(
@@ -111,3 +125,62 @@ def test_other_steps_are_left_to_the_caller() -> None:
     assert graphs.run([step_row(1, 3, 0)] * 3) is None
     assert graphs.run([step_row(1, 3, 0), StepRow([1, 2], 0, [5], True)]) is None
     assert sum(graph.replays for graph in made.made) == 0
+
+
+WINDOWED = kv_group(1, 1000, Keep.WINDOW, WINDOW)
+STATES = StateGroup(2, GroupBlocks(GroupSpec("state", Keep.LATEST, 1, 1, 4, "fp32"), 2000, 50, 0, 4), ())
+NO_BLOCK = -1
+
+
+def hybrid_row(token: int, start: int, first_block: int, states: tuple[int, int]) -> StepRow:
+    """Returns a row of a model with whole contexts, a window, and a state."""
+    row = step_row(token, start, first_block)
+    seen = WINDOWED.blocks.spec.needed(start, BLOCK_SIZE).start
+    window = [NO_BLOCK if number < seen else 1000 + block for number, block in enumerate(row.block_table)]
+    return StepRow([token], start, row.block_table, True, others=(window, states))
+
+
+def seen_by(inputs: DecodeInputs) -> torch.Tensor:
+    """Returns "logits" that show what a row received of its window and of its states."""
+    window, states = inputs.attention[1], inputs.states[0]
+    tables = window.tables
+    last = tables.context_lens - 1
+    first = (tables.context_lens - WINDOW).clamp(0) // BLOCK_SIZE
+    # A row of padding has no table.
+    blocks = [tables.blocks[(tables.block_starts + at).clamp(0)] for at in (first, last.clamp(0) // BLOCK_SIZE)]
+    assert states.single
+    assert states.starts.tolist() == list(range(len(inputs.token_ids) + 1))
+    return torch.stack([window.slots, *blocks, states.sources, states.destinations], 1).float()
+
+
+def test_a_replay_sees_the_windows_and_the_states_of_its_rows() -> None:
+    made = RerunGraphs()
+    graphs = DecodeGraphs(seen_by, made, 9, MAX_MODEL_LEN, [WHOLE, WINDOWED], [STATES], CPU)
+    rows = [
+        hybrid_row(5 + i, start, 20 * i, (1999 + i if i else -1, 2010 + i)) for i, start in enumerate((0, 5, 39, 12))
+    ]
+    logits = graphs.run(rows)
+    assert logits is not None
+    for i, (row, found) in enumerate(zip(rows, logits.tolist(), strict=True)):
+        table = row.block_table
+        newest, oldest = table[row.start // BLOCK_SIZE], table[max(0, row.start - WINDOW + 1) // BLOCK_SIZE]
+        assert found == [newest * BLOCK_SIZE + row.start % BLOCK_SIZE, oldest, newest, i - 1, 10 + i]
+    padded = padded_parts(rows, 6, [WHOLE, WINDOWED], [STATES])
+    assert [part[4:] for part in padded[3:9]] == [[-1, -1], [0, 0], [-1, -1], [0, 0], [-1, -1], [-1, -1]]
+
+
+def test_rows_that_go_on_with_each_others_state_are_left_to_the_caller() -> None:
+    graphs = DecodeGraphs(seen_by, RerunGraphs(), 4, MAX_MODEL_LEN, [WHOLE, WINDOWED], [STATES], CPU)
+    assert graphs.run([hybrid_row(5, 3, 0, (2000, 2001)), hybrid_row(6, 4, 0, (2001, 2001))]) is None
+
+
+def test_tables_of_a_window_take_no_more_than_the_window() -> None:
+    assert WHOLE.most_blocks(MAX_MODEL_LEN) == MAX_MODEL_LEN // BLOCK_SIZE
+    assert WINDOWED.most_blocks(MAX_MODEL_LEN) == 3
+    assert (
+        max(
+            len(WINDOWED.held(range(1000, 1100), start)[0][: start // 4 + 1 - WINDOWED.held([], start)[1]])
+            for start in range(80)
+        )
+        <= 3
+    )

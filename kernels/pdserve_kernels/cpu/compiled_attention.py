@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve_kernels.contract import AttentionRow, HeadNorms
+from pdserve_kernels.contract import AttentionRow, HeadNorms, check_window, widest_window
 from pdserve_kernels.cpu.library import CStep, CTokens, Library
 from pdserve_kernels.kv_layout import KvLayout
 
@@ -36,6 +36,7 @@ class CompiledAttention:
         self._attend, self._layout, self._heads = library.attend, layout, heads
         self._bf16 = int(layout.dtype is torch.bfloat16)
         self._cache = cache
+        self._widest = widest_window(rows, layout.block_size)
         self._tables, self._rows, self._num_tokens = _tables(rows, layout.block_size, cache.shape[0])
         self._step = CStep(
             cache=cache.data_ptr(),
@@ -107,6 +108,8 @@ class CompiledAttention:
         layout = self._layout
         if not 0 <= layer < layout.num_layers:
             raise IndexError(f"layer {layer} of {layout.num_layers}")
+        if self._widest is not None:
+            check_window(window, self._widest)
         out = torch.empty((self._num_tokens, self._heads, layout.head_dim), dtype=layout.dtype)
         tokens.layer, tokens.window, tokens.out = layer, window or 0, out.data_ptr()
         self._attend(self._bf16, self._step_at, ctypes.addressof(tokens))
@@ -134,10 +137,12 @@ def _tables(rows: Sequence[AttentionRow], block_size: int, num_blocks: int) -> t
     shapes: list[tuple[int, int, int, int]] = []
     tokens = 0
     for row in rows:
-        used = row.blocks[: -(-row.context_len // block_size)]
-        if len(used) * block_size < row.context_len or not 1 <= row.new_tokens <= row.context_len:
+        used, left_out = row.blocks[: -(-row.context_len // block_size) - row.first_block], row.first_block * block_size
+        held = len(used) * block_size
+        if left_out + held < row.context_len or not 1 <= row.new_tokens <= row.context_len - left_out:
             raise ValueError(f"{len(used)} blocks do not hold {row.new_tokens} of {row.context_len} tokens")
-        shapes.append((row.new_tokens, row.context_len, tokens, len(blocks)))
+        # The kernel counts a row's blocks from the beginning of its context, and reads none that is left out.
+        shapes.append((row.new_tokens, row.context_len, tokens, len(blocks) - row.first_block))
         blocks.extend(used)
         tokens += row.new_tokens
     if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:

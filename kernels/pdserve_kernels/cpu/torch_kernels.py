@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow, HeadNorms
+from pdserve_kernels.contract import AttentionRow, HeadNorms, check_window, widest_window
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -51,36 +51,36 @@ class DecodeAttention:
         self,
         layout: KvLayout,
         cache: torch.Tensor,
-        block_tables: Sequence[Sequence[int]],
-        context_lens: Sequence[int],
+        rows: Sequence[AttentionRow],
         heads: int,
         scale: float,
         cap: float | None = None,
         room: torch.Tensor | None = None,
     ) -> None:
-        """Plans a step. ``block_tables[i]`` holds at least ``ceil(context_lens[i] / block_size)`` block ids.
+        """Plans a step of single-token ``rows``.
 
         The context is gathered in ``room``, of at least ``gathered_size`` elements, or in memory of its own.
         """
         self._layout = layout
         self._tiles = layout.tiles(cache)
-        self._requests = len(context_lens)
+        self._requests = len(rows)
         self._group = heads // layout.kv_heads
-        blocks = -(-max(context_lens) // layout.block_size)
+        blocks = max(_blocks_of(row, layout.block_size) for row in rows)
         table = torch.zeros(self._requests, blocks, dtype=torch.int64)
-        for row, ids, length in zip(table, block_tables, context_lens, strict=True):
-            used = -(-length // layout.block_size)
-            row[:used] = torch.tensor(ids[:used])
+        for places, row in zip(table, rows, strict=True):
+            used = _blocks_of(row, layout.block_size)
+            places[:used] = torch.tensor(row.blocks[:used])
             # A row is padded with a block of its own: masked values are multiplied, and NaN of others would spread.
-            row[used:] = ids[0]
+            places[used:] = row.blocks[0]
         keys = layout.tile_rows(table).transpose(0, 1)
         self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
         self._context = blocks * layout.block_size
-        size = gathered_size(layout, context_lens)
+        size = gathered_size(layout, rows)
         room = cache.new_empty(size) if room is None else room[:size]
         self._gathered = room.view(len(self._index), layout.block_size * layout.head_dim)
         self._scale, self._cap = scale, cap
-        self._lengths = torch.tensor(context_lens).unsqueeze(1)
+        self._lengths = torch.tensor([row.context_len for row in rows]).unsqueeze(1)
+        self._first = torch.tensor([row.first_block * layout.block_size for row in rows]).unsqueeze(1)
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
@@ -94,7 +94,7 @@ class DecodeAttention:
     def _mask(self, window: int | None) -> torch.Tensor:
         """Returns what is added to the scores, ``[requests * kv_heads, group, context]``."""
         if window not in self._masks:
-            key_at = torch.arange(self._context)
+            key_at = torch.arange(self._context) + self._first
             hidden = key_at >= self._lengths
             if window is not None:
                 hidden |= key_at < self._lengths - window
@@ -104,10 +104,15 @@ class DecodeAttention:
         return self._masks[window]
 
 
-def gathered_size(layout: KvLayout, context_lens: Sequence[int]) -> int:
-    """Returns how many elements a ``DecodeAttention`` of these contexts gathers: each is as long as the longest."""
-    context = -(-max(context_lens) // layout.block_size) * layout.block_size
-    return 2 * layout.kv_heads * len(context_lens) * context * layout.head_dim
+def gathered_size(layout: KvLayout, rows: Sequence[AttentionRow]) -> int:
+    """Returns how many elements a ``DecodeAttention`` of these rows gathers: each has as many blocks as the longest."""
+    context = max(_blocks_of(row, layout.block_size) for row in rows) * layout.block_size
+    return 2 * layout.kv_heads * len(rows) * context * layout.head_dim
+
+
+def _blocks_of(row: AttentionRow, block_size: int) -> int:
+    """Returns how many blocks a row reads."""
+    return -(-row.context_len // block_size) - row.first_block
 
 
 class PrefillAttention:
@@ -125,8 +130,9 @@ class PrefillAttention:
         self._layout = layout
         self._tiles = layout.tiles(cache)
         self._group = heads // layout.kv_heads
-        self._context = span.context_len
-        blocks = torch.tensor(span.blocks[: -(-span.context_len // layout.block_size)])
+        self._first = span.first_block * layout.block_size
+        self._context = span.context_len - self._first
+        blocks = torch.tensor(span.blocks[: _blocks_of(span, layout.block_size)])
         keys = layout.tile_rows(blocks)
         self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
         self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
@@ -151,7 +157,7 @@ class PrefillAttention:
     def _mask(self, window: int | None) -> torch.Tensor:
         """Returns what is added to the scores, ``[group * new_tokens, context]``."""
         if window not in self._masks:
-            key_at = torch.arange(self._context)
+            key_at = torch.arange(self._context) + self._first
             hidden = key_at > self._query_at
             if window is not None:
                 hidden |= key_at <= self._query_at - window
@@ -203,15 +209,15 @@ class TorchAttention:
         if any(row.new_tokens == 1 for row in spans):
             raise ValueError("rows with one token must come before rows with several")
         self._kv_heads = layout.kv_heads
+        self._widest = widest_window(rows, layout.block_size)
         self._write = KvWrite(layout, cache, _slots(rows, layout.block_size).to(cache.device))
         self._parts: list[tuple[slice | torch.Tensor, DecodeAttention | PrefillAttention]] = []
         groups = _by_context(singles, layout.block_size)
-        lengths = [[singles[i].context_len for i in members] for members in groups]
+        together = [[singles[i] for i in members] for members in groups]
         # The parts are computed one after another, so they take turns with one copy of a context.
-        room = cache.new_empty(max((gathered_size(layout, some) for some in lengths), default=0))
-        for members, some in zip(groups, lengths, strict=True):
-            tables = [singles[i].blocks for i in members]
-            decode = DecodeAttention(layout, cache, tables, some, heads, scale, cap, room)
+        room = cache.new_empty(max((gathered_size(layout, some) for some in together), default=0))
+        for members, some in zip(groups, together, strict=True):
+            decode = DecodeAttention(layout, cache, some, heads, scale, cap, room)
             self._parts.append((torch.tensor(members), decode))
         first = len(singles)
         for row in spans:
@@ -223,6 +229,7 @@ class TorchAttention:
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
     ) -> torch.Tensor:
         """See ``contract.Attention``."""
+        check_window(window, self._widest)
         self._write(layer, key_value)
         if len(self._parts) == 1:
             return self._parts[0][1](layer, query, window)
@@ -253,7 +260,7 @@ def _by_context(singles: Sequence[AttentionRow], block_size: int) -> list[list[i
     """
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(singles):
-        blocks = -(-row.context_len // block_size)
+        blocks = _blocks_of(row, block_size)
         groups.setdefault(max(SMALLEST_BUCKET, (blocks - 1).bit_length()), []).append(i)
     together = []
     for bucket, members in groups.items():
@@ -267,7 +274,7 @@ def _slots(rows: Sequence[AttentionRow], block_size: int) -> torch.Tensor:
     for row in rows:
         table = row.blocks
         slots.extend(
-            table[position // block_size] * block_size + position % block_size
+            table[position // block_size - row.first_block] * block_size + position % block_size
             for position in range(row.context_len - row.new_tokens, row.context_len)
         )
     return torch.tensor(slots, dtype=torch.int64)

@@ -45,7 +45,7 @@ def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, dev
     spans = rows[singles:]
     if any(row.new_tokens == 1 for row in spans):
         raise ValueError("rows with one token must come before rows with several")
-    tables = [row.blocks[: -(-row.context_len // block_size)] for row in rows]
+    tables = [row.blocks[: -(-row.context_len // block_size) - row.first_block] for row in rows]
     # The longest contexts come first: they take longest, and nothing else should wait for them at the end.
     tiles = [
         (i, first)
@@ -53,14 +53,16 @@ def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, dev
         for first in reversed(range(0, row.new_tokens, tile_size))
     ]
     context_lens = [row.context_len for row in rows]
-    block_starts = _starts([len(table) for table in tables])
+    # A row's blocks are counted from the beginning of its context. None that is left out is read.
+    starts = _starts([len(table) for table in tables])
+    block_starts = [start - row.first_block for start, row in zip(starts, rows, strict=False)]
     moved = to_device(
         [
             _slots(rows, block_size),
             context_lens[:singles],
             block_starts[:singles],
             context_lens[singles:],
-            block_starts[singles:-1],
+            block_starts[singles:],
             _starts([row.new_tokens for row in spans]),
             [row for row, _ in tiles],
             [first for _, first in tiles],
@@ -90,6 +92,7 @@ def _slots(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray[tuple[in
         position = np.arange(row.context_len - row.new_tokens, row.context_len)
         first = int(position[0]) // block_size
         # Only the blocks of the new tokens are taken: a decode step must not copy every table twice.
-        table = np.asarray(row.blocks[first : -(-row.context_len // block_size)], dtype=np.int64)
+        begin, end = first - row.first_block, -(-row.context_len // block_size) - row.first_block
+        table = np.asarray(row.blocks[begin:end], dtype=np.int64)
         parts.append(table[position // block_size - first] * block_size + position % block_size)
     return np.concatenate(parts)

@@ -290,6 +290,7 @@ def _attend_tiles(
     table,
     context,
     scale_log2,
+    oldest,
     begin,
     end,
     highest,
@@ -308,6 +309,9 @@ def _attend_tiles(
     for tile in range(begin, end):
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < context
+        if WINDOW:
+            # The block of a token that no line sees may be another request's by now.
+            inside = inside & (token >= oldest)
         block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         address = tiles + block * BLOCK_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
         loaded = inside[:, None] & (column < HEAD_DIM)[None, :]
@@ -377,9 +381,11 @@ def _prefill_kernel(
     position = context - new_tokens + tl.minimum(new, new_tokens - 1)
     end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, context), TILE)
     if WINDOW:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE
+        oldest = tl.maximum(first_position - WINDOW + 1, 0)
+        begin = oldest // TILE
         masked_from = begin
     else:
+        oldest = 0
         begin = 0
         # Every token of the tile sees all of a tile of keys that ends at or before the first of them.
         masked_from = (first_position + 1) // TILE
@@ -389,11 +395,11 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
     keys = tiles + kv_head * HEAD_STRIDE
     highest, total, acc = _attend_tiles(
-        queries, position, keys, table, context, scale_log2, begin, masked_from, highest, total, acc,
+        queries, position, keys, table, context, scale_log2, oldest, begin, masked_from, highest, total, acc,
         HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, False, BLOCK_DIM, TILE,
     )  # fmt: skip
     highest, total, acc = _attend_tiles(
-        queries, position, keys, table, context, scale_log2, masked_from, end, highest, total, acc,
+        queries, position, keys, table, context, scale_log2, oldest, masked_from, end, highest, total, acc,
         HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, True, BLOCK_DIM, TILE,
     )  # fmt: skip
     target = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + column[None, :]

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from pdserve_kernels.contract import Attention, AttentionRow, DecodeTables, HeadNorms, Linear
+from pdserve_kernels.contract import (
+    Attention,
+    AttentionRow,
+    DecodeTables,
+    HeadNorms,
+    Linear,
+    check_window,
+    widest_window,
+)
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
 from pdserve_kernels.triton.cache_ops import kv_write, store_projected
@@ -35,8 +43,13 @@ class TritonAttention:
         scale: float,
         cap: float | None,
         splits: int,
+        widest: int | None = None,
     ) -> None:
-        """Plans a step. ``slots`` has every new token. The context of a single token is cut into ``splits`` parts."""
+        """Plans a step. ``slots`` has every new token. The context of a single token is cut into ``splits`` parts.
+
+        ``widest`` is ``widest_window`` of the rows.
+        """
+        self._widest = widest
         self._layout, self._cache, self._slots = layout, cache, slots
         self._singles, self._spans = singles, spans
         self._scale, self._cap, self._splits = scale, cap, splits
@@ -62,6 +75,7 @@ class TritonAttention:
         return self._attend(layer, query, window)
 
     def _attend(self, layer: int, query: torch.Tensor, window: int | None) -> torch.Tensor:
+        check_window(window, self._widest)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         count = len(self._singles.context_lens)
         decode_attention(
@@ -122,7 +136,8 @@ class TritonKernels:
         plan = plan_step(rows, layout.block_size, tile_size, cache.device)
         longest = max((row.context_len for row in rows[: plan.singles]), default=1)
         splits = decode_splits(plan.singles, layout.kv_heads, longest, self._processors)
-        return TritonAttention(layout, cache, plan.slots, plan.decode, plan.spans, scale, cap, splits)
+        widest = widest_window(rows, layout.block_size)
+        return TritonAttention(layout, cache, plan.slots, plan.decode, plan.spans, scale, cap, splits, widest)
 
     def plan_decode(
         self,

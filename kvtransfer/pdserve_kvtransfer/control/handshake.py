@@ -10,20 +10,41 @@ from collections.abc import Iterator, Sequence
 
 from pdserve.control.frame import Opened
 from pdserve.errors import HandshakeRefused, PeerLost, StaleFrame
+from pdserve.wire.cache_groups import GroupSpec, Keep
 from pdserve.wire.transfer import EngineSpec, Hello, Pong, Refused, ToDecode, Welcome
 from pdserve_kvtransfer.pieces import head_map
 
-_MAY_DIFFER = ("protocol", "oldest_protocol", "tp_size")
+_MAY_DIFFER = ("protocol", "oldest_protocol", "tp_size", "groups")
 
 
 def misfits(ours: EngineSpec, theirs: EngineSpec) -> Iterator[HandshakeRefused]:
-    """Yields a refusal for each field that does not fit, in the order of EngineSpec."""
+    """Yields a refusal for each field that does not fit, in the order of EngineSpec and its groups."""
     if ours.spoken.common(theirs.spoken) is None:
         yield HandshakeRefused("protocol", str(ours.spoken), str(theirs.spoken))
     for field in EngineSpec.__struct_fields__:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if field not in _MAY_DIFFER and mine != other:
             yield HandshakeRefused(field, str(mine), str(other))
+    yield from _group_misfits(ours.groups, theirs.groups)
+
+
+def _group_misfits(ours: Sequence[GroupSpec], theirs: Sequence[GroupSpec]) -> Iterator[HandshakeRefused]:
+    if [group.name for group in ours] != [group.name for group in theirs]:
+        yield HandshakeRefused("cache groups", _names(ours), _names(theirs))
+        return
+    for mine, other in zip(ours, theirs, strict=True):
+        for field in GroupSpec.__struct_fields__:
+            here, there = getattr(mine, field), getattr(other, field)
+            if here != there:
+                yield HandshakeRefused(f"cache group {mine.name!r}: {field}", _shown(here), _shown(there))
+
+
+def _names(groups: Sequence[GroupSpec]) -> str:
+    return ", ".join(group.name for group in groups) or "one"
+
+
+def _shown(value: object) -> str:
+    return value.value if isinstance(value, Keep) else str(value)
 
 
 def misfit(ours: EngineSpec, theirs: EngineSpec) -> HandshakeRefused | None:
@@ -41,10 +62,12 @@ def answer(hello: Hello, boot_id: bytes, spec: EngineSpec) -> Refused | None:
 def _bad_ranks(ours: EngineSpec, theirs: EngineSpec, addresses: Sequence[bytes]) -> HandshakeRefused | None:
     if len(addresses) != theirs.tp_size:
         return HandshakeRefused("rank_addresses", f"{theirs.tp_size} by tp_size", str(len(addresses)))
-    try:
-        head_map(ours.kv_heads, theirs.tp_size, ours.tp_size)
-    except ValueError:
-        return HandshakeRefused("tp_size", str(ours.tp_size), str(theirs.tp_size))
+    for number, heads in enumerate(ours.group_heads):
+        try:
+            head_map(heads, theirs.tp_size, ours.tp_size)
+        except ValueError:
+            of_group = f"cache group {ours.groups[number].name!r}: " if ours.groups else ""
+            return HandshakeRefused(f"{of_group}tp_size", str(ours.tp_size), str(theirs.tp_size))
     return None
 
 

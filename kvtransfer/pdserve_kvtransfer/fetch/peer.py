@@ -61,9 +61,18 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.fetch.port import FetchPort
 from pdserve_kvtransfer.fetch.session import FetchEffect, FetchSession, FetchState
-from pdserve_kvtransfer.pieces import Piece, head_map
+from pdserve_kvtransfer.pieces import Piece, group_maps
 from pdserve_kvtransfer.ranks import NodeLink, Reported
-from pdserve_kvtransfer.sides import AcceptBlocks, CancelFetch, Lease, LocalEngine, PingTimer, Pollable, earliest
+from pdserve_kvtransfer.sides import (
+    AcceptBlocks,
+    CancelFetch,
+    Lease,
+    LocalEngine,
+    PingTimer,
+    Pollable,
+    earliest,
+    wanted_groups,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +102,7 @@ class FetchPeer:
         self._sessions: dict[TransferId, FetchSession] = {}
         self._tags: dict[int, FetchSession] = {}
         self._addresses: dict[int, bytes] = {}
-        self._pieces: tuple[Piece, ...] = ()
+        self._pieces: tuple[tuple[Piece, ...], ...] = ()
         self._lost: tuple[FailureKind, str] | None = None
         self._offers: OrderedDict[bytes, Offer] = OrderedDict()
         """Offers that wait for the handshake, by their last hashes. Each is the newest one of a text."""
@@ -113,7 +122,7 @@ class FetchPeer:
                 engine.ranks,
                 Direction.FETCH,
                 FetchPort,
-                engine.spec.kv_heads,
+                engine.spec.group_heads,
                 engine.region,
                 engine.transport,
                 peer=f"prefill node {target.name}",
@@ -150,8 +159,11 @@ class FetchPeer:
 
     def fetch(self, order: FetchOrder | CachedFetchOrder, now: float) -> None:
         """Begins a fetch. If it raises PeerLost, ``end`` fails this fetch like the others."""
-        size, checked = self._engine.block_bytes, self._engine.settings.checksums
-        session = FetchSession(order, self._new_tag(), self.link.number, size, now, checked=checked)
+        engine, checked = self._engine, self._engine.settings.checksums
+        sizes = [engine.block_bytes(group) for group in range(engine.region.num_groups)]
+        session = FetchSession(
+            order, self._new_tag(), self.link.number, wanted_groups(engine.spec, order), sizes, now, checked=checked
+        )
         log.debug("%s from %s begins", session, self.target.name)
         self._sessions[order.transfer_id] = session
         self._tags[session.tag] = session
@@ -277,7 +289,7 @@ class FetchPeer:
             self._ping_timer.keep(message.lease_ms / 1000, now)
         if message.max_prompt_tokens:
             self._engine.event_queue.put(PrefillNodeMet(message.boot_id, message.max_prompt_tokens))
-        self._pieces = head_map(self._engine.spec.kv_heads, len(addresses), self.link.ranks)
+        self._pieces = group_maps(self._engine.spec.group_heads, len(addresses), self.link.ranks)
         self.link.command(ConnectLink(self.link.number, addresses))
         for session in list(self._sessions.values()):
             self._prepare(session)

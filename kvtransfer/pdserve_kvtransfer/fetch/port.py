@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pdserve.errors import PeerLost
 from pdserve.wire.rank import (
@@ -26,7 +27,7 @@ from pdserve.wire.rank import (
     RankReport,
     Released,
 )
-from pdserve_kvtransfer.pieces import Piece, digest, head_map, heads_of, index_of, tag_of
+from pdserve_kvtransfer.pieces import digest, group_maps, heads_of, index_of, tag_of
 from pdserve_kvtransfer.ranks import RankLink
 from pdserve_kvtransfer.region import KvRegion
 from pdserve_kvtransfer.transport import DISCARD, MAX_PIECE_BYTES, ArrivedMessage, MovedMessage, Transport
@@ -41,20 +42,23 @@ class _PieceState(enum.IntEnum):
 class _Landing:
     """The state of one transfer's pieces on this rank."""
 
-    def __init__(self, expect: Expect, parts: int) -> None:
+    def __init__(self, expect: Expect, most_parts: int, parts: Callable[[Sequence[int]], int]) -> None:
+        """A block has ``most_parts`` indexes; ``parts`` returns how many pieces make all of these blocks."""
         self.expect = expect
-        self.parts = parts
+        self.most_parts = most_parts
         self.forgotten = False
-        self._block_ids = list(expect.block_ids)
-        self._states = bytearray(len(self._block_ids) * parts)
-        self._missing = len(self._states)
+        self._parts = parts
+        self.block_ids: list[int] = []
+        self._states = bytearray()
+        self._missing = 0
         self._in_flight: dict[int, int] = {}
+        self.grow(expect.block_ids)
 
     def grow(self, block_ids: Sequence[int]) -> None:
         """Lets the transfer's next blocks land, too."""
-        self._block_ids += block_ids
-        self._states += bytes(len(block_ids) * self.parts)
-        self._missing += len(block_ids) * self.parts
+        self.block_ids += block_ids
+        self._states += bytes(len(block_ids) * self.most_parts)
+        self._missing += self._parts(block_ids)
 
     @property
     def complete(self) -> bool:
@@ -66,22 +70,24 @@ class _Landing:
         """The blocks with accepted pieces that have not landed."""
         return tuple(self._in_flight)
 
-    def accept(self, index: int) -> int | None:
-        """Returns the block that this piece belongs to, or None if the piece may not land."""
-        at = index - self.expect.first_block * self.parts
+    def awaited(self, index: int) -> int:
+        """Returns the place of this piece among those of the transfer, or -1 if the piece may not land."""
+        at = index - self.expect.first_block * self.most_parts
         if self.forgotten or not 0 <= at < len(self._states) or self._states[at] != _PieceState.MISSING:
-            return None
+            return -1
+        return at
+
+    def accept(self, at: int, block_id: int) -> None:
+        """Notes that the piece at this place, which is of this block, is received."""
         self._states[at] = _PieceState.ACCEPTED
-        block_id = self._block_ids[at // self.parts]
         self._in_flight[block_id] = self._in_flight.get(block_id, 0) + 1
-        return block_id
 
     def landed(self, index: int) -> int | None:
         """Returns the piece's block if no other accepted piece of it is still to land, and None otherwise."""
-        at = index - self.expect.first_block * self.parts
+        at = index - self.expect.first_block * self.most_parts
         self._states[at] = _PieceState.LANDED
         self._missing -= 1
-        block_id = self._block_ids[at // self.parts]
+        block_id = self.block_ids[at // self.most_parts]
         self._in_flight[block_id] -= 1
         if self._in_flight[block_id]:
             return None
@@ -89,16 +95,28 @@ class _Landing:
         return block_id
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The bytes of a piece in the blocks of a group: block i has them at ``base + i * stride``."""
+
+    base: int
+    stride: int
+    length: int
+
+
 class FetchPort:
     """A ``ranks.Port`` for ``Direction.FETCH``. It does not offer its memory to the other engine, which sends only."""
 
-    def __init__(self, link: int, rank: int, ranks: int, kv_heads: int, region: KvRegion, transport: Transport) -> None:
-        """Opens the link. Raises TransferError if the transport cannot."""
+    def __init__(
+        self, link: int, rank: int, ranks: int, heads: Sequence[int], region: KvRegion, transport: Transport
+    ) -> None:
+        """Opens the link. ``heads`` are those of each group. Raises TransferError if the transport cannot."""
         self._link = RankLink(link, transport, region.unshared_memory)
-        self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
+        self._rank, self._ranks, self._heads = rank, ranks, heads
         self._region = region
-        self._head_bytes = region.block_bytes // len(heads_of(rank, ranks, kv_heads))
-        self._pieces: tuple[Piece, ...] = ()
+        self._most_parts = 0
+        self._runs: list[list[_Run]] = []
+        """The pieces that make a block of each group on this rank."""
         self._landings: dict[int, _Landing] = {}
         self._in_flight = 0
 
@@ -111,7 +129,7 @@ class FetchPort:
             case ConnectLink(addresses=addresses):
                 self._link.attempt(lambda: self._connect(addresses))
             case Expect(tag=tag):
-                self._landings[tag] = _Landing(command, len(self._pieces))
+                self._landings[tag] = _Landing(command, self._most_parts, self._parts)
                 self.reports.append(Expecting(self._link.number, tag))
             case ExpectMore(tag=tag, block_ids=block_ids):
                 if tag in self._landings:
@@ -126,9 +144,23 @@ class FetchPort:
                 self._link.mark_broken(f"{type(command).__name__} is not for the receiving side")
 
     def _connect(self, addresses: tuple[bytes, ...]) -> None:
-        mine = [piece for piece in head_map(self._kv_heads, len(addresses), self._ranks) if piece.target == self._rank]
-        self._pieces = tuple(mine)
-        self._link.transport_link.connect([addresses[source] for source in sorted({piece.source for piece in mine})])
+        maps = group_maps(self._heads, len(addresses), self._ranks)
+        mine = [[piece for piece in pieces if piece.target == self._rank] for pieces in maps]
+        self._most_parts = mine[0][0].most_parts
+        for group, pieces in enumerate(mine):
+            held = len(heads_of(self._rank, self._ranks, self._heads[group]))
+            head_bytes = self._region.group_bytes(group) // held
+            base, stride = self._region.line(group)
+            self._runs.append(
+                [_Run(base + piece.target_head * head_bytes, stride, piece.heads * head_bytes) for piece in pieces]
+            )
+        sources = sorted({piece.source for pieces in mine for piece in pieces})
+        self._link.transport_link.connect([addresses[source] for source in sources])
+
+    def _parts(self, block_ids: Sequence[int]) -> int:
+        if len(self._runs) == 1:
+            return len(block_ids) * self._most_parts
+        return sum(len(self._runs[self._region.group_of(block_id)]) for block_id in block_ids)
 
     def _forget(self, tag: int) -> None:
         landing = self._landings.get(tag)
@@ -170,12 +202,16 @@ class FetchPort:
         landing = self._landings.get(tag_of(arrival.label))
         if landing is None:
             return DISCARD
-        index = index_of(arrival.label)
-        piece = self._pieces[index % landing.parts]
-        if arrival.length != piece.heads * self._head_bytes:
+        at = landing.awaited(index_of(arrival.label))
+        if at < 0:
             return DISCARD
-        block_id = landing.accept(index)
-        return DISCARD if block_id is None else self._region.place(block_id, piece.target_head * self._head_bytes)
+        block, part = divmod(at, landing.most_parts)
+        block_id = landing.block_ids[block]
+        runs = self._runs[0] if len(self._runs) == 1 else self._runs[self._region.group_of(block_id)]
+        if part >= len(runs) or arrival.length != runs[part].length:
+            return DISCARD
+        landing.accept(at, block_id)
+        return runs[part].base + block_id * runs[part].stride
 
     def _landed(self, landing: _Landing, pieces: tuple[MovedMessage, ...]) -> None:
         self._in_flight -= len(pieces)

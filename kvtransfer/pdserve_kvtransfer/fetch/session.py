@@ -77,12 +77,15 @@ class FetchSession:
         order: FetchOrder | CachedFetchOrder,
         tag: int,
         link: int,
-        block_bytes: int,
+        groups: bytes,
+        block_bytes: Sequence[int],
         now: float,
         *,
         checked: bool,
     ) -> None:
-        """``link`` is the link's number on the ranks. ``block_bytes`` is a block's size on all ranks together."""
+        """``link`` is the link's number on the ranks. ``groups`` has the group of each wanted block, and
+        ``block_bytes`` the size of a block of each group on all ranks together.
+        """
         self.order = order
         self.tag = tag
         self.state = FetchState.QUEUED
@@ -94,19 +97,19 @@ class FetchSession:
         self.accepted_at = now
         """When the engine gave a paced fetch its last destinations."""
         self._block_bytes = block_bytes
-        self._num_blocks = order.num_blocks
-        """The number of blocks that are awaited: the wanted ones, or those of them that a holder has."""
+        self._groups = groups
+        """The group of each block that is awaited: of the wanted ones, or of those of them that a holder has."""
         self._started = now
         self._checked = checked
         self._ranks = 0
-        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._pieces: list[dict[tuple[int, int], Piece]] = []
         self._cached = isinstance(order, CachedFetchOrder)
-        self._landings = Aggregator(0, 0, (), checked=checked)
+        self._landings = Aggregator(0, b"", (), checked=checked)
         self._waiting_for: set[int] = set()
         self._end: FetchEnd | None = None
         self._in_flight: dict[int, set[int]] = {}
         self._block_ids = list(order.block_ids)
-        self._coming = self._leading = 0
+        self._coming = self._leading = self._usable = 0
         self._accepts: list[int] = []
         self._expecting: dict[int, int] = {}
 
@@ -125,19 +128,20 @@ class FetchSession:
 
     # ------------------------------------------------------------ towards the prefill engine
 
-    def prepare(self, pieces: Sequence[Piece], ranks: int) -> list[FetchEffect]:
-        """The handshake is complete. ``pieces`` says which rank gets which heads from which rank."""
+    def prepare(self, pieces: Sequence[Sequence[Piece]], ranks: int) -> list[FetchEffect]:
+        """The handshake is complete. ``pieces`` says for each group which rank gets which heads from which rank."""
         if self.state is not FetchState.QUEUED:
             return []
         self.state = FetchState.PREPARING
         self._ranks = ranks
         self._waiting_for = set(range(ranks))
-        self._pieces = {(piece.source, piece.target): piece for piece in pieces}
-        parts = [max(piece.parts for piece in pieces if piece.target == rank) for rank in range(ranks)]
+        self._pieces = [{(piece.source, piece.target): piece for piece in of_group} for of_group in pieces]
+        parts = [
+            [max(piece.parts for piece in of_group if piece.target == rank) for rank in range(ranks)]
+            for of_group in pieces
+        ]
         order = self.order
-        self._landings = Aggregator(
-            order.first_block, order.num_blocks, parts, checked=self._checked, exact=self._cached
-        )
+        self._landings = Aggregator(order.first_block, self._groups, parts, checked=self._checked, exact=self._cached)
         paced = bool(order.paced_blocks)
         return [Expect(self._link, self.tag, order.first_block, order.block_ids, self._checked, paced)]
 
@@ -207,8 +211,8 @@ class FetchSession:
         coming = min(message.end_block - self.order.first_block, self.order.paced_blocks)
         if self.state is not FetchState.MOVING or coming <= self._coming:
             return []
-        if coming > self._num_blocks:
-            return self._fail(FailureKind.CORRUPT, f"a holder of {self._num_blocks} blocks sends {coming}", tell=True)
+        if coming > len(self._groups):
+            return self._fail(FailureKind.CORRUPT, f"a holder of {len(self._groups)} blocks sends {coming}", tell=True)
         self._coming = coming
         return [BlocksComing(self.order.transfer_id, coming)]
 
@@ -226,11 +230,13 @@ class FetchSession:
     def on_digests(self, message: Digests, now: float) -> list[FetchEffect]:
         if self.state is not FetchState.MOVING:
             return []
-        piece = self._pieces.get((message.source, message.target))
+        pieces = [of_group.get((message.source, message.target)) for of_group in self._pieces]
         for block, digest in enumerate(message.digests, message.first_block):
-            check = PieceCheck.CORRUPT
+            piece, check = pieces[self._group_of(block)], PieceCheck.CORRUPT
             if piece is not None:
                 check = self._landings.announced(message.target, piece.index(block), digest)
+            elif not digest and len(pieces) > 1:
+                check = PieceCheck.IGNORED
             if check is PieceCheck.CORRUPT:
                 return self._fail(FailureKind.CORRUPT, f"block {block} is not what was sent", tell=True)
         return self._finish_if_complete(now)
@@ -249,17 +255,31 @@ class FetchSession:
         """The holder has said how many of the wanted blocks it has."""
         if self.state is not FetchState.MOVING or self.all_sent is not None:
             return []
-        count, wanted = message.count, self.order.num_blocks
+        order, count, wanted = self.order, message.count, self.order.num_blocks
+        if isinstance(order, CachedFetchOrder) and len(self._pieces) > 1:
+            # Of a model with groups all or nothing is sent.
+            count = {len(order.hashes): wanted, 0: 0}.get(count, -1)
+            self._usable = message.usable
         if not self._cached or not self._coming <= count <= wanted or not self._landings.shorten(count):
-            reason = f"{wanted} blocks were asked for, and the answer of {count} does not fit what was sent"
+            reason = f"{wanted} blocks were asked for, and the answer of {message.count} does not fit what was sent"
             return self._fail(FailureKind.CORRUPT, reason, tell=True)
-        self._num_blocks = count
+        self._groups = self._groups[:count]
         return self._note_all_sent(now)
 
     def _note_all_sent(self, now: float) -> list[FetchEffect]:
         self.all_sent = now
-        self._tail_bytes = round(self._landings.share_missing * self._num_blocks * self._block_bytes)
+        self._tail_bytes = round(self._landings.share_missing * self._num_bytes)
         return self._finish_if_complete(now)
+
+    @property
+    def _num_bytes(self) -> int:
+        """The bytes of all awaited blocks on all ranks together."""
+        return sum(self._groups.count(group) * size for group, size in enumerate(self._block_bytes))
+
+    def _group_of(self, block: int) -> int:
+        """Returns the group of the block with this number; any group if it is not awaited."""
+        at = block - self.order.first_block
+        return self._groups[at] if 0 <= at < len(self._groups) else 0
 
     def _finish_if_complete(self, now: float) -> list[FetchEffect]:
         if self.all_sent is None or not self._landings.complete:
@@ -268,12 +288,13 @@ class FetchSession:
         landed = FetchLanded(
             transfer_id,
             seconds=now - self._started,
-            bytes=self._num_blocks * self._block_bytes,
+            bytes=self._num_bytes,
             tail_s=now - self.all_sent,
             tail_bytes=self._tail_bytes,
-            landed=self._num_blocks,
+            landed=len(self._groups),
+            usable=self._usable,
         )
-        if self._num_blocks < self.order.num_blocks:
+        if len(self._groups) < self.order.num_blocks:
             # The ranks would still let the other blocks land, so the engine gets those back once the ranks do not.
             return [Done(transfer_id), *self._begin_end(landed, tell=False)]
         self.state = FetchState.ENDED
@@ -385,24 +406,30 @@ class PieceCheck(enum.Enum):
 
 
 class Aggregator:
-    """The pieces of blocks ``first_block`` to ``first_block + blocks - 1``, where ``parts[rank]`` make one block."""
+    """The pieces of blocks from ``first_block`` on, whose groups are ``groups``.
+
+    ``parts[group][rank]`` make one block of a group.
+    """
 
     def __init__(
-        self, first_block: int, blocks: int, parts: Sequence[int], *, checked: bool, exact: bool = False
+        self, first_block: int, groups: bytes, parts: Sequence[Sequence[int]], *, checked: bool, exact: bool = False
     ) -> None:
         """With ``checked``, a piece counts only if its announced digest is known and equal.
 
         With ``exact``, a piece of another block is corrupt, instead of ignored.
         """
         self._first_block = first_block
-        self._parts = tuple(parts)
-        self._missing = [sum(self._parts)] * blocks
+        self._groups, self._parts = groups, parts
+        self._most_parts: list[int] = [max(of_rank) for of_rank in zip(*parts, strict=True)]
+        totals = [sum(of_group) for of_group in parts]
+        self._missing = [totals[group] for group in groups] if len(parts) > 1 else totals * len(groups)
         self._left = self._pieces = sum(self._missing)
+        self._gaps = len(parts) > 1
         self._checked = checked
         self._exact = exact
-        # Digests by rank and piece. None stands for a digest that is not known yet.
-        self._announced: list[list[int | None]] = [[None] * (parts_here * blocks) for parts_here in self._parts]
-        self._found: list[list[int | None]] = [[None] * (parts_here * blocks) for parts_here in self._parts]
+        # Digests by rank and piece. None stands for a digest that is not known yet, or will never be.
+        self._announced: list[list[int | None]] = [[None] * (most * len(groups)) for most in self._most_parts]
+        self._found: list[list[int | None]] = [[None] * (most * len(groups)) for most in self._most_parts]
 
     @property
     def complete(self) -> bool:
@@ -427,13 +454,14 @@ class Aggregator:
     def shorten(self, blocks: int) -> bool:
         """Expects only the first ``blocks`` of the blocks. Returns False if there is news of a piece of another one."""
         for known in (self._announced, self._found):
-            for digests, parts in zip(known, self._parts, strict=True):
-                if any(digest is not None for digest in digests[blocks * parts :]):
+            for digests, most in zip(known, self._most_parts, strict=True):
+                if any(digest is not None for digest in digests[blocks * most :]):
                     return False
-                del digests[blocks * parts :]
+                del digests[blocks * most :]
         del self._missing[blocks:]
         self._left = sum(self._missing)
-        self._pieces = blocks * sum(self._parts)
+        totals = [sum(of_group) for of_group in self._parts]
+        self._pieces = sum(totals[group] for group in self._groups[:blocks])
         return True
 
     def landed(self, rank: int, index: int, digest: int) -> PieceCheck:
@@ -449,9 +477,9 @@ class Aggregator:
     ) -> PieceCheck:
         if not 0 <= rank < len(known):
             return PieceCheck.IGNORED
-        parts = self._parts[rank]
-        at = index - self._first_block * parts
-        if not 0 <= at < len(known[rank]):
+        most = self._most_parts[rank]
+        at = index - self._first_block * most
+        if not 0 <= at < len(known[rank]) or (self._gaps and self._is_gap(rank, at)):
             return PieceCheck.CORRUPT if self._exact else PieceCheck.IGNORED
         before = known[rank][at]
         if before is not None:
@@ -465,6 +493,11 @@ class Aggregator:
                 return PieceCheck.CORRUPT
         elif known is self._announced:
             return PieceCheck.FINE
-        self._missing[at // parts] -= 1
+        self._missing[at // most] -= 1
         self._left -= 1
         return PieceCheck.FINE
+
+    def _is_gap(self, rank: int, at: int) -> bool:
+        block, part = divmod(at, self._most_parts[rank])
+        parts: int = self._parts[self._groups[block]][rank]
+        return part >= parts

@@ -41,11 +41,20 @@ from pdserve.wire.transfer import (
 from pdserve.wire.version import OLDEST_PROTOCOL
 from pdserve_kvtransfer.control.sockets import ControlServer
 from pdserve_kvtransfer.events import KIND_OF_CAUSE, BlocksOffered, FailureKind, PushEnded, PushOutcome
-from pdserve_kvtransfer.pieces import head_map
+from pdserve_kvtransfer.pieces import group_maps
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.push.session import PushEffect, PushSession, PushState
 from pdserve_kvtransfer.ranks import NodeLink, Reported
-from pdserve_kvtransfer.sides import FailPush, GiveFirstToken, GiveHeld, Lease, LocalEngine, PushBlocks, earliest
+from pdserve_kvtransfer.sides import (
+    FailPush,
+    GiveFirstToken,
+    GiveHeld,
+    Lease,
+    LocalEngine,
+    PushBlocks,
+    earliest,
+    wanted_groups,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +111,9 @@ class PushPeer:
         self._server = server
         self._hello_addresses = tuple(hello.rank_addresses)
         self._addresses: dict[int, bytes] = {}
-        self._pieces = len(head_map(engine.spec.kv_heads, engine.spec.tp_size, hello.spec.tp_size))
+        maps = group_maps(engine.spec.group_heads, engine.spec.tp_size, hello.spec.tp_size)
+        self._pieces = [len(pieces) for pieces in maps]
+        """How many messages a block of each group is, over all ranks."""
         self._sessions: dict[TransferId, PushSession] = {}
         self._tags: dict[int, PushSession] = {}
         self._lost = False
@@ -110,7 +121,7 @@ class PushPeer:
             engine.ranks,
             Direction.PUSH,
             PushPort,
-            engine.spec.kv_heads,
+            engine.spec.group_heads,
             engine.region,
             engine.transport,
             peer=f"decode engine {hello.boot_id.hex()[:8]}",
@@ -174,7 +185,7 @@ class PushPeer:
         session = PushSession(
             request,
             self.link.number,
-            engine.spec.block_size,
+            wanted_groups(engine.spec, request),
             self._pieces,
             now,
             engine.settings.heartbeat_s,
@@ -193,11 +204,12 @@ class PushPeer:
             return
         match command:
             case PushBlocks(_, first_block, block_ids):
-                self._apply(session, session.push(first_block, block_ids))
+                groups = bytes(map(self._engine.region.group_of, block_ids)) if self._engine.spec.groups else None
+                self._apply(session, session.push(first_block, block_ids, groups))
             case GiveFirstToken(_, tokens, cached_tokens, load, prompt_logprobs):
                 self._apply(session, session.first_token(tokens, cached_tokens, load, prompt_logprobs))
-            case GiveHeld(_, count):
-                self._apply(session, session.held(count))
+            case GiveHeld(_, count, usable):
+                self._apply(session, session.held(count, usable))
             case FailPush(_, reason, cause):
                 load = self._engine.load() if cause is FailureCause.LOAD else UNKNOWN_LOAD
                 self._apply(session, session.refuse(reason, cause, load))

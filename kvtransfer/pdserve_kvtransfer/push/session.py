@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from pdserve.control.frame import MAX_REASON_CHARS
@@ -55,14 +56,15 @@ class PushSession:
         self,
         request: PrefillRequest | CachedRequest,
         link: int,
-        block_size: int,
-        pieces: int,
+        groups: bytes,
+        pieces: Sequence[int],
         now: float,
         grace_s: float,
         *,
         reports_sent: bool = False,
     ) -> None:
-        """``link`` is the link's number on the ranks. Each block travels as ``pieces`` messages over all ranks.
+        """``link`` is the link's number on the ranks. ``groups`` has the group of each wanted block, and a block of a
+        group travels as ``pieces[group]`` messages over all ranks.
 
         This side gives up ``grace_s`` after the deadline, so that the decode engine can say first that it gives up.
         With ``reports_sent`` the engine gets ``BlocksSent`` when all that it has pushed so far is sent.
@@ -79,11 +81,9 @@ class PushSession:
         self._request = request
         self._link = link
         self._pieces = pieces
-        match request:
-            case PrefillRequest():
-                self._first_block, self._end_block = request.first_block, -(-len(request.token_ids) // block_size)
-            case CachedRequest():
-                self._first_block, self._end_block = 0, len(request.hashes)
+        self._groups = groups
+        self._first_block = 0 if isinstance(request, CachedRequest) else request.first_block
+        self._end_block = self._first_block + len(groups)
         self._pushed = self._first_block
         """The end of the blocks that the engine has given."""
         self._answered = False
@@ -101,9 +101,9 @@ class PushSession:
         request = self._request
         if isinstance(request, CachedRequest):
             return [CachedWanted(self.transfer_id, request.hashes, self._deadline_s, request.request_id)]
-        if request.first_block >= self._end_block:
+        if not self._groups:
             self.state = PushState.ENDED
-            reason = f"no block {request.first_block} in a prompt of {self._end_block}"
+            reason = f"no block {request.first_block} in a prompt of {len(request.token_ids)} tokens"
             return [Failed(self.transfer_id, reason, FailureCause.PROMPT)]
         wanted = PushWanted(
             self.transfer_id,
@@ -116,12 +116,17 @@ class PushSession:
         )
         return [wanted]
 
-    def push(self, first_block: int, block_ids: tuple[int, ...]) -> list[PushEffect]:
-        """The engine has computed these blocks. Each block that is sent counts as in flight until ``sent``."""
+    def push(self, first_block: int, block_ids: tuple[int, ...], groups: bytes | None = None) -> list[PushEffect]:
+        """The engine has computed these blocks, of these ``groups``: None if the model has no cache groups.
+
+        Each block that is sent counts as in flight until ``sent``.
+        """
         if self.state is not PushState.PUSHING or not block_ids:
             return []
         if first_block < self._first_block or first_block + len(block_ids) > self._end_block:
             return self._give_up("the prefill engine has blocks that were not asked for")
+        if groups is not None and groups != self._groups_of(first_block, len(block_ids)):
+            return self._give_up("the prefill engine has taken blocks of one cache group for those of another")
         self._pushed = max(self._pushed, first_block + len(block_ids))
         if not self._request.paced:
             return [self._send(first_block, block_ids)]
@@ -146,10 +151,17 @@ class PushSession:
         return effects
 
     def _send(self, first_block: int, block_ids: tuple[int, ...]) -> SendBlocks:
-        self._in_flight += len(block_ids) * self._pieces
+        if len(self._pieces) == 1:
+            self._in_flight += len(block_ids) * self._pieces[0]
+        else:
+            self._in_flight += sum(self._pieces[group] for group in self._groups_of(first_block, len(block_ids)))
         if self._reports_sent:
             self._sending += block_ids
         return SendBlocks(self._link, self.tag, first_block, block_ids, self._request.digests)
+
+    def _groups_of(self, first_block: int, count: int) -> bytes:
+        first = first_block - self._first_block
+        return self._groups[first : first + count]
 
     def sent(self, count: int) -> list[PushEffect]:
         """``count`` pieces were sent."""
@@ -170,15 +182,19 @@ class PushSession:
             return []
         return [FirstToken(self.transfer_id, tokens, cached_tokens, load, prompt_logprobs)]
 
-    def held(self, count: int) -> list[PushEffect]:
+    def held(self, count: int, usable: int = 0) -> list[PushEffect]:
         """The engine has said how many of the wanted blocks it has. Blocks on the way from it may still follow."""
+        request = self._request
         if self.state is not PushState.PUSHING or self._answered:
             return []
-        if not self._pushed <= count <= self._end_block:
+        end = count
+        if isinstance(request, CachedRequest) and len(self._pieces) > 1:
+            end = {len(request.hashes): len(self._groups), 0: 0}.get(count, -1)
+        if not self._pushed <= end <= self._end_block:
             return self._give_up("the prefill engine has miscounted the blocks that it has")
         self._answered = True
-        self._end_block = count
-        return [Held(self.transfer_id, count)]
+        self._end_block = end
+        return [Held(self.transfer_id, count, usable)]
 
     def refuse(
         self, reason: str, cause: FailureCause = FailureCause.NODE, load: PrefillLoad = UNKNOWN_LOAD

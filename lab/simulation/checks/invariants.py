@@ -18,13 +18,13 @@ def wrong_blocks(engine: RunningEngine) -> str | None:
     blocks = engine.blocks
     counts = {state: blocks._state.count(state) for state in _BlockState}
     known = {
-        _BlockState.FREE: len(blocks._free),
+        _BlockState.FREE: sum(len(pool.free) for pool in blocks.pools),
         _BlockState.HELD: sum(1 for holders in blocks._holders if holders),
-        _BlockState.IDLE: blocks._cache.num_idle,
+        _BlockState.IDLE: sum(pool.cache.num_idle for pool in blocks.pools),
         _BlockState.QUARANTINED: blocks.num_quarantined,
         _BlockState.UNCLEAN: len(blocks._unclean),
     }
-    if counts != known or sum(counts.values()) != blocks.num_blocks:
+    if counts != known or sum(counts.values()) != sum(len(pool.ids) for pool in blocks.pools):
         return f"the blocks are {counts}, and counted as {known}"
     return _wrong_holders(blocks, _tables(engine))
 

@@ -32,7 +32,7 @@ from pdserve.grammars.compiling import load_vocabulary
 from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.checkpoint.model_files import TOKENIZERS
-from pdserve.models.runner import TORCH_DTYPES
+from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.settings import to_environ
 from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from pdserve_kernels.contract import Kernels
@@ -172,7 +172,7 @@ def decode_rows(bench: Bench, batch: int, context: int, linear: Row) -> Iterator
     attention = attention_s(subject, rows, budget_s)
     chosen = step + sampling_s(subject, batch, GREEDY, budget_s / 4)
     plain, kernel = (linear.figure(name).value / 1e3 for name in ("plain torch", "engine's"))
-    kv_bytes = batch * context * subject.kv_bytes_per_token
+    kv_bytes = batch * subject.kv_bytes(context)
     copy = bench.hardware.copy_bytes_per_s
     nbytes = bench.products.nbytes(subject.dtype) + kv_bytes
     least = nbytes / copy
@@ -212,7 +212,7 @@ def prefill_rows(bench: Bench, chunk: int) -> Iterator[Row]:
         Figure("rate : matrix product", flops / step / bench.hardware.flops, Unit.RATIO, Better.HIGHER),
     )
     yield Row("prefill step", {"model": subject.name, "chunk": chunk}, figures)
-    nbytes = bench.products.nbytes(subject.dtype) + chunk * subject.kv_bytes_per_token
+    nbytes = bench.products.nbytes(subject.dtype) + subject.kv_bytes(chunk)
     yield _roofline_row(bench, "prefill", 1, chunk, step, nbytes, flops)
 
 

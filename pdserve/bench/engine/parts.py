@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -23,9 +24,10 @@ from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.rank_cache import KvGroup
 from pdserve.models.runner import StepRow
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve_kernels.contract import AttentionRow, BlockFormat, BlockKernels, BlockWeight, Kernels, Linear
+from pdserve_kernels.contract import Attention, AttentionRow, BlockFormat, BlockKernels, BlockWeight, Kernels, Linear
 
 _WARM_UP = 2
 _LEAST = 3
@@ -257,32 +259,34 @@ def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float
     would take longer to launch them one by one than the GPU takes to compute them.
     """
     runner, config = subject.runner, subject.config
-    spans = [AttentionRow(len(row.token_ids), row.context_len, row.block_table) for row in rows]
-    tokens = sum(span.new_tokens for span in spans)
+    tokens = sum(len(row.token_ids) for row in rows)
     shape = (tokens, config.heads, config.head_dim)
     query = torch.randn(shape, device=subject.device).to(subject.dtype)
     key_value = torch.full((2, tokens, config.kv_heads, config.head_dim), 0.01, device=subject.device)
     key_value = key_value.to(subject.dtype)
 
-    def call() -> None:
-        attend = subject.kernels.plan_attention(
-            runner.layout, runner.kv_cache, spans, config.heads, config.attention_scale, config.attention_cap
+    def planned(group: KvGroup) -> Attention:
+        spans = [
+            AttentionRow(len(row.token_ids), row.context_len, *group.held(row.table(group.number), row.start))
+            for row in rows
+        ]
+        return subject.kernels.plan_attention(
+            group.layout, group.cache, spans, config.heads, config.attention_scale, config.attention_cap
         )
-        for layer in range(config.num_layers):
-            attend(layer, query, key_value)
 
-    if subject.graphs is None or any(span.new_tokens > 1 for span in spans):
+    def attend(plans: Sequence[Attention]) -> None:
+        for group, plan in zip(runner.cache.attention, plans, strict=True):
+            for layer in range(group.layout.num_layers):
+                plan(layer, query, key_value, group.blocks.spec.window or None)
+
+    def call() -> None:
+        attend([planned(group) for group in runner.cache.attention])
+
+    if subject.graphs is None or any(len(row.token_ids) > 1 for row in rows):
         return seconds_of(call, subject.device, budget_s)
-    attend = subject.kernels.plan_attention(
-        runner.layout, runner.kv_cache, spans, config.heads, config.attention_scale, config.attention_cap
-    )
-
-    def layers() -> None:
-        for layer in range(config.num_layers):
-            attend(layer, query, key_value)
-
+    plans = [planned(group) for group in runner.cache.attention]
     graph = subject.graphs()
-    graph.capture(layers)
+    graph.capture(partial(attend, plans))
     return seconds_of(graph.replay, subject.device, budget_s)
 
 

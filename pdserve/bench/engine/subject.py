@@ -9,12 +9,14 @@ from typing import Protocol
 
 import torch
 
+from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
 from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors, stays_in_blocks
+from pdserve.models.rank_cache import RankCache
 from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
 from pdserve_kernels.contract import BlockFormat, BlockKernels, Kernels
 from pdserve_kernels.kv_layout import KvLayout
@@ -28,6 +30,9 @@ class Runner(Protocol):
 
     @property
     def kv_cache(self) -> torch.Tensor: ...
+
+    @property
+    def cache(self) -> RankCache: ...
 
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor: ...
 
@@ -56,18 +61,27 @@ class Subject:
     def dtype(self) -> torch.dtype:
         return self.runner.layout.dtype
 
-    @property
-    def kv_bytes_per_token(self) -> float:
-        return self.runner.layout.block_bytes / self.runner.layout.block_size
+    def kv_bytes(self, context: int) -> float:
+        """Returns the bytes of the cache that the last token of a context reads."""
+        read = 0.0
+        for group in self.runner.cache.attention:
+            window = group.blocks.spec.window
+            seen = min(context, window) if window else context
+            read += seen * group.layout.block_bytes / group.layout.block_size
+        return read + sum(group.blocks.block_bytes for group in self.runner.cache.states)
 
     def decode_rows(self, batch: int, context: int) -> list[StepRow]:
         """Returns one new token for each of ``batch`` requests, as the last of ``context``, in blocks of their own."""
         blocks = -(-context // self.runner.layout.block_size)
-        return [StepRow([1], context - 1, range(i * blocks, (i + 1) * blocks), True) for i in range(batch)]
+        return [self._row([1], context - 1, range(i * blocks, (i + 1) * blocks), i) for i in range(batch)]
 
     def prefill_rows(self, chunk: int) -> list[StepRow]:
         """Returns the rows of a complete prompt of ``chunk`` tokens."""
-        return [StepRow([1] * chunk, 0, range(-(-chunk // self.runner.layout.block_size)), True)]
+        return [self._row([1] * chunk, 0, range(-(-chunk // self.runner.layout.block_size)), 0)]
+
+    def _row(self, token_ids: Sequence[int], start: int, blocks: range, request: int) -> StepRow:
+        others = other_tables(self.runner.cache.groups[1:], blocks, request)
+        return StepRow(token_ids, start, blocks, True, others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +129,11 @@ def open_subject(
         backend.kernels,
         backend.device,
         block_kernels=block_kernels,
+        bounded=bounded_counts(config, steps.blocks(block_size), max(steps.batches)),
     )
     # Memory that was never written is one shared page of zeros, and reading it is faster than reading a cache in use.
-    runner.kv_cache.fill_(0.01)
+    for group in runner.cache.attention:
+        group.cache.fill_(0.01)
     if backend.graph_kernels is None or model.cuda_graphs is Switch.OFF:
         return Subject(name, config, runner, backend.kernels, block_kernels=block_kernels, formats=formats)
     graphs = CudaGraphs()

@@ -28,8 +28,8 @@ from pdserve.machine.core_ledger import private_ledger
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.demo import served_model_name
-from pdserve.models.checkpoint.weight_form import model_size
-from pdserve.models.runner import TORCH_DTYPES
+from pdserve.models.checkpoint.weight_form import ITEM_BYTES, model_size
+from pdserve.models.group_sizes import Load, group_blocks, group_sizes, prompt_bytes
 from pdserve.models.sizes import cpu_cache, cpu_scheduler
 from pdserve.plan.fit import fit, fixed_part, lone_prompt_s, spread_of
 from pdserve.plan.profile import (
@@ -154,7 +154,7 @@ def _transfer_cost(
         alike = [prompt for prompt in moved if prompt.prompt_tokens == tokens]
         explained.append(lone_prompt_s(speed.steps, tokens, cache.max_num_batched_tokens) + front_s)
         took.append(statistics.median(prompt.ttft_s for prompt in alike))
-        sizes.append(cache.blocks(tokens) * cache.block_bytes)
+        sizes.append(cache.moved_bytes(tokens))
         span_s = statistics.median(prompt.span_s for prompt in alike)
         late.append(max(0.0, span_s - sum(speed.steps.step_s(1, tokens + step, 0) for step in (1, 2))))
     byte_s = sum(size * seconds for size, seconds in zip(sizes, late, strict=True)) / sum(size * size for size in sizes)
@@ -177,14 +177,18 @@ def sized(config: PlanProfileConfig, folder: Path) -> PlanProfileConfig:
 
 def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
     """Returns the KV cache that a node with these settings has on a CPU."""
-    model, size = read_decoder_config(folder), config.cache.block_size
-    token_bytes = 2 * model.num_layers * model.kv_heads * model.head_dim * TORCH_DTYPES[config.model.dtype].itemsize
+    model, size, scheduler = read_decoder_config(folder), config.cache.block_size, config.scheduler
+    groups = group_sizes(model, ITEM_BYTES[config.model.dtype], size)
+    asked = config.model.max_model_len
+    load = Load(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, asked or model.max_positions, asked)
+    num_blocks, *_ = group_blocks(groups, size, config.cache.kv_cache_mib * MIB, load)
     return CacheGeometry(
         block_size=size,
-        num_blocks=config.cache.kv_cache_mib * MIB // (size * token_bytes),
-        block_bytes=size * token_bytes,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        num_blocks=num_blocks,
+        block_bytes=groups[0].block_bytes,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        prompt_bytes=prompt_bytes(groups, size),
     )
 
 

@@ -26,6 +26,7 @@ from pdserve.engine.kv_connector.kv_return import RETURNS_PER_S
 from pdserve.engine.kv_connector.transfer_memory import region_of, transport_for
 from pdserve.errors import BenchError
 from pdserve.process import AnsweringProcess, python_program
+from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, laid_out, moved_blocks
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.terms import PrefillTarget
@@ -69,6 +70,14 @@ class Assignment(msgspec.Struct, frozen=True):
     """The number of blocks that are pushed together, like those of a prefill chunk; 0 pushes all at once."""
     chunk_s: float = 0.0
     """The seconds from one such push to the next."""
+    state_bytes: int = 0
+    """As in ``CacheShape``."""
+    window: int = 0
+    """As in ``CacheShape``."""
+
+    @property
+    def shape(self) -> CacheShape:
+        return CacheShape(self.block_bytes, self.blocks, self.state_bytes, self.window)
 
 
 class Serving(msgspec.Struct, frozen=True):
@@ -80,6 +89,7 @@ class Serving(msgspec.Struct, frozen=True):
 
 
 BLOCK_TOKENS = 16
+_STATES = 2
 _TILES = 2 * BLOCK_TOKENS * torch.bfloat16.itemsize
 CLOSE_S = 5.0
 
@@ -90,9 +100,45 @@ class CacheShape:
 
     block_bytes: int
     blocks: int
+    state_bytes: int = 0
+    """If not 0, a context has a state of so many bytes, and its blocks have none."""
+    window: int = 0
+    """If not 0, a half of each block is of layers that see so many tokens, and a cache group of its own."""
+
+    @property
+    def specs(self) -> tuple[GroupSpec, ...]:
+        """Returns the cache groups; none if there is one."""
+        if self.state_bytes:
+            state = GroupSpec("state", Keep.LATEST, 1, 1, self.state_bytes, "fp32")
+            return GroupSpec("all", Keep.ALL, 0, 0, 0, "bf16"), state
+        if self.window:
+            half = GroupSpec("all", Keep.ALL, 1, 1, self.block_bytes // 2, "bf16")
+            window = msgspec.structs.replace(half, name=f"window {self.window}", keep=Keep.WINDOW, window=self.window)
+            return half, window
+        return ()
+
+    def place(self) -> tuple[tuple[GroupBlocks, ...], int]:
+        """Returns where the blocks of each group are, and the bytes of the cache."""
+        if not self.specs:
+            return (), self.block_bytes * self.blocks
+        counts = (self.blocks, _STATES) if self.state_bytes else (self.blocks, self.blocks)
+        return laid_out(self.specs, counts, [spec.head_bytes for spec in self.specs])
+
+    def moved(self, blocks: int) -> tuple[int, ...]:
+        """Returns the ids of what moves of a context of ``blocks`` blocks: of each group the first ones."""
+        if not self.specs:
+            return tuple(number % self.blocks for number in range(blocks))
+        groups, _ = self.place()
+        moved = moved_blocks(self.specs, BLOCK_TOKENS, 0, blocks * BLOCK_TOKENS)
+        return tuple(groups[block.group].first + block.number % groups[block.group].count for block in moved)
 
     def allocate(self, device: torch.device, shared: SharedMemory | None) -> torch.Tensor:
-        """Returns a cache in the engine's layout, with every page of it written once."""
+        """Returns a cache in the engine's layout, with every page of it written once; with groups, its bytes."""
+        if self.specs:
+            _, nbytes = self.place()
+            if shared is not None:
+                return torch.frombuffer(shared.bytes, dtype=torch.uint8).fill_(1)
+            return torch.ones(nbytes, dtype=torch.uint8, device=device)
         layout = KvLayout(1, 1, BLOCK_TOKENS, self.block_bytes // _TILES, torch.bfloat16)
         cache = layout.allocate(self.blocks, device) if shared is None else layout.over(shared.bytes)
         return cache.fill_(0.5)
@@ -110,6 +156,7 @@ class CacheShape:
             kv_heads=1,
             head_dim=self.block_bytes // _TILES,
             tp_size=1,
+            groups=self.specs,
         )
 
 
@@ -120,13 +167,14 @@ class BenchEngine:
         self.boot_id = boot_id
         device = torch.device(setup.device)
         shares = device.type == "cpu" and setup.config.shared_cache is Switch.ON
-        shared = SharedMemory(shape.block_bytes * shape.blocks) if shares else None
+        groups, nbytes = shape.place()
+        shared = SharedMemory(nbytes) if shares else None
         self.cache = shape.allocate(device, shared)
         self.thread = TransferThread(
             boot_id=boot_id,
             secret=setup.secret,
             spec=shape.spec,
-            region=region_of(self.cache, shared),
+            region=region_of(self.cache, shared, groups),
             settings=side_settings(setup.config),
             transport=transport_for(
                 setup.config, Path(setup.cache_dir), self.cache.device, loopback=bound_to_loopback(setup.config)
@@ -162,7 +210,7 @@ class FetchingEngine:
         self._target = target
         self._woken = threading.Event()
         self._open = 0
-        self._blocks = shape.blocks
+        self._shape = shape
         self._engine = BenchEngine(new_id(), shape, setup, self._woken.set)
         self.cpu_s = self._engine.cpu_s
         self.close = self._engine.close
@@ -179,8 +227,8 @@ class FetchingEngine:
     def order(self, blocks: int) -> None:
         """Begins to fetch ``blocks`` blocks, at most those of the cache."""
         transfer_id = TransferId(new_id(), 0, self._engine.boot_id)
-        tokens, destinations = [0] * (blocks * BLOCK_TOKENS), tuple(range(blocks))
-        order = FetchOrder(transfer_id, self._target, tokens, 0, destinations, _SAMPLING, _DEADLINE_S)
+        tokens, places = [0] * (blocks * BLOCK_TOKENS), self._shape.moved(blocks)
+        order = FetchOrder(transfer_id, self._target, tokens, 0, places, _SAMPLING, _DEADLINE_S)
         self._engine.thread.fetch(order)
         self._open += 1
 
@@ -287,8 +335,8 @@ class OfferingEngine:
 @dataclass(slots=True)
 class _ComputedPrompt:
     transfer_id: TransferId
+    block_ids: tuple[int, ...]
     next: int
-    end: int
     due: float
 
 
@@ -297,10 +345,9 @@ class PushingEngine:
 
     def __init__(self, assignment: Assignment, wake: Callable[[], None]) -> None:
         self._assignment = assignment
-        self._blocks = assignment.blocks
+        self._shape = assignment.shape
         self._pushes: deque[_ComputedPrompt] = deque()
-        shape = CacheShape(assignment.block_bytes, assignment.blocks)
-        self._engine = BenchEngine(new_id(), shape, assignment.setup, wake)
+        self._engine = BenchEngine(new_id(), self._shape, assignment.setup, wake)
         self.serving = Serving(self._engine.control, self._engine.boot_id, self._engine.thread.native_id)
 
     def turn(self) -> float | None:
@@ -308,9 +355,8 @@ class PushingEngine:
         for event in self._engine.thread.events():
             match event:
                 case PushWanted(transfer_id, token_ids):
-                    self._pushes.append(
-                        _ComputedPrompt(transfer_id, 0, -(-len(token_ids) // BLOCK_TOKENS), time.monotonic())
-                    )
+                    block_ids = self._shape.moved(-(-len(token_ids) // BLOCK_TOKENS))
+                    self._pushes.append(_ComputedPrompt(transfer_id, block_ids, 0, time.monotonic()))
                 case BlocksOffered(holder, hashes):
                     self._fetch_offered(holder, hashes)
                 case TransferThreadDied(message):
@@ -318,7 +364,7 @@ class PushingEngine:
         now = time.monotonic()
         for push in self._pushes:
             self._push(push, now)
-        self._pushes = deque(push for push in self._pushes if push.next < push.end)
+        self._pushes = deque(push for push in self._pushes if push.next < len(push.block_ids))
         return min((max(0.0, push.due - now) for push in self._pushes), default=None)
 
     def _fetch_offered(self, holder: PrefillTarget, hashes: tuple[bytes, ...]) -> None:
@@ -329,12 +375,11 @@ class PushingEngine:
     def _push(self, push: _ComputedPrompt, now: float) -> None:
         if push.due > now:
             return
-        count = min(self._assignment.chunk_blocks or push.end, push.end - push.next)
-        blocks = tuple((push.next + i) % self._blocks for i in range(count))
+        blocks = push.block_ids[push.next :][: self._assignment.chunk_blocks or None]
         self._engine.thread.push(push.transfer_id, push.next, blocks)
-        push.next += count
+        push.next += len(blocks)
         push.due += self._assignment.chunk_s
-        if push.next == push.end:
+        if push.next == len(push.block_ids):
             self._engine.thread.first_token(push.transfer_id, (SampledToken(0),), 0)
 
     def close(self) -> None:

@@ -44,6 +44,10 @@ _MOST_BLOCKS = 4096
 _TINY_BYTES = 64
 _TINY_BLOCKS = 2048
 _COPY_MIB = 64
+_STATE_MIB = (1, 16, 64)
+_GROUP_BLOCK_BYTES = 64 * 1024
+_GROUP_BLOCKS = 1024
+_GROUP_WINDOW = 1024
 
 NOTES = (
     "fetches in a row, two under way at a time, each from the order to the landing of its last block: request, push, "
@@ -72,6 +76,11 @@ class Moves:
         return statistics.median(self.seconds)
 
     @property
+    def cpu_s(self) -> float:
+        """The CPU seconds of both transfer threads for a fetch."""
+        return (self.receive_cpu_s + self.send_cpu_s) * self.blocks
+
+    @property
     def bytes_per_s(self) -> float:
         return self.block_bytes * self.blocks / self.median_s
 
@@ -84,7 +93,8 @@ def moves(
     Raises BenchError, TransferError.
     """
     ways = [way for way in Switch if setup.device == "cpu" or way is Switch.OFF]
-    target = prefill.assign(Assignment(shape.block_bytes, shape.blocks, setup))
+    assignment = Assignment(shape.block_bytes, shape.blocks, setup, state_bytes=shape.state_bytes, window=shape.window)
+    target = prefill.assign(assignment)
     engines: dict[Switch, FetchingEngine] = {}
     try:
         for checksums in ways:
@@ -156,6 +166,7 @@ def run(
             rows += transfer_rows(moved, yardsticks)
             if not on_gpu:
                 rows.append(checksum_row(moved, BLOCK_TOKENS / bench.prefill_tokens_per_s))
+        rows += _group_rows(prefill, setup, bench.repeats, copied)
         if on_gpu:
             return _report(config, rows)
         _say("blocks of 64 bytes")
@@ -166,6 +177,21 @@ def run(
             rows += _decode_rows(config, subject, prefill, setup)
     rows.append(copy_row(copied))
     return _report(config, rows)
+
+
+def _group_rows(prefill: PrefillProcess, setup: TransferSetup, repeats: int, copied: float) -> list[Row]:
+    """Returns rows of what models with cache groups move."""
+    rows: list[Row] = []
+    for mib in _STATE_MIB:
+        _say(f"a state of {mib} MiB")
+        shape = CacheShape(_GROUP_BLOCK_BYTES, 1, state_bytes=mib * MIB)
+        rows += state_rows(moves(prefill, shape, 1, setup, repeats), mib * MIB, copied)
+    _say("only what a window has")
+    whole = CacheShape(_GROUP_BLOCK_BYTES, _GROUP_BLOCKS)
+    windowed = dataclasses.replace(whole, window=_GROUP_WINDOW)
+    both = [moves(prefill, shape, _GROUP_BLOCKS, setup, repeats) for shape in (windowed, whole)]
+    rows.append(window_row(*both))
+    return rows
 
 
 def _report(config: BenchTransferConfig, rows: Sequence[Row]) -> Report:
@@ -250,6 +276,39 @@ def _transfer_row(way: Switch, found: Moves, yardsticks: Yardsticks) -> Row:
         _us("one copy of a block", copy_s),
     ]
     return Row("transfer", {"block": block_name(found.block_bytes), "checksums": way.value}, tuple(figures))
+
+
+def state_rows(moved: Mapping[Switch, Moves], nbytes: int, copy_bytes_per_s: float) -> list[Row]:
+    """Returns the time of a state of ``nbytes`` bytes, which is one message, for each setting of ``--kv-checksums``."""
+    return [
+        Row(
+            "transfer of a state",
+            {"state": f"{nbytes // MIB} MiB", "checksums": way.value},
+            (
+                Figure("fetch", found.median_s * 1e3, Unit.MS, Better.LOWER),
+                _rate("engine", nbytes / found.median_s),
+                Figure("engine : copy", nbytes / found.median_s / copy_bytes_per_s, Unit.RATIO, Better.HIGHER),
+            ),
+        )
+        for way, found in moved.items()
+    ]
+
+
+def window_row(windowed: Mapping[Switch, Moves], whole: Mapping[Switch, Moves]) -> Row:
+    """Returns a prompt of a model whose layers have a window by turns, beside one whose layers all see everything."""
+    way = Switch.ON if Switch.ON in whole else Switch.OFF
+    mine, other = windowed[way], whole[way]
+    shape: dict[str, int | str] = {
+        "tokens": _GROUP_BLOCKS * BLOCK_TOKENS,
+        "window of half of the layers": _GROUP_WINDOW,
+    }
+    figures = (
+        Figure("fetch with the window only", mine.median_s * 1e3, Unit.MS, Better.LOWER),
+        Figure("fetch of all blocks", other.median_s * 1e3, Unit.MS, Better.LOWER),
+        Figure("window only : all blocks", mine.median_s / other.median_s, Unit.RATIO, Better.LOWER),
+        Figure("both CPUs, window only : all blocks", mine.cpu_s / other.cpu_s, Unit.RATIO, Better.LOWER),
+    )
+    return Row("transfer of a prompt with windows", shape, figures)
 
 
 def checksum_row(moved: Mapping[Switch, Moves], prefill_s: float) -> Row:

@@ -10,6 +10,9 @@ wrong answer later.
 
 A block may be copied into another one before the next step. Until then the copy holds its source as a block table
 would, and ends with its destination. So no copy reads or writes a block that can be taken.
+
+Each cache group has blocks of its own (``pdserve.wire.cache_groups``). Group 0 keeps all blocks of a context. A
+``BlockTable`` has the blocks that one context holds in every group.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from pdserve.engine.kv_cache.block_table import NONE, BlockTable, StateTable
 from pdserve.engine.kv_cache.prefix_cache import Match, PrefixCache
 from pdserve.errors import EngineError
+from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep
 
 
 class _BlockState(enum.IntEnum):
@@ -30,31 +35,79 @@ class _BlockState(enum.IntEnum):
     UNCLEAN = 4
 
 
-class BlockManager:
-    """The pool of one engine's block ids, 0 to ``num_blocks - 1``."""
+class Pool:
+    """The blocks of one group that can be taken."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
-        """Creates the pool, all of whose blocks are free. Without ``prefix_cache``, no block is found again."""
+    def __init__(self, spec: GroupSpec | None, ids: range) -> None:
+        self.spec = spec
+        """What the group keeps; None for group 0."""
+        self.ids = ids
+        self.free = deque(ids)
+        self.cache = PrefixCache()
+
+    @property
+    def name(self) -> str:
+        return self.spec.name if self.spec is not None else ""
+
+    @property
+    def num_free(self) -> int:
+        """The number of blocks that can be taken now, idle ones of the prefix cache among them."""
+        return len(self.free) + self.cache.num_idle
+
+
+class BlockManager:
+    """The block ids of one engine: those of group 0 are 0 to ``num_blocks - 1``, and the other groups' follow.
+
+    Where nothing else is said, counts are of group 0.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool = True,
+        bounded: Sequence[GroupBlocks] = (),
+        block_bytes: int = 0,
+    ) -> None:
+        """Creates the pools, all of whose blocks are free. Without ``prefix_cache``, no block is found again.
+
+        ``bounded`` are the groups behind group 0, whose blocks have ``block_bytes`` bytes each.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.pools = [Pool(None, range(num_blocks)), *(Pool(group.spec, group.ids) for group in bounded)]
+        self.bounded = [pool.spec for pool in self.pools if pool.spec is not None]
+        total = 0
+        for pool in self.pools:
+            if pool.ids.start != total:
+                raise EngineError(f"the blocks of cache group {pool.name!r} begin at {pool.ids.start}, not {total}")
+            total = pool.ids.stop
         self._caching = prefix_cache
-        self._cache = PrefixCache()
-        self._state = bytearray(num_blocks)
-        self._holders = [0] * num_blocks
-        self._free = deque(range(num_blocks))
+        self._whole = self.pools[0]
+        self._cache = self._whole.cache
+        self._pool_of = bytearray(total)
+        """The number of each block's group."""
+        for number, pool in enumerate(self.pools):
+            self._pool_of[pool.ids.start : pool.ids.stop] = bytes([number]) * len(pool.ids)
+        self._state = bytearray(total)
+        self._holders = [0] * total
         self._quarantined = 0
         self._tainted: set[int] = set()
         self._unclean: list[int] = []
         self._copies: dict[int, int] = {}
         """The source of each block that is still to be written by a copy."""
+        self.spacing = _checkpoint_spacing(bounded, block_bytes)
+        """So many blocks lie between two states that the prefix cache keeps, at least."""
 
     @property
     def num_free(self) -> int:
         """The number of blocks that can be taken now, idle ones of the prefix cache among them."""
-        return len(self._free) + self._cache.num_idle
+        return self._whole.num_free
 
     @property
     def num_quarantined(self) -> int:
+        """The number of blocks of all groups that something may still write to."""
         return self._quarantined
 
     @property
@@ -65,6 +118,11 @@ class BlockManager:
     @property
     def caching(self) -> bool:
         return self._caching
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a group keeps states."""
+        return any(spec.keep is Keep.LATEST for spec in self.bounded)
 
     def blocks_for(self, tokens: int) -> int:
         """Returns how many blocks hold ``tokens`` tokens."""
@@ -77,7 +135,7 @@ class BlockManager:
     # ------------------------------------------------------------ taking
 
     def grow(self, block_table: list[int], tokens: int) -> bool:
-        """Extends ``block_table`` to hold ``tokens`` tokens.
+        """Extends ``block_table`` to hold ``tokens`` tokens in group 0.
 
         Returns False, and changes nothing, if too few blocks are free.
         """
@@ -85,32 +143,168 @@ class BlockManager:
         if missing > self.num_free:
             return False
         for _ in range(missing):
-            block_table.append(self._take())
+            block_table.append(self._take(self._whole))
         return True
 
+    def grow_bounded(self, table: BlockTable, computed: int, tokens: int) -> bool:
+        """Takes what the tokens from ``computed`` to ``tokens`` read and write in the groups behind group 0.
+
+        Of a window these are the blocks that the first of these tokens sees, and all that follow; of a state, a block
+        for the next one. Returns False, and changes nothing, if too few blocks are free.
+        """
+        self._open(table)
+        places = [self._missing_places(pool, held, computed, tokens) for pool, held in self._bounded_of(table)]
+        if any(len(missing) > pool.num_free for missing, pool in zip(places, self.pools[1:], strict=True)):
+            return False
+        for missing, (pool, held) in zip(places, self._bounded_of(table), strict=True):
+            if missing and isinstance(held, list):
+                held.extend([NONE] * (missing[-1] + 1 - len(held)))
+            for place in missing:
+                if isinstance(held, StateTable):
+                    held.next = self._take(pool)
+                else:
+                    held[place] = self._take(pool)
+        return True
+
+    def _missing_places(self, pool: Pool, held: list[int] | StateTable, computed: int, tokens: int) -> list[int]:
+        if isinstance(held, StateTable):
+            return [] if held.next != NONE else [0]
+        assert pool.spec is not None
+        first = pool.spec.needed(computed, self.block_size).start
+        return [i for i in range(first, self.blocks_for(tokens)) if i >= len(held) or held[i] == NONE]
+
+    def most_blocks(self, table: BlockTable, tokens: int) -> list[int]:
+        """Returns how many blocks a context of up to ``tokens`` tokens holds at most in each group behind group 0.
+
+        Between steps, that is: a step has blocks for its tokens (``step_blocks``) as well.
+        """
+        most = [
+            2 if spec.keep is Keep.LATEST else min(self.blocks_for(tokens), self.blocks_for(spec.window) + 2)
+            for spec in self.bounded
+        ]
+        held = table.bounded_by_group()
+        return [max(blocks, len(own)) for blocks, own in zip(most, held, strict=True)] if held else most
+
+    def step_blocks(self, pool: Pool, tokens: int) -> int:
+        """Returns how many blocks of a group the ``tokens`` tokens of one step take beside those of windows."""
+        assert pool.spec is not None
+        return 0 if pool.spec.keep is Keep.LATEST else self.blocks_for(tokens)
+
+    def give_back(self, table: BlockTable, computed: int) -> None:
+        """Frees the blocks of windows that no token after the first ``computed`` sees."""
+        for pool, held in self._bounded_of(table):
+            if isinstance(held, StateTable):
+                continue
+            assert pool.spec is not None
+            end = min(pool.spec.needed(computed, self.block_size).start, len(held))
+            at = end - 1
+            # What was given back before has nothing before it.
+            while at >= 0 and held[at] != NONE:
+                self._drop(held[at])
+                held[at] = NONE
+                at -= 1
+
+    def next_states(self, table: BlockTable) -> None:
+        """Makes the states that a step has written those that the next step begins with."""
+        for _, held in self._bounded_of(table):
+            if isinstance(held, StateTable) and held.next != NONE:
+                if held.present != NONE:
+                    self._drop(held.present)
+                held.present, held.next = held.next, NONE
+
+    def _open(self, table: BlockTable) -> None:
+        """Gives a table a place for each group."""
+        if len(table.others) < len(self.bounded):
+            table.others = [StateTable() if spec.keep is Keep.LATEST else [] for spec in self.bounded]
+
+    def _bounded_of(self, table: BlockTable) -> Iterable[tuple[Pool, list[int] | StateTable]]:
+        return zip(self.pools[1:], table.others, strict=False)
+
     def replace(self, block_table: list[int], quarantined: Iterable[int]) -> bool:
-        """Puts free blocks in the places of quarantined ones.
+        """Puts free blocks in the places of quarantined ones, in all groups.
 
         Returns False, and changes nothing, if too few blocks are free.
         """
         bad = set(quarantined)
-        places = [i for i, block in enumerate(block_table) if block in bad]
-        if len(places) > self.num_free:
+        if not bad:
+            return True
+        tables = [block_table]
+        states: list[tuple[Pool, StateTable]] = []
+        pools = [self._whole]
+        for pool, held in self._bounded_of(block_table) if isinstance(block_table, BlockTable) else ():
+            if isinstance(held, StateTable):
+                if held.next in bad:
+                    states.append((pool, held))
+            else:
+                tables.append(held)
+                pools.append(pool)
+        places = [[i for i, block in enumerate(table) if block in bad] for table in tables]
+        if any(len(found) > pool.num_free for found, pool in zip(places, pools, strict=True)):
             return False
-        for i in places:
-            block_table[i] = self._take()
+        if any(not pool.num_free for pool, _ in states):
+            return False
+        for table, found, pool in zip(tables, places, pools, strict=True):
+            for i in found:
+                table[i] = self._take(pool)
+        for pool, held_state in states:
+            held_state.next = self._take(pool)
         return True
 
     def share(self, block_table: list[int], blocks: Iterable[int]) -> None:
         """Appends blocks that are held already or idle. They are read-only from now on."""
         for block in blocks:
-            if self._state[block] == _BlockState.IDLE:
-                self._cache.wake(block)
-                self._state[block] = _BlockState.HELD
-            elif self._state[block] != _BlockState.HELD:
-                raise EngineError(f"KV block {block} is shared but holds nothing")
-            self._holders[block] += 1
+            self._share(block)
             block_table.append(block)
+
+    def share_prefix(self, table: BlockTable, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Gives an empty table the prefix of ``blocks`` in all groups. ``usable_prefix`` has found it just now."""
+        self.share(table, blocks)
+        if not self.bounded or not blocks:
+            return
+        self._open(table)
+        for pool, held in self._bounded_of(table):
+            assert pool.spec is not None
+            if isinstance(held, StateTable):
+                held.present = self._share(pool.cache.block_of(hashes[len(blocks) - 1]))
+                held.checkpoint = len(blocks)
+                continue
+            needed = pool.spec.needed(len(blocks) * self.block_size, self.block_size)
+            held.extend([NONE] * needed.start)
+            held.extend(self._share(pool.cache.block_of(hashes[number])) for number in needed)
+
+    def _share(self, block: int | None) -> int:
+        if block is None or self._state[block] not in (_BlockState.IDLE, _BlockState.HELD):
+            raise EngineError(f"KV block {block} is shared but holds nothing")
+        if self._state[block] == _BlockState.IDLE:
+            self._cache_of(block).wake(block)
+            self._state[block] = _BlockState.HELD
+        self._holders[block] += 1
+        return block
+
+    def fork_bounded(self, parent: BlockTable, child: BlockTable, tokens: int) -> bool:
+        """Gives a child what its parent, with ``tokens`` computed tokens, holds in the groups behind group 0.
+
+        States and full blocks are shared, and a partial block is to be copied. Returns False, and changes nothing, if
+        too few blocks are free.
+        """
+        full, rest = divmod(tokens, self.block_size)
+        windows = [(pool, held) for pool, held in self._bounded_of(parent) if not isinstance(held, StateTable)]
+        if rest and any(not pool.num_free for pool, _ in windows):
+            return False
+        self._open(child)
+        for (pool, held), own in zip(self._bounded_of(parent), child.others, strict=True):
+            if isinstance(held, StateTable):
+                assert isinstance(own, StateTable)
+                own.present, own.checkpoint = self._share(held.present), held.checkpoint
+                continue
+            assert pool.spec is not None and isinstance(own, list)
+            needed = pool.spec.needed(tokens, self.block_size)
+            own.extend([NONE] * needed.start)
+            own.extend(self._share(held[number]) for number in range(needed.start, full))
+            if rest:
+                own.append(self._take(pool))
+                self.copy(held[full], own[full])
+        return True
 
     # ------------------------------------------------------------ copies
 
@@ -136,21 +330,28 @@ class BlockManager:
     # ------------------------------------------------------------ giving back
 
     def free(self, block_table: list[int]) -> None:
-        """Takes all blocks back and empties the table; blocks quarantined meanwhile stay quarantined."""
+        """Takes the blocks of all groups back and empties the table; those quarantined meanwhile stay quarantined."""
         # The end of a prefix goes first, so that it is also evicted first: without its beginning it is useless.
         for block in reversed(block_table):
-            if self._state[block] == _BlockState.HELD:
-                self._drop_holder(block)
-            elif self._state[block] != _BlockState.QUARANTINED:
-                raise EngineError(f"KV block {block} was freed twice")
+            self._drop(block)
+        if isinstance(block_table, BlockTable) and block_table.others:
+            for block in block_table.bounded_blocks():
+                self._drop(block)
+            block_table.others = []
         block_table.clear()
+
+    def _drop(self, block: int) -> None:
+        if self._state[block] == _BlockState.HELD:
+            self._drop_holder(block)
+        elif self._state[block] != _BlockState.QUARANTINED:
+            raise EngineError(f"KV block {block} was freed twice")
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Sets held blocks aside until ``release``."""
         for block in blocks:
             if self._state[block] != _BlockState.HELD:
                 raise EngineError(f"KV block {block} is quarantined but not held")
-            if self._holders[block] > 1 or block in self._cache or block in self._copies:
+            if self._holders[block] > 1 or block in self._cache_of(block) or block in self._copies:
                 raise EngineError(f"KV block {block} is quarantined but others may read it, or a copy writes it")
             self._state[block] = _BlockState.QUARANTINED
             self._holders[block] = 0
@@ -197,7 +398,41 @@ class BlockManager:
         if self._state[block] != _BlockState.HELD:
             raise EngineError(f"KV block {block} is to be remembered but not held")
         if self._caching and block not in self._tainted:
-            self._cache.add(block, block_hash)
+            self._cache_of(block).add(block, block_hash)
+
+    def remember_bounded(self, table: BlockTable, hashes: Sequence[bytes], first: int, end: int) -> None:
+        """Lets what a table holds of a context's blocks ``first`` to ``end`` in windows be found by their hashes."""
+        for _, held in self._bounded_of(table):
+            if isinstance(held, StateTable):
+                continue
+            for number in range(first, min(end, len(held))):
+                if held[number] != NONE:
+                    self.remember(held[number], hashes[number])
+
+    def remember_states(self, table: BlockTable, block_hash: bytes, blocks: int) -> None:
+        """Lets the present states, which stand after ``blocks`` blocks, be found by the hash of the last of these."""
+        for _, held in self._bounded_of(table):
+            if isinstance(held, StateTable) and held.present != NONE:
+                self.remember(held.present, block_hash)
+                held.checkpoint = blocks
+
+    def usable_prefix(self, hashes: Sequence[bytes], blocks: int) -> int:
+        """Returns the longest prefix of ``blocks``, which group 0 has, that every other group can go on from, too."""
+        while blocks and not all(self._has_prefix(pool, hashes, blocks) for pool in self.pools[1:]):
+            blocks -= 1
+        return blocks
+
+    def _has_prefix(self, pool: Pool, hashes: Sequence[bytes], blocks: int) -> bool:
+        assert pool.spec is not None
+        if pool.spec.keep is Keep.LATEST:
+            return pool.cache.block_of(hashes[blocks - 1]) is not None
+        needed = pool.spec.needed(blocks * self.block_size, self.block_size)
+        return all(pool.cache.block_of(hashes[number]) is not None for number in reversed(needed))
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """How often the prefix caches of the groups behind group 0 have changed."""
+        return tuple(pool.cache.num_changes for pool in self.pools[1:])
 
     # ------------------------------------------------------------ values that are not finite
 
@@ -209,7 +444,7 @@ class BlockManager:
         for block in blocks:
             if self._state[block] != _BlockState.HELD:
                 raise EngineError(f"KV block {block} is tainted but not held")
-            self._cache.drop(block)
+            self._cache_of(block).drop(block)
             self._tainted.add(block)
 
     def clean(self, clear: Callable[[Sequence[int]], None]) -> None:
@@ -224,8 +459,11 @@ class BlockManager:
 
     # ------------------------------------------------------------ states
 
-    def _take(self) -> int:
-        block = self._free.popleft() if self._free else self._cache.evict()
+    def _cache_of(self, block: int) -> PrefixCache:
+        return self.pools[self._pool_of[block]].cache
+
+    def _take(self, pool: Pool) -> int:
+        block = pool.free.popleft() if pool.free else pool.cache.evict()
         self._state[block] = _BlockState.HELD
         self._holders[block] = 1
         return block
@@ -240,12 +478,23 @@ class BlockManager:
         self._let_go(block)
 
     def _let_go(self, block: int) -> None:
+        pool = self.pools[self._pool_of[block]]
         if block in self._tainted:
             self._state[block] = _BlockState.UNCLEAN
             self._unclean.append(block)
-        elif block in self._cache:
+        elif block in pool.cache:
             self._state[block] = _BlockState.IDLE
-            self._cache.rest(block)
+            pool.cache.rest(block)
         else:
             self._state[block] = _BlockState.FREE
-            self._free.append(block)
+            pool.free.append(block)
+
+
+STATES_ONLY_SPACING = 16
+"""The spacing of kept states where the blocks of group 0 have no bytes."""
+
+
+def _checkpoint_spacing(bounded: Sequence[GroupBlocks], block_bytes: int) -> int:
+    """Returns after how many blocks a state may be kept, so that states take no more memory than those blocks."""
+    states = sum(group.block_bytes for group in bounded if group.spec.keep is Keep.LATEST)
+    return max(1, -(-states // block_bytes)) if block_bytes else STATES_ONLY_SPACING

@@ -9,12 +9,14 @@ is the last block before a prompt's last token, if that would be left alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.block_table import StateTable
 from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.engine.request import Request
 from pdserve.errors import EngineError
+from pdserve.wire.transfer import MAX_HASHES
 
 
 class BlockTables:
@@ -32,6 +34,10 @@ class BlockTables:
     def block_size(self) -> int:
         return self._pool.block_size
 
+    @property
+    def keeps_states(self) -> bool:
+        return self._pool.keeps_states
+
     def find(self, request: Request) -> Sequence[int]:
         """Returns blocks of the prefix cache that a request without blocks could begin with.
 
@@ -47,7 +53,17 @@ class BlockTables:
         self._hash(request, count)
         found = self._pool.match(request.block_hashes, count, request.match)
         usable = self.usable(request, len(found) * self.block_size) // self.block_size
+        if self._pool.bounded:
+            usable = self._usable_in_all(request, usable)
         return found if usable == len(found) else found[:usable]
+
+    def _usable_in_all(self, request: Request, blocks: int) -> int:
+        """Returns the longest prefix of ``blocks`` that all groups have. It is looked up again only after a change."""
+        match, as_of = request.match, (blocks, *self._pool.changes)
+        if match.usable_as_of != as_of:
+            match.usable = self._pool.usable_prefix(request.block_hashes, blocks)
+            match.usable_as_of = as_of
+        return match.usable
 
     def usable(self, request: Request, computed_tokens: int) -> int:
         """Returns how many tokens count as computed where blocks hold the first ``computed_tokens``.
@@ -67,9 +83,24 @@ class BlockTables:
         """Returns how many blocks a request's known tokens fill without the last one, whose logits are needed."""
         return (len(request.token_ids) - 1) // self.block_size
 
-    def hashes(self, request: Request) -> tuple[bytes, ...]:
-        """Returns the hashes of the blocks that ``fillable`` counts."""
+    def reusable(self, request: Request) -> int:
+        """Returns how many blocks of a request's known tokens holders may be asked for.
+
+        Of a model with cache groups, what the other groups keep behind the last one comes with it. So it must be of use
+        there, and all blocks must fit into one message.
+        """
         count = self.fillable(request)
+        if not self._pool.bounded:
+            return count
+        if request.num_computed_tokens % self.block_size:
+            return 0
+        if self.usable(request, count * self.block_size) < count * self.block_size:
+            count -= 1
+        return count if count <= MAX_HASHES else 0
+
+    def hashes(self, request: Request) -> tuple[bytes, ...]:
+        """Returns the hashes of the blocks that ``reusable`` counts."""
+        count = self.reusable(request)
         self._hash(request, count)
         return tuple(request.block_hashes[:count])
 
@@ -88,37 +119,123 @@ class BlockTables:
     def admit(self, request: Request, found: Sequence[int]) -> None:
         """Shares the blocks that were found, and reserves blocks for all known tokens. There must be enough."""
         if found:
-            self._pool.share(request.block_table, found)
+            self._pool.share_prefix(request.block_table, request.block_hashes, found)
             request.num_computed_tokens = len(found) * self.block_size
         request.match = Match()
-        if not self.reserve(request, len(request.token_ids)):
+        if not self._pool.grow(request.block_table, len(request.token_ids)):
             raise EngineError("a request was admitted without the blocks that it needs")
 
     def reserve(self, request: Request, tokens: int) -> bool:
-        """Extends a request's block table to its first ``tokens`` tokens.
+        """Takes blocks for a step that computes a request's tokens up to ``tokens``, or for a transfer that brings
+        them.
+
+        Returns False if too few blocks are free.
+        """
+        if not self._pool.bounded:
+            return self._pool.grow(request.block_table, tokens)
+        computed = request.num_computed_tokens
+        return self._pool.grow(request.block_table, tokens) and self._pool.grow_bounded(
+            request.block_table, computed, tokens
+        )
+
+    def reserve_landing(self, request: Request, tokens: int) -> bool:
+        """Takes the blocks behind group 0 that a transfer of the first ``tokens`` tokens brings: those that the next
+        token needs.
 
         Returns False, and changes nothing, if too few blocks are free.
         """
-        return self._pool.grow(request.block_table, tokens)
+        return not self._pool.bounded or self._pool.grow_bounded(request.block_table, tokens, tokens)
+
+    def fits_bounded(
+        self, request: Request, active: Collection[Request], resting: Iterable[Request], step_tokens: int
+    ) -> bool:
+        """Returns whether the groups behind group 0 have room for one more request.
+
+        ``active`` requests go on to take blocks, up to what each needs at most; ``resting`` ones keep what they have.
+        All tokens of one step, of which there are ``step_tokens`` at most, have blocks beside those of windows.
+        """
+        pool = self._pool
+        if not pool.bounded or not active:
+            return True
+        left = [len(each.ids) - pool.step_blocks(each, step_tokens) for each in pool.pools[1:]]
+        for other in (request, *active):
+            for i, blocks in enumerate(pool.most_blocks(other.block_table, other.most_tokens)):
+                left[i] -= blocks
+        for other in resting:
+            for i, held in enumerate(other.block_table.bounded_by_group()):
+                left[i] -= len(held)
+        return min(left) >= 0
 
     def computed(self, request: Request, num_computed_tokens: int) -> None:
         """Notes that the keys and values of so many tokens are final; full blocks can be found from now on."""
-        first, end = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
+        before = request.num_computed_tokens
+        first, end = before // self.block_size, num_computed_tokens // self.block_size
         request.num_computed_tokens = num_computed_tokens
         if end > first and self._pool.caching:
             self._hash(request, end)
             for i in range(first, end):
                 self._pool.remember(request.block_table[i], request.block_hashes[i])
+        if self._pool.bounded and request.block_table.others:
+            self._computed_bounded(request, before, num_computed_tokens)
+
+    def _computed_bounded(self, request: Request, before: int, computed: int) -> None:
+        """Notes the same in the groups behind group 0, and gives back what no later token needs."""
+        pool, table = self._pool, request.block_table
+        if computed < before:
+            raise EngineError(f"{request} has states after {before} tokens, and is to go on after {computed}")
+        if computed > before:
+            pool.next_states(table)
+            if pool.caching:
+                first, (end, rest) = before // self.block_size, divmod(computed, self.block_size)
+                pool.remember_bounded(table, request.block_hashes, first, end)
+                if end and not rest and self._keeps_state(request, end):
+                    pool.remember_states(table, request.block_hashes[end - 1], end)
+        pool.give_back(table, computed)
+
+    def _keeps_state(self, request: Request, blocks: int) -> bool:
+        """Returns whether the prefix cache keeps the state after so many blocks of a request."""
+        last = next((held.checkpoint for held in request.block_table.others if isinstance(held, StateTable)), 0)
+        at_end = blocks * self.block_size == self.last_boundary(request)
+        return at_end or blocks - last >= self._pool.spacing
+
+    def last_boundary(self, request: Request) -> int:
+        """Returns the last end of a block in a prompt behind which more than one token of it stands.
+
+        A prompt that continues this one finds the state there. A single token behind it would be a row of its own.
+        """
+        return max(0, request.num_prompt_tokens - 2) // self.block_size * self.block_size
+
+    def chunk_end(self, request: Request, tokens: int) -> int:
+        """Returns how many of the next ``tokens`` tokens of a prompt are its next chunk.
+
+        Where states are kept, chunks end where blocks do, so that prompts which begin in the same way find a state.
+        """
+        if not (self._pool.keeps_states and self._pool.caching) or tokens < 2:
+            return tokens
+        computed, boundary = request.num_computed_tokens, self.last_boundary(request)
+        end = computed + tokens
+        if computed < boundary < end:
+            end = boundary
+        elif end < request.num_prompt_tokens:
+            end = max(end // self.block_size * self.block_size, 0)
+        # A single token of a prompt would be a row of its own.
+        return end - computed if end - computed > 1 else tokens
 
     def fork(self, parent: Request, child: Request) -> bool:
         """Gives a child its parent's computed prompt: full blocks are shared, the partial last one is copied.
 
-        Returns False, and changes nothing, if too few blocks are free for the child's known tokens but the last one.
+        Returns False, and changes nothing, if too few blocks are free for the child's known tokens but the last one, or
+        the parent's states stand behind its prompt.
         """
         full, rest = divmod(parent.num_prompt_tokens, self.block_size)
         known = len(child.token_ids) - 1
         if self._pool.blocks_for(known) - full > self._pool.num_free:
             return False
+        if self._pool.bounded:
+            if parent.num_computed_tokens != parent.num_prompt_tokens:
+                return False
+            if not self._pool.fork_bounded(parent.block_table, child.block_table, parent.num_prompt_tokens):
+                return False
         self._pool.share(child.block_table, parent.block_table[:full])
         self._pool.grow(child.block_table, known)
         if rest:

@@ -1,4 +1,4 @@
-"""How many blocks the KV cache of an engine has, and the other sizes that depend on what its device has at the start.
+"""How many bytes the KV cache of an engine has, and the other sizes that depend on what its device has at the start.
 
 A GPU's memory takes weights, KV cache, and a workspace for computing. The workspace is counted from what is in memory
 at the same time, so that a step of any size that the settings allow has its memory. The sum is that of rank 0, which
@@ -8,6 +8,7 @@ alone has all logits.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from pdserve.engine.sampling.sampling_row import sampling_bytes
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
-from pdserve.models.checkpoint.weight_form import weight_bytes
+from pdserve.models.checkpoint.weight_form import model_size_of, weight_bytes
 from pdserve.models.checkpoint.weights import parameters
-from pdserve.models.recipe import Activation, AttentionRecipe, FeedForwardRecipe, MlpRecipe, Scoring
+from pdserve.models.group_sizes import GroupSize, Load, group_blocks
+from pdserve.models.rank_cache import TORCH_DTYPES
+from pdserve.models.recipe import Activation, AttentionRecipe, FeedForwardRecipe, LayerRecipe, MlpRecipe, Scoring
 from pdserve.models.runner import SCORED_LOGITS
 from pdserve.models.sizes import (
     GPU_ONLY,
-    ModelSize,
     cpu_cache,
     cpu_scheduler,
     fitting_context,
@@ -32,7 +34,7 @@ from pdserve.models.sizes import (
     gpu_scheduler,
     gpu_share,
 )
-from pdserve_kernels.kv_layout import KvLayout
+from pdserve.wire.cache_groups import Keep
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +85,10 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
     """Returns the most bytes that one token's activations have at once, in the widest part of a layer."""
     if isinstance(decoder, FamilyConfig):
         layers = set(decoder.recipe.layers)
-        widest = max(
-            max(_attention_numbers(decoder, layer.attention, ranks), _feed_numbers(decoder, layer.feed_forward, ranks))
-            for layer in layers
-        )
-        own = max(_routing_bytes(layer.feed_forward) for layer in layers)
+        feeds = [layer.feed_forward for layer in layers if layer.feed_forward is not None]
+        mixing = [_mixing_numbers(decoder, layer, ranks) for layer in layers]
+        widest = max([*mixing, *(_feed_numbers(decoder, part, ranks) for part in feeds)])
+        own = max((_routing_bytes(part) for part in feeds), default=0)
     else:
         widest, own = _attention_numbers(decoder, None, ranks), 0
         if isinstance(decoder, FallbackConfig):
@@ -104,6 +105,18 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
         return (3 * heads + 2 * kv_heads) * decoder.head_dim
     # Norms take steps of their own, across ranks in fp32, and the rotation is then one, too.
     return (7 * heads + 5 * kv_heads) * decoder.head_dim
+
+
+def _mixing_numbers(decoder: FamilyConfig, layer: LayerRecipe, ranks: int) -> int:
+    """Returns how many numbers of the model's kind one token has at once in a layer's attention and mixer."""
+    attention = 0
+    if layer.attention is not None:
+        attention = _attention_numbers(decoder.of_layer(layer.attention), layer.attention, ranks)
+    mixer = 0 if layer.mixer is None else -(-layer.mixer.token_numbers // (ranks if layer.mixer.heads else 1))
+    if not attention or not mixer:
+        return attention + mixer
+    # The result of one is there while the other is computed.
+    return max(attention, mixer) + decoder.hidden_size
 
 
 def _feed_numbers(decoder: DecoderConfig, recipe: FeedForwardRecipe, ranks: int) -> int:
@@ -126,30 +139,39 @@ def _routing_bytes(recipe: FeedForwardRecipe) -> int:
     return recipe.count * scores * _FP32_BYTES + recipe.chosen * 8 * _INDEX_BYTES
 
 
-def cache_blocks(
-    cache: CacheConfig,
-    block_bytes: int,
-    ranks: int,
-    device: torch.device,
-    model: Path,
-    dtype: torch.dtype,
-    workspace: int,
+def cache_bytes(
+    cache: CacheConfig, ranks: int, device: torch.device, model: Path, dtype: torch.dtype, workspace: int
 ) -> int:
-    """Returns the number of blocks. ``block_bytes`` are those of one block on one of the ``ranks``.
-
-    ``workspace`` are the bytes that a rank needs for computing on a GPU.
+    """Returns the bytes of the cache of one of the ``ranks``. It needs ``workspace`` for computing on a GPU.
 
     With ``--gpu-memory-utilization``, the memory of this rank's GPU counts for all. Raises ConfigError if that is given
     for a CPU, or leaves no room.
     """
     share = cache.gpu_memory_utilization
     if not share:
-        return cache.kv_cache_mib * MIB // (block_bytes * ranks)
+        return cache.kv_cache_mib * MIB // ranks
     if device.type != "cuda":
         raise ConfigError(GPU_ONLY)
     free, total = torch.cuda.mem_get_info(device)
     weights = parameters(model) * dtype.itemsize // ranks
-    return gpu_cache_bytes(share, total, free, weights, workspace) // block_bytes
+    return gpu_cache_bytes(share, total, free, weights, workspace)
+
+
+def block_counts(
+    config: EngineConfig, decoder: DecoderConfig, groups: Sequence[GroupSize], ranks: int, device: torch.device
+) -> tuple[int, ...]:
+    """Returns how many blocks each group of the cache has on every rank.
+
+    ``config`` has all sizes, and ``groups`` are those of one rank. Raises ConfigError as ``cache_bytes`` does.
+    """
+    dtype, scheduler = TORCH_DTYPES[config.model.dtype], config.scheduler
+    of_tokens = sum(group.block_bytes for group in groups if group.keep is not Keep.LATEST)
+    workspace = workspace_bytes(decoder, scheduler, dtype, ranks, of_tokens)
+    nbytes = cache_bytes(config.cache, ranks, device, Path(config.model_dir), dtype, workspace)
+    asked = config.model.max_model_len
+    context = asked or decoder.max_positions
+    load = Load(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, context, asked)
+    return group_blocks(groups, config.cache.block_size, nbytes, load)
 
 
 def gpu_cache_bytes(share: float, total: int, free: int, weights: int, workspace: int) -> int:
@@ -168,32 +190,33 @@ def gpu_cache_bytes(share: float, total: int, free: int, weights: int, workspace
     return left
 
 
-def context_length(cache: CacheConfig, asked: int, max_positions: int, num_blocks: int, block_bytes: int) -> int:
+def context_length(
+    cache: CacheConfig, asked: int, max_positions: int, num_blocks: int, block_bytes: int, beside: int = 0
+) -> int:
     """Returns how many tokens a prompt and its output may have together, and warns if that is less than the model's.
 
-    ``asked`` is ``--max-model-len``, and ``block_bytes`` are those of one block on all ranks. Raises ConfigError if the
-    model knows fewer tokens than are asked for, or the cache holds fewer.
+    Takes what ``fitting_context`` takes, and raises ConfigError as it does.
     """
-    context, cut = fitting_context(cache, asked, max_positions, num_blocks, block_bytes)
+    context, cut = fitting_context(cache, asked, max_positions, num_blocks, block_bytes, beside)
     if cut:
         log.warning("%s", cut)
     return context
 
 
 def with_sizes(
-    config: EngineConfig, decoder: DecoderConfig, layout: KvLayout, ranks: int, device: torch.device
+    config: EngineConfig, decoder: DecoderConfig, groups: Sequence[GroupSize], ranks: int, device: torch.device
 ) -> EngineConfig:
-    """Returns ``config`` with a KV cache, step tokens and places for ``device``, whose rank's cache has ``layout``.
+    """Returns ``config`` with a KV cache, step tokens and places for ``device``.
 
-    Raises ConfigError if the memory is too small for what is asked for.
+    ``groups`` are those of one rank's cache. Raises ConfigError if the memory is too small for what is asked for.
     """
-    block_bytes = layout.block_bytes
     if device.type == "cuda":
-        return _for_gpu(config, decoder, layout, ranks, device)
-    model = ModelSize(
-        weights=weight_bytes(Path(config.model_dir), config.model, config.cpu.kernels),
-        token=block_bytes * ranks // layout.block_size,
-        positions=decoder.max_positions,
+        return _for_gpu(config, decoder, groups, ranks, device)
+    model = model_size_of(
+        weight_bytes(Path(config.model_dir), config.model, config.cpu.kernels),
+        [replace(group, block_bytes=group.block_bytes * ranks) for group in groups],
+        config.cache.block_size,
+        decoder.max_positions,
     )
     memory = config.cache.node_memory_mib * MIB or available_memory()
     cache = cpu_cache(model, config.cache, config.model.max_model_len, memory, ranks)
@@ -207,20 +230,21 @@ def with_sizes(
 
 
 def _for_gpu(
-    config: EngineConfig, decoder: DecoderConfig, layout: KvLayout, ranks: int, device: torch.device
+    config: EngineConfig, decoder: DecoderConfig, groups: Sequence[GroupSize], ranks: int, device: torch.device
 ) -> EngineConfig:
     share = gpu_share(config.cache)
     free, total = torch.cuda.mem_get_info(device)
     weights = weight_bytes(Path(config.model_dir), config.model, config.cpu.kernels, in_blocks=False) // ranks
     given = config.cache.kv_cache_mib * MIB // ranks
+    of_tokens = sum(group.block_bytes for group in groups if group.keep is not Keep.LATEST)
+    of_states = sum(group.block_bytes for group in groups if group.keep is Keep.LATEST)
 
     def left_after(scheduler: SchedulerConfig) -> int:
         """Returns the bytes of the KV cache with steps of this size."""
-        workspace = workspace_bytes(decoder, scheduler, layout.dtype, ranks, layout.block_bytes)
+        workspace = workspace_bytes(decoder, scheduler, TORCH_DTYPES[config.model.dtype], ranks, of_tokens)
         if not share:
             return min(given, free - weights - workspace)
         return gpu_budget(share, total, free) - weights - workspace
 
-    token_bytes = layout.block_bytes // layout.block_size
-    scheduler = gpu_scheduler(config.scheduler, token_bytes, left_after)
+    scheduler = gpu_scheduler(config.scheduler, of_tokens // config.cache.block_size, left_after, of_states)
     return replace(config, cache=replace(config.cache, gpu_memory_utilization=share), scheduler=scheduler)

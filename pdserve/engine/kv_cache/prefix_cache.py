@@ -42,6 +42,10 @@ class Match:
     blocks: list[int] = field(default_factory=list)
     as_of: int = 0
     """The number of blocks that the cache had forgotten when it was looked up."""
+    usable: int = 0
+    """How many of ``blocks`` every other group could go on from when that was last looked up."""
+    usable_as_of: tuple[int, ...] = ()
+    """The changes of the other groups' caches, and the number of blocks and of those asked for, at that time."""
 
 
 class PrefixCache:
@@ -52,6 +56,8 @@ class PrefixCache:
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._num_forgotten = 0
+        self.num_changes = 0
+        """How often a block was added or forgotten."""
 
     def __len__(self) -> int:
         """Returns the number of blocks that can be found."""
@@ -63,6 +69,10 @@ class PrefixCache:
     @property
     def num_idle(self) -> int:
         return len(self._idle)
+
+    def block_of(self, block_hash: bytes) -> int | None:
+        """Returns the block with this hash, or None if the cache has none."""
+        return self._block_of.get(block_hash)
 
     def match(self, hashes: Sequence[bytes], count: int, match: Match) -> None:
         """Brings ``match`` up to date with the longest prefix of the first ``count`` of ``hashes`` that is cached.
@@ -84,6 +94,7 @@ class PrefixCache:
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            self.num_changes += 1
 
     def drop(self, block: int) -> None:
         """Forgets a block that is in use, if it was known."""
@@ -91,6 +102,7 @@ class PrefixCache:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._num_forgotten += 1
+            self.num_changes += 1
 
     def rest(self, block: int) -> None:
         """Notes that a block has become idle."""
@@ -105,4 +117,5 @@ class PrefixCache:
         block, _ = self._idle.popitem(last=False)
         del self._block_of[self._hash_of.pop(block)]
         self._num_forgotten += 1
+        self.num_changes += 1
         return block

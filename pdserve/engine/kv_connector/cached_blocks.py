@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.kv_cache.prefix_cache import Match
+from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.errors import EngineError
 from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.timeline import PhaseKind
 from pdserve.wire.transfer import MAX_HASHES, FailureCause
-from pdserve_kvtransfer.events import CachedFetchOrder, CachedWanted, FetchEnd, FetchFailed, PushEnded
+from pdserve_kvtransfer.events import CachedFetchOrder, CachedWanted, FetchEnd, FetchFailed, FetchLanded, PushEnded
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +38,9 @@ POOL_SHARE = 2
 
 @dataclass(slots=True)
 class _Push:
-    """A push under way, with the number of blocks that were idle when it began."""
+    """A push under way, with the number of blocks of group 0 that were idle when it began."""
 
-    table: list[int] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
     num_idle: int = 0
 
 
@@ -49,9 +53,16 @@ class CachedPusher:
     """
 
     def __init__(
-        self, blocks: BlockManager, transfers: Pushes, finish_writes: Callable[[], None] = lambda: None
+        self,
+        blocks: BlockManager,
+        transfers: Pushes,
+        finish_writes: Callable[[], None] = lambda: None,
+        order: BlockOrder | None = None,
     ) -> None:
-        """``finish_writes`` returns when the kernels that write the blocks of a push have ended."""
+        """``finish_writes`` returns when the kernels that write the blocks of a push have ended. ``order`` is that of a
+        ``PromptPusher``.
+        """
+        self._order = order or BlockOrder(blocks.block_size)
         self._blocks = blocks
         self._transfers = transfers
         self._finish_writes = finish_writes
@@ -90,11 +101,35 @@ class CachedPusher:
             len(event.hashes),
             len(found),
         )
+        if self._order.has_groups:
+            self._answer_with_all(event, push, found)
+            return
         if found:
             self._blocks.share(push.table, found)
             self._finish_writes()
             self._transfers.push(transfer, 0, tuple(push.table))
         self._transfers.held(transfer, len(found))
+
+    def _answer_with_all(self, event: CachedWanted, push: _Push, found: list[int]) -> None:
+        """Sends what all cache groups have behind the wanted blocks, or says how many can be had with that.
+
+        The hashes begin where the asker's blocks end. It has what windows need of the blocks before.
+        """
+        usable = self._blocks.usable_prefix(event.hashes, len(found)) if self._may_hold_bounded else 0
+        count = usable if usable == len(event.hashes) else 0
+        if count:
+            self._blocks.share_prefix(push.table, event.hashes, found)
+            self._finish_writes()
+            tokens = count * self._blocks.block_size
+            self._transfers.push(event.transfer_id, 0, self._order.ids(push.table, 0, tokens))
+        else:
+            push.num_idle = 0
+        self._transfers.held(event.transfer_id, count, 0 if count else usable)
+
+    @property
+    def _may_hold_bounded(self) -> bool:
+        """Whether pushes leave enough of every cache group behind group 0 to live requests."""
+        return all(pool.num_free * POOL_SHARE >= len(pool.ids) for pool in self._blocks.pools[1:])
 
     def _idle_left(self, scheduler: Scheduler) -> int:
         """Returns how many idle blocks may be held beside those of the pushes under way."""
@@ -113,10 +148,22 @@ SLOWEST_BYTES_PER_S = 1e8
 """A holder that sends more slowly is given up: to replay tokens is about as fast."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A fetch under way."""
+
+    request: Request
+    holder: PrefillTarget
+    hashes: tuple[bytes, ...]
+    again: bool = False
+    """Whether this holder was asked for more before, and has said how many blocks can be had."""
+
+
 class CachedFetcher:
     """Asks the holders of a request, one after another, for the blocks that the prefix cache here does not have.
 
-    Whatever becomes of that, the request is queued again with the blocks that have come.
+    Whatever becomes of that, the request is queued again with the blocks that have come. A holder that lacks something
+    which a model with cache groups needs behind all wanted blocks is asked once more, for as many as it can give.
     """
 
     def __init__(
@@ -127,18 +174,20 @@ class CachedFetcher:
         boot_id: bytes,
         block_bytes: float,
         finish_writes: Callable[[], None] = lambda: None,
+        order: BlockOrder | None = None,
     ) -> None:
         """A holder gets ``lease_s`` for its answer, and the time that the blocks need at ``SLOWEST_BYTES_PER_S``.
 
-        ``finish_writes`` is that of a ``PromptFetcher``.
+        ``finish_writes`` and ``order`` are those of a ``PromptFetcher``.
         """
+        self._order = order or BlockOrder(blocks.block_size)
         self._blocks = blocks
         self._transfers = transfers
         self._lease_s = lease_s
         self._boot_id = boot_id
         self._block_s = block_bytes / SLOWEST_BYTES_PER_S
         self._finish_writes = finish_writes
-        self._fetches: dict[TransferId, Request] = {}
+        self._fetches: dict[TransferId, _Asked] = {}
         self._cancelled_blocks: dict[TransferId, list[int]] = {}
 
     def owns(self, transfer_id: TransferId | None) -> bool:
@@ -154,44 +203,79 @@ class CachedFetcher:
             first = request.num_computed_tokens // self._blocks.block_size
             # The block at ``first`` is about to be written to: nothing of it counts as computed.
             request.num_computed_tokens = first * self._blocks.block_size
-            hashes = reuse.hashes[first:][:MAX_HASHES]
-            # The choices of one prompt have one uuid, so each fetch gets its own.
-            transfer = request.transfer = TransferId(new_id(), 0, self._boot_id)
-            self._fetches[transfer] = request
-            if request.notes is not None:
-                request.notes.begin(PhaseKind.REUSE, now, node=holder.name)
-            log.debug("%s transfer=%s holder=%s blocks=%d asked", request, transfer, holder.name, len(hashes))
-            self._finish_writes()
-            self._transfers.fetch(
-                CachedFetchOrder(
-                    transfer_id=transfer,
-                    target=holder,
-                    hashes=hashes,
-                    block_ids=tuple(request.block_table[first : first + len(hashes)]),
-                    deadline_s=max(0.001, min(self._lease_s + len(hashes) * self._block_s, request.deadline - now)),
-                    request_id=request.terms.prompt.request_id,
-                )
+            if not self._reserve(request, len(reuse.hashes)):
+                raise EngineError(f"{request} was to fetch blocks for which it has no places")
+            self._ask(_Asked(request, holder, reuse.hashes[first:][:MAX_HASHES]), now)
+
+    def _reserve(self, request: Request, blocks: int) -> bool:
+        """Takes what the other cache groups keep behind the first ``blocks`` blocks of a request."""
+        tokens = blocks * self._blocks.block_size
+        return not self._order.has_groups or self._blocks.grow_bounded(request.block_table, tokens, tokens)
+
+    def _ask(self, asked: _Asked, now: float) -> None:
+        request, holder, count = asked.request, asked.holder, len(asked.hashes)
+        first = request.num_computed_tokens // self._blocks.block_size
+        # The choices of one prompt have one uuid, so each fetch gets its own.
+        transfer = request.transfer = TransferId(new_id(), 0, self._boot_id)
+        self._fetches[transfer] = asked
+        if request.notes is not None:
+            request.notes.begin(PhaseKind.REUSE, now, node=holder.name)
+        log.debug("%s transfer=%s holder=%s blocks=%d asked", request, transfer, holder.name, count)
+        self._finish_writes()
+        self._transfers.fetch(
+            CachedFetchOrder(
+                transfer_id=transfer,
+                target=holder,
+                hashes=asked.hashes,
+                block_ids=self._order.ids(request.block_table, first, (first + count) * self._blocks.block_size),
+                deadline_s=max(0.001, min(self._lease_s + count * self._block_s, request.deadline - now)),
+                request_id=request.terms.prompt.request_id,
             )
+        )
 
     def on_event(self, scheduler: Scheduler, event: FetchEnd, now: float) -> None:
         """Acts on the end of a fetch that this part ``owns``."""
         transfer = event.transfer_id
         self._blocks.quarantine(event.quarantined)
-        request = self._fetches.pop(transfer, None)
-        if request is None:
+        asked = self._fetches.pop(transfer, None)
+        if asked is None:
             self._blocks.free(self._cancelled_blocks.pop(transfer))
             return
+        request = asked.request
         request.transfer = None
         if request.notes is not None:
             outcome = event.kind.value if isinstance(event, FetchFailed) else "landed"
             request.notes.end(PhaseKind.REUSE, now, outcome, blocks=event.landed)
         if isinstance(event, FetchFailed):
             log.info("%s transfer=%s failed (%s): %s", request, transfer, event.kind.value, event.reason)
-        computed = request.num_computed_tokens + event.landed * self._blocks.block_size
+        first, landed = request.num_computed_tokens // self._blocks.block_size, event.landed
+        if self._order.has_groups:
+            again = self._asked_again(asked, event)
+            if again is not None and self._reserve(request, first + len(again.hashes)):
+                self._ask(again, now)
+                return
+            # All blocks together are what the next token needs, and a part of them is of no use.
+            tokens = (first + len(asked.hashes)) * self._blocks.block_size
+            landed = len(asked.hashes) if landed and landed == self._order.count(first, tokens) else 0
+        computed = request.num_computed_tokens + landed * self._blocks.block_size
         if not self._blocks.replace(request.block_table, event.quarantined):
             self._blocks.free(request.block_table)
             computed = request.num_computed_tokens = 0
         scheduler.reused(request, computed)
+        if landed and computed and self._order.has_states and request.num_computed_tokens == computed:
+            # It stands where the holder could find it, and may be asked for here.
+            self._blocks.remember_states(request.block_table, asked.hashes[-1], first + landed)
+
+    def _asked_again(self, asked: _Asked, event: FetchEnd) -> _Asked | None:
+        """Returns what the same holder is asked for now."""
+        if asked.again or not isinstance(event, FetchLanded) or event.landed:
+            return None
+        count = min(event.usable, len(asked.hashes) - 1)
+        behind = asked.request.num_computed_tokens + count * self._blocks.block_size
+        # A state behind all of a prompt but one token is of no use (``BlockTables.usable``).
+        if count < 1 or behind == asked.request.num_prompt_tokens - 1:
+            return None
+        return replace(asked, hashes=asked.hashes[:count], again=True)
 
     def release(self, request: Request) -> None:
         """Cancels the request's fetch, and keeps its blocks until that has ended."""
@@ -199,6 +283,6 @@ class CachedFetcher:
         assert transfer is not None
         del self._fetches[transfer]
         self._cancelled_blocks[transfer] = request.block_table
-        request.block_table = []
+        request.block_table = BlockTable()
         request.transfer = None
         self._transfers.cancel_fetch(transfer)

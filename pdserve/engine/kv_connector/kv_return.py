@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.kv_cache.prefix_cache import Match
+from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
@@ -75,6 +77,9 @@ class ReturnOffers:
         if target is None or request.terms.fetch_only or not request.num_generated_tokens:
             return False
         full = min(request.num_computed_tokens // self._block_size, len(request.block_hashes), MAX_HASHES)
+        if request.block_table.has_states:
+            # Behind other blocks no state can be found.
+            full = min(full, request.block_table.checkpoint)
         rest = full // blocks_for_one if blocks_for_one else 0
         if full - request.offered_blocks <= rest:
             return False
@@ -103,7 +108,7 @@ class _Text:
     """One text of a fetch. The first blocks of ``table`` were here; those of ``hashes`` are to come behind them."""
 
     offer: BlocksOffered
-    table: list[int]
+    table: BlockTable
     hashes: tuple[bytes, ...]
     complete: bool
     """Whether these are all that was missing of the offer."""
@@ -142,8 +147,12 @@ class ReturnFetcher:
         transfers: Fetches,
         boot_id: bytes,
         finish_writes: Callable[[], None] = lambda: None,
+        order: BlockOrder | None = None,
     ) -> None:
-        """``finish_writes`` is that of a ``PromptFetcher``."""
+        """``finish_writes`` and ``order`` are those of a ``PromptFetcher``."""
+        self._order = order or BlockOrder(blocks.block_size)
+        # What other cache groups keep comes behind the blocks of one text.
+        self._max_texts = 1 if self._order.has_groups else MAX_TEXTS
         self._blocks = blocks
         self._transfers = transfers
         self._boot_id = boot_id
@@ -193,7 +202,11 @@ class ReturnFetcher:
             batch = batches.get(holder, [])
             if blocks_left <= 0:
                 break
-            if waiting.missing in coming or len(batch) >= MAX_TEXTS or (not batch and len(batches) == fetches_left):
+            if (
+                waiting.missing in coming
+                or len(batch) >= self._max_texts
+                or (not batch and len(batches) == fetches_left)
+            ):
                 continue
             # One message names all blocks of a fetch.
             most = min(blocks_left, MAX_HASHES - sum(len(text.hashes) for text in batch))
@@ -226,14 +239,27 @@ class ReturnFetcher:
             return None
         free = min(self._blocks.free_beside(found) - reserved, blocks_left)
         hashes = lacked[: max(0, free)]
+        if self._order.has_groups and len(hashes) < len(lacked):
+            # A part of them is of no use.
+            hashes = ()
         if not hashes or len(found) < waiting.begun:
             self.counts.offers_dropped += 1
             return None
-        table: list[int] = []
-        self._blocks.share(table, found)
-        self._blocks.grow(table, (len(found) + len(hashes)) * self._blocks.block_size)
+        table = BlockTable()
+        self._blocks.share_prefix(table, offer.hashes, found)
+        tokens = (len(found) + len(hashes)) * self._blocks.block_size
+        self._blocks.grow(table, tokens)
+        if self._order.has_groups and not self._take_bounded(table, tokens):
+            self._blocks.free(table)
+            self.counts.offers_dropped += 1
+            return None
         coming.add(hashes[0])
         return _Text(offer, table, hashes, len(hashes) == len(lacked), waiting.begun)
+
+    def _take_bounded(self, table: BlockTable, tokens: int) -> bool:
+        """Takes what other cache groups keep behind so many tokens, if enough of them is left to live requests."""
+        plenty = all(pool.num_free * POOL_SHARE >= len(pool.ids) for pool in self._blocks.pools[1:])
+        return plenty and self._blocks.grow_bounded(table, tokens, tokens)
 
     def _fetch(self, holder: PrefillTarget, texts: list[_Text]) -> None:
         transfer = TransferId(new_id(), 0, self._boot_id)
@@ -253,11 +279,16 @@ class ReturnFetcher:
                 transfer_id=transfer,
                 target=holder,
                 hashes=tuple(block_hash for text in texts for block_hash in text.hashes),
-                block_ids=tuple(block for text in texts for block in text.new_blocks),
+                block_ids=tuple(block for text in texts for block in self._places(text)),
                 deadline_s=TIMEOUT_S,
                 request_id=texts[0].offer.request_id,
             )
         )
+
+    def _places(self, text: _Text) -> tuple[int, ...]:
+        """Returns where the blocks of a text land."""
+        tokens = len(text.table) * self._blocks.block_size
+        return self._order.ids(text.table, len(text.table) - len(text.hashes), tokens)
 
     def on_event(self, event: FetchEnd) -> None:
         """Lets the blocks of a fetch rest in the prefix cache that ended with this event, as many as have landed."""
@@ -266,6 +297,9 @@ class ReturnFetcher:
         self._blocks.quarantine(event.quarantined)
         if isinstance(event, FetchFailed):
             log.debug("transfer=%s failed (%s): %s", event.transfer_id, event.kind.value, event.reason)
+        if self._order.has_groups:
+            self._end_with_all(texts[0], event)
+            return
         landed = self._rest(texts, event.landed)
         again = [(text.offer, len(text.table)) for text in landed if not text.complete]
         if isinstance(event, FetchLanded):
@@ -276,6 +310,22 @@ class ReturnFetcher:
         self.counts.blocks_returned += event.landed
         for offer, begun in again:
             self._wait(offer, begun)
+
+    def _end_with_all(self, text: _Text, event: FetchEnd) -> None:
+        """Acts on the end of a fetch of a model with cache groups, of which all has landed or nothing."""
+        count, offer = len(text.table), text.offer
+        if event.landed and event.landed == len(self._places(text)):
+            self._rest([text], len(text.hashes))
+            self._blocks.remember_bounded(text.table, offer.hashes, 0, count)
+            self._blocks.next_states(text.table)
+            self._blocks.remember_states(text.table, offer.hashes[count - 1], count)
+            self.counts.blocks_returned += len(text.hashes)
+        self._blocks.free(text.table)
+        usable = event.usable if isinstance(event, FetchLanded) and not event.landed else 0
+        if 0 < usable < len(text.hashes):
+            # The holder has what is needed behind fewer blocks.
+            first = count - len(text.hashes)
+            self._wait(replace(offer, hashes=offer.hashes[: first + usable]), text.begun)
 
     def _rest(self, texts: list[_Text], landed: int) -> list[_Text]:
         """Lets the first ``landed`` blocks of all texts be found. Returns the texts that have landed completely."""
@@ -288,4 +338,5 @@ class ReturnFetcher:
         return texts
 
     def _match(self, offer: BlocksOffered) -> list[int]:
-        return list(self._blocks.match(offer.hashes, len(offer.hashes), Match()))
+        found = self._blocks.match(offer.hashes, len(offer.hashes), Match())
+        return list(found[: self._blocks.usable_prefix(offer.hashes, len(found))])

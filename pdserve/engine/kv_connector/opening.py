@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 from pdserve.config import EngineConfig, KvReturn, RankLaunch, Switch
 from pdserve.control.frame import Secrets
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.cached_blocks import CachedFetcher, CachedPusher
 from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S, KvConnector, NoTransferConnector, TransferConnector
 from pdserve.engine.kv_connector.kv_return import ReturnFetcher, ReturnOffers
@@ -24,8 +25,8 @@ from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, RanksCopier, copy_kernels
 from pdserve.engine.kv_connector.staging.staged_transfers import BlocksToSend, LandedBlocks, StagedTransfers
-from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
-from pdserve.engine.kv_connector.transfer_memory import open_memory
+from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks, StagingIds
+from pdserve.engine.kv_connector.transfer_memory import CacheParts, open_memory
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes, Transfers
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.scheduling.request_limits import PromptRule
@@ -33,6 +34,7 @@ from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.errors import ConfigError, EngineError
 from pdserve.liveness import LifeBoard, LifeSign, copy_loop, transfer_loop
 from pdserve.models.tp.rank_board import RankBoard
+from pdserve.wire.cache_groups import GroupBlocks, split_heads
 from pdserve.wire.discovery import Role
 from pdserve.wire.rank import DownloadBlocks, UploadBlocks
 from pdserve.wire.transfer import EngineSpec
@@ -63,9 +65,12 @@ def open_connector(
     secrets: Secrets,
     wake: Callable[[], None],
     life: LifeBoard,
+    groups: Sequence[GroupBlocks] = (),
 ) -> tuple[KvConnector, str]:
     """Returns the node's running connector, and the address of its control channel, which is empty without peers.
 
+    ``kv_cache`` has the blocks ``[num_blocks, ...]``. If ``spec`` has cache groups, it is the memory of them all, as
+    bytes, in which ``groups`` says where their blocks are.
     ``shared`` is the memory that holds ``kv_cache``, if other engines may map it. ``ranks`` are this node's other
     ranks, each of which opens its own ``rank_transfer``. ``wake`` is called from other threads when ``poll`` has news.
     Its threads show ``life``.
@@ -76,7 +81,16 @@ def open_connector(
     if not config.has_peers:
         return NoTransferConnector(blocks), ""
     transfer, returns = config.transfer, returns_blocks(config)
-    memory = open_memory(transfer, Path(config.cache_dir), spec.tp_size, kv_cache, shared, loopback=on_loopback(config))
+    memory = open_memory(
+        transfer,
+        Path(config.cache_dir),
+        spec.tp_size,
+        kv_cache,
+        shared,
+        loopback=on_loopback(config),
+        groups=groups,
+    )
+    order = BlockOrder(blocks.block_size, spec.groups)
     thread = TransferThread(
         boot_id=config.boot_id,
         secret=secrets,
@@ -95,7 +109,7 @@ def open_connector(
     fetches: Fetches = thread
     pushes: Pushes = thread
     if memory.staging is not None:
-        staged = _staged(thread, kv_cache, memory.staging, wake, ranks, life.sign(copy_loop(0)))
+        staged = _staged(thread, memory.cache, memory.staging, wake, ranks, life.sign(copy_loop(0)))
         transfers, fetches, pushes = staged, staged.fetches, staged.pushes
     fetching = PromptFetcher(
         blocks,
@@ -105,6 +119,7 @@ def open_connector(
         placement,
         prompts.vocab_size,
         memory.finish_writes,
+        order,
     )
     pushing = PromptPusher(
         blocks,
@@ -114,6 +129,7 @@ def open_connector(
         PushSchedule(transfer.overlap),
         placement,
         memory.finish_writes,
+        order,
     )
     reusing = CachedFetcher(
         blocks,
@@ -122,12 +138,13 @@ def open_connector(
         config.boot_id,
         placement.bytes_per_token * blocks.block_size,
         memory.finish_writes,
+        order,
     )
-    holding = CachedPusher(blocks, pushes, memory.finish_writes)
+    holding = CachedPusher(blocks, pushes, memory.finish_writes, order)
     offers = returning = None
     if returns:
         offers = ReturnOffers(fetches, blocks.block_size)
-        returning = ReturnFetcher(blocks, fetches, config.boot_id, memory.finish_writes)
+        returning = ReturnFetcher(blocks, fetches, config.boot_id, memory.finish_writes, order)
     return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning), control
 
 
@@ -151,7 +168,7 @@ def on_loopback(config: EngineConfig) -> bool:
 
 def _staged(
     thread: TransferThread,
-    kv_cache: torch.Tensor,
+    cache: CacheParts,
     staging: torch.Tensor,
     wake: Callable[[], None],
     ranks: Ranks | None,
@@ -159,10 +176,11 @@ def _staged(
 ) -> StagedTransfers:
     half = len(staging) // 2
     own: BlockCopier[LandedBlocks | BlocksToSend] = BlockCopier(
-        kv_cache, staging, copy_kernels(kv_cache.device), wake, life
+        cache, staging, copy_kernels(cache.parts[0].device), wake, life
     )
     copier = own if ranks is None else RanksCopier(own, ranks)
-    return StagedTransfers(thread, copier, StagingBlocks(range(half)), StagingBlocks(range(half, len(staging))))
+    ids = StagingIds(len(staging), cache.group_of if len(cache.parts) > 1 else None)
+    return StagedTransfers(thread, copier, StagingBlocks(range(half)), StagingBlocks(range(half, len(staging))), ids)
 
 
 @contextmanager
@@ -173,10 +191,12 @@ def rank_transfer(
     board: RankBoard,
     shared: SharedMemory | None,
     life: LifeBoard,
+    groups: Sequence[GroupBlocks] = (),
 ) -> Iterator[OrderedCopies | NoCopies]:
     """Runs this rank's transfer thread inside the block; on a node without peers there is none.
 
     ``shared`` is the memory that holds ``kv_cache``, if other engines may map it. Its threads show ``life``.
+    ``kv_heads`` are those of a model without cache groups, and ``groups`` is as in ``open_connector``.
 
     Raises TransferError if the thread cannot start, ConfigError if its memory or compiled code cannot be had.
     """
@@ -192,12 +212,13 @@ def rank_transfer(
         shared,
         loopback=on_loopback(config),
         rank=launch.rank,
+        groups=groups,
     )
     thread = RankThread(
         address=launch.transfer_address,
         rank=launch.rank,
         ranks=config.parallel.tensor_parallel_size,
-        kv_heads=kv_heads,
+        heads=split_heads([group.spec for group in groups]) or (kv_heads,),
         region=memory.region,
         transport=memory.transport,
         died=_end_process,
@@ -209,7 +230,7 @@ def rank_transfer(
             yield NoCopies()
             return
         copies = OrderedCopies(
-            kv_cache, memory.staging, board, launch.rank, launch.wake_fd, life.sign(copy_loop(launch.rank))
+            memory.cache, memory.staging, board, launch.rank, launch.wake_fd, life.sign(copy_loop(launch.rank))
         )
         try:
             yield copies
@@ -223,11 +244,12 @@ class OrderedCopies:
     """The copies between this rank's cache and its staging memory that rank 0 orders; the board counts those done."""
 
     def __init__(
-        self, cache: torch.Tensor, staging: torch.Tensor, board: RankBoard, rank: int, wake_fd: int, life: LifeSign
+        self, cache: CacheParts, staging: torch.Tensor, board: RankBoard, rank: int, wake_fd: int, life: LifeSign
     ) -> None:
         """``wake_fd`` is the eventfd that wakes rank 0's step loop."""
         self._board, self._rank, self._wake_fd = board, rank, wake_fd
-        self._copier: BlockCopier[int] = BlockCopier(cache, staging, copy_kernels(cache.device), self._report, life)
+        kernels = copy_kernels(cache.parts[0].device)
+        self._copier: BlockCopier[int] = BlockCopier(cache, staging, kernels, self._report, life)
 
     def order(self, order: DownloadBlocks | UploadBlocks) -> None:
         match order:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.block_table import BlockTable
+from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.transfers import Fetches
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.prefill_node import PrefillNode
@@ -64,13 +66,15 @@ class PromptFetcher:
         placement: Placement,
         vocab_size: int = 2**31,
         finish_writes: Callable[[], None] = lambda: None,
+        order: BlockOrder | None = None,
     ) -> None:
         """``timeout_s`` is what a prefill node gets for one prompt beyond the time that it is estimated to need.
 
         ``vocab_size`` is the model's: an answer of a prefill node with a token beyond it is false.
         ``finish_writes`` returns when the kernels that were to write a fetch's blocks before have ended: a chunk may
         have been launched for a request that is gone by now, and its blocks given to the next one. UCX knows nothing of
-        a GPU's stream. On other ranks, those kernels come before the sums that this one has waited for.
+        a GPU's stream. On other ranks, those kernels come before the sums that this one has waited for. ``order`` is
+        that of the model's blocks; without it, the model has no cache groups.
         """
         self._blocks = blocks
         self._transfers = transfers
@@ -79,6 +83,7 @@ class PromptFetcher:
         self._placement = placement
         self._vocab_size = vocab_size
         self._finish_writes = finish_writes
+        self._order = order or BlockOrder(blocks.block_size)
         self._fetches: dict[TransferId, _OrderedFetch] = {}
         self._cancelled_blocks: dict[TransferId, list[int]] = {}
 
@@ -91,7 +96,6 @@ class PromptFetcher:
             request.transfer = transfer
             request.facts.prefill_node = target.name
             request.first_block = request.num_computed_tokens // self._blocks.block_size
-            last_block = self._blocks.blocks_for(request.num_prompt_tokens)
             cached = request.num_computed_tokens
             missing = request.num_prompt_tokens - cached
             # The time is estimated before the order is noted, because the prompt does not wait for itself.
@@ -108,7 +112,7 @@ class PromptFetcher:
                     target=target,
                     token_ids=request.token_ids[: request.num_prompt_tokens],
                     first_block=request.first_block,
-                    block_ids=tuple(request.block_table[request.first_block : last_block]),
+                    block_ids=self._order.ids(request.block_table, request.first_block, request.num_prompt_tokens),
                     sampling=request.sampling,
                     deadline_s=max(0.001, min(time_s, request.deadline - now)),
                     child_seeds=tuple(child.sampling.seed for child in request.children),
@@ -240,10 +244,26 @@ class PromptFetcher:
         request.facts.prefill_node = ""
         request.facts.prefill_source = PrefillSource.FALLBACK
         landed_blocks += request.first_block
-        if not self._blocks.replace(request.block_table, quarantined):
+        computed = landed_blocks * self._blocks.block_size
+        if self._order.has_groups:
+            computed = self._usable_tokens(request, landed_blocks)
+        if not self._blocks.replace(request.block_table, quarantined) or (self._order.has_groups and not computed):
             self._blocks.free(request.block_table)
-            landed_blocks = 0
-        scheduler.requeue(request, landed_blocks * self._blocks.block_size)
+            computed = request.num_computed_tokens = 0
+        scheduler.requeue(request, computed)
+
+    def _usable_tokens(self, request: Request, landed_blocks: int) -> int:
+        """Returns how many tokens of a model with cache groups are there after its fetch has failed.
+
+        All blocks together are what the answer's second token needs, and no use for a token before that. Without them
+        there is what was there before; but the fetch may have written to the block behind that.
+        """
+        tokens = request.num_prompt_tokens
+        wanted = request.first_block + self._order.count(request.first_block, tokens)
+        if landed_blocks == wanted and request.num_generated_tokens and not request.needs_scores:
+            return tokens
+        before = request.num_computed_tokens
+        return before if before == request.first_block * self._blocks.block_size else 0
 
     def release(self, request: Request) -> None:
         """Frees the request's blocks, or cancels their fetch and keeps them until that ends: ``_free_cancelled``."""
@@ -252,7 +272,7 @@ class PromptFetcher:
             return
         self._fetches.pop(request.transfer).node.withdrawn(request.transfer)
         self._cancelled_blocks[request.transfer] = request.block_table
-        request.block_table = []
+        request.block_table = BlockTable()
         self._transfers.cancel_fetch(request.transfer)
         request.transfer = None
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from pdserve.config import OVERLAP_FROM_TOKENS, KvOverlap
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.block_table import BlockTable
+from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.transfers import Pushes
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
@@ -66,11 +68,13 @@ class PromptPusher:
         schedule: PushSchedule,
         placement: Placement,
         finish_writes: Callable[[], None] = lambda: None,
+        order: BlockOrder | None = None,
     ) -> None:
         """``misfit`` returns why a request cannot be computed here, None if it can; ``max_waiting`` bounds the queue.
 
         Decode nodes are told this node's speed, by ``placement``. ``finish_writes`` returns when the kernels that
         write the blocks of a push have ended. On other ranks they come before the sums that this one has waited for.
+        ``order`` is that of the model's blocks; without it, the model has no cache groups.
         """
         self._blocks = blocks
         self._transfers = transfers
@@ -79,6 +83,7 @@ class PromptPusher:
         self._schedule = schedule
         self._placement = placement
         self._finish_writes = finish_writes
+        self._order = order or BlockOrder(blocks.block_size)
         self._pushes: dict[TransferId, Request] = {}
         self._cancelled_blocks: dict[TransferId, list[int]] = {}
 
@@ -174,7 +179,7 @@ class PromptPusher:
             if not request.prompt_is_computed:
                 self._push_early(request)
                 continue
-            self._push(request, self._blocks.blocks_for(request.num_prompt_tokens))
+            self._push(request, self._order.count(request.first_block, request.num_prompt_tokens))
             family = (request, *request.children)
             tokens = tuple(member.first_token for member in family if member.first_token is not None)
             scores = joined(request.scores) if request.scores else None
@@ -192,20 +197,23 @@ class PromptPusher:
     def _push_early(self, request: Request) -> None:
         """Sends what is final of a prompt that is not computed yet, if the schedule has it leave early."""
         if self._schedule.early(request.num_prompt_tokens - request.first_block * self._blocks.block_size):
-            self._push(request, request.num_computed_tokens // self._blocks.block_size)
+            whole = request.num_computed_tokens // self._blocks.block_size
+            self._push(request, self._order.final(request.first_block, request.num_prompt_tokens, whole))
 
     def _push(self, request: Request, final: int) -> None:
-        """Sends the blocks before ``final`` that are wanted and not sent yet."""
-        first = max(request.pushed_blocks, request.first_block)
-        if request.transfer is not None and final > first:
+        """Sends those of the first ``final`` wanted blocks that are not sent yet."""
+        begin = max(0, request.pushed_blocks - request.first_block)
+        if request.transfer is not None and final > begin:
             self._finish_writes()
-            self._transfers.push(request.transfer, first, tuple(request.block_table[first:final]))
-            request.pushed_blocks = final
+            tokens = request.num_prompt_tokens
+            block_ids = self._order.ids(request.block_table, request.first_block, tokens, begin, final)
+            self._transfers.push(request.transfer, request.first_block + begin, block_ids)
+            request.pushed_blocks = request.first_block + final
             if (notes := request.notes) is not None:
                 now = time.monotonic()
                 if not notes.is_open(PhaseKind.PUSH):
                     notes.begin(PhaseKind.PUSH, now)
-                notes.moment(MomentKind.PUSHED, now, blocks=final - first)
+                notes.moment(MomentKind.PUSHED, now, blocks=final - begin)
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         """Tells the decode node, with ``cause``, that this node is about to end the request by its own decision."""
@@ -220,7 +228,7 @@ class PromptPusher:
         elif request.status is Status.FINISHED:
             del self._pushes[request.transfer]
             self._cancelled_blocks[request.transfer] = request.block_table
-            request.block_table = []
+            request.block_table = BlockTable()
         else:
             raise EngineError("a request that serves a push was preempted: its blocks may be in flight")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,17 +13,51 @@ import torch
 from pdserve.config import KvStaging, Switch, TransferConfig, UcxCalls
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB
+from pdserve.wire.cache_groups import GroupBlocks
 from pdserve_kvtransfer.configuration import check_rank_devices, chosen_poster, configured_ucx
-from pdserve_kvtransfer.region import DeviceMemory, KvRegion, SharedMemory
+from pdserve_kvtransfer.region import DeviceMemory, KvRegion, Memory, SharedMemory
 from pdserve_kvtransfer.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class CacheParts:
+    """The blocks of one rank's cache, by group."""
+
+    parts: tuple[torch.Tensor, ...]
+    """The blocks of each group, ``[blocks, ...]``. Those of a model with cache groups are flat; some have no bytes."""
+    firsts: tuple[int, ...] = (0,)
+    """The id of each group's first block."""
+
+    @classmethod
+    def of(cls, kv_cache: torch.Tensor, groups: Sequence[GroupBlocks] = ()) -> CacheParts:
+        """Returns the blocks of a cache. ``groups`` are as in ``open_memory``."""
+        if not groups:
+            return cls((kv_cache,))
+        parts = [
+            kv_cache[group.start : group.start + group.count * group.block_bytes].view(group.count, group.block_bytes)
+            for group in groups
+        ]
+        # Copies move wide numbers faster than bytes.
+        wide = all(group.block_bytes % 8 == 0 for group in groups)
+        return cls(
+            tuple(part.view(torch.int64) if wide else part for part in parts), tuple(group.first for group in groups)
+        )
+
+    def group_of(self, block_id: int) -> int:
+        """Returns the number of a block's group."""
+        return bisect_right(self.firsts, block_id) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TransferMemory:
     """One rank's memory as its KV transfers use it."""
 
+    cache: CacheParts
     staging: torch.Tensor | None
-    """The host memory ``[staging blocks, ...]`` that blocks pass through; None if transfers reach the cache itself."""
+    """The host memory ``[staging blocks, ...]`` that blocks pass through; None if transfers reach the cache itself.
+
+    For a model with cache groups it is bytes: each staging block is as large as the largest block of any group.
+    """
     region: KvRegion
     """The memory that the transfer thread reads and writes: ``staging``, or else the cache."""
     transport: Callable[[], Transport]
@@ -40,10 +75,12 @@ def open_memory(
     *,
     loopback: bool,
     rank: int = 0,
+    groups: Sequence[GroupBlocks] = (),
 ) -> TransferMemory:
     """Returns what ``rank`` of ``tp_size`` ranks transfers from and to.
 
-    ``shared`` is the memory of ``kv_cache``, if any.
+    ``shared`` is the memory of ``kv_cache``, if any. ``groups`` are the model's cache groups, whose memory ``kv_cache``
+    then is; if there are none, it is ``[num_blocks, ...]``.
 
     ``loopback`` is for ``configured_ucx``.
 
@@ -51,11 +88,18 @@ def open_memory(
     of another number of ranks.
     """
     check_rank_devices(settings, tp_size)
-    staging = staging_memory(settings, tp_size, kv_cache)
+    cache = CacheParts.of(kv_cache, groups)
+    staging = staging_memory(settings, tp_size, kv_cache, groups)
     reached = kv_cache if staging is None else staging
+    if not groups or staging is None:
+        region = region_of(reached, shared, groups)
+    else:
+        sizes = [group.block_bytes for group in groups]
+        region = KvRegion.of_staging(_memory_of(staging), len(staging), sizes)
     return TransferMemory(
+        cache=cache,
         staging=staging,
-        region=region_of(reached, shared),
+        region=region,
         transport=transport_for(settings, cache_dir, reached.device, loopback=loopback, rank=rank),
         finish_writes=partial(torch.cuda.synchronize, reached.device) if reached.device.type == "cuda" else _nothing,
     )
@@ -82,8 +126,12 @@ def shared_memory(
         raise ConfigError(f"--kv-cache-mib {kv_cache_mib} cannot be had as shared memory: {exc}") from exc
 
 
-def staging_memory(settings: TransferConfig, tp_size: int, cache: torch.Tensor) -> torch.Tensor | None:
+def staging_memory(
+    settings: TransferConfig, tp_size: int, cache: torch.Tensor, groups: Sequence[GroupBlocks] = ()
+) -> torch.Tensor | None:
     """Returns ``[staging blocks, ...]``, as many on each of ``tp_size`` ranks; None where transfers reach the cache.
+
+    ``groups`` are as in ``open_memory``.
 
     Raises ConfigError if it would not hold a block for fetches and one for pushes, or if blocks cannot be checked
     without it.
@@ -93,20 +141,29 @@ def staging_memory(settings: TransferConfig, tp_size: int, cache: torch.Tensor) 
         raise ConfigError("--kv-staging off on a GPU needs --kv-checksums off: checksums are of host memory")
     if staging is KvStaging.OFF or (not on_gpu and staging is KvStaging.AUTO):
         return None
-    count = settings.staging_mib * MIB // (cache[0].nbytes * tp_size)
+    block_bytes = max(group.block_bytes for group in groups) if groups else cache[0].nbytes
+    count = settings.staging_mib * MIB // (block_bytes * tp_size)
     if count < 2:
         raise ConfigError(f"--kv-staging-mib {settings.staging_mib} does not hold two KV blocks")
+    if groups:
+        return torch.empty(count, block_bytes, dtype=torch.uint8, pin_memory=on_gpu)
     return torch.empty(count, *cache.shape[1:], dtype=cache.dtype, pin_memory=on_gpu)
 
 
-def region_of(kv_cache: torch.Tensor, shared: SharedMemory | None = None) -> KvRegion:
-    """Returns the blocks of a cache as transfers see them, uncopied. ``shared`` is the memory that holds it, if any."""
-    if shared is not None:
-        return KvRegion(shared, kv_cache[0].nbytes)
-    if kv_cache.device.type == "cuda":
-        return KvRegion(DeviceMemory(kv_cache.data_ptr(), kv_cache.nbytes), kv_cache[0].nbytes)
-    memory = memoryview(kv_cache.view(torch.uint8).flatten().numpy())  # type: ignore[arg-type]  # ndarray is a buffer, unannotated
-    return KvRegion(memory, memory.nbytes // len(kv_cache))
+def region_of(
+    kv_cache: torch.Tensor, shared: SharedMemory | None = None, groups: Sequence[GroupBlocks] = ()
+) -> KvRegion:
+    """Returns the blocks of a cache as transfers see them, uncopied. ``shared`` is the memory that holds it, if any.
+
+    ``groups`` are as in ``open_memory``.
+    """
+    return KvRegion(_memory_of(kv_cache) if shared is None else shared, groups or kv_cache[0].nbytes)
+
+
+def _memory_of(tensor: torch.Tensor) -> Memory:
+    if tensor.device.type == "cuda":
+        return DeviceMemory(tensor.data_ptr(), tensor.nbytes)
+    return memoryview(tensor.view(torch.uint8).flatten().numpy())  # type: ignore[arg-type]  # ndarray is a buffer, unannotated
 
 
 def transport_for(

@@ -41,13 +41,14 @@ class Placement:
         block_size: int,
         bytes_per_token: float,
         targets: LatencyTargets,
+        bytes_per_prompt: float = 0.0,
     ) -> None:
         self.step_cost = step_cost
         self.targets = targets
         self._mode = transfer.disaggregation
         self._max_num_batched_tokens = scheduler.max_num_batched_tokens
         self._block_size = block_size
-        self.bytes_per_token = bytes_per_token
+        self.bytes_per_token, self.bytes_per_prompt = bytes_per_token, bytes_per_prompt
         self._nodes: dict[BootId, PrefillNode] = {}
         self._decisions: Counter[tuple[PrefillSource, PrefillReason]] = Counter()
         self._times = Estimate(0.0, 0.0, 0.0)
@@ -70,7 +71,7 @@ class Placement:
         if node.failing:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.FAILED)
         here = self._here(prompt, node, now)
-        there = node.measures(now, self.bytes_per_token, here.tokens_per_s)
+        there = node.measures(now, self.bytes_per_token, here.tokens_per_s, self.bytes_per_prompt)
         self._times = estimate(prompt, here, there, self._max_num_batched_tokens)
         alone_s = here.alone_s(prompt.missing_tokens)
         ttft = self.targets.ttft_aim(alone_s, prompt.own_ttft_ms, *self._held_up(prompt))
@@ -133,7 +134,7 @@ class Placement:
         if node is None:
             self._forget_idle()
             node = self._nodes[target.boot_id] = PrefillNode(target.name)
-        remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s)
+        remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s, self.bytes_per_prompt)
         expected_s = remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_num_batched_tokens)
         node.ordered(order, tokens, cached_tokens, expected_s, tokens / self.step_cost.tokens_per_s, now)
         return node
@@ -144,7 +145,7 @@ class Placement:
         The time includes what is queued there, and assumes that the node's prefix cache has nothing of the prompt.
         """
         node = self._nodes.get(target.boot_id) or PrefillNode(target.name)
-        remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s)
+        remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s, self.bytes_per_prompt)
         # That the node is late is no reason to wait longer.
         remote = dataclasses.replace(remote, late_s=0.0, cached_share=0.0, held_share=0.0)
         return remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_num_batched_tokens)

@@ -91,6 +91,8 @@ class RemoteMeasures:
     bytes_per_token: float
     """The size of the KV cache of a token."""
     bytes_per_s: float
+    bytes_per_prompt: float = 0.0
+    """What moves with each prompt beside that: the end of its windows, and its state."""
     held_share: float = 0.0
     """The share of the tokens missing in this node's prefix cache that the prefill node has in its own."""
     streams: int = 0
@@ -115,8 +117,9 @@ def local_time(prompt: PromptSize, here: LocalMeasures) -> float:
 
 def remote_time(prompt: PromptSize, there: RemoteMeasures, chunk_tokens: int) -> float:
     """Returns the time until the first token has come, and the blocks without which there is no second token."""
-    move_s = prompt.missing_tokens * there.bytes_per_token / there.bytes_per_s
-    last_s = min(prompt.missing_tokens, chunk_tokens) * there.bytes_per_token / there.bytes_per_s
+    move_s = (prompt.missing_tokens * there.bytes_per_token + there.bytes_per_prompt) / there.bytes_per_s
+    last_bytes = min(prompt.missing_tokens, chunk_tokens) * there.bytes_per_token + there.bytes_per_prompt
+    last_s = last_bytes / there.bytes_per_s
     return there.queue_s(prompt) + there.overhead_s + max(there.computed_s(prompt) + last_s, move_s)
 
 

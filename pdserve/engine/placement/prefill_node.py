@@ -87,7 +87,9 @@ class PrefillNode:
         """Returns whether it is time to ask the node again, to see what it can do."""
         return self.idle and now >= self._probe_at
 
-    def measures(self, now: float, bytes_per_token: float, default_tokens_per_s: float) -> RemoteMeasures:
+    def measures(
+        self, now: float, bytes_per_token: float, default_tokens_per_s: float, bytes_per_prompt: float = 0.0
+    ) -> RemoteMeasures:
         """Returns what ``remote_time`` takes. A node whose rate is not known is taken to have the default."""
         return RemoteMeasures(
             tokens_per_s=self._tokens_per_s or default_tokens_per_s,
@@ -97,6 +99,7 @@ class PrefillNode:
             cached_share=self._cached_share,
             bytes_per_token=bytes_per_token,
             bytes_per_s=self.bytes_per_s,
+            bytes_per_prompt=bytes_per_prompt,
             held_share=self._held_share,
             streams=self._streams,
         )

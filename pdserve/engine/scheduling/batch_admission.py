@@ -74,6 +74,7 @@ class BatchAdmission:
         self._queues = queues
         self._blocks = blocks
         self._max_num_seqs = config.max_num_seqs
+        self._step_tokens = config.max_num_batched_tokens
         self._static = config.batching is Batching.STATIC
         self._counters = counters
         self._release = release
@@ -150,6 +151,11 @@ class BatchAdmission:
             if not self._has_room(request, found):
                 return
             self._blocks.admit(request, found)
+            coming = self._blocks.reusable(request) * self._blocks.block_size if reuses else request.num_prompt_tokens
+            if fetch and not self._blocks.reserve_landing(request, coming):
+                request.num_computed_tokens = 0
+                self._release(request)
+                return
             if reuses:
                 self._queues.move(request, Status.WAITING_FOR_REMOTE_KVS)
                 plan.reuses.append(Reuse(request, self._blocks.hashes(request)))
@@ -221,7 +227,8 @@ class BatchAdmission:
         """Gives an admitted request its place in the batch. Returns whether this step has work of it."""
         self._queues.move(request, Status.RUNNING)
         work = plan.next_work(request, budget.for_request(request))
-        if work is None:
+        # The blocks of whole contexts are there. Where others are not, the next step looks for them again.
+        if work is None or not self._blocks.reserve(request, request.num_computed_tokens + work.num_tokens):
             return False
         plan.work.append(work)
         budget.spend(work)
@@ -289,7 +296,7 @@ class BatchAdmission:
         """
         if not request.may_ask_holders or (request.terms.fetch_only and not self._blocks.caching):
             return False
-        return self._blocks.fillable(request) > self._reused_blocks(request, found)
+        return self._blocks.reusable(request) > self._reused_blocks(request, found)
 
     def _reused_blocks(self, request: Request, found: Sequence[int]) -> int:
         """Returns how many full blocks a waiting request has, or has found."""
@@ -342,7 +349,14 @@ class BatchAdmission:
     def _has_spare_room(self, request: Request, found: Sequence[int]) -> bool:
         """Returns whether a waiting request's known tokens fit and each running request can still grow by a block."""
         missing = self._blocks.missing(request, found)
-        return self._blocks.free_beside(found) >= missing + len(self._queues.running)
+        room = self._blocks.free_beside(found) >= missing + len(self._queues.running)
+        return room and self.fits_bounded(request)
+
+    def fits_bounded(self, request: Request) -> bool:
+        """Returns whether the groups of the cache that are no whole contexts have room for one more request."""
+        queues = self._queues
+        resting = [*queues.pushing, *(other for other in queues.waiting if other is not request and other.block_table)]
+        return self._blocks.fits_bounded(request, [*queues.running, *queues.remote], resting, self._step_tokens)
 
     def _has_room(self, request: Request, found: Sequence[int]) -> bool:
         """Returns whether there are blocks, if need be without what other requests that wait have of their fetches."""

@@ -9,6 +9,7 @@ as if it had not been interrupted. A chunk would store keys and values that are 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,14 +39,15 @@ class Work:
         """Whether the work is several tokens of a prompt, which are one row."""
         return self.num_tokens > 1 and not self.replays
 
-    def num_final_tokens(self, *, waits: bool) -> int:
+    def num_final_tokens(self, *, waits: bool, keeps_states: bool = False) -> int:
         """Returns how many of the tokens are computed for good, if a sampled request ``waits`` for its token or not.
 
-        If it waits, the last token is computed once more, in the same way: a chunk again as a chunk.
+        If it waits, the last token is computed once more, in the same way: a chunk again as a chunk. So are all of
+        these tokens if the model ``keeps_states``: the state before them is there, and none in between.
         """
         if not waits:
             return self.num_tokens
-        return 0 if self.is_chunk else self.num_tokens - 1
+        return 0 if self.is_chunk or keeps_states else self.num_tokens - 1
 
     @property
     def scored_tokens(self) -> range:
@@ -108,6 +110,8 @@ class BatchPlan:
     """Orders of other nodes that are not computed, because this node's fetches hold the blocks that they need."""
     copies: dict[int, int] = field(default_factory=dict)
     """KV blocks to be copied: the source of each destination."""
+    chunk_end: Callable[[Request, int], int] = lambda _, tokens: tokens
+    """Returns how many of the next tokens of a prompt are its next chunk, of a number that the step may compute."""
 
     def next_work(self, request: Request, budget: int) -> Work | None:
         """Returns the work that a request with uncomputed tokens has for this step, of at most ``budget`` tokens.
@@ -117,7 +121,8 @@ class BatchPlan:
         if not budget:
             return None
         if not request.prompt_is_computed:
-            return Work(request, chunk_tokens(request.num_prompt_tokens - request.num_computed_tokens, budget))
+            tokens = chunk_tokens(request.num_prompt_tokens - request.num_computed_tokens, budget)
+            return Work(request, self.chunk_end(request, tokens))
         if request.num_uncomputed_tokens == 1:
             return Work(request, 1)
         tokens = min(request.num_uncomputed_tokens, budget, self._replay_rows_left(len(request.token_ids)))

@@ -151,7 +151,7 @@ class Scheduler:
         """Plans the next step. A plan without work means that there is nothing to do before the next event."""
         self._now = now
         # First, because until then the copies hold blocks that may be free otherwise.
-        plan = BatchPlan(copies=self._blocks.take_copies())
+        plan = BatchPlan(copies=self._blocks.take_copies(), chunk_end=self._blocks.chunk_end)
         preempted = self._preempted_for_turn(now)
         if preempted is not None:
             self._preempt(preempted)
@@ -223,7 +223,8 @@ class Scheduler:
             request, taken = work.request, [(member, next(tokens)) for member in work.sampled_requests]
             missing = [member for member, token in taken if token is None]
             awaited = [member for member in missing if member.awaits_mask]
-            self._blocks.computed(request, request.num_computed_tokens + work.num_final_tokens(waits=bool(awaited)))
+            final = work.num_final_tokens(waits=bool(awaited), keeps_states=self._blocks.keeps_states)
+            self._blocks.computed(request, request.num_computed_tokens + final)
             for member, token in taken:
                 if token is not None:
                     self.accept_token(member, token, now)
@@ -418,12 +419,15 @@ class Scheduler:
     def _find_blocks(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
         """Grows a running request's block table; blocks come from waiting requests, then from the youngest running.
 
-        A request that serves a push got all its blocks when it was admitted, and gives none away: it ends by itself
-        when the other node has them. Returns False if the request itself had to be preempted.
+        A request that serves a push got all its blocks of whole contexts when it was admitted, and gives none away: it
+        ends by itself when the other node has them. Returns False if the request itself had to be preempted, or waits.
         """
         while not self._blocks.reserve(request, tokens):
             if self._admission.take_back_blocks(keep=request):
                 continue
+            if request.serves_push:
+                # It waits for blocks of windows or states, which others give back as they go on.
+                return False
             planned = {work.request for work in plan.work}
             others = (
                 other for other in reversed(self._queues.running) if other not in planned and not other.serves_push
@@ -468,7 +472,12 @@ class Scheduler:
             return
         for child in list(parent.children):
             ready = child.num_generated_tokens and self._admission.has_place and self._queues.before_waiting(child)
-            forked = ready and not child.may_ask_holders and self._blocks.fork(parent, child)
+            forked = (
+                ready
+                and not child.may_ask_holders
+                and self._admission.fits_bounded(child)
+                and self._blocks.fork(parent, child)
+            )
             self._queues.move(child, Status.RUNNING if forked else Status.WAITING)
             if forked:
                 self._admission.count_reused(child)

@@ -100,7 +100,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend, rank_device
         from pdserve.models.checkpoint.config_reading import read_decoder_config
         from pdserve.models.checkpoint.gguf_file import forget_gguf
-        from pdserve.models.runner import kv_layout
+        from pdserve.models.rank_cache import cache_place
         from pdserve.models.tp.tp_opening import open_group
 
     torch.set_num_threads(launch.threads)
@@ -115,17 +115,19 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
             raise EngineError(f"rank 0 sent {type(load).__name__} before LoadModel")
         decoder = read_decoder_config(Path(config.model_dir))
         backend = rank_backend(config, device)
-        layout = kv_layout(decoder, config.model.dtype, config.cache.block_size, group)
-        kv_bytes = load.num_blocks * layout.block_bytes
+        counts = (load.num_blocks, *load.bounded)
+        _, kv_bytes = cache_place(decoder, config.model.dtype, config.cache.block_size, counts, group)
         shared = None
         if config.has_peers:
             shared = shared_memory(config.transfer, kv_bytes * group.size // 2**20, device, kv_bytes)
         kv_memory = None if shared is None else shared.bytes
         blocks = kept_block_kernels(config, backend)
-        runner = load_runner(config, decoder, load.num_blocks, load.max_model_len, group, backend, kv_memory, blocks)
+        runner = load_runner(config, decoder, counts, load.max_model_len, group, backend, kv_memory, blocks)
         forget_gguf()
         sign = life.sign(step_loop(launch.rank))
-        copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, runner.kv_cache, board, shared, life))
+        groups = runner.cache.groups if len(counts) > 1 else ()
+        kv_cache = runner.cache.memory if groups else runner.kv_cache
+        copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, kv_cache, board, shared, life, groups))
         stack.enter_context(sign.shown_by_this_thread(computes=device.type == "cpu"))
         channel.send(Loaded())
         while not isinstance(order := channel.receive(), Stop):
@@ -159,7 +161,10 @@ def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopie
     match order:
         case Step(rows):
             runner.run(
-                [StepRow(row.token_ids, row.start, row.block_table, row.wants_logits, row.scored) for row in rows],
+                [
+                    StepRow(row.token_ids, row.start, row.block_table, row.wants_logits, row.scored, row.others)
+                    for row in rows
+                ],
                 score=_computed if any(row.scored_to for row in rows) else None,
             )
         case Clear(blocks):

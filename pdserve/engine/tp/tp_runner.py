@@ -67,8 +67,10 @@ class TpRunner:
 
 def _rank_row(row: StepRow) -> RankRow:
     scored = row.scored
+    others = [list(table) for table in row.others]
+    scored_to = max(scored.stop, 0)
     return RankRow(
-        list(row.token_ids), row.start, list(row.block_table), row.wants_logits, scored.start, max(scored.stop, 0)
+        list(row.token_ids), row.start, list(row.block_table), row.wants_logits, scored.start, scored_to, others
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pdserve.models.recipe import ExpertsRecipe, LongScaling, ModelRecipe
+from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, LongScaling, ModelRecipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,8 +45,16 @@ class FamilyConfig(DecoderConfig):
     recipe: ModelRecipe
 
     def turns_for_long_contexts(self, max_model_len: int) -> bool:
-        scalings = (layer.attention.rotary and layer.attention.rotary.scaling for layer in self.recipe.layers)
+        rotaries = (part.rotary for part in self.recipe.attention)
+        scalings = (rotary and rotary.scaling for rotary in rotaries)
         return any(isinstance(each, LongScaling) and max_model_len > each.original_positions for each in scalings)
+
+    def of_layer(self, attention: AttentionRecipe) -> FamilyConfig:
+        """Returns the configuration with the heads that a layer has, which may not be those of the model."""
+        dim, kv_heads = attention.head_dim or self.head_dim, attention.kv_heads or self.kv_heads
+        if (dim, kv_heads) == (self.head_dim, self.kv_heads):
+            return self
+        return replace(self, head_dim=dim, kv_heads=kv_heads)
 
     @property
     def experts(self) -> ExpertsRecipe | None:

@@ -307,13 +307,25 @@ def gguf_recipe(file: GgufFile, settings: FamilySettings) -> ModelRecipe:
     recipe, known = settings.recipe(), architecture_of(file)
     divisors = _vector(file, ROTARY_DIVISORS)
     layers = tuple(_layer(file, f"blk.{index}.", layer, divisors) for index, layer in enumerate(recipe.layers))
-    if known.permuted and any(layer.attention.fused for layer in layers):
+    if known.permuted and any(layer.attention and layer.attention.fused for layer in layers):
         raise ModelError(f"{file.path} has fused queries and keys, which a {file.architecture} never has")
     return replace(recipe, layers=layers, head_biased="output.bias" in file.tensors)
 
 
 def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float, ...]) -> LayerRecipe:
     attention, part = layer.attention, layer.feed_forward
+    if attention is not None:
+        attention = _attention(file, block, attention, divisors)
+    if isinstance(part, MlpRecipe):
+        part = _mlp(file, block, part)
+    elif part is not None:
+        expert = replace(part.expert, fused="", gate=GATE, up=UP) if part.expert.fused else part.expert
+        shared = None if part.shared is None else _mlp(file, block, part.shared, PART_OF_SHARED)
+        part = replace(part, expert=expert, shared=shared, stacked=())
+    return replace(layer, attention=attention, feed_forward=part)
+
+
+def _attention(file: GgufFile, block: str, attention: AttentionRecipe, divisors: tuple[float, ...]) -> AttentionRecipe:
     rotary: Rotary | None = attention.rotary
     if rotary is not None:
         rotary = replace(rotary, divisors=divisors)
@@ -325,14 +337,7 @@ def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float
         fusion=Fusion.PARTS,
         transposed=False,
     )
-    attention = replace(attention, biased=_biased(file, block, attention, ATTENTION))
-    if isinstance(part, MlpRecipe):
-        part = _mlp(file, block, part)
-    else:
-        expert = replace(part.expert, fused="", gate=GATE, up=UP) if part.expert.fused else part.expert
-        shared = None if part.shared is None else _mlp(file, block, part.shared, PART_OF_SHARED)
-        part = replace(part, expert=expert, shared=shared, stacked=())
-    return replace(layer, attention=attention, feed_forward=part)
+    return replace(attention, biased=_biased(file, block, attention, ATTENTION))
 
 
 def _mlp(file: GgufFile, block: str, part: MlpRecipe, end: str = "") -> MlpRecipe:

@@ -55,9 +55,12 @@ class GgufTensors:
         self._tensors = gguf_tensors(file, recipe)
         self._interleaved: frozenset[str] = frozenset()
         if known.permuted:
-            each = enumerate(layer.attention for layer in recipe.layers)
+            each = ((index, layer.attention) for index, layer in enumerate(recipe.layers))
             self._interleaved = frozenset(
-                f"{recipe.layer_prefix}{index}.{name}." for index, part in each for name in (part.query, part.key)
+                f"{recipe.layer_prefix}{index}.{name}."
+                for index, part in each
+                if part is not None
+                for name in (part.query, part.key)
             )
         try:
             self._mapped = [MappedFile(part) for part in file.parts]
@@ -219,9 +222,12 @@ def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
     attention, part = layer.attention, layer.feed_forward
     usual = NORMS[layer.order][: len(layer.norms)]
     names = dict(zip(known.norms if len(known.norms) == len(usual) else usual, layer.norms, strict=True))
-    names |= {key: getattr(attention, name) for key, name in ATTENTION.items() if getattr(attention, name)}
-    if attention.norms is not None:
+    if attention is not None:
+        names |= {key: getattr(attention, name) for key, name in ATTENTION.items() if getattr(attention, name)}
+    if attention is not None and attention.norms is not None:
         names |= {"attn_q_norm": attention.norms.query, "attn_k_norm": attention.norms.key}
+    if part is None:
+        return names
     if isinstance(part, MlpRecipe):
         return names | _mlp_names(part)
     names |= {"ffn_gate_inp": part.router, **_mlp_names(part.expert, PART_OF_EXPERTS)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
@@ -10,7 +11,9 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
 from pdserve.models.checkpoint.model_files import weight_files
 from pdserve.models.checkpoint.safetensors_header import read_header
+from pdserve.models.group_sizes import GroupSize, group_sizes
 from pdserve.models.sizes import ModelSize
+from pdserve.wire.cache_groups import Keep
 
 ITEM_BYTES = {Dtype.BF16: 2, Dtype.FP32: 4}
 
@@ -34,8 +37,21 @@ def weights_words(path: Path, model: ModelConfig) -> str:
 
 def model_size(path: Path, decoder: DecoderConfig, model: ModelConfig, kernels: CpuKernels) -> ModelSize:
     """Returns what the model takes on a CPU. Raises ModelError if its files cannot be read."""
-    token = 2 * decoder.num_layers * decoder.kv_heads * decoder.head_dim * ITEM_BYTES[model.dtype]
-    return ModelSize(weight_bytes(path, model, kernels), token, decoder.max_positions)
+    groups = group_sizes(decoder, ITEM_BYTES[model.dtype], block_size=1)
+    return model_size_of(weight_bytes(path, model, kernels), groups, 1, decoder.max_positions)
+
+
+def model_size_of(weights: int, groups: Sequence[GroupSize], block_size: int, positions: int) -> ModelSize:
+    """Returns what a model takes whose cache has ``groups``, all ranks together."""
+    windows = [group for group in groups if group.keep is Keep.WINDOW]
+    return ModelSize(
+        weights=weights,
+        token=groups[0].block_bytes // block_size,
+        positions=positions,
+        window_token=sum(group.block_bytes for group in windows) // block_size,
+        window=max((group.window for group in windows), default=0),
+        state=sum(group.block_bytes for group in groups if group.keep is Keep.LATEST),
+    )
 
 
 def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels, *, in_blocks: bool = True) -> int:

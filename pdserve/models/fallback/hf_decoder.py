@@ -21,6 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.step_cache import StepCache
 from pdserve_kernels.contract import Attention
 
 PAGED_ATTENTION = "pdserve_paged"
@@ -130,7 +131,8 @@ class HfDecoder:
         self._base: Any = base
         self._tail: Any = _without_layers(model)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: StepCache) -> torch.Tensor:
+        (attention,) = cache.attention
         return self.compute(token_ids, positions, self.step(attention))
 
     def step(self, attention: Attention) -> PagedStep:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import Rows
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
@@ -25,7 +26,9 @@ class SelfAttention:
         self, config: FamilyConfig, building: Building, recipe: AttentionRecipe, prefix: str, index: int
     ) -> None:
         """Takes the layer's tensors, whose names begin with ``prefix``."""
-        tp = building.tp
+        if recipe.kv_from is not None:
+            raise ModelError(f"{prefix.rstrip('.')} attends to another layer's keys and values, which is not supported")
+        tp, config = building.tp, config.of_layer(recipe)
         self._index, self._window, self._kernels = index, recipe.window, building.kernels
         self._head_dim = config.head_dim
         heads = share(tp, config.heads, "attention heads")

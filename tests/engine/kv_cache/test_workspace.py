@@ -26,8 +26,10 @@ from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import build_decoder
+from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
 from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpRecipe
+from pdserve.models.step_cache import StepCache
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.contract import Linear, UnreadWeight
 from tests.engine.live_bytes import LiveBytes
@@ -135,9 +137,10 @@ def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
 
     # A layer without experts may be wider than those with some.
     kind = MlpRecipe if config.experts is None else ExpertsRecipe
-    of_kind = [layer for layer in config.recipe.layers if isinstance(layer.feed_forward, kind)]
-    layers = [replace(layer, feed_forward=widened(layer.feed_forward)) for layer in of_kind]
-    return replace(config, num_layers=len(layers), recipe=replace(config.recipe, layers=tuple(layers)))
+    of_kind = [(layer, part) for layer in config.recipe.layers if isinstance(part := layer.feed_forward, kind)]
+    layers = [replace(layer, feed_forward=widened(part)) for layer, part in of_kind]
+    windows = config.windows[: len(layers)]
+    return replace(config, num_layers=len(layers), windows=windows, recipe=replace(config.recipe, layers=tuple(layers)))
 
 
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -211,7 +214,7 @@ def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: 
     model = build_decoder(decoder, Building(checkpoint, kernels, group), 4096, BF16)
     with torch.inference_mode(), LiveBytes() as live:
         ids = torch.empty(TOKENS, dtype=torch.int32, device=META)
-        model.logits(model.forward(ids, ids, kernels)[:ROWS])
+        model.logits(model.forward(ids, ids, StepCache([kernels] * len(layer_groups(decoder).groups)))[:ROWS])
     counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS)
     assert counted / 4 < live.peak <= counted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from pdserve.config import (
 from pdserve.control.frame import Secrets
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import open_connector
+from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.connector import NoTransferConnector, TransferConnector
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
@@ -37,6 +39,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.liveness import LifeBoard, loop_names, transfer_loop
 from pdserve.settings import cache_folder
+from pdserve.wire.cache_groups import GroupBlocks
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import FinishReason, PrefillSource
 from pdserve.wire.ids import TransferId, new_id
@@ -80,6 +83,7 @@ class ScriptedThread:
         self.fetched: list[FetchOrder] = []
         self.asked: list[CachedFetchOrder] = []
         self.held_counts: list[int] = []
+        self.usable: list[int] = []
         self.writes_finished = False
         """Whether the engine has waited for its kernels since the last fetch or push."""
         self.offered: list[tuple[PrefillTarget, tuple[bytes, ...]]] = []
@@ -107,8 +111,9 @@ class ScriptedThread:
     def finish_writes(self) -> None:
         self.writes_finished = True
 
-    def held(self, transfer_id: TransferId, count: int) -> None:
+    def held(self, transfer_id: TransferId, count: int, usable: int = 0) -> None:
         self.held_counts.append(count)
+        self.usable.append(usable)
 
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
         self.accepted.append((transfer_id, block_ids))
@@ -179,16 +184,23 @@ def too_long(token_ids: list[int], sampling: SamplingParams) -> str | None:
 class Bench:
     """One connector with its scheduler and blocks."""
 
-    def __init__(self, overlap: KvOverlap = KvOverlap.ON, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, overlap: KvOverlap = KvOverlap.ON, *, prefix_cache: bool = True, groups: Sequence[GroupBlocks] = ()
+    ) -> None:
+        """``groups`` are the cache groups of the model, if it has some."""
         self.thread: ScriptedThread = ReachingThread()
         thread: Any = self.thread
-        self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=prefix_cache)
+        block_bytes = groups[0].block_bytes if groups else 0
+        self.blocks = BlockManager(
+            NUM_BLOCKS, BLOCK_SIZE, prefix_cache=prefix_cache, bounded=groups[1:], block_bytes=block_bytes
+        )
+        order = BlockOrder(BLOCK_SIZE, [group.spec for group in groups])
         self.step_cost = StepCost()
         self.placement = make_placement(BLOCK_SIZE, step_cost=self.step_cost)
         finish = self.thread.finish_writes
-        fetching = PromptFetcher(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB, finish)
-        pushing = PromptPusher(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.placement, finish)
-        self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, finish)
+        fetching = PromptFetcher(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB, finish, order)
+        pushing = PromptPusher(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.placement, finish, order)
+        self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, finish, order)
         self.collector = OutputCollector()
         self.scheduler = Scheduler(
             self.blocks,
@@ -231,7 +243,8 @@ class Bench:
 
     @property
     def all_free(self) -> bool:
-        return self.blocks.num_free == NUM_BLOCKS and not list(self.scheduler.live())
+        free = all(pool.num_free == len(pool.ids) for pool in self.blocks.pools)
+        return free and not list(self.scheduler.live())
 
 
 def fetching(targets: int = 1) -> tuple[Bench, Request, FetchOrder]:

@@ -81,13 +81,25 @@ def check(case: Step, seed: int, processors: int) -> None:
         cache[blocks[-1], :, :, :, context - (count - 1) * layout.block_size :] = float("nan")
         rows.append(AttentionRow(new, context, [*blocks, order[-1]]))
         first += count
+    held = []
+    for row in rows:
+        # Blocks that a window does not reach are given back, and then are another request's.
+        out = (
+            0
+            if case.window is None
+            else max(0, row.context_len - row.new_tokens - case.window + 1) // layout.block_size
+        )
+        held.append(AttentionRow(row.new_tokens, row.context_len, row.blocks[out:], out))
+    kept = {block for row in held for block in row.blocks}
+    spoilt = [block for block in range(len(order)) if block not in kept]
     tokens = sum(row.new_tokens for row in rows)
     # The query is a view, as the rotary embedding's output is: keys follow in the same rows.
     query = torch.randn(tokens, heads + 1, layout.head_dim).to(layout.dtype)
     key_value = torch.randn(2, tokens, layout.kv_heads, layout.head_dim).to(layout.dtype)
     moved = cache.to(DEVICE, copy=True)
+    moved[spoilt] = float("nan")
     scale = layout.head_dim**-0.5
-    attend = TritonKernels(processors).plan_attention(layout, moved, rows, heads, scale, case.cap)
+    attend = TritonKernels(processors).plan_attention(layout, moved, held, heads, scale, case.cap)
     got = attend(case.layer, query.to(DEVICE)[:, :heads], key_value.to(DEVICE), case.window)
 
     wanted, at = [], 0
@@ -108,6 +120,7 @@ def check(case: Step, seed: int, processors: int) -> None:
             )
         )
         at += row.new_tokens
+    cache[spoilt] = float("nan")
     assert torch.equal(moved.cpu().nan_to_num(7.0), cache.nan_to_num(7.0))
     assert_near(got, torch.cat(wanted), 3)
 

@@ -14,6 +14,7 @@ from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.triton.device import DEVICE
+from tests.models.grouped_runner import GroupedRunner
 from tests.models.rerun_graph import RerunGraphs
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -24,7 +25,7 @@ KERNELS = TritonKernels(processors=4)
 def make_runners(folder: Path) -> tuple[ModelRunner, ModelRunner]:
     config = read_decoder_config(folder)
     shape = (folder, config, Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
-    return ModelRunner(*shape, KERNELS, DEVICE), ModelRunner(*shape, TorchKernels())
+    return GroupedRunner(*shape, KERNELS, device=DEVICE), GroupedRunner(*shape, TorchKernels())
 
 
 def check(rows: list[StepRow], runner: ModelRunner, peer: ModelRunner) -> None:
@@ -41,7 +42,7 @@ def prompts_and_tables() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [order[:20], order[20:24], order[24:28]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phimoe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phimoe", "gemma3"])
 def test_chunks_mixed_steps_and_decode_steps(family: str, tmp_path: Path) -> None:
     runner, peer = make_runners(save_tiny_model(family, tmp_path))
     (long, short, other), tables = prompts_and_tables()
@@ -68,8 +69,9 @@ def test_tokens_replayed_in_one_step(captured: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(runner.kv_cache.cpu(), peer.kv_cache, rtol=1e-4, atol=1e-4)
 
 
-def test_captured_decode_steps(tmp_path: Path) -> None:
-    runner, peer = make_runners(save_tiny_model("llama", tmp_path))
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_captured_decode_steps(family: str, tmp_path: Path) -> None:
+    runner, peer = make_runners(save_tiny_model(family, tmp_path))
     prompts, tables = prompts_and_tables()
     check([StepRow(prompt, 0, table, True) for prompt, table in zip(prompts, tables, strict=True)], runner, peer)
     rerun = RerunGraphs()

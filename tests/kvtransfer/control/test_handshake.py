@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from pdserve.errors import HandshakeRefused, PeerLost
+from pdserve.wire.cache_groups import GroupSpec, Keep
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import Hello, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer.control.handshake import Handshake, answer, misfit
@@ -95,3 +96,30 @@ def test_waiting_for_a_handshake_costs_no_cpu() -> None:
         silent.link.connect(hello.rank_addresses)
         silent.send(Welcome(silent.boot_id, SPEC, [silent.link.address]))
         silent.next(PrefillRequest)
+
+
+WINDOW = GroupSpec("window 128", Keep.WINDOW, 4, 2, 512, "bf16", 128)
+GROUPS = (GroupSpec("all", Keep.ALL, 2, 3, 1024, "bf16"), WINDOW)
+
+
+def groups_refused(*theirs: GroupSpec, ranks: int = 1) -> str:
+    ours = msgspec.structs.replace(SPEC, groups=GROUPS)
+    hello = Hello(THEIRS, msgspec.structs.replace(SPEC, groups=theirs, tp_size=ranks), [b"address"] * ranks)
+    refused = answer(hello, OURS, ours)
+    assert refused is not None
+    return f"{refused.field} is {refused.ours} here and {refused.theirs} there"
+
+
+def test_a_misfit_of_cache_groups_names_the_group_and_what_differs() -> None:
+    wider = msgspec.structs.replace(WINDOW, window=64)
+    assert groups_refused(GROUPS[0], wider) == "cache group 'window 128': window is 128 here and 64 there"
+    whole = msgspec.structs.replace(WINDOW, keep=Keep.ALL)
+    assert groups_refused(GROUPS[0], whole) == "cache group 'window 128': keep is window here and all there"
+    assert groups_refused(GROUPS[0]) == "cache groups is all, window 128 here and all there"
+    # An older engine knows of no groups.
+    assert groups_refused() == "cache groups is all, window 128 here and one there"
+    assert groups_refused(*GROUPS, ranks=3) == "cache group 'window 128': tp_size is 1 here and 3 there"
+
+
+def test_a_model_of_one_cache_group_says_nothing_of_groups_so_that_older_engines_fit() -> None:
+    assert b"groups" not in msgspec.msgpack.encode(SPEC)

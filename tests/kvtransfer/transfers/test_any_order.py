@@ -317,7 +317,7 @@ class Node:
                 address="",
                 rank=rank,
                 ranks=ranks,
-                kv_heads=HEADS,
+                heads=(HEADS,),
                 region=self.regions[rank],
                 transport=partial(InprocTransport, fabric),
                 died=print,

@@ -54,9 +54,11 @@ inline void store_side_by_side(Bf16* to, const Bf16* const* from, long d) {
 
 // Writes kColumns positions, the first of which is low + `first`: keys as panels
 // [context / kColumns][head_dim / pair][kColumns][pair], and values as panels
-// [head_dim / kColumns][context / pair][kColumns][pair]. Padding is zero.
+// [head_dim / kColumns][context / pair][kColumns][pair]. Padding is zero, and so is what lies before `seen`, the first
+// position that is read: its block may be another request's by now.
 template <class T, class E>
-void lay_out(const Step& step, const Row& row, long layer, long kv_head, long low, long first, E* keys, E* values) {
+void lay_out(const Step& step, const Row& row, long layer, long kv_head, long low, long seen, long first, E* keys,
+             E* values) {
   constexpr long kP = kPair<E>;
   const long dim = step.head_dim, depth = padded_to(dim, kP);
   const long length = padded_to(row.context - low, kColumns);
@@ -65,13 +67,13 @@ void lay_out(const Step& step, const Row& row, long layer, long kv_head, long lo
     return value + d / kColumns * length * kColumns + c / kP * kP * kColumns + d % kColumns * kP + c % kP;
   };
   const T *tiles[kColumns], *value_tiles[kColumns];
-  const long count = std::min(kColumns, row.context - low - first);
-  for (long c = 0; c < count; c++) {
+  const long count = std::min(kColumns, row.context - low - first), hidden = std::max(0L, seen - low - first);
+  for (long c = hidden; c < count; c++) {
     const long position = low + first + c;
     tiles[c] = tile_of<T>(step, row.blocks[position / step.block_size], kv_head, layer) + position % step.block_size * dim;
     value_tiles[c] = tiles[c] + step.block_size * dim;
   }
-  if (count == kColumns && dim % kColumns == 0) {
+  if (!hidden && count == kColumns && dim % kColumns == 0) {
     for (long d = 0; d < dim; d += 4 * kP) {
       for (long c = 0; c < kColumns; c += 4) {
         Four x[4];
@@ -86,7 +88,7 @@ void lay_out(const Step& step, const Row& row, long layer, long kv_head, long lo
     return;
   }
   for (long c = 0; c < kColumns; c++) {
-    const long known = c < count ? dim : 0;
+    const long known = c >= hidden && c < count ? dim : 0;
     const auto key_at = [&](long d) { return key + d / kP * kColumns * kP + c * kP + d % kP; };
     for (long d = 0; d < known; d++) to_operand(tiles[c][d], key_at(d));
     for (long d = known; d < depth; d++) *key_at(d) = E{};
@@ -169,11 +171,12 @@ template <class T>
 void attend_span(const Step& step, const Tokens& tokens, const Row& row, const T* query, Operand<T>* keys,
                  Operand<T>* values) {
   const long group = step.heads / step.kv_heads, low = first_position(tokens, row);
+  const long seen = first_visible(tokens, row.context - row.new_tokens);
   const long length = padded_to(row.context - low, kColumns), each_head = length * padded_to(step.head_dim, kColumns);
   const long pieces = length / kColumns;
   each(step.kv_heads * pieces, [&](long item) {
     const long h = item / pieces, first = item % pieces * kColumns;
-    lay_out<T>(step, row, tokens.layer, h, low, first, keys + h * each_head, values + h * each_head);
+    lay_out<T>(step, row, tokens.layer, h, low, seen, first, keys + h * each_head, values + h * each_head);
   });
   const long all = row.new_tokens * group, groups = (all + kMaxRows - 1) / kMaxRows;
   each<true>(step.kv_heads * groups, [&](long item) {

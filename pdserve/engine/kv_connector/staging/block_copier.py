@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from pdserve.engine.kv_connector.transfer_memory import CacheParts
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.liveness import SHOWN_EVERY_S, LifeSign, unseen_sign
 from pdserve.wire.rank import DownloadBlocks, UploadBlocks
@@ -100,21 +101,23 @@ class BlockCopier(Generic[Key]):
 
     def __init__(
         self,
-        cache: torch.Tensor,
+        cache: CacheParts | torch.Tensor,
         staging: torch.Tensor,
         kernels: CopyKernels,
         wake: Callable[[], None],
         life: LifeSign | None = None,
     ) -> None:
-        """``staging`` is host memory ``[staging blocks, ...]`` with the shape and dtype of the cache's blocks.
+        """``staging`` is host memory ``[staging blocks, ...]`` with the shape and dtype of the cache's blocks, or of
+        bytes for the largest block if the model has cache groups.
 
         ``life`` is where the thread shows life.
         """
         self._life = unseen_sign() if life is None else life
-        self._cache, self._staging, self._kernels, self._wake = cache, staging, kernels, wake
-        self._on_gpu = cache.device.type == "cuda"
-        self._batch = max(1, min(len(staging), BATCH_BYTES // cache[0].nbytes))
-        self._buffer = torch.empty(self._batch, *cache.shape[1:], dtype=cache.dtype, device=cache.device)
+        self._cache = cache if isinstance(cache, CacheParts) else CacheParts.of(cache)
+        self._kernels, self._wake = kernels, wake
+        self._device = self._cache.parts[0].device
+        self._on_gpu = self._device.type == "cuda"
+        self._parts = [_copied_part(part, staging) for part in self._cache.parts]
         self._warm_up()
         self._jobs: deque[_Copy[Key]] = deque()
         self._news = threading.Condition()
@@ -145,9 +148,11 @@ class BlockCopier(Generic[Key]):
     @torch.inference_mode()
     def _warm_up(self) -> None:
         # The first call compiles a GPU's kernel, and no prompt should wait for that. Block 0 gets what it has.
-        block = torch.zeros(1, dtype=torch.int32, device=self._cache.device)
-        self._kernels.gather(self._cache, block, self._buffer)
-        self._kernels.scatter(self._cache, block, self._buffer)
+        block = torch.zeros(1, dtype=torch.int32, device=self._device)
+        for part in self._parts:
+            if part.cache.numel():
+                self._kernels.gather(part.cache, block, part.buffer)
+                self._kernels.scatter(part.cache, block, part.buffer)
 
     def _order(self, key: Key, blocks: Sequence[int], staged: Sequence[int], *, upload: bool) -> None:
         if len(blocks) != len(staged):
@@ -155,7 +160,7 @@ class BlockCopier(Generic[Key]):
         after = None
         if self._on_gpu:
             after = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation
-            after.record(torch.cuda.current_stream(self._cache.device))
+            after.record(torch.cuda.current_stream(self._device))
         with self._news:
             self._jobs.append(_Copy(key, tuple(blocks), tuple(staged), upload, after))
             self._news.notify()
@@ -164,7 +169,7 @@ class BlockCopier(Generic[Key]):
         try:
             with self._life.shown_by_this_thread(computes=not self._on_gpu):
                 if self._on_gpu:
-                    stream = torch.cuda.Stream(self._cache.device)  # type: ignore[no-untyped-call]  # as above
+                    stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # as above
                     with torch.cuda.stream(stream):
                         self._work()
                 else:
@@ -190,26 +195,60 @@ class BlockCopier(Generic[Key]):
 
     @torch.inference_mode()
     def _carry_out(self, job: _Copy[Key]) -> None:
-        stream = torch.cuda.current_stream(self._cache.device) if self._on_gpu else None
+        stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
         if stream is not None and job.after is not None:
             stream.wait_event(job.after)
-        for first in range(0, len(job.blocks), self._batch):
-            staged = job.staged[first : first + self._batch]
-            blocks = torch.tensor(job.blocks[first : first + self._batch], dtype=torch.int32, device=self._cache.device)
-            if job.upload:
-                for offset, run in _adjacent_runs(staged):
-                    self._buffer[offset : offset + len(run)].copy_(
-                        self._staging[run.start : run.stop], non_blocking=True
-                    )
-                self._kernels.scatter(self._cache, blocks, self._buffer)
-            else:
-                self._kernels.gather(self._cache, blocks, self._buffer)
-                for offset, run in _adjacent_runs(staged):
-                    self._staging[run.start : run.stop].copy_(
-                        self._buffer[offset : offset + len(run)], non_blocking=True
-                    )
+        if len(self._parts) == 1:
+            self._copy(self._parts[0], job.blocks, job.staged, upload=job.upload)
+        else:
+            self._copy_by_group(job)
         if stream is not None:
             stream.synchronize()
+
+    def _copy_by_group(self, job: _Copy[Key]) -> None:
+        places: dict[int, list[int]] = {}
+        for place, block in enumerate(job.blocks):
+            places.setdefault(self._cache.group_of(block), []).append(place)
+        for group, of_group in places.items():
+            first = self._cache.firsts[group]
+            blocks = [job.blocks[place] - first for place in of_group]
+            self._copy(self._parts[group], blocks, [job.staged[place] for place in of_group], upload=job.upload)
+
+    def _copy(self, part: _CopiedPart, blocks: Sequence[int], staged: Sequence[int], *, upload: bool) -> None:
+        """``blocks`` are counted from the part's first one."""
+        batch, buffer = len(part.buffer), part.buffer
+        for first in range(0, len(blocks), batch):
+            index = torch.tensor(blocks[first : first + batch], dtype=torch.int32, device=self._device)
+            runs = _adjacent_runs(staged[first : first + batch])
+            if upload:
+                for offset, run in runs:
+                    buffer[offset : offset + len(run)].copy_(part.staging[run.start : run.stop], non_blocking=True)
+                self._kernels.scatter(part.cache, index, buffer)
+            else:
+                self._kernels.gather(part.cache, index, buffer)
+                for offset, run in runs:
+                    part.staging[run.start : run.stop].copy_(buffer[offset : offset + len(run)], non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _CopiedPart:
+    """The blocks of one group."""
+
+    cache: torch.Tensor
+    """``[blocks, ...]``"""
+    staging: torch.Tensor
+    """``[staging blocks, ...]``"""
+    buffer: torch.Tensor
+    """``[blocks of a batch, ...]``, on the cache's device."""
+
+
+def _copied_part(cache: torch.Tensor, staging: torch.Tensor) -> _CopiedPart:
+    nbytes = cache.shape[1:].numel() * cache.itemsize
+    if staging.shape[1:] != cache.shape[1:] or staging.dtype != cache.dtype:
+        staging = staging[:, :nbytes].view(cache.dtype)
+    batch = max(1, min(len(staging), BATCH_BYTES // max(1, nbytes)))
+    buffer = torch.empty(batch, *cache.shape[1:], dtype=cache.dtype, device=cache.device)
+    return _CopiedPart(cache, staging, buffer)
 
 
 def _adjacent_runs(staged: Sequence[int]) -> Iterator[tuple[int, range]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.engine.kv_connector.staging.block_copier import Copier
-from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
+from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks, StagingIds
 from pdserve.engine.kv_connector.transfers import PacedFetches, PacedTransfers, Pushes
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
@@ -86,9 +86,11 @@ class StagedFetches:
         copier: Copier[Any],
         staging: StagingBlocks,
         report: Callable[[TransferEvent], None],
+        ids: StagingIds,
     ) -> None:
         """``report`` is called with each event for the connector."""
         self._transfers, self._copier, self._staging, self._report = transfers, copier, staging, report
+        self._ids = ids
         self._fetches: dict[TransferId, _StagedFetch] = {}
         self._quarantined: dict[int, TransferId] = {}
         """Staging blocks that the transfer thread will release, and the transfer that holds each until then."""
@@ -97,7 +99,8 @@ class StagedFetches:
         transfer, count = order.transfer_id, len(order.block_ids)
         staged = self._staging.spare(transfer, order.target.boot_id, count)
         self._fetches[transfer] = _StagedFetch(order, len(staged), len(staged), staged=dict(enumerate(staged)))
-        self._transfers.fetch(dataclasses.replace(order, block_ids=staged, paced_blocks=count))
+        ids = self._ids.of(staged, order.block_ids[: len(staged)])
+        self._transfers.fetch(dataclasses.replace(order, block_ids=ids, paced_blocks=count))
 
     def cancel_fetch(self, transfer_id: TransferId) -> None:
         fetch = self._fetches.get(transfer_id)
@@ -129,11 +132,11 @@ class StagedFetches:
                 if kind is FailureKind.DEADLINE and self._staging.wants(transfer):
                     # This node had no destinations for the blocks.
                     kind = FailureKind.OVERLOADED
-                self._end(fetch, dataclasses.replace(event, quarantined=(), kind=kind), quarantined)
+                self._end(fetch, dataclasses.replace(event, quarantined=(), kind=kind), self._ids.staged(quarantined))
             case FetchCancelled(transfer, quarantined):
-                self._end(self._fetches[transfer], FetchCancelled(transfer, ()), quarantined)
-            case BlocksReleased(staged):
-                for staged_id in staged:
+                self._end(self._fetches[transfer], FetchCancelled(transfer, ()), self._ids.staged(quarantined))
+            case BlocksReleased(ids):
+                for staged_id in self._ids.staged(ids):
                     self._staging.give_back(self._quarantined.pop(staged_id), (staged_id,))
             case _:
                 self._report(event)
@@ -149,8 +152,9 @@ class StagedFetches:
         for transfer, staged in self._staging.granted():
             fetch = self._fetches[transfer]
             fetch.staged.update(enumerate(staged, fetch.accepted))
+            blocks = fetch.order.block_ids[fetch.accepted : fetch.accepted + len(staged)]
             fetch.accepted += len(staged)
-            self._transfers.accept_blocks(transfer, staged)
+            self._transfers.accept_blocks(transfer, self._ids.of(staged, blocks))
 
     def _upload_landed(self, fetch: _StagedFetch, landed: int) -> None:
         """Has the blocks that have landed copied to the cache."""
@@ -204,6 +208,7 @@ class BlocksToSend:
 
     transfer: TransferId
     first_block: int
+    blocks: tuple[int, ...]
     staged: tuple[int, ...]
 
 
@@ -211,10 +216,16 @@ class StagedPushes:
     """Satisfies ``Pushes``. ``StagedTransfers`` tells it what transfers and copies report."""
 
     def __init__(
-        self, transfers: Pushes, copier: Copier[Any], staging: StagingBlocks, report: Callable[[TransferEvent], None]
+        self,
+        transfers: Pushes,
+        copier: Copier[Any],
+        staging: StagingBlocks,
+        report: Callable[[TransferEvent], None],
+        ids: StagingIds,
     ) -> None:
         """``report`` is called with each event for the connector."""
         self._transfers, self._copier, self._staging, self._report = transfers, copier, staging, report
+        self._ids = ids
         self._pushes: dict[TransferId, _StagedPush] = {}
 
     def push(self, transfer_id: TransferId, first_block: int, block_ids: tuple[int, ...]) -> None:
@@ -235,8 +246,8 @@ class StagedPushes:
     ) -> None:
         self._transfers.first_token(transfer_id, tokens, cached_tokens, load, prompt_logprobs)
 
-    def held(self, transfer_id: TransferId, count: int) -> None:
-        self._transfers.held(transfer_id, count)
+    def held(self, transfer_id: TransferId, count: int, usable: int = 0) -> None:
+        self._transfers.held(transfer_id, count, usable)
 
     def tell_load(self, load: PrefillLoad) -> None:
         self._transfers.tell_load(load)
@@ -249,8 +260,8 @@ class StagedPushes:
             case PushWanted(transfer) | CachedWanted(transfer):
                 self._pushes[transfer] = _StagedPush()
                 self._report(event)
-            case BlocksSent(transfer, staged):
-                push = self._pushes.get(transfer)
+            case BlocksSent(transfer, ids):
+                push, staged = self._pushes.get(transfer), self._ids.staged(ids)
                 if push is not None:
                     push.sending.difference_update(staged)
                     self._staging.give_back(transfer, staged)
@@ -266,7 +277,7 @@ class StagedPushes:
             numbers, blocks = zip(*(waiting.popleft() for _ in staged), strict=True)
             # Blocks are pushed in order, from the first wanted one on, so their numbers are consecutive.
             self._pushes[transfer].downloads += 1
-            self._copier.download(BlocksToSend(transfer, numbers[0], staged), blocks, staged)
+            self._copier.download(BlocksToSend(transfer, numbers[0], blocks, staged), blocks, staged)
 
     def downloaded(self, sending: BlocksToSend) -> None:
         """A copy to staging blocks is over."""
@@ -274,7 +285,7 @@ class StagedPushes:
         push.downloads -= 1
         if push.end is None:
             push.sending.update(sending.staged)
-            self._transfers.push(sending.transfer, sending.first_block, sending.staged)
+            self._transfers.push(sending.transfer, sending.first_block, self._ids.of(sending.staged, sending.blocks))
         else:
             self._staging.give_back(sending.transfer, sending.staged)
             self._end(push, push.end)
@@ -307,12 +318,17 @@ class StagedTransfers:
         copier: Copier[LandedBlocks | BlocksToSend],
         fetch_staging: StagingBlocks,
         push_staging: StagingBlocks,
+        ids: StagingIds | None = None,
     ) -> None:
-        """``transfers`` reports what it has sent. This object closes it and ``copier``."""
+        """``transfers`` reports what it has sent. This object closes it and ``copier``.
+
+        Without ``ids``, transfers know staging blocks by their own numbers: the model has no cache groups.
+        """
+        ids = ids or StagingIds(fetch_staging.total + push_staging.total)
         self._transfers, self._copier = transfers, copier
         self._news: list[TransferEvent] = []
-        self.fetches = StagedFetches(transfers, copier, fetch_staging, self._news.append)
-        self.pushes = StagedPushes(transfers, copier, push_staging, self._news.append)
+        self.fetches = StagedFetches(transfers, copier, fetch_staging, self._news.append, ids)
+        self.pushes = StagedPushes(transfers, copier, push_staging, self._news.append, ids)
 
     def events(self) -> list[TransferEvent]:
         for event in self._transfers.events():

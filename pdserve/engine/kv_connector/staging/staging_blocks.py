@@ -4,10 +4,35 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdserve.wire.ids import TransferId
+
+
+class StagingIds:
+    """The ids that transfers know staging blocks by (``KvRegion.of_staging``).
+
+    A staging block that takes a block of the cache has an id that says of which group that is.
+    """
+
+    def __init__(self, count: int, group_of: Callable[[int], int] | None = None) -> None:
+        """There are ``count`` staging blocks. ``group_of`` returns the group of a block of the cache; without it, all
+        are of one.
+        """
+        self._count = count
+        self._group_of = group_of
+
+    def of(self, staged: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
+        """Returns the ids of staging blocks, each of which takes one of these blocks of the cache."""
+        if self._group_of is None:
+            return tuple(staged)
+        return tuple(self._group_of(block) * self._count + at for at, block in zip(staged, blocks, strict=True))
+
+    def staged(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the staging blocks that have these ids."""
+        return tuple(ids) if self._group_of is None else tuple(number % self._count for number in ids)
+
 
 _TURNS = 16
 _TRANSFERS = 4

@@ -1,0 +1,86 @@
+"""Holds the blocks of one context, in every cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pdserve.wire.cache_groups import GroupBlock
+
+NONE = -1
+"""This stands in a table where there is no block."""
+
+
+@dataclass(slots=True)
+class StateTable:
+    """The blocks of a context in a group that keeps states."""
+
+    present: int = NONE
+    """The state after all computed tokens."""
+    next: int = NONE
+    """The block that the next state is written to: by a step, or by a transfer."""
+    checkpoint: int = 0
+    """The number of blocks after which the last state stands that the prefix cache can find."""
+
+
+class BlockTable(list[int]):
+    """The ids of a context's blocks in group 0, by their numbers, with those of the other groups in ``others``.
+
+    A context has blocks in the other groups once it has taken some there. Of a group with a window it has a list of ids
+    by the number of the block, with ``NONE`` for a block that was given back or never taken.
+    """
+
+    __slots__ = ("others",)
+
+    def __init__(self, blocks: Sequence[int] = ()) -> None:
+        super().__init__(blocks)
+        self.others: list[list[int] | StateTable] = []
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a group keeps states of the context."""
+        return any(isinstance(held, StateTable) for held in self.others)
+
+    @property
+    def checkpoint(self) -> int:
+        """The number of blocks after which the last state stands that the prefix cache can find."""
+        return next((held.checkpoint for held in self.others if isinstance(held, StateTable)), 0)
+
+    def bounded_blocks(self) -> Iterator[int]:
+        """Yields the blocks of the groups behind group 0, the last one of each first."""
+        for held in self.others:
+            blocks = (held.next, held.present) if isinstance(held, StateTable) else reversed(held)
+            yield from (block for block in blocks if block != NONE)
+
+    def bounded_by_group(self) -> list[list[int]]:
+        """Returns the blocks of each group behind group 0; an empty list if there are none in any."""
+        return [
+            [block for block in ((held.next, held.present) if isinstance(held, StateTable) else held) if block != NONE]
+            for held in self.others
+        ]
+
+    def every_block(self) -> Iterator[int]:
+        """Yields the blocks of all groups."""
+        yield from self
+        yield from self.bounded_blocks()
+
+    def row_tables(self, goes_on: bool = False) -> tuple[Sequence[int], ...]:
+        """Returns what ``StepRow.others`` is in the next step, or of a row there that ``goes_on`` with another one."""
+        if not self.others:
+            return ()
+        return tuple(
+            (held.next if goes_on else held.present, held.next) if isinstance(held, StateTable) else held
+            for held in self.others
+        )
+
+    def blocks_of(self, moved: Sequence[GroupBlock]) -> tuple[int, ...]:
+        """Returns the ids of these blocks. That of a state is the one to be written, or else the present one."""
+        return tuple(map(self._block_of, moved))
+
+    def _block_of(self, block: GroupBlock) -> int:
+        if not block.group:
+            return self[block.number]
+        held = self.others[block.group - 1]
+        if isinstance(held, StateTable):
+            return held.next if held.next != NONE else held.present
+        return held[block.number]

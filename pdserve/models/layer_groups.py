@@ -1,0 +1,134 @@
+"""Says which layers of a model share a cache group, and which of its group's layers each of them is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
+from pdserve.wire.cache_groups import Keep
+
+STATE_BYTES = 4
+"""The bytes of a number of a state, which is fp32 whatever the numbers of the model are."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Some layers of a model, whose blocks have one shape and are kept by one rule."""
+
+    name: str
+    keep: Keep
+    layers: int
+    heads: int
+    """The KV heads, or the units of a state, on all ranks together; 0 if every rank has the whole state."""
+    numbers: int
+    """The channels of a head, or the numbers of one unit of a state."""
+    window: int = 0
+    """As in ``GroupSpec``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer has its part of the cache."""
+
+    group: int
+    index: int
+    """Its number among the layers of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """The groups of a model, of which the first keeps whole contexts and may have no layers."""
+
+    groups: tuple[LayerGroup, ...]
+    attention: tuple[Place | None, ...]
+    """The keys and values that each layer of the model attends to; None for a layer without attention."""
+    states: tuple[Place | None, ...]
+    """The state of each layer; None for a layer without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What layers of one group have in common."""
+
+    heads: int
+    numbers: int
+    window: int = 0
+    """0 for layers that see all."""
+
+
+def layer_groups(config: DecoderConfig) -> LayerGroups:
+    """Returns the groups of a model.
+
+    The first has the layers that see whole contexts, or, if none does, those with the largest window: without layers
+    that keep whole contexts, blocks may as well stay. Then come the other windows, and then each shape of a state.
+    Raises ModelError if layers that see whole contexts differ in their heads.
+    """
+    count = config.num_layers
+    seen, states = _seen(config), _states(config)
+    whole = _whole(config, seen)
+    kinds = dict.fromkeys([whole, *(kind for kind in seen if kind is not None)])
+    groups, attention = list[LayerGroup](), list[Place | None]([None] * count)
+    for number, kind in enumerate(kinds):
+        having = [index for index, found in enumerate(seen) if found == kind]
+        for place, index in enumerate(having):
+            attention[index] = Place(number, place)
+        keep, window, name = Keep.WINDOW, kind.window, f"window {kind.window}"
+        if number == 0:
+            keep, window, name = Keep.ALL, 0, "whole contexts"
+        elif any(group.window == window for group in groups):
+            name += f", {kind.heads} heads of {kind.numbers}"
+        groups.append(LayerGroup(name, keep, len(having), kind.heads, kind.numbers, window))
+    for index, source in enumerate(_sources(config)):
+        if source is not None:
+            attention[index] = attention[source]
+    shapes = dict.fromkeys(kind for kind in states if kind is not None)
+    kept = list[Place | None]([None] * count)
+    for number, kind in enumerate(shapes):
+        having = [index for index, found in enumerate(states) if found == kind]
+        for place, index in enumerate(having):
+            kept[index] = Place(len(groups), place)
+        name = f"state {number + 1}" if number else "state"
+        groups.append(LayerGroup(name, Keep.LATEST, len(having), kind.heads, kind.numbers))
+    return LayerGroups(tuple(groups), tuple(attention), tuple(kept))
+
+
+def _whole(config: DecoderConfig, seen: list[_Kind | None]) -> _Kind:
+    kinds = dict.fromkeys(kind for kind in seen if kind is not None)
+    whole = [kind for kind in kinds if not kind.window]
+    if len(whole) > 1:
+        shapes = " and ".join(f"{kind.heads} of {kind.numbers}" for kind in whole)
+        raise ModelError(f"its layers that see whole contexts have different KV heads: {shapes}")
+    if whole or not kinds:
+        return whole[0] if whole else _Kind(config.kv_heads, config.head_dim)
+    return max(kinds, key=lambda kind: kind.window)
+
+
+def _seen(config: DecoderConfig) -> list[_Kind | None]:
+    """Returns the keys and values of each layer. Layers of fallback models all keep whole contexts."""
+    plain = _Kind(config.kv_heads, config.head_dim)
+    if not isinstance(config, FamilyConfig):
+        return [plain] * config.num_layers
+    found: list[_Kind | None] = []
+    for layer, window in zip(config.recipe.layers, config.windows, strict=True):
+        if layer.attention is None or layer.attention.kv_from is not None:
+            found.append(None)
+            continue
+        own = config.of_layer(layer.attention)
+        bounded = window is not None and window < config.max_positions
+        found.append(_Kind(own.kv_heads, own.head_dim, window or 0 if bounded else 0))
+    return found
+
+
+def _sources(config: DecoderConfig) -> list[int | None]:
+    """Returns the layer that each layer attends to instead of keys and values of its own."""
+    if not isinstance(config, FamilyConfig):
+        return [None] * config.num_layers
+    return [None if layer.attention is None else layer.attention.kv_from for layer in config.recipe.layers]
+
+
+def _states(config: DecoderConfig) -> list[_Kind | None]:
+    if not isinstance(config, FamilyConfig):
+        return [None] * config.num_layers
+    mixers = [layer.mixer for layer in config.recipe.layers]
+    return [None if mixer is None else _Kind(mixer.heads, mixer.numbers) for mixer in mixers]

@@ -1,0 +1,36 @@
+"""Builds the parts that mix tokens by a state, in place of attention or beside it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.parts.projections import Building
+from pdserve.models.recipe import MixerRecipe
+from pdserve_kernels.contract import StateRuns
+
+
+class Mixer(Protocol):
+    """A layer's part with a state, with this rank's heads."""
+
+    def __call__(self, x: torch.Tensor, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
+        """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape, and writes each run's next state.
+
+        ``state`` is fp32 ``[num_blocks, heads, numbers]``, a strided view: one rank's heads of the states of this
+        layer, whose last dimension is dense.
+        """
+
+
+class MixerPart(Protocol):
+    def __call__(self, config: FamilyConfig, building: Building, recipe: Any, prefix: str, index: int) -> Mixer:
+        """Takes the tensors of layer ``index``, whose names begin with ``prefix``. Raises ModelError."""
+
+
+MIXERS: dict[type[MixerRecipe], MixerPart] = {}
+"""The part of each kind of recipe."""
+
+
+def build_mixer(config: FamilyConfig, building: Building, recipe: MixerRecipe, prefix: str, index: int) -> Mixer:
+    return MIXERS[type(recipe)](config, building, recipe, prefix, index)

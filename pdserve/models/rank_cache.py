@@ -1,0 +1,239 @@
+"""Keeps one rank's cache: the blocks of all groups of layers, one group after another in one run of memory.
+
+Block ids are those of the engine, in which no two groups have one in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.config import Dtype
+from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.group_sizes import GroupSize
+from pdserve.models.layer_groups import STATE_BYTES, LayerGroup, layer_groups
+from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
+from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, laid_out
+from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.host_copies import to_device
+from pdserve_kernels.kv_layout import KvLayout, StateLayout
+
+TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
+
+
+def _kv_layout(group: LayerGroup, heads: int, dtype: Dtype, block_size: int, tp: TpGroup) -> KvLayout:
+    if not group.layers:
+        # A model of states only has no heads that ranks would split.
+        return KvLayout(1, 0, block_size, 1, TORCH_DTYPES[dtype])
+    mine = kv_share(tp, heads, group.heads)
+    return KvLayout(mine.stop - mine.start, group.layers, block_size, group.numbers, TORCH_DTYPES[dtype])
+
+
+def _state_layout(group: LayerGroup, tp: TpGroup) -> StateLayout:
+    mine = share(tp, group.heads, "heads of a state") if group.heads else slice(0, 1)
+    return StateLayout(mine.stop - mine.start, group.layers, group.numbers)
+
+
+def group_specs(config: DecoderConfig, dtype: Dtype, block_size: int) -> tuple[GroupSpec, ...]:
+    """Returns what two engines compare of the model's groups."""
+    return tuple(_spec(group, dtype, block_size) for group in layer_groups(config).groups)
+
+
+def compared_groups(config: DecoderConfig, dtype: Dtype, block_size: int) -> tuple[GroupSpec, ...]:
+    """Returns ``EngineSpec.groups``: none for a model of one group, which the other fields of the spec describe."""
+    specs = group_specs(config, dtype, block_size)
+    return specs if len(specs) > 1 else ()
+
+
+def _spec(group: LayerGroup, dtype: Dtype, block_size: int) -> GroupSpec:
+    numbers, name = group.layers * group.numbers * STATE_BYTES, Dtype.FP32.short
+    if group.keep is not Keep.LATEST:
+        numbers, name = group.layers * 2 * block_size * group.numbers * TORCH_DTYPES[dtype].itemsize, dtype.short
+    return GroupSpec(group.name, group.keep, group.layers, group.heads, numbers, name, group.window)
+
+
+def rank_layouts(
+    config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE
+) -> tuple[KvLayout | StateLayout, ...]:
+    """Returns the layout of each group on one rank. Raises ModelError if a group cannot be split over the ranks."""
+    return tuple(
+        _state_layout(group, tp)
+        if group.keep is Keep.LATEST
+        else _kv_layout(group, config.heads, dtype, block_size, tp)
+        for group in layer_groups(config).groups
+    )
+
+
+def rank_sizes(config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE) -> tuple[GroupSize, ...]:
+    """Returns what the groups take on one rank. Raises ModelError if a group cannot be split over the ranks."""
+    layouts = rank_layouts(config, dtype, block_size, tp)
+    groups = layer_groups(config).groups
+    return tuple(
+        GroupSize(group.keep, layout.block_bytes, group.window) for group, layout in zip(groups, layouts, strict=True)
+    )
+
+
+def cache_place(
+    config: DecoderConfig, dtype: Dtype, block_size: int, counts: Sequence[int], tp: TpGroup = ALONE
+) -> tuple[tuple[GroupBlocks, ...], int]:
+    """Returns where one rank's cache has ``counts`` blocks of each group, and its bytes.
+
+    Raises ModelError if a group cannot be split over the ranks.
+    """
+    layouts = rank_layouts(config, dtype, block_size, tp)
+    return laid_out(group_specs(config, dtype, block_size), counts, [layout.block_bytes for layout in layouts])
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """The keys and values of one group with layers on this rank."""
+
+    number: int
+    """Its number among all groups."""
+    blocks: GroupBlocks
+    layout: KvLayout
+    cache: torch.Tensor
+
+    def held(self, table: Sequence[int], start: int) -> tuple[Sequence[int], int]:
+        """Returns the places in ``cache`` of the blocks that a row from token ``start`` on reads and writes.
+
+        ``table`` has the ids of the row's blocks. The second result is the number of the first block that is returned.
+        """
+        if self.number == 0:
+            return table, 0
+        first, begin = self.blocks.first, self.blocks.spec.needed(start, self.layout.block_size).start
+        return [block - first for block in table[begin:]], begin
+
+    def most_blocks(self, tokens: int) -> int:
+        """Returns the most blocks that a single token reads and writes in a context of up to ``tokens``."""
+        most, window = -(-tokens // self.layout.block_size), self.blocks.spec.window
+        # The blocks of a window may begin and end in the middle.
+        return min(most, window // self.layout.block_size + 2) if window else most
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """The states of one group on this rank."""
+
+    number: int
+    """Its number among all groups."""
+    blocks: GroupBlocks
+    layers: tuple[torch.Tensor, ...]
+    """The states of each layer, fp32 ``[num_blocks, heads, numbers]``."""
+
+    def places(self, table: Sequence[int]) -> tuple[int, int]:
+        """Returns the places in ``layers`` of a row's states; -1 if it has none to begin with.
+
+        ``table`` has the ids of both. Raises ValueError if one is another group's.
+        """
+        source, destination = table
+        ids = self.blocks.ids
+        if destination not in ids or not (source == -1 or source in ids):
+            raise ValueError(f"a row has the states {source} and {destination}, and this group has {ids}")
+        return source - ids.start if source >= 0 else -1, destination - ids.start
+
+
+class RankCache:
+    """The cache of one rank."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: Dtype,
+        block_size: int,
+        counts: Sequence[int],
+        tp: TpGroup,
+        device: torch.device,
+        memory: memoryview | None = None,
+    ) -> None:
+        """Takes the memory for ``counts`` blocks of each group: ``memory``, zeroed and of their bytes, or its own.
+
+        Raises ModelError if the heads of a group cannot be split over the ranks.
+        """
+        layouts = rank_layouts(config, dtype, block_size, tp)
+        if len(counts) != len(layouts):
+            raise ValueError(f"{len(counts)} numbers of blocks for {len(layouts)} groups")
+        self.groups, nbytes = cache_place(config, dtype, block_size, counts, tp)
+        if memory is None:
+            self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        else:
+            self.memory = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+        self._views = [
+            layout.view(self.memory[group.start : group.start + group.count * group.block_bytes], group.count)
+            for layout, group in zip(layouts, self.groups, strict=True)
+        ]
+        assert isinstance(layouts[0], KvLayout)
+        self.layout = layouts[0]
+        self.whole = self._views[0]
+        """The blocks of the first group, which keeps whole contexts."""
+        parts = list(enumerate(zip(layouts, self.groups, self._views, strict=True)))
+        self.attention = [
+            KvGroup(number, group, layout, view)
+            for number, (layout, group, view) in parts
+            if isinstance(layout, KvLayout) and layout.num_layers
+        ]
+        self.states = [
+            StateGroup(number, group, view.unbind(2))
+            for number, (layout, group, view) in parts
+            if isinstance(layout, StateLayout)
+        ]
+
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies whole blocks. All sources are read before any destination is written.
+
+        Raises ValueError if a block would be copied into another group.
+        """
+        for view, first, places in self._by_group(sources):
+            targets = [destinations[place] - first for place in places]
+            if not 0 <= min(targets) <= max(targets) < len(view):
+                raise ValueError("a block cannot be copied into another group")
+            copied = view.index_select(0, self._index([sources[place] - first for place in places]))
+            view.index_copy_(0, self._index(targets), copied)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeroes these blocks."""
+        for view, first, places in self._by_group(blocks):
+            view.index_fill_(0, self._index([blocks[place] - first for place in places]), 0)
+
+    def _by_group(self, ids: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, Sequence[int]]]:
+        """Yields each group that has some of these blocks: its tensor, its first id, and the places of its ids."""
+        if len(self.groups) == 1:
+            if ids:
+                yield self.whole, 0, range(len(ids))
+            return
+        for group, view in zip(self.groups, self._views, strict=True):
+            if group.block_bytes and (places := [place for place, block in enumerate(ids) if block in group.ids]):
+                yield view, group.first, places
+
+    def _index(self, places: Sequence[int]) -> torch.Tensor:
+        """Returns indices on the device. To index by a list would wait until the GPU has done all that is queued."""
+        (moved,) = to_device([places], self.memory.device)
+        return moved.long()
+
+
+def state_runs(
+    lengths: Sequence[int], tables: Sequence[Sequence[int]], group: StateGroup, device: torch.device
+) -> StateRuns:
+    """Returns the runs of rows of ``lengths`` tokens, whose ``tables`` are the ids (source, destination) of states.
+
+    Rows that go on with the state which the row before them writes, in the same block, are of the same run. Raises
+    ValueError if a row goes on with a state that would not be written, or names a block of another group.
+    """
+    starts, sources, destinations = [0], list[int](), list[int]()
+    end, single = 0, True
+    for length, table in zip(lengths, tables, strict=True):
+        source, destination = group.places(table)
+        end += length
+        single = single and length == 1
+        if destinations and source == destinations[-1]:
+            if destination != source:
+                raise ValueError(f"rows of one request write the states {table[0]} and {table[1]}")
+            starts[-1], single = end, False
+            continue
+        starts.append(end)
+        sources.append(source)
+        destinations.append(destination)
+    moved_starts, moved_sources, moved_destinations = to_device([starts, sources, destinations], device)
+    return StateRuns(moved_starts, moved_sources, moved_destinations, single)
