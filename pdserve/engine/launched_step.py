@@ -110,7 +110,7 @@ def decodes_on(request: Request) -> bool:
 def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_device: bool) -> LaunchedStep:
     """Computes a plan's work and samples its tokens: ``on_device``, if that can be done, for a step launched ahead."""
     sampled = [work.sampled_requests for work in plan.work]
-    steps = [row for work, requests in zip(plan.work, sampled, strict=True) for row in _step_rows(work, bool(requests))]
+    steps = [row for work, requests in zip(plan.work, sampled, strict=True) for row in step_rows(work, bool(requests))]
     scores = _pending_scores(plan)
     computed = runner.run(steps) if scores is None else runner.run(steps, score=scores.add)
     rows = [SamplingRow.of(request) for requests in sampled for request in requests]
@@ -150,7 +150,7 @@ def launch_ahead(
     return StepAhead(requests, pending, before, sources)
 
 
-def _step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
+def step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
     """Returns the rows of one work: a row for each token that is replayed, otherwise one row."""
     request, start = work.request, work.request.num_computed_tokens
     end, table = start + work.num_tokens, work.request.block_table

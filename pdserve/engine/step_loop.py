@@ -380,7 +380,7 @@ class StepLoop:
                 self._scheduler.finish(request, FinishReason.REFUSED, why)
                 continue
             self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
-            self._blocks.taint(request.block_table.every_block())
+            self._blocks.taint_context(request.block_table, request.block_hashes)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         self._connector.stepped(self._scheduler, step.plan, now)
         for wanted in self._scheduler.room_wanted(now, self._placement.step_cost.decode_step_s):

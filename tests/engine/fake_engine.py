@@ -8,17 +8,20 @@ from typing import Any
 
 from pdserve.config import Batching, KvOverlap, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.block_table import StateTable
 from pdserve.engine.kv_connector import KvConnector
+from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
-from pdserve.engine.launched_step import decodes_on
+from pdserve.engine.launched_step import decodes_on, step_rows
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.wire.cache_groups import GroupBlocks
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
@@ -84,19 +87,35 @@ class FakeEngine:
         prefix_cache: bool = True,
         overlap: bool = False,
         placement: Placement | None = None,
+        groups: Sequence[GroupBlocks] = (),
     ) -> None:
-        self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
-        self.model = FakeModel(num_blocks, BLOCK_SIZE)
+        """``groups`` are the model's cache groups; without them it has one, of ``num_blocks``."""
+        num_blocks = groups[0].count if groups else num_blocks
+        self.blocks = BlockManager(
+            num_blocks,
+            BLOCK_SIZE,
+            prefix_cache=prefix_cache,
+            bounded=groups[1:],
+            block_bytes=groups[0].block_bytes if groups else 0,
+        )
+        self.model = FakeModel(num_blocks, BLOCK_SIZE, groups)
+        order = BlockOrder(BLOCK_SIZE, [group.spec for group in groups])
         placement = placement or make_placement(BLOCK_SIZE)
         self.connector: KvConnector
         if thread is None:
             self.connector = NoTransferConnector(self.blocks)
         else:
             pushing = PromptPusher(
-                self.blocks, thread, lambda ids, sampling: None, 1000, PushSchedule(KvOverlap.ON), placement
+                self.blocks,
+                thread,
+                lambda ids, sampling: None,
+                1000,
+                PushSchedule(KvOverlap.ON),
+                placement,
+                order=order,
             )
-            fetching = PromptFetcher(self.blocks, thread, 30.0, BOOT, placement)
-            self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT)
+            fetching = PromptFetcher(self.blocks, thread, 30.0, BOOT, placement, order=order)
+            self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, order=order)
         self.collector = OutputCollector()
         self.max_len = max_len
         config = SchedulerConfig(
@@ -228,7 +247,11 @@ class FakeEngine:
         start, known = len(request.token_ids), [*request.token_ids, unread.token_id]
         assert start < min(len(request.block_table) * BLOCK_SIZE, self.max_len)
         assert self.blocks.num_holders(request.block_table[start // BLOCK_SIZE]) == 1
-        (digest,) = self.model.run(known, start, known[start:], request.block_table, request.terms.prompt.cache_salt)
+        table = request.block_table
+        self._check_written(request, start, len(known))
+        (digest,) = self.model.run(
+            known, start, known[start:], table, request.terms.prompt.cache_salt, table.row_tables()
+        )
         return SampledToken(choose(digest, request.sampling.seed))
 
     def _compute(self, work: Work) -> list[SampledToken]:
@@ -240,10 +263,22 @@ class FakeEngine:
         assert end <= len(request.block_table) * BLOCK_SIZE
         assert end <= self.max_len
         assert not work.is_chunk or end <= request.num_prompt_tokens, "a chunk has tokens of an answer"
-        for block in request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
-            assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"
-        digests = self.model.run(request.token_ids, start, known, request.block_table, request.terms.prompt.cache_salt)
+        self._check_written(request, start, end)
+        salt = request.terms.prompt.cache_salt
+        digests: list[int] = []
+        for row in step_rows(work, True):
+            digests = self.model.run(request.token_ids, row.start, row.token_ids, row.block_table, salt, row.others)
         return [SampledToken(choose(digests[-1], member.sampling.seed)) for member in work.sampled_requests]
+
+    def _check_written(self, request: Request, start: int, end: int) -> None:
+        """Checks that a step which computes the tokens from ``start`` to ``end`` writes to blocks of the request."""
+        written = list(request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)])
+        for held in request.block_table.others:
+            written += (
+                [held.next] if isinstance(held, StateTable) else held[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
+            )
+        for block in written:
+            assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"
 
     def collect(self) -> None:
         step = self.collector.take()
@@ -268,4 +303,5 @@ class FakeEngine:
     @property
     def idle(self) -> bool:
         """Returns whether no request lives and every block is free."""
-        return not list(self.scheduler.live()) and self.blocks.num_free == self.blocks.num_blocks
+        free = all(pool.num_free == len(pool.ids) for pool in self.blocks.pools)
+        return free and not list(self.scheduler.live())

@@ -43,6 +43,8 @@ class Transfer:
     landed: set[int] = field(default_factory=set)
     all_sent: int | None = None
     """The number of blocks that are to land, once everything has been given to the transfer."""
+    usable: int = 0
+    """How many of the wanted hashes may be asked for with more success, if none is to land."""
 
 
 class DecodeThread:
@@ -85,7 +87,7 @@ class PrefillThread:
         self._wire.send(transfer_id, first_block, block_ids)
 
     def held(self, transfer_id: TransferId, count: int, usable: int = 0) -> None:
-        self._wire.held(transfer_id, count)
+        self._wire.held(transfer_id, count, usable)
 
     def tell_load(self, load: PrefillLoad) -> None:
         pass
@@ -142,7 +144,8 @@ class Wire:
         assert order.transfer_id not in self._transfers
         self._transfers[order.transfer_id] = Transfer(order)
         if isinstance(order, CachedFetchOrder):
-            assert len(order.hashes) == len(order.block_ids) > 0
+            assert order.hashes
+            assert order.block_ids
             self.prefill.pending.append(CachedWanted(order.transfer_id, order.hashes, order.deadline_s))
             return
         self.prefill.pending.append(
@@ -178,12 +181,15 @@ class Wire:
             transfer.all_sent = transfer.order.num_blocks
             self.decode.pending.append(FirstTokenArrived(transfer_id, tokens, cached_tokens, load, prompt_logprobs))
 
-    def held(self, transfer_id: TransferId, count: int) -> None:
+    def held(self, transfer_id: TransferId, count: int, usable: int) -> None:
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             assert isinstance(transfer.order, CachedFetchOrder)
-            assert len(transfer.sending) + len(transfer.landed) == count <= len(transfer.order.hashes)
-            transfer.all_sent = count
+            assert count <= len(transfer.order.hashes)
+            transfer.all_sent = len(transfer.sending) + len(transfer.landed)
+            # Of a model with cache groups, all wanted blocks come or none.
+            assert transfer.all_sent == count or (count and transfer.all_sent == len(transfer.order.block_ids))
+            transfer.usable = usable
 
     def offer(self, hashes: tuple[bytes, ...], request_id: str) -> None:
         """Loses the offer if nothing can be fetched in its direction."""
@@ -236,7 +242,9 @@ class Wire:
                     self.moved += 1
             if len(transfer.landed) == transfer.all_sent:
                 del self._transfers[transfer_id]
-                self.decode.pending.append(FetchLanded(transfer_id, 0.1, 1, landed=transfer.all_sent))
+                self.decode.pending.append(
+                    FetchLanded(transfer_id, 0.1, 1, landed=transfer.all_sent, usable=transfer.usable)
+                )
                 self.prefill.pending.append(PushEnded(transfer_id, PushOutcome.DONE))
 
     def _still_written(self, transfer: Transfer) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -11,15 +12,28 @@ from hypothesis import strategies as st
 
 from pdserve.config import Batching
 from pdserve.engine.request import Request
+from pdserve.wire.cache_groups import GroupBlocks, Keep
 from pdserve.wire.engine import FinishReason
 from pdserve.wire.sampling_params import PromptLogprobs
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
-from tests.engine.fake_model import answer, prompt_logprobs
+from tests.engine.fake_model import answer, groups_of, prompt_logprobs
 from tests.engine.fake_transfer import NodeThread, Wire
 
 pytestmark = pytest.mark.integration  # for the seconds that it takes
 
 MAX_LEN = 44
+STATES_ONLY = ((Keep.LATEST, 0), (Keep.LATEST, 0))
+"""The groups of a model that has no layer which keeps whole contexts."""
+GROUPS: tuple[Sequence[tuple[Keep, int]], ...] = (
+    (),
+    (),
+    ((Keep.WINDOW, 6),),
+    ((Keep.LATEST, 0),),
+    ((Keep.WINDOW, 1), (Keep.LATEST, 0), (Keep.WINDOW, 13)),
+    ((Keep.LATEST, 0), (Keep.WINDOW, 9), (Keep.LATEST, 0)),
+    STATES_ONLY,
+)
+"""The keeps and windows of the groups behind group 0 that a model may have."""
 TWO_NODES: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**32),
     "num_blocks": st.tuples(*[st.integers(MAX_LEN // BLOCK_SIZE, 40)] * 2),
@@ -30,8 +44,19 @@ TWO_NODES: dict[str, st.SearchStrategy[Any]] = {
     "batching": st.sampled_from(Batching),
     "overlap": st.booleans(),
     "expire": st.booleans(),
+    "keeps": st.sampled_from(GROUPS),
 }
 """What two nodes that exchange blocks may be like, and the wire between them."""
+
+
+def groups(random: Random, keeps: Sequence[tuple[Keep, int]], num_blocks: int) -> Sequence[GroupBlocks]:
+    """Returns groups with random numbers of blocks, each enough for one request in the largest step at least."""
+    if not keeps:
+        return ()
+    most = MAX_LEN // BLOCK_SIZE
+    counts = [random.randint(4, 20) if keep is Keep.LATEST else random.randint(most, 2 * most) for keep, _ in keeps]
+    wanted = [(*keep, count) for keep, count in zip(keeps, counts, strict=True)]
+    return groups_of(wanted, num_blocks, layers=0 if keeps is STATES_ONLY else 1)
 
 
 class Traffic:
@@ -131,6 +156,7 @@ class Traffic:
     prefix_cache=True,
     overlap=False,
     expire=False,
+    keeps=(),
 )
 @given(
     seed=st.integers(0, 2**32),
@@ -140,6 +166,7 @@ class Traffic:
     prefix_cache=st.booleans(),
     overlap=st.booleans(),
     expire=st.booleans(),
+    keeps=st.sampled_from(GROUPS),
 )
 def test_every_answer_is_right_on_a_mixed_node(
     batching: Batching,
@@ -150,6 +177,7 @@ def test_every_answer_is_right_on_a_mixed_node(
     prefix_cache: bool,
     overlap: bool,
     expire: bool,
+    keeps: Sequence[tuple[Keep, int]],
 ) -> None:
     random = Random(seed)
     engine = FakeEngine(
@@ -159,7 +187,8 @@ def test_every_answer_is_right_on_a_mixed_node(
         max_len=MAX_LEN,
         batching=batching,
         prefix_cache=prefix_cache,
-        overlap=overlap,
+        overlap=overlap and not any(keep is Keep.LATEST for keep, _ in keeps),
+        groups=groups(Random(seed), keeps, num_blocks),
     )
     traffic = Traffic(engine, random, expire=expire)
     for _ in range(random.randint(1, 12)):
@@ -188,6 +217,7 @@ def test_every_answer_is_right_on_a_mixed_node(
     batching=Batching.CONTINUOUS,
     overlap=False,
     expire=False,
+    keeps=(),
 )
 @given(prefix_cache=st.tuples(st.booleans(), st.booleans()), **TWO_NODES)
 def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
@@ -201,6 +231,7 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     batching: Batching,
     overlap: bool,
     expire: bool,
+    keeps: Sequence[tuple[Keep, int]],
 ) -> None:
     """``batching`` and ``overlap`` are the decode node's."""
     random = Random(seed)
@@ -215,7 +246,8 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
             max_len=MAX_LEN,
             prefix_cache=prefix_cache[i],
             batching=batching if i == 0 else Batching.CONTINUOUS,
-            overlap=overlap and i == 0,
+            overlap=overlap and i == 0 and not any(keep is Keep.LATEST for keep, _ in keeps),
+            groups=groups(Random(seed + i), keeps, num_blocks[i]),
         )
         for i, thread in enumerate(threads)
     )
@@ -257,6 +289,7 @@ def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
     batching: Batching,
     overlap: bool,
     expire: bool,
+    keeps: Sequence[tuple[Keep, int]],
 ) -> None:
     """Both nodes decode and push at once, so they run out of blocks while others' prompts hold some."""
     random = Random(seed)
@@ -270,7 +303,8 @@ def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
             max_len=MAX_LEN,
             prefix_cache=prefix_cache,
             batching=batching,
-            overlap=overlap,
+            overlap=overlap and not any(keep is Keep.LATEST for keep, _ in keeps),
+            groups=groups(Random(seed + i), keeps, num_blocks[i]),
         )
         for i in range(2)
     ]

@@ -137,7 +137,8 @@ class Engine:
     def fill(self, *block_ids: int) -> bytes:
         """Fills these blocks with random bytes and returns them."""
         for block_id in block_ids:
-            self.region.block(block_id)[:] = os.urandom(self.block_bytes)
+            block = self.region.block(block_id)
+            block[:] = os.urandom(len(block))
         return self.read(*block_ids)
 
     def fill_with(self, content: bytes) -> None:

@@ -153,56 +153,86 @@ class BlockManager:
         for the next one. Returns False, and changes nothing, if too few blocks are free.
         """
         self._open(table)
-        places = [self._missing_places(pool, held, computed, tokens) for pool, held in self._bounded_of(table)]
-        if any(len(missing) > pool.num_free for missing, pool in zip(places, self.pools[1:], strict=True)):
-            return False
-        for missing, (pool, held) in zip(places, self._bounded_of(table), strict=True):
-            if missing and isinstance(held, list):
-                held.extend([NONE] * (missing[-1] + 1 - len(held)))
+        wanted: list[tuple[Pool, list[int] | StateTable, Sequence[int]]] = []
+        for pool, held in self._bounded_of(table):
+            missing = self._missing_places(pool, held, table.has_gaps, computed, tokens)
+            if missing:
+                if len(missing) > pool.num_free:
+                    return False
+                wanted.append((pool, held, missing))
+        for pool, held, missing in wanted:
+            if isinstance(held, StateTable):
+                held.next = self._take(pool)
+                continue
+            table.has_gaps |= missing[0] > len(held)
+            held.extend([NONE] * (missing[-1] + 1 - len(held)))
             for place in missing:
-                if isinstance(held, StateTable):
-                    held.next = self._take(pool)
-                else:
-                    held[place] = self._take(pool)
+                held[place] = self._take(pool)
         return True
 
-    def _missing_places(self, pool: Pool, held: list[int] | StateTable, computed: int, tokens: int) -> list[int]:
+    def grow_landing(self, table: BlockTable, computed: int, tokens: int) -> bool:
+        """Takes what a transfer of the first ``tokens`` tokens brings in the groups behind group 0.
+
+        What was taken for tokens behind the first ``computed``, and is not brought, goes back: a block in which nothing
+        was written would count as one that was. Returns False, and takes nothing, if too few blocks are free.
+        """
+        for pool, held in self._bounded_of(table):
+            if isinstance(held, list):
+                assert pool.spec is not None
+                begin = pool.spec.needed(tokens, self.block_size).start
+                self._drop_places(held, range(self.blocks_for(computed), begin))
+        table.has_gaps = True
+        return self.grow_bounded(table, tokens, tokens)
+
+    def _missing_places(
+        self, pool: Pool, held: list[int] | StateTable, has_gaps: bool, computed: int, tokens: int
+    ) -> Sequence[int]:
         if isinstance(held, StateTable):
-            return [] if held.next != NONE else [0]
+            return () if held.next != NONE else (0,)
+        end = self.blocks_for(tokens)
+        if len(held) >= end and not has_gaps:
+            return ()
         assert pool.spec is not None
         first = pool.spec.needed(computed, self.block_size).start
-        return [i for i in range(first, self.blocks_for(tokens)) if i >= len(held) or held[i] == NONE]
+        if not has_gaps:
+            return range(max(first, len(held)), end)
+        return [place for place in range(first, end) if place >= len(held) or held[place] == NONE]
 
-    def most_blocks(self, table: BlockTable, tokens: int) -> list[int]:
+    def most_blocks(self, tokens: int) -> list[int]:
         """Returns how many blocks a context of up to ``tokens`` tokens holds at most in each group behind group 0.
 
         Between steps, that is: a step has blocks for its tokens (``step_blocks``) as well.
         """
-        most = [
+        return [
             2 if spec.keep is Keep.LATEST else min(self.blocks_for(tokens), self.blocks_for(spec.window) + 2)
             for spec in self.bounded
         ]
-        held = table.bounded_by_group()
-        return [max(blocks, len(own)) for blocks, own in zip(most, held, strict=True)] if held else most
 
     def step_blocks(self, pool: Pool, tokens: int) -> int:
         """Returns how many blocks of a group the ``tokens`` tokens of one step take beside those of windows."""
         assert pool.spec is not None
         return 0 if pool.spec.keep is Keep.LATEST else self.blocks_for(tokens)
 
-    def give_back(self, table: BlockTable, computed: int) -> None:
-        """Frees the blocks of windows that no token after the first ``computed`` sees."""
+    def give_back(self, table: BlockTable, before: int, computed: int) -> None:
+        """Frees the blocks of windows that no token after the first ``computed`` sees.
+
+        Those that none after the first ``before`` sees were given back already.
+        """
         for pool, held in self._bounded_of(table):
             if isinstance(held, StateTable):
                 continue
             assert pool.spec is not None
-            end = min(pool.spec.needed(computed, self.block_size).start, len(held))
-            at = end - 1
-            # What was given back before has nothing before it.
-            while at >= 0 and held[at] != NONE:
-                self._drop(held[at])
-                held[at] = NONE
-                at -= 1
+            first = pool.spec.needed(before, self.block_size).start
+            self._drop_places(held, range(first, pool.spec.needed(computed, self.block_size).start))
+        if table.has_gaps:
+            end = self.blocks_for(computed)
+            table.has_gaps = any(isinstance(held, list) and len(held) > end for held in table.others)
+
+    def _drop_places(self, held: list[int], numbers: range) -> None:
+        for number in range(numbers.start, min(numbers.stop, len(held))):
+            if held[number] != NONE:
+                self._drop(held[number])
+                held[number] = NONE
 
     def next_states(self, table: BlockTable) -> None:
         """Makes the states that a step has written those that the next step begins with."""
@@ -337,7 +367,7 @@ class BlockManager:
         if isinstance(block_table, BlockTable) and block_table.others:
             for block in block_table.bounded_blocks():
                 self._drop(block)
-            block_table.others = []
+            block_table.others, block_table.has_gaps = [], False
         block_table.clear()
 
     def _drop(self, block: int) -> None:
@@ -418,16 +448,22 @@ class BlockManager:
 
     def usable_prefix(self, hashes: Sequence[bytes], blocks: int) -> int:
         """Returns the longest prefix of ``blocks``, which group 0 has, that every other group can go on from, too."""
-        while blocks and not all(self._has_prefix(pool, hashes, blocks) for pool in self.pools[1:]):
-            blocks -= 1
+        while blocks:
+            fewer = min((self._prefix_in(pool, hashes, blocks) for pool in self.pools[1:]), default=blocks)
+            if fewer == blocks:
+                break
+            blocks = fewer
         return blocks
 
-    def _has_prefix(self, pool: Pool, hashes: Sequence[bytes], blocks: int) -> bool:
+    def _prefix_in(self, pool: Pool, hashes: Sequence[bytes], blocks: int) -> int:
+        """Returns ``blocks`` if a group can go on from there, or else the next smaller number with which it may."""
         assert pool.spec is not None
+        block_of = pool.cache.block_of
         if pool.spec.keep is Keep.LATEST:
-            return pool.cache.block_of(hashes[blocks - 1]) is not None
+            return next((count for count in range(blocks, 0, -1) if block_of(hashes[count - 1]) is not None), 0)
         needed = pool.spec.needed(blocks * self.block_size, self.block_size)
-        return all(pool.cache.block_of(hashes[number]) is not None for number in reversed(needed))
+        # A block that is not there is needed behind every prefix up to this one that has it.
+        return next((number for number in reversed(needed) if block_of(hashes[number]) is None), blocks)
 
     @property
     def changes(self) -> tuple[int, ...]:
@@ -446,6 +482,24 @@ class BlockManager:
                 raise EngineError(f"KV block {block} is tainted but not held")
             self._cache_of(block).drop(block)
             self._tainted.add(block)
+
+    def taint_context(self, table: BlockTable, hashes: Iterable[bytes]) -> None:
+        """Marks all blocks of a context, with those that it has given back and that can be found by its ``hashes``."""
+        self.taint(table.every_block())
+        if not self.bounded:
+            return
+        for block_hash in hashes:
+            for pool in self.pools[1:]:
+                block = pool.cache.block_of(block_hash)
+                if block is None:
+                    continue
+                if self._state[block] == _BlockState.IDLE:
+                    # Held for a moment, it becomes unclean as others do.
+                    self._share(block)
+                    self.taint((block,))
+                    self._drop(block)
+                else:
+                    self.taint((block,))
 
     def clean(self, clear: Callable[[Sequence[int]], None]) -> None:
         """Lets ``clear`` zero the tainted blocks that are not held any more, and frees them."""

@@ -30,11 +30,13 @@ class BlockTable(list[int]):
     by the number of the block, with ``NONE`` for a block that was given back or never taken.
     """
 
-    __slots__ = ("others",)
+    __slots__ = ("has_gaps", "others")
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         super().__init__(blocks)
         self.others: list[list[int] | StateTable] = []
+        self.has_gaps = False
+        """Whether blocks of a window may be missing before the last one: a transfer was to bring that, or will."""
 
     @property
     def has_states(self) -> bool:
@@ -52,10 +54,12 @@ class BlockTable(list[int]):
             blocks = (held.next, held.present) if isinstance(held, StateTable) else reversed(held)
             yield from (block for block in blocks if block != NONE)
 
-    def bounded_by_group(self) -> list[list[int]]:
-        """Returns the blocks of each group behind group 0; an empty list if there are none in any."""
+    def num_bounded(self) -> list[int]:
+        """Returns the number of blocks in each group behind group 0; an empty list if there are none in any."""
         return [
-            [block for block in ((held.next, held.present) if isinstance(held, StateTable) else held) if block != NONE]
+            (held.next != NONE) + (held.present != NONE)
+            if isinstance(held, StateTable)
+            else len(held) - held.count(NONE)
             for held in self.others
         ]
 

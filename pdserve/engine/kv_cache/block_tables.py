@@ -55,6 +55,10 @@ class BlockTables:
         usable = self.usable(request, len(found) * self.block_size) // self.block_size
         if self._pool.bounded:
             usable = self._usable_in_all(request, usable)
+            # An answer that goes on may find no state behind its prompt.
+            fewer = self.usable(request, usable * self.block_size) // self.block_size
+            if fewer < usable:
+                usable = self._usable_in_all(request, fewer)
         return found if usable == len(found) else found[:usable]
 
     def _usable_in_all(self, request: Request, blocks: int) -> int:
@@ -142,9 +146,11 @@ class BlockTables:
         """Takes the blocks behind group 0 that a transfer of the first ``tokens`` tokens brings: those that the next
         token needs.
 
-        Returns False, and changes nothing, if too few blocks are free.
+        Returns False, and takes nothing, if too few blocks are free.
         """
-        return not self._pool.bounded or self._pool.grow_bounded(request.block_table, tokens, tokens)
+        if not self._pool.bounded:
+            return True
+        return self._pool.grow_landing(request.block_table, request.num_computed_tokens, tokens)
 
     def fits_bounded(
         self, request: Request, active: Collection[Request], resting: Iterable[Request], step_tokens: int
@@ -159,11 +165,11 @@ class BlockTables:
             return True
         left = [len(each.ids) - pool.step_blocks(each, step_tokens) for each in pool.pools[1:]]
         for other in (request, *active):
-            for i, blocks in enumerate(pool.most_blocks(other.block_table, other.most_tokens)):
+            for i, blocks in enumerate(pool.most_blocks(other.most_tokens)):
                 left[i] -= blocks
         for other in resting:
-            for i, held in enumerate(other.block_table.bounded_by_group()):
-                left[i] -= len(held)
+            for i, blocks in enumerate(other.block_table.num_bounded()):
+                left[i] -= blocks
         return min(left) >= 0
 
     def computed(self, request: Request, num_computed_tokens: int) -> None:
@@ -190,7 +196,7 @@ class BlockTables:
                 pool.remember_bounded(table, request.block_hashes, first, end)
                 if end and not rest and self._keeps_state(request, end):
                     pool.remember_states(table, request.block_hashes[end - 1], end)
-        pool.give_back(table, computed)
+        pool.give_back(table, before, computed)
 
     def _keeps_state(self, request: Request, blocks: int) -> bool:
         """Returns whether the prefix cache keeps the state after so many blocks of a request."""

@@ -152,7 +152,7 @@ class BatchAdmission:
                 return
             self._blocks.admit(request, found)
             coming = self._blocks.reusable(request) * self._blocks.block_size if reuses else request.num_prompt_tokens
-            if fetch and not self._blocks.reserve_landing(request, coming):
+            if fetch and not self._has_landing(request, coming):
                 request.num_computed_tokens = 0
                 self._release(request)
                 return
@@ -249,6 +249,13 @@ class BatchAdmission:
         if taken < self._max_num_seqs:
             taken += sum(_landed(request) for request in self._queues.waiting)
         return max(0, self._max_num_seqs - taken)
+
+    def _has_landing(self, request: Request, tokens: int) -> bool:
+        """Takes the blocks that a transfer brings beside whole contexts, if need be as ``_has_room`` does."""
+        while not self._blocks.reserve_landing(request, tokens):
+            if self._queues.num_admitted or self._queues.pushing or not self.take_back_blocks(keep=request):
+                return False
+        return True
 
     def take_back_blocks(self, keep: Request) -> bool:
         """Frees the blocks that the last waiting request, other than ``keep``, has from a fetch.

@@ -223,13 +223,16 @@ class Scheduler:
             request, taken = work.request, [(member, next(tokens)) for member in work.sampled_requests]
             missing = [member for member, token in taken if token is None]
             awaited = [member for member in missing if member.awaits_mask]
-            final = work.num_final_tokens(waits=bool(awaited), keeps_states=self._blocks.keeps_states)
-            self._blocks.computed(request, request.num_computed_tokens + final)
+            refused = [member for member in missing if not member.awaits_mask and member.grammar_failure is not None]
+            faulty = len(missing) > len(awaited) + len(refused)
+            if not faulty:
+                # Otherwise no block is given back, or found again, before all of them are cleared.
+                final = work.num_final_tokens(waits=bool(awaited), keeps_states=self._blocks.keeps_states)
+                self._blocks.computed(request, request.num_computed_tokens + final)
             for member, token in taken:
                 if token is not None:
                     self.accept_token(member, token, now)
-            refused = [member for member in missing if not member.awaits_mask and member.grammar_failure is not None]
-            if len(missing) > len(awaited) + len(refused) or (refused and request.serves_push):
+            if faulty or (refused and request.serves_push):
                 # The children fail too: it is the prompt's blocks that are at fault, or one push has all first tokens.
                 failed += [request, *request.children]
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ from pdserve.engine.scheduling.output_collector import OutputCollector
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
+from pdserve.wire.cache_groups import GroupBlocks
 from pdserve.wire.engine import FinishReason, RequestOutput
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
@@ -41,8 +42,10 @@ class Bench:
         max_len: int = 64,
         batching: Batching = Batching.CONTINUOUS,
         placement: Placement | None = None,
+        groups: Sequence[GroupBlocks] = (),
     ) -> None:
-        self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
+        """``groups`` are the cache groups of the model, of which the first has ``num_blocks``."""
+        self.blocks = BlockManager(num_blocks, BLOCK_SIZE, bounded=groups[1:])
         self.collector = OutputCollector()
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_waiting=100, batching=batching

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -29,7 +30,7 @@ from pdserve_kvtransfer.events import (
 )
 from tests.eventually import eventually
 from tests.kvtransfer.fakes import FakeDecode, FakePrefill, prefill_request
-from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern
+from tests.kvtransfer.program import BLOCK_BYTES, NUM_BLOCKS, pattern, state_engine
 from tests.kvtransfer.rig import CONFIG, PATIENT, SPEC, WAIT_S, Engine, Pair, engine, pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("mapped_or_not")]
@@ -103,6 +104,23 @@ def test_a_killed_prefill_process_is_noticed_without_a_lease(tls: str) -> None:
         assert 0 < failed.landed < NUM_BLOCKS
         assert landed_blocks_are_right(decode, block_ids, failed.landed)
         assert decode.thread.stats().quarantined_blocks == 0
+
+
+def test_a_prefill_process_killed_in_the_middle_of_a_state_leaves_no_writer_behind() -> None:
+    block_ids = (*reversed(range(NUM_BLOCKS)), NUM_BLOCKS)
+    with prefill_program("state") as (process, target), engine_of(state_engine(PATIENT)) as decode:
+        order = Pair(decode, decode).order(block_ids[:-1], target=target)
+        decode.thread.fetch(replace(order, block_ids=block_ids))
+        eventually(lambda: decode.thread.stats().bytes_received > 0)
+        process.kill()
+        failed = decode.next(FetchFailed)
+        assert failed.landed <= len(block_ids) and set(failed.quarantined) <= set(block_ids)
+        for index, block_id in enumerate(block_ids[: failed.landed]):
+            assert set(decode.read(block_id)) == {pattern(index)}
+        eventually(lambda: decode.thread.stats().quarantined_blocks == 0)
+        left = decode.fill(NUM_BLOCKS)
+        decode.has_news_within(0.2)
+        assert decode.read(NUM_BLOCKS) == left, "nothing writes there any more"
 
 
 def test_a_killed_prefill_process_fails_a_transfer_that_was_waiting() -> None:
