@@ -181,12 +181,22 @@ class Attention(Protocol):
     """The attention of one step. It is planned once, and called once for each layer."""
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor | None,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stores the new keys and values, then attends causally to each row's context.
 
-        ``query`` is ``[tokens, heads, head_dim]``, and ``key_value`` is ``[2, tokens, kv_heads, head_dim]``. The result
-        has the shape of ``query``. With a ``window``, a token sees itself and the ``window - 1`` tokens before it.
+        ``query`` is ``[tokens, heads, head_dim]``, and ``key_value`` is ``[2, tokens, kv_heads, head_dim]``, or None if
+        the keys and values of this layer are stored already. The result has the shape of ``query``. With a ``window``,
+        a token sees itself and the ``window - 1`` tokens before it; if it is ``chunked``, contexts are cut every
+        ``window`` tokens, and a token sees no token before the last cut. ``sinks``, fp32 ``[heads]``, are scores of
+        one more key for each query head, which has no value: it takes a part of the weights.
         """
 
     def from_projection(
@@ -197,6 +207,9 @@ class Attention(Protocol):
         sin: torch.Tensor,
         norms: HeadNorms | None = None,
         window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes ``reference.projected`` of a projection's output, and then the attention.
 

@@ -82,12 +82,17 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     cap: float | None = None,
+    *,
+    chunked: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes causal grouped-query attention of one request's newest tokens over its paged context.
 
     ``query`` is ``[new_tokens, heads, head_dim]``, the last ``new_tokens`` of ``context_len``, whose keys and values
     are in the cache already. Returns the same shape. ``scale`` is ``head_dim ** -0.5`` if not given; with a ``window``,
-    a token sees itself and the ``window - 1`` before it; with a ``cap``, a score ``x`` becomes ``cap * tanh(x / cap)``.
+    a token sees itself and the ``window - 1`` before it, or, if it is ``chunked``, those from the last multiple of
+    ``window`` on; with a ``cap``, a score ``x`` becomes ``cap * tanh(x / cap)``.
+    ``sinks``, ``[heads]``, are scores of one more key without a value.
     """
     new, heads, head_dim = query.shape
     tiles = cache[blocks, :, layer].float()
@@ -101,9 +106,17 @@ def paged_attention(
     key_at = torch.arange(context_len).unsqueeze(0)
     hidden = key_at > query_at
     if window is not None:
-        hidden |= key_at <= query_at - window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        hidden |= key_at < first_seen(query_at, window, chunked=chunked)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, new, 1)), -1)
+    weights = scores.softmax(-1)[..., :context_len]
     return torch.einsum("hqk,hkd->qhd", weights, values).to(query.dtype)
+
+
+def first_seen(positions: torch.Tensor, window: int, *, chunked: bool) -> torch.Tensor:
+    """Returns the first position that the token at each of ``positions`` sees; below 0 if it sees all before it."""
+    return positions - positions % window if chunked else positions - window + 1
 
 
 def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -12,14 +12,24 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.attention import SelfAttention
-from pdserve.models.parts.experts import Experts
+from pdserve.models.parts.experts import BesideExperts, Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
+from pdserve.models.parts.layer_ends import LayerEnd, PerLayerInputs, load_layer_end
 from pdserve.models.parts.mixers import Mixer, build_mixer
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building
 from pdserve.models.parts.rotary import PositionTables, query_scales, rotary_table
 from pdserve.models.parts.vocabulary import PositionTable, VocabParallelEmbedding, vocab_parallel_head
-from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, LayerRecipe, NormOrder, QueryScale, Rotary
+from pdserve.models.recipe import (
+    AttentionRecipe,
+    ExpertsRecipe,
+    LayerRecipe,
+    MlpBesideExperts,
+    MlpRecipe,
+    NormOrder,
+    QueryScale,
+    Rotary,
+)
 from pdserve.models.step_cache import StepCache
 from pdserve.models.table import FAMILIES
 from pdserve.wire.cache_groups import Keep
@@ -88,11 +98,18 @@ class RecipeDecoder:
             self._positions = PositionTable(building, recipe.positions, config.hidden_size, max_positions)
         kinds = [_positions_of(config, part) for part in recipe.attention]
         distinct = list(dict.fromkeys(kinds))
+        self._per_layer: PerLayerInputs | None = None
+        if recipe.per_layer is not None:
+            self._per_layer = PerLayerInputs(config, building, recipe.per_layer, dtype)
         parts = _Parts(config, building, distinct)
         self._layers = [
             _layer(building, layer, parts.prefix(i), config.hidden_size, parts.mixing(i), parts.feeding(i))
             for i, layer in enumerate(recipe.layers)
         ]
+        for i, layer in enumerate(recipe.layers):
+            end = load_layer_end(config, building, layer, parts.prefix(i), i)
+            if end is not None:
+                self._layers[i] = _Ended(self._layers[i], end)
         self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
         self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
         positions = max_positions if checkpoint.device.type != "meta" else 1
@@ -104,10 +121,11 @@ class RecipeDecoder:
         checkpoint.check_all_taken()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: StepCache) -> torch.Tensor:
-        step = Step([table.at(positions) for table in self._tables], cache)
         residual = self._embedding(token_ids)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
+        inputs = None if self._per_layer is None else self._per_layer(token_ids, residual)
+        step = Step([table.at(positions) for table in self._tables], cache, inputs)
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         if self._positions is not None:
@@ -161,9 +179,14 @@ class _Parts:
         if part is None:
             return None
         hidden, building, prefix = self._config.hidden_size, self._building, self.prefix(index)
-        if isinstance(part, ExpertsRecipe):
-            return _Feed(Experts(hidden, building, part, prefix))
-        return _Feed(Mlp(hidden, building, part, prefix))
+        match part:
+            case MlpRecipe():
+                return _Feed(Mlp(hidden, building, part, prefix))
+            case ExpertsRecipe():
+                return _Feed(Experts(hidden, building, part, prefix))
+            case MlpBesideExperts():
+                norm = self._config.recipe.layers[index].norm
+                return _Feed(BesideExperts(hidden, building, part, norm, prefix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +196,18 @@ class Step:
     tables: Sequence[PositionTables]
     """Those of each kind of positions in the model, at the step's positions."""
     cache: StepCache
+    inputs: torch.Tensor | None = None
+    """The inputs of the layers' ends, ``[tokens, layers, channels]``, if these have some."""
 
 
 class Layer(Protocol):
     def __call__(
         self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns ``(delta, residual)``.
 
-        ``delta`` is the output of the layer's last part, which the next norm adds to the residual in one pass.
+        ``delta`` is the output of the layer's last part, which the next norm adds to the residual in one pass; None if
+        the residual has it already.
         """
 
 
@@ -194,7 +220,7 @@ def _layer(
     building: Building, recipe: LayerRecipe, prefix: str, hidden: int, mix: Part | None, feed: Part | None
 ) -> Layer:
     """Builds a layer of ``mix``, with which tokens see others, and ``feed``, the feed-forward part."""
-    norms = [load_norm(building, recipe.norm, prefix + name, hidden) for name in recipe.norms]
+    norms = [load_norm(building, recipe.norm, prefix + name, hidden) if name else None for name in recipe.norms]
     scale = recipe.residual_scale
     if mix is None or feed is None:
         part = mix if mix is not None else feed
@@ -222,7 +248,10 @@ def _layer(
         case NormOrder.SANDWICH:
             return _InTurn(mix, feed, scale, *norms)
         case NormOrder.PARALLEL:
-            return _Parallel(mix, feed, scale, *norms)
+            norm, *further = norms
+            if norm is None:
+                raise ModelError(f"the layer {prefix.rstrip('.')} has no norm before its parts")
+            return _Parallel(mix, feed, scale, norm, *further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +351,20 @@ class _Single:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = _normed(self.before, delta, residual)
         return _added(self.part(normed, step), self.after, self.scale), residual
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A layer, and what is done with the residual at its end."""
+
+    layer: Layer
+    end: LayerEnd
+
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        delta, residual = self.layer(residual, delta, step)
+        return None, self.end(residual if delta is None else residual + delta, step.inputs)
 
 
 def _normed(

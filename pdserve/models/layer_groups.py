@@ -62,7 +62,8 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
 
     The first has the layers that see whole contexts, or, if none does, those with the largest window: without layers
     that keep whole contexts, blocks may as well stay. Then come the other windows, and then each shape of a state.
-    Raises ModelError if layers that see whole contexts differ in their heads.
+    A layer that reads the keys and values of another one has its place. Raises ModelError if layers that see whole
+    contexts differ in their heads.
     """
     count = config.num_layers
     seen, states = _seen(config), _states(config)
@@ -111,13 +112,20 @@ def _seen(config: DecoderConfig) -> list[_Kind | None]:
         return [plain] * config.num_layers
     found: list[_Kind | None] = []
     for layer, window in zip(config.recipe.layers, config.windows, strict=True):
-        if layer.attention is None or layer.attention.kv_from is not None:
+        part = layer.attention
+        if part is None or part.kv_from is not None:
             found.append(None)
-            continue
-        own = config.of_layer(layer.attention)
-        bounded = window is not None and window < config.max_positions
-        found.append(_Kind(own.kv_heads, own.head_dim, window or 0 if bounded else 0))
-    return found
+        else:
+            own = config.of_layer(part)
+            found.append(_Kind(own.kv_heads, own.head_dim, window or 0))
+    whole = next((kind for kind in found if kind is not None and not kind.window), None)
+    # A window that no context fills is none, unless its layers would not fit those that see whole contexts.
+    wide = {kind for kind in found if kind is not None and kind.window >= config.max_positions}
+    if whole is None and len({(kind.heads, kind.numbers) for kind in wide}) > 1:
+        return found
+    alike = {kind: _Kind(kind.heads, kind.numbers) for kind in wide}
+    alike = {kind: plainer for kind, plainer in alike.items() if whole in (None, plainer)}
+    return [alike.get(kind, kind) if kind is not None else None for kind in found]
 
 
 def _sources(config: DecoderConfig) -> list[int | None]:

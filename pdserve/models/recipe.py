@@ -53,11 +53,19 @@ class LongScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialScaling:
+    """Of the frequencies of a whole head, the first ``part`` stay, divided by ``factor``, and the others are 0."""
+
+    part: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Rotary:
     """The frequencies with which positions turn queries and keys."""
 
     theta: float
-    scaling: LinearScaling | YarnScaling | Llama3Scaling | LongScaling | None = None
+    scaling: LinearScaling | YarnScaling | Llama3Scaling | LongScaling | PartialScaling | None = None
     divisors: tuple[float, ...] = ()
     """The divisor of each frequency; empty if none is divided."""
     width: int | None = None
@@ -70,10 +78,11 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Queries, once rotated, are multiplied by ``1 + beta * log(1 + position // step)``."""
+    """Queries, once rotated, are multiplied by ``1 + beta * log(1 + (position + first) // step)``."""
 
     beta: float
     step: int
+    first: int = 0
 
 
 class NormKind(enum.Enum):
@@ -93,6 +102,9 @@ class Norm:
     biased: bool = False
 
 
+CLAMPED_SLOPE, CLAMPED_AT = 1.702, 7.0
+
+
 class Activation(enum.Enum):
     SILU = "silu"
     GELU = "gelu"
@@ -100,6 +112,8 @@ class Activation(enum.Enum):
     RELU = "relu"
     RELU_SQUARED = "relu_squared"
     XIELU = "xielu"
+    CLAMPED_SILU = "clamped_silu"
+    """``gate * sigmoid(CLAMPED_SLOPE * gate) * (up + 1)``, of a gate up to ``CLAMPED_AT``, and an up within it."""
 
 
 class Fusion(enum.Enum):
@@ -142,6 +156,8 @@ class AttentionRecipe:
     query_scale: QueryScale | None = None
     window: int | None = None
     """The number of tokens that the layer sees, including the newest; None for all."""
+    chunked: bool = False
+    """Whether contexts are cut every ``window`` tokens, and a token sees none before the last cut."""
     head_dim: int | None = None
     """The channels of a head, if they are not those of the model."""
     kv_heads: int | None = None
@@ -151,19 +167,29 @@ class AttentionRecipe:
     query: str = "self_attn.q_proj"
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
+    """Empty if values are the keys, as they are before their norm and their rotation."""
     out: str = "self_attn.o_proj"
     fused: str = ""
     """The tensor that holds ``query``, ``key`` and ``value``, if there is one."""
     fusion: Fusion = Fusion.PARTS
     biased: frozenset[str] = frozenset()
     """Those of the names above that have a bias."""
+    sinks: str = ""
+    """The tensor, by its whole name, with a score for each query head that has no value, if there is one."""
     norms: HeadNorm | None = None
+    value_norm: Norm | None = None
+    """The normalisation of each value head, without weights."""
     transposed: bool = False
     """Whether the checkpoint has the weights as ``[in, out]``."""
 
     @property
     def norms_apart(self) -> bool:
-        """Whether queries and keys are normalised by steps of their own, which no kernel has in one with attention."""
+        """Whether queries and keys are normalised by steps of their own, which no kernel has in one with attention.
+
+        The same steps have values that are normalised, or that are the keys, and queries alone.
+        """
+        if self.value_norm is not None or not self.value or self.kv_from is not None:
+            return True
         norms = self.norms
         if norms is None:
             return False
@@ -184,6 +210,8 @@ class MlpRecipe:
     down: str = "mlp.down_proj"
     fused: str = ""
     """The tensor that holds ``gate`` and then ``up``, if there is one."""
+    interleaved: bool = False
+    """Whether each channel's gate stands before its up in that tensor, and not all gates before all ups."""
     biased: frozenset[str] = frozenset()
     """Those of the names above that have a bias."""
     transposed: bool = False
@@ -198,6 +226,9 @@ class Scoring(enum.Enum):
     SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
     """The largest are chosen, and softmax is taken over these."""
     SIGMOID = "sigmoid"
+    """Sigmoid of each output, of which the largest are chosen."""
+    SIGMOID_OF_CHOSEN = "sigmoid_of_chosen"
+    """The largest are chosen, and sigmoid is taken of these, so that no two are equal because both are almost 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +240,7 @@ class ExpertsRecipe:
     expert: MlpRecipe
     """One expert. Its names have ``{}`` where the number of the expert stands."""
     router: str = "mlp.gate"
+    router_biased: bool = False
     scoring: Scoring = Scoring.SOFTMAX
     normalised: bool = False
     """Whether the weights of the chosen experts are scaled to a sum of one."""
@@ -223,6 +255,10 @@ class ExpertsRecipe:
     """Experts are chosen from so many of ``groups`` equal groups: those whose two best experts score highest."""
     scale: float = 1.0
     """What the weights are multiplied by."""
+    weighs_inputs: bool = False
+    """Whether what goes into an expert is multiplied by its weight, and not what comes out."""
+    factors: str = ""
+    """The tensor, by its whole name, of a number for each expert by which its weights are multiplied."""
     smallest_sum: float = 0.0
     """What is added to the sum by which weights are divided."""
     shared: MlpRecipe | None = None
@@ -238,7 +274,34 @@ class ExpertsRecipe:
     """Whether a transposed expert may be stored as ``[out, in]`` too, which the shape of its fused tensor says."""
 
 
-FeedForwardRecipe = MlpRecipe | ExpertsRecipe
+@dataclass(frozen=True, slots=True)
+class MlpBesideExperts:
+    """A feed-forward part and experts, which are given the residual as it is and whose results are added."""
+
+    mlp: MlpRecipe
+    experts: ExpertsRecipe
+    before_mlp: str
+    """The norms before and behind each, of the kind of the layer's."""
+    after_mlp: str
+    before_experts: str
+    after_experts: str
+    router_weights: str
+    """The tensor, by its whole name, with the weights of the norm before the router."""
+    router_scale: float
+    """What these weights are multiplied by."""
+
+
+FeedForwardRecipe = MlpRecipe | ExpertsRecipe | MlpBesideExperts
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInput:
+    """What a layer adds to the residual at its end: ``norm(up(activation(down(residual)) * its input))``."""
+
+    activation: Activation
+    down: str = "per_layer_input_gate"
+    up: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
 
 
 class MixerRecipe(Protocol):
@@ -281,10 +344,13 @@ class LayerRecipe:
     feed_forward: FeedForwardRecipe | None
     norm: Norm
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """The names of the norms, in the order of ``order``."""
+    """The names of the norms, in the order of ``order``; empty where there is none."""
     order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
     """What the outputs of both parts are multiplied by."""
+    per_layer: PerLayerInput | None = None
+    factor: str = ""
+    """The tensor, by its whole name, of the number by which the residual is multiplied at the end of the layer."""
     mixer: MixerRecipe | None = None
     """A part with a state, which is given what attention is given, and whose output is added to attention's."""
 
@@ -297,6 +363,20 @@ class LearnedPositions:
     rows: int
     offset: int = 0
     """The row of position 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerEmbedding:
+    """An input of each layer for each token: of a second embedding, and projected from the first."""
+
+    rows: int
+    """The tokens that the second embedding has."""
+    channels: int
+    """The channels of one layer's input."""
+    embedding: str = "model.embed_tokens_per_layer"
+    projection: str = "model.per_layer_model_projection"
+    norm: str = "model.per_layer_projection_norm"
+    """The norm of what is projected, of the kind of the model's last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +394,7 @@ class ModelRecipe:
     embedding_norm: Norm | None = None
     """A norm without weights of the embedding."""
     positions: LearnedPositions | None = None
+    per_layer: PerLayerEmbedding | None = None
     layer_prefix: str = "model.layers."
     """What stands before the number of a layer in the names of its tensors."""
     last_norm: str = "model.norm"
@@ -337,4 +418,4 @@ class ModelRecipe:
     @property
     def capturable(self) -> bool:
         """Whether a step does the same operations for all inputs, so that a recorded one may be replayed."""
-        return not any(isinstance(layer.feed_forward, ExpertsRecipe) for layer in self.layers)
+        return not any(isinstance(layer.feed_forward, ExpertsRecipe | MlpBesideExperts) for layer in self.layers)

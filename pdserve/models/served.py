@@ -14,6 +14,7 @@ from pdserve.models.recipe import (
     Activation,
     FeedForwardRecipe,
     LayerRecipe,
+    MlpBesideExperts,
     MlpRecipe,
     ModelRecipe,
     NormKind,
@@ -40,15 +41,14 @@ NOT_YET: dict[str, str] = {
             *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
         ),
         "short convolutions": ("lfm2", "lfm2_moe"),
-        "attention sinks": ("gpt_oss", "mimo_v2_flash"),
-        "chunked attention": ("llama4", "llama4_text"),
-        "per-layer embeddings": ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+        "attention sinks": ("mimo_v2_flash",),
+        "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
     for model_type in model_types
 }
 """What pdserve lacks for a family, by the ``model_type`` of its configurations."""
 
-FORMATS_NOT_YET = ("FP8", "MXFP4", "NVFP4", "INT4 (GPTQ, AWQ)")
+FORMATS_NOT_YET = ("FP8", "NVFP4", "INT4 (GPTQ, AWQ)", "MXFP4 but in a gpt-oss")
 """The number formats of weights in folders that are not served."""
 
 
@@ -114,7 +114,9 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
         yield _share(layers, len(parts))
     windows = sum(part.window is not None for part in parts)
     if windows:
-        yield f"windows {_share(layers, windows)}"
+        yield f"{'chunks' if any(part.chunked for part in parts) else 'windows'} {_share(layers, windows)}"
+    if first.sinks:
+        yield "sinks"
     if first.fused:
         yield "one tensor for queries, keys and values"
     if first.biased:
@@ -141,6 +143,7 @@ _ACTIVATIONS = {
     Activation.RELU: "ReLU",
     Activation.RELU_SQUARED: "squared ReLU",
     Activation.XIELU: "xIELU",
+    Activation.CLAMPED_SILU: "clamped SiLU",
 }
 
 
@@ -148,8 +151,13 @@ def _feed_forward(part: FeedForwardRecipe) -> Iterator[str]:
     if isinstance(part, MlpRecipe):
         yield f"{_ACTIVATIONS[part.activation]}{' with a gate' if part.gate or part.fused else ''}"
         return
+    if isinstance(part, MlpBesideExperts):
+        yield from _feed_forward(part.mlp)
+        yield from _feed_forward(part.experts)
+        return
     corrected = "corrected " if part.correction else ""
-    yield f"experts by {corrected}{'sigmoid' if part.scoring is Scoring.SIGMOID else 'softmax'}"
+    sigmoid = part.scoring in (Scoring.SIGMOID, Scoring.SIGMOID_OF_CHOSEN)
+    yield f"experts by {corrected}{'sigmoid' if sigmoid else 'softmax'}"
     if part.groups > 1:
         yield "groups of experts"
     if part.shared is not None:

@@ -11,6 +11,7 @@ from pdserve.models.families.cohere import Cohere2Settings, CohereSettings
 from pdserve.models.families.ernie import ErnieMoeSettings, ErnieSettings
 from pdserve.models.families.exaone import Exaone4Settings, ExaoneSettings
 from pdserve.models.families.gemma import Gemma2Settings, Gemma3Settings, GemmaSettings, VaultGemmaSettings
+from pdserve.models.families.gemma4 import Gemma4Settings
 from pdserve.models.families.glm import (
     Dots1Settings,
     Glm4MoeSettings,
@@ -34,6 +35,7 @@ from pdserve.models.families.gpt import (
     StableLmSettings,
     Starcoder2Settings,
 )
+from pdserve.models.families.gpt_oss import GptOssSettings
 from pdserve.models.families.hunyuan import HunYuanMoeSettings, HunYuanSettings
 from pdserve.models.families.llama import (
     ApertusSettings,
@@ -53,6 +55,7 @@ from pdserve.models.families.llama import (
     SeedOssSettings,
     SmolLm3Settings,
 )
+from pdserve.models.families.llama4 import Llama4Settings
 from pdserve.models.families.mixtral import MiniMaxM2Settings, MixtralSettings
 from pdserve.models.families.olmo import FlexOlmoSettings, Olmo2Settings, Olmo3Settings, OlmoeSettings, OlmoSettings
 from pdserve.models.families.phi import Phi3Settings, PhiSettings
@@ -69,6 +72,7 @@ from pdserve.models.families.settings import FamilySettings
 
 FAMILIES: dict[str, type[FamilySettings]] = {
     "llama": LlamaSettings,
+    "llama4_text": Llama4Settings,
     "mistral": MistralSettings,
     "ministral": MinistralSettings,
     "ministral3": Ministral3Settings,
@@ -77,9 +81,11 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "qwen2_moe": Qwen2MoeSettings,
     "qwen3": Qwen3Settings,
     "qwen3_moe": Qwen3MoeSettings,
+    "gpt_oss": GptOssSettings,
     "gemma": GemmaSettings,
     "gemma2": Gemma2Settings,
     "gemma3_text": Gemma3Settings,
+    "gemma4_text": Gemma4Settings,
     "vaultgemma": VaultGemmaSettings,
     "phi": PhiSettings,
     "phi3": Phi3Settings,
@@ -155,7 +161,9 @@ TEXT_PARTS: dict[str, type[FamilySettings]] = {
 
 COMPOSITES: dict[str, Composite] = {
     "gemma3": Composite("gemma3_text", tied=True),
+    "gemma4": Composite("gemma4_text", tied=True),
     "mistral3": Composite("mistral", tied=True),
+    "llama4": Composite("llama4_text", tied=False),
     "llava": Composite("llama"),
     "llava_next": Composite("llama"),
     "llava_onevision": Composite("qwen2"),

@@ -159,7 +159,8 @@ def steps(draw: st.DrawFn, block_size: int) -> list[AttentionRow]:
 @settings(max_examples=examples(50))
 @given(
     layouts(), st.data(), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([0.3, 1.0]),
-    st.none() | st.integers(1, 300), st.sampled_from([None, None, 0.7, 30.0]), st.booleans(), SEEDS,
+    st.none() | st.integers(1, 300), st.booleans(), st.sampled_from([None, None, 0.7, 30.0]), st.booleans(),
+    st.booleans(), SEEDS,
 )  # fmt: skip
 def test_attention_of_a_step(
     kernels: Kernels,
@@ -168,8 +169,10 @@ def test_attention_of_a_step(
     group: int,
     scale: float,
     window: int | None,
+    chunked: bool,
     cap: float | None,
     normed: bool,
+    sunk: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -193,6 +196,7 @@ def test_attention_of_a_step(
     plain = None if norms is None else HeadNorms(norms.query.float(), norms.key.float(), EPS)
     query, key_value = reference.projected(qkv.float(), layout.kv_heads, cos.float(), sin.float(), plain)
     query, key_value = query.to(dtype), key_value.to(dtype)
+    sinks = torch.randn(heads) * 4 if sunk else None
     attention = kernels.plan_attention(layout, cache, held, heads, scale, cap)
     for layer in range(layout.num_layers):
         slots = torch.tensor(
@@ -203,12 +207,14 @@ def test_attention_of_a_step(
             ]
         )
         reference.kv_write(expected, layout, layer, slots, key_value[0], key_value[1])
-        got = attention.from_projection(layer, qkv, cos, sin, norms, window)
+        got = attention.from_projection(layer, qkv, cos, sin, norms, window, chunked=chunked, sinks=sinks)
         close(cache[list(owned)], expected[list(owned)], dtype, scale=2)
-        wanted = plain_attention(layout, expected, rows, query, layer, scale, window, cap)
+        wanted = plain_attention(layout, expected, rows, query, layer, scale, window, cap, chunked, sinks)
         close(got, wanted, dtype, scale=3)
-        again = attention(layer, query, key_value, window)
+        again = attention(layer, query, key_value, window, chunked=chunked, sinks=sinks)
         close(again, wanted, dtype, scale=2)
+        # What is stored already need not be given again.
+        assert torch.equal(attention(layer, query, None, window, chunked=chunked, sinks=sinks), again)
     assert cache[poison].isnan().all()
 
 
@@ -255,12 +261,18 @@ def plain_attention(
     scale: float,
     window: int | None,
     cap: float | None,
+    chunked: bool,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     out, first = [], 0
     for row in rows:
         q = query[first : first + row.new_tokens]
         blocks = list(row.blocks)
-        out.append(reference.paged_attention(q, cache, layout, layer, blocks, row.context_len, scale, window, cap))
+        out.append(
+            reference.paged_attention(
+                q, cache, layout, layer, blocks, row.context_len, scale, window, cap, chunked=chunked, sinks=sinks
+            )
+        )
         first += row.new_tokens
     return torch.cat(out)
 

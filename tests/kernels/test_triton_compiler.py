@@ -130,6 +130,8 @@ def attend(
     window: int | None,
     norms: bool = False,
     cap: float | None = None,
+    chunked: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     cache = layout.allocate(13, torch.device("cpu"))
     tokens = sum(row.new_tokens for row in rows)
@@ -137,7 +139,8 @@ def attend(
     angles = torch.empty(tokens, layout.head_dim // 2, dtype=layout.dtype)
     weight = torch.empty(layout.head_dim, dtype=layout.dtype)
     planned = TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1, cap)
-    planned.from_projection(1, qkv, angles, angles, HeadNorms(weight, weight, 1e-6) if norms else None, window)
+    head_norms = HeadNorms(weight, weight, 1e-6) if norms else None
+    planned.from_projection(1, qkv, angles, angles, head_norms, window, chunked=chunked, sinks=sinks)
 
 
 def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
@@ -178,6 +181,18 @@ def test_attention_of_other_shapes(
     launches: list[Launch], layout: KvLayout, heads: int, window: int | None, norms: bool, cap: float | None
 ) -> None:
     step(layout, heads, window, norms, cap)
+    assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
+
+
+def test_chunked_attention(launches: list[Launch]) -> None:
+    rows = [AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))]
+    attend(rows, KvLayout(1, 36, 16, 128, torch.bfloat16), 5, 96, chunked=True)
+    assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
+
+
+def test_attention_with_sinks(launches: list[Launch]) -> None:
+    rows = [AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))]
+    attend(rows, KvLayout(8, 12, 16, 64, torch.bfloat16), 64, 128, sinks=torch.empty(64))
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
 
 

@@ -34,6 +34,8 @@ class Converted:
 
 
 FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}
+CHUNKS_OF_LLAMA4: dict[str, Any] = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+CHUNKS_OF_LLAMA4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 CONVERTED: dict[str, list[Converted]] = {
     "arcee": [Converted("arcee", {})],
     "chatglm": [Converted("glm", {})],
@@ -46,6 +48,11 @@ CONVERTED: dict[str, list[Converted]] = {
     "falcon": [Converted("falcon", {}), Converted("falcon-groups", {})],
     "gemma": [Converted("gemma", {})],
     "gemma2": [Converted("gemma2", {"layer_types": None, "query_pre_attn_scalar": 10})],
+    "gemma4": [
+        Converted("gemma4", {}),
+        Converted("gemma4-shared", {}),
+        Converted("gemma4-experts", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    ],
     "glm4": [Converted("glm4", {})],
     "glm4moe": [Converted("glm4-moe", {}), Converted("glm4-moe-groups", {})],
     "gpt2": [Converted("gpt2", {})],
@@ -57,6 +64,10 @@ CONVERTED: dict[str, list[Converted]] = {
     "internlm2": [Converted("llama", {})],
     "jais2": [Converted("jais2", {})],
     "llama": [Converted("mixtral", {}), Converted("internlm3", {})],
+    "llama4": [
+        Converted("llama4", CHUNKS_OF_LLAMA4),
+        Converted("llama4", CHUNKS_OF_LLAMA4 | {"interleave_moe_layer_step": 2, "num_local_experts": 3}),
+    ],
     "minimax-m2": [Converted("minimax-m2", {})],
     "nemotron": [Converted("nemotron", {})],
     "olmo": [Converted("olmo", {})],
@@ -107,6 +118,10 @@ def save_converted(
             else:
                 writer.add_tensor(found, np.ascontiguousarray(changed))
     rope = config.get("rope_parameters") or {}
+    if arch == "gemma4":
+        dims = config["per_layer_config"]["2"]["head_dim"] // 2
+        turned = int(dims * rope["full_attention"]["partial_rotary_factor"])
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (dims - turned), np.float32))
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
@@ -146,7 +161,7 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
     writer.add_block_count(_layers(config))
     writer.add_context_length(_first(config, "max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
-    channels = _first(config, "ffn_hidden_size", "intermediate_size", "n_inner")
+    channels = _first(config, "ffn_hidden_size", "intermediate_size_mlp", "intermediate_size", "n_inner")
     writer.add_feed_forward_length(channels or 4 * hidden)
     writer.add_head_count(_first(config, "num_attention_heads", "n_head"))
     writer.add_head_count_kv(_kv_heads(config))
@@ -172,8 +187,29 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
+    if arch == "gemma4":
+        _add_gemma4(writer, config)
     if "use_parallel_residual" in config:
         writer.add_parallel_residual(config["use_parallel_residual"])
+
+
+def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+    shared, own = config["num_kv_shared_layers"], config["per_layer_config"]["2"]
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(windows)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    for key, dim in (("", own["head_dim"]), ("_swa", config["head_dim"])):
+        for name in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{name}{key}")(dim)
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if "num_key_value_heads" in own:
+        heads = [config["num_key_value_heads"] if each else own["num_key_value_heads"] for each in windows]
+        writer.add_head_count_kv(heads)
+    if config["use_double_wide_mlp"]:
+        channels = config["intermediate_size"]
+        writer.add_feed_forward_length([channels] * (len(windows) - shared) + [2 * channels] * shared)
 
 
 def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
@@ -181,7 +217,9 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     rope = rope.get("full_attention", rope)
     theta = rope.get("rope_theta")
     part = _first(rope, "partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct")
-    if arch == "minimax-m2":
+    if arch == "gemma4":
+        pass
+    elif arch == "minimax-m2":
         writer.add_rope_dimension_count(config["rotary_dim"])
     elif part is not None or arch in ("llama", "granite", "smollm3", "cohere2", "phi3"):
         writer.add_rope_dimension_count(int(_head_dim(config) * (part or 1.0)))
@@ -214,11 +252,13 @@ def _add_windows(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
 
 def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     count = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if count is None:
+    if count is None or not config.get("enable_moe_block", True):
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(_first(config, "num_experts_per_tok", "moe_topk", "moe_k"))
-    if arch in ("minimax-m2", "hunyuan-moe"):
+    writer.add_expert_used_count(_first(config, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"))
+    if arch == "llama4":
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    if arch in ("minimax-m2", "hunyuan-moe", "llama4"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     elif "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -271,6 +311,18 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
         layer = re.search(r"layers\.(\d+)\.", name)
         assert layer is not None
         return [(f"blk.{layer[1]}.ffn_{part}_{kind}.weight", each) for part, each in (("gate", gate), ("up", up))]
+    if arch == "gemma4" and name.endswith(("layer_scalar", "_proj")):
+        return [(f"{name}.weight", tensor)]
+    if arch == "gemma4" and ".router." in name and not name.endswith(".weight"):
+        part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+        return [(f"blk.{name.split('.')[2]}.{part}.scale", tensor)]
+    if arch == "llama4" and ".experts." in name:
+        turned = tensor.swapaxes(1, 2)
+        if name.endswith("down_proj"):
+            return [(f"{name}.weight", turned)]
+        gate, up = np.split(turned, 2, axis=1)
+        named = (("gate_proj", gate), ("up_proj", up))
+        return [(f"{name.replace('gate_up_proj', part)}.weight", each) for part, each in named]
     if name.endswith("shared_expert_gate.weight"):
         tensor = tensor.reshape(-1)
     if arch in PERMUTED and re.search(r"\.[qk]_proj\.", name):

@@ -18,7 +18,7 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import COMPOSITES
 from tests.models.greedy import small_runner
 from tests.models.test_families import PROMPT
-from tests.models.tiny_families import DEEPSEEK_EXPERTS, HEADS
+from tests.models.tiny_families import DEEPSEEK_EXPERTS, GEMMA4, HEADS, LLAMA4
 from tests.tiny_models import SHAPE, WINDOW
 
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -26,14 +26,23 @@ VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION: dict[str, Any] = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 QWEN_VISION |= {"out_hidden_size": 60, "patch_size": 14, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
 GLM_VISION = QWEN_VISION | {"image_size": 28}
+GEMMA4_VISION = VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
 SECTIONS = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 5000.0}
 SIGLIP, CLIP = {"model_type": "siglip_vision_model"} | VISION, {"model_type": "clip_vision_model"} | VISION
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3", SHAPE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}, VISION),
+    "gemma4": ("gemma4", GEMMA4 | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 6}, GEMMA4_VISION),
     "mistral3": (
         "mistral3",
         SHAPE | {"model_type": "mistral", "sliding_window": None},
         {"model_type": "pixtral"} | VISION,
+    ),
+    "llama4": (
+        "llama4",
+        LLAMA4,
+        VISION
+        | {"pixel_shuffle_ratio": 0.5, "projector_input_dim": 16, "projector_output_dim": 16}
+        | {"vision_output_dim": 16},
     ),
     "llava": ("llava", SHAPE | {"model_type": "llama"}, CLIP),
     "llava-qwen3": ("llava", SHAPE | {"model_type": "qwen3"}, CLIP),
@@ -100,6 +109,8 @@ def reference(folder: Path) -> torch.Tensor:
     auto: Any = AutoModelForImageTextToText
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.tensor([PROMPT])
+    # transformers' code for the whole of this one fails if there are no images.
+    model = model.language_model if model.config.model_type == "llama4" else model
     logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
     return logits
 

@@ -211,6 +211,7 @@ def test_what_a_file_leaves_out_has_the_value_of_transformers(tmp_path: Path, fa
         named = {names.get(name, name): value for name, value in values.items()}
         folder = written(tmp_path, {"model_type": family} | NO_OWN_DEFAULT.get(family, {}) | named)
         hf, found = AutoConfig.from_pretrained(folder), read_family_config(folder)
+        hf.allow_global_per_layer_attribute_access = True
         heads = hf.num_attention_heads
         ids = hf.eos_token_id if isinstance(hf.eos_token_id, list) else [hf.eos_token_id]
         assert (found.vocab_size, found.hidden_size, found.num_layers) == (
@@ -349,3 +350,33 @@ def test_an_engine_starts_without_transformers(tmp_path: Path) -> None:
     folder = written(tmp_path, {"model_type": "llama"})
     command = [sys.executable, "-c", START, str(folder)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "words"),
+    [
+        (
+            "llama4_text",
+            {"layer_types": [SLIDING] * 7},
+            "layer_types must be one of .* 'chunked_attention' for each of 7",
+        ),
+        ("llama4_text", {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 7}, "no attention_chunk"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers has to say of each of 7 layers"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "needs num_experts, top_k_experts and moe_inter"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 6 reads .* of an earlier layer of its kind"),
+        ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100, less than vocab_size"),
+        ("gemma4_text", {"per_layer_config": {"6": {"head_dim": 7}}}, "layer 6 has heads that cannot be computed"),
+        ("gemma4_text", {"per_layer_config": {"6": {"hidden_size": 8}}}, "hidden_size"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {FULL: {"rope_theta": 5.0}}},
+            "rope_parameters has nothing for 'sliding_att",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_named(tmp_path: Path, family: str, values: dict[str, Any], words: str) -> None:
+    small = SMALL | {"layer_types": [SLIDING] * 6 + [FULL]} if family == "gemma4_text" else SMALL
+    with pytest.raises(ModelError, match=words):
+        read_decoder_config(written(tmp_path, {"model_type": family} | small | values))

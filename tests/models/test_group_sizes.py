@@ -19,6 +19,7 @@ from pdserve.models.layer_groups import Place, layer_groups
 from pdserve.models.rank_cache import rank_sizes
 from pdserve.wire.cache_groups import Keep
 from tests.models.tiny_families import save_tiny
+from tests.tiny_models import WINDOW as TOKENS
 from tests.tiny_models import save_tiny_model
 
 MIB = 2**20
@@ -157,3 +158,14 @@ def test_layers_that_see_everything_have_the_same_heads(tmp_path: Path) -> None:
     config = read_family_config(save_tiny_model("llama", tmp_path))
     with pytest.raises(ModelError, match=r"whole contexts have different KV heads: 2 of 10 and 1 of 10"):
         layer_groups(with_heads(config, 1, kv_heads=1))
+
+
+def test_a_window_that_no_context_fills_is_none_where_heads_are_alike(tmp_path: Path) -> None:
+    window = TOKENS
+    alike = replace(read_family_config(save_tiny("ministral", tmp_path / "alike")), max_positions=window)
+    assert [group.keep for group in layer_groups(alike).groups] == [Keep.ALL]
+    unlike = replace(read_family_config(save_tiny("gemma4", tmp_path / "unlike")), max_positions=window)
+    assert [(group.keep, group.heads, group.numbers) for group in layer_groups(unlike).groups] == [
+        (Keep.ALL, 1, 16),
+        (Keep.WINDOW, 2, 10),
+    ]

@@ -43,7 +43,26 @@ GROWING = {
     "llama_4_scaling_beta": 0.5,
 }
 """Queries of later positions are longer."""
+LLAMA4 = SHAPE | {"num_hidden_layers": 4, "intermediate_size_mlp": 80, "num_local_experts": 4}
+LLAMA4 |= {"attention_chunk_size": 7, "floor_scale": 9, "attn_scale": 0.3}
+"""Chunks are shorter than prompts and no multiple of a block. The last layer sees all."""
+GEMMA4 = SHAPE | {"num_hidden_layers": 6, "sliding_window": WINDOW, "layer_types": [SLIDING, SLIDING, FULL] * 2}
+GEMMA4 |= {"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24, "vocab_size_per_layer_input": 512}
+GEMMA4 |= {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0}
+OSS: dict[str, Any] = SHAPE | {
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4": ("llama4_text", LLAMA4 | {"rope_parameters": LLAMA3_ROPE, "num_experts_per_tok": 2}),
+    "llama4-dense": ("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False}),
+    "llama4-full": ("llama4_text", LLAMA4 | {"attention_chunk_size": None, "attn_temperature_tuning": False}),
     "ministral": ("ministral", SHAPE | {"sliding_window": WINDOW, "layer_types": KINDS}),
     "ministral3": ("ministral3", SHAPE | {"rope_parameters": GROWING, "sliding_window": WINDOW}),
     "ministral3-full": ("ministral3", SHAPE | {"rope_parameters": GROWING}),
@@ -53,9 +72,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         HEADS | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "mlp_only_layers": [1]},
     ),
+    "gpt-oss": ("gpt_oss", OSS | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW}),
+    "gpt-oss-full": ("gpt_oss", OSS | {"num_local_experts": 4, "layer_types": [FULL] * 3, "attention_bias": False}),
     "gemma": ("gemma", SHAPE),
     "gemma2": ("gemma2", SHAPE | CAPS | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}),
     "gemma2-unbounded": ("gemma2", SHAPE | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma4": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-shared": (
+        "gemma4_text",
+        GEMMA4 | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6},
+    ),
+    "gemma4-experts": ("gemma4_text", GEMMA4 | {"enable_moe_block": True}),
     "vaultgemma": ("vaultgemma", SHAPE | CAPS | {"sliding_window": WINDOW}),
     "phi": ("phi", HEADS | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}}),
     "phi-normed": ("phi", HEADS | {"qk_layernorm": True, "partial_rotary_factor": 0.4}),
@@ -161,7 +188,7 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
         if "correction" in name:
             # Some corrected scores are below 0.
             torch.nn.init.uniform_(tensor.data, -1.5, 1.5)
-        elif tensor.is_floating_point() and ("norm" in name or name.endswith("bias")):
+        elif tensor.is_floating_point() and (name.endswith(("bias", "scale", "layer_scalar")) or "norm" in name):
             torch.nn.init.uniform_(tensor.data, 0.5, 1.5)
     model.save_pretrained(folder)
     return folder

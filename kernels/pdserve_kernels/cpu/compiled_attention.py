@@ -56,11 +56,22 @@ class CompiledAttention:
         self._step_at = ctypes.addressof(self._step)
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor | None,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``contract.Attention``."""
         layout = self._layout
-        query, key_value = self._checked(query, self._heads), key_value.contiguous()
+        query = self._checked(query, self._heads)
+        if key_value is None:
+            tokens = CTokens(query=query.data_ptr(), query_stride=self._heads * layout.head_dim)
+            return self._run(tokens, layer, window, chunked, sinks)
+        key_value = key_value.contiguous()
         key, value = self._checked(key_value[0], layout.kv_heads), self._checked(key_value[1], layout.kv_heads)
         tokens = CTokens(
             query=query.data_ptr(),
@@ -69,7 +80,7 @@ class CompiledAttention:
             query_stride=self._heads * layout.head_dim,
             key_stride=layout.kv_heads * layout.head_dim,
         )
-        return self._run(tokens, layer, window)
+        return self._run(tokens, layer, window, chunked, sinks)
 
     def from_projection(
         self,
@@ -79,6 +90,9 @@ class CompiledAttention:
         sin: torch.Tensor,
         norms: HeadNorms | None = None,
         window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``contract.Attention``."""
         layout = self._layout
@@ -98,20 +112,25 @@ class CompiledAttention:
             sin=tables[1].data_ptr(),
         )
         if norms is None:
-            return self._run(tokens, layer, window)
+            return self._run(tokens, layer, window, chunked, sinks)
         weights = self._norm(norms.query), self._norm(norms.key)
         tokens.query_norm, tokens.key_norm = (weight.data_ptr() for weight in weights)
         tokens.eps = norms.eps
-        return self._run(tokens, layer, window)
+        return self._run(tokens, layer, window, chunked, sinks)
 
-    def _run(self, tokens: CTokens, layer: int, window: int | None) -> torch.Tensor:
+    def _run(
+        self, tokens: CTokens, layer: int, window: int | None, chunked: bool, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         layout = self._layout
         if not 0 <= layer < layout.num_layers:
             raise IndexError(f"layer {layer} of {layout.num_layers}")
         if self._widest is not None:
             check_window(window, self._widest)
         out = torch.empty((self._num_tokens, self._heads, layout.head_dim), dtype=layout.dtype)
-        tokens.layer, tokens.window, tokens.out = layer, window or 0, out.data_ptr()
+        tokens.layer, tokens.window, tokens.chunked, tokens.out = layer, window or 0, chunked, out.data_ptr()
+        if sinks is not None:
+            sinks = _contiguous(sinks, (self._heads,), torch.float32)
+            tokens.sinks = sinks.data_ptr()
         self._attend(self._bf16, self._step_at, ctypes.addressof(tokens))
         return out
 

@@ -79,6 +79,8 @@ class CTokens(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("layer", ctypes.c_int32),
         ("window", ctypes.c_int64),
+        ("chunked", ctypes.c_int64),
+        ("sinks", _POINTER),
         ("out", _POINTER),
     )
 

@@ -81,27 +81,37 @@ class DecodeAttention:
         self._scale, self._cap = scale, cap
         self._lengths = torch.tensor([row.context_len for row in rows]).unsqueeze(1)
         self._first = torch.tensor([row.first_block * layout.block_size for row in rows]).unsqueeze(1)
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, bool], torch.Tensor] = {}
 
-    def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Maps ``query``, ``[requests, heads, head_dim]``, to the same shape."""
         layout = self._layout
         torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
         keys, values = self._gathered.view(2, -1, self._context, layout.head_dim).unbind(0)
         rows = query.reshape(-1, self._group, layout.head_dim)
-        return _attend(rows, keys, values, self._mask(window), self._scale, self._cap).view(query.shape)
+        by_row = None if sinks is None else sinks.view(-1, self._group, 1).repeat(self._requests, 1, 1)
+        mask = self._mask(window, chunked=chunked)
+        return _attend(rows, keys, values, mask, self._scale, self._cap, by_row).view(query.shape)
 
-    def _mask(self, window: int | None) -> torch.Tensor:
+    def _mask(self, window: int | None, *, chunked: bool) -> torch.Tensor:
         """Returns what is added to the scores, ``[requests * kv_heads, group, context]``."""
-        if window not in self._masks:
+        if (window, chunked) not in self._masks:
             key_at = torch.arange(self._context) + self._first
             hidden = key_at >= self._lengths
             if window is not None:
-                hidden |= key_at < self._lengths - window
+                hidden |= key_at < reference.first_seen(self._lengths - 1, window, chunked=chunked)
             mask = _minus_infinity_where(hidden, self._gathered)
             mask = mask.repeat_interleave(self._layout.kv_heads, 0).unsqueeze(1).expand(-1, self._group, -1)
-            self._masks[window] = mask
-        return self._masks[window]
+            self._masks[window, chunked] = mask
+        return self._masks[window, chunked]
 
 
 def gathered_size(layout: KvLayout, rows: Sequence[AttentionRow]) -> int:
@@ -138,9 +148,17 @@ class PrefillAttention:
         self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
         self._scale, self._cap = scale, cap
         self._query_at = torch.arange(span.context_len - span.new_tokens, span.context_len).unsqueeze(1)
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, bool], torch.Tensor] = {}
 
-    def __call__(self, layer: int, query: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Maps ``query``, ``[new_tokens, heads, head_dim]``, to the same shape."""
         layout = self._layout
         torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
@@ -149,20 +167,21 @@ class PrefillAttention:
         new = query.shape[0]
         by_head = query.view(new, layout.kv_heads, self._group, layout.head_dim).permute(1, 2, 0, 3)
         rows = by_head.reshape(layout.kv_heads, self._group * new, layout.head_dim)
-        mask = self._mask(window).expand(layout.kv_heads, -1, -1)
-        out = _attend(rows, keys, values, mask, self._scale, self._cap)
+        mask = self._mask(window, chunked=chunked).expand(layout.kv_heads, -1, -1)
+        by_row = None if sinks is None else sinks.view(-1, self._group, 1).repeat_interleave(new, 1)
+        out = _attend(rows, keys, values, mask, self._scale, self._cap, by_row)
         heads_first = out.view(layout.kv_heads * self._group, new, layout.head_dim)
         return heads_first.transpose(0, 1)
 
-    def _mask(self, window: int | None) -> torch.Tensor:
+    def _mask(self, window: int | None, *, chunked: bool) -> torch.Tensor:
         """Returns what is added to the scores, ``[group * new_tokens, context]``."""
-        if window not in self._masks:
+        if (window, chunked) not in self._masks:
             key_at = torch.arange(self._context) + self._first
             hidden = key_at > self._query_at
             if window is not None:
-                hidden |= key_at <= self._query_at - window
-            self._masks[window] = _minus_infinity_where(hidden, self._gathered).repeat(self._group, 1)
-        return self._masks[window]
+                hidden |= key_at < reference.first_seen(self._query_at, window, chunked=chunked)
+            self._masks[window, chunked] = _minus_infinity_where(hidden, self._gathered).repeat(self._group, 1)
+        return self._masks[window, chunked]
 
 
 def _minus_infinity_where(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -176,12 +195,18 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
     cap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Attends with ``query``, ``[batch, rows, head_dim]``. ``sinks`` is ``[batch, rows, 1]``."""
     if cap is None:
         scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
     else:
         scores = torch.bmm(query, keys.transpose(1, 2)).float().mul_(scale / cap).tanh_().mul_(cap).add_(mask)
-    return torch.bmm(torch.softmax(scores, -1).to(values.dtype), values)
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        weights = torch.softmax(torch.cat((scores.float(), sinks), -1), -1)[..., :-1]
+    return torch.bmm(weights.to(values.dtype), values)
 
 
 SMALLEST_BUCKET = 4
@@ -226,16 +251,24 @@ class TorchAttention:
             first += row.new_tokens
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor | None,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``contract.Attention``."""
         check_window(window, self._widest)
-        self._write(layer, key_value)
+        if key_value is not None:
+            self._write(layer, key_value)
         if len(self._parts) == 1:
-            return self._parts[0][1](layer, query, window)
+            return self._parts[0][1](layer, query, window, chunked=chunked, sinks=sinks)
         out = torch.empty_like(query)
         for where, attend in self._parts:
-            out[where] = attend(layer, query[where], window)
+            out[where] = attend(layer, query[where], window, chunked=chunked, sinks=sinks)
         return out
 
     def from_projection(
@@ -246,10 +279,13 @@ class TorchAttention:
         sin: torch.Tensor,
         norms: HeadNorms | None = None,
         window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``contract.Attention``."""
         query, key_value = reference.projected(qkv, self._kv_heads, cos, sin, norms)
-        return self(layer, query, key_value, window)
+        return self(layer, query, key_value, window, chunked=chunked, sinks=sinks)
 
 
 def _by_context(singles: Sequence[AttentionRow], block_size: int) -> list[list[int]]:

@@ -113,6 +113,11 @@ def _launch(
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    return position - position % WINDOW if CHUNKED else tl.maximum(position - WINDOW + 1, 0)
+
+
+@triton.jit
 def _decode_kernel(
     query,
     tiles,
@@ -122,6 +127,7 @@ def _decode_kernel(
     out,
     partial,
     partial_lse,
+    sinks,
     query_row_stride,
     query_head_stride,
     scale_log2,
@@ -133,6 +139,8 @@ def _decode_kernel(
     HEAD_STRIDE: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -147,7 +155,8 @@ def _decode_kernel(
     rows = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
 
     context = tl.load(context_lens + request)
-    oldest = tl.maximum(context - WINDOW, 0) if WINDOW else 0
+    # A row of padding has no context, and so no newest token.
+    oldest = first_seen(tl.maximum(context - 1, 0), WINDOW, CHUNKED) if WINDOW else 0
     first_tile = oldest // TILE
     end_tile = tl.cdiv(context, TILE)
     each = tl.cdiv(end_tile - first_tile, SPLITS)
@@ -160,6 +169,9 @@ def _decode_kernel(
     table = blocks + tl.load(block_starts + request)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS and SPLITS == 1:
+        highest = tl.load(sinks + head, mask=member < GROUP, other=0.0) * LOG2_E
+        total += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
     for tile in range(begin, end):
         token = tile * TILE + tl.arange(0, TILE)
@@ -193,18 +205,34 @@ def _decode_kernel(
 
 
 @triton.jit
-def _combine_kernel(partial, partial_lse, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def _combine_kernel(
+    partial,
+    partial_lse,
+    sinks,
+    out,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, BLOCK_DIM)
     lse = tl.load(partial_lse + row * SPLITS + split)
     highest = tl.max(lse, 0)
+    if SINKS:
+        sink = tl.load(sinks + row % HEADS) * LOG2_E
+        highest = tl.maximum(highest, sink)
     # All parts of a row of padding are -inf, and -inf minus -inf would be NaN.
     weights = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
     used = (lse > float("-inf"))[:, None] & (column < HEAD_DIM)[None, :]
     averages = tl.load(partial + (row * SPLITS + split[:, None]) * HEAD_DIM + column[None, :], mask=used, other=0.0)
-    # The highest part has weight 1, so only a row of padding has less.
-    mean = tl.sum(averages * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1.0)
+    total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2(sink - highest)
+    # The highest part, or the sink, has weight 1, so only a row of padding has less.
+    mean = tl.sum(averages * weights[:, None], 0) / tl.maximum(total, 1.0)
     tl.store(out + row * HEAD_DIM + column, mean.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 
@@ -217,6 +245,8 @@ def decode_attention(
     scale: float,
     cap: float | None,
     window: int | None,
+    chunked: bool,
+    sinks: torch.Tensor | None,
     splits: int,
     out: torch.Tensor,
 ) -> None:
@@ -247,6 +277,7 @@ def decode_attention(
             out,
             partial,
             partial_lse,
+            out if sinks is None else sinks,
             query.stride(0),
             query.stride(1),
             scale * LOG2_E.value,
@@ -260,6 +291,8 @@ def decode_attention(
             tiles.stride(1),
             (cap or 0.0) * LOG2_E.value,
             window or 0,
+            chunked,
+            sinks is not None,
             splits,
             max(16, triton.next_power_of_2(group)),
             block_dim,
@@ -269,7 +302,10 @@ def decode_attention(
         warps=4,
     )
     if splits > 1:
-        _combine_kernel[(requests * heads,)](partial, partial_lse, out, head_dim, splits, block_dim)
+        some = out if sinks is None else sinks
+        _combine_kernel[(requests * heads,)](
+            partial, partial_lse, some, out, heads, head_dim, sinks is not None, splits, block_dim
+        )
 
 
 def decode_splits(requests: int, kv_heads: int, max_context: int, processors: int) -> int:
@@ -301,6 +337,7 @@ def _attend_tiles(
     BLOCK_STRIDE: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -321,7 +358,7 @@ def _attend_tiles(
         if MASKED:
             seen = (token[None, :] <= position[:, None]) & inside[None, :]
             if WINDOW:
-                seen = seen & (token[None, :] > position[:, None] - WINDOW)
+                seen = seen & (token[None, :] >= first_seen(position, WINDOW, CHUNKED)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         weights, highest, total, acc = softmax_step(scores, highest, total, acc)
         values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
@@ -340,6 +377,7 @@ def _prefill_kernel(
     block_starts,
     blocks,
     out,
+    sinks,
     query_token_stride,
     query_head_stride,
     scale_log2,
@@ -351,6 +389,8 @@ def _prefill_kernel(
     HEAD_STRIDE: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -381,7 +421,7 @@ def _prefill_kernel(
     position = context - new_tokens + tl.minimum(new, new_tokens - 1)
     end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, context), TILE)
     if WINDOW:
-        oldest = tl.maximum(first_position - WINDOW + 1, 0)
+        oldest = first_seen(first_position, WINDOW, CHUNKED)
         begin = oldest // TILE
         masked_from = begin
     else:
@@ -392,15 +432,18 @@ def _prefill_kernel(
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        highest = tl.load(sinks + head) * LOG2_E
+        total += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
     keys = tiles + kv_head * HEAD_STRIDE
     highest, total, acc = _attend_tiles(
         queries, position, keys, table, context, scale_log2, oldest, begin, masked_from, highest, total, acc,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, False, BLOCK_DIM, TILE,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, False, BLOCK_DIM, TILE,
     )  # fmt: skip
     highest, total, acc = _attend_tiles(
         queries, position, keys, table, context, scale_log2, oldest, masked_from, end, highest, total, acc,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, True, BLOCK_DIM, TILE,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, True, BLOCK_DIM, TILE,
     )  # fmt: skip
     target = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + column[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=valid)
@@ -415,6 +458,8 @@ def prefill_attention(
     scale: float,
     cap: float | None,
     window: int | None,
+    chunked: bool,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Computes ``reference.paged_attention`` for each row of ``tables``.
@@ -439,6 +484,7 @@ def prefill_attention(
             tables.block_starts,
             tables.blocks,
             out,
+            out if sinks is None else sinks,
             query.stride(0),
             query.stride(1),
             scale * LOG2_E.value,
@@ -452,6 +498,8 @@ def prefill_attention(
             tiles.stride(1),
             (cap or 0.0) * LOG2_E.value,
             window or 0,
+            chunked,
+            sinks is not None,
             tables.tile_size,
             lines,
             max(16, triton.next_power_of_2(head_dim)),

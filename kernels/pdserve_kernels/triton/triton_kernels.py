@@ -55,11 +55,19 @@ class TritonAttention:
         self._scale, self._cap, self._splits = scale, cap, splits
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, window: int | None = None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor | None,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``contract.Attention``."""
-        kv_write(self._cache, self._layout, layer, self._slots, key_value[0], key_value[1])
-        return self._attend(layer, query, window)
+        if key_value is not None:
+            kv_write(self._cache, self._layout, layer, self._slots, key_value[0], key_value[1])
+        return self._attend(layer, query, window, chunked, sinks)
 
     def from_projection(
         self,
@@ -69,12 +77,17 @@ class TritonAttention:
         sin: torch.Tensor,
         norms: HeadNorms | None = None,
         window: int | None = None,
+        *,
+        chunked: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``contract.Attention``."""
         query = store_projected(qkv, cos, sin, norms, self._cache, self._layout, layer, self._slots)
-        return self._attend(layer, query, window)
+        return self._attend(layer, query, window, chunked, sinks)
 
-    def _attend(self, layer: int, query: torch.Tensor, window: int | None) -> torch.Tensor:
+    def _attend(
+        self, layer: int, query: torch.Tensor, window: int | None, chunked: bool, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         check_window(window, self._widest)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         count = len(self._singles.context_lens)
@@ -87,6 +100,8 @@ class TritonAttention:
             self._scale,
             self._cap,
             window,
+            chunked,
+            sinks,
             self._splits,
             out[:count],
         )
@@ -100,6 +115,8 @@ class TritonAttention:
                 self._scale,
                 self._cap,
                 window,
+                chunked,
+                sinks,
                 out[count:],
             )
         return out

@@ -23,7 +23,15 @@ from pdserve.models.checkpoint.weight_form import model_size_of, weight_bytes
 from pdserve.models.checkpoint.weights import parameters
 from pdserve.models.group_sizes import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
-from pdserve.models.recipe import Activation, AttentionRecipe, FeedForwardRecipe, LayerRecipe, MlpRecipe, Scoring
+from pdserve.models.recipe import (
+    Activation,
+    AttentionRecipe,
+    FeedForwardRecipe,
+    LayerRecipe,
+    MlpBesideExperts,
+    MlpRecipe,
+    Scoring,
+)
 from pdserve.models.runner import SCORED_LOGITS
 from pdserve.models.sizes import (
     GPU_ONLY,
@@ -88,13 +96,17 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
         feeds = [layer.feed_forward for layer in layers if layer.feed_forward is not None]
         mixing = [_mixing_numbers(decoder, layer, ranks) for layer in layers]
         widest = max([*mixing, *(_feed_numbers(decoder, part, ranks) for part in feeds)])
+        head_dim = max((decoder.of_layer(part).head_dim for part in decoder.recipe.attention), default=0)
+        # The inputs of all layers' ends are there while the layers are computed, and while they are made, in parts.
+        inputs = decoder.recipe.per_layer
+        held = 0 if inputs is None else 4 * inputs.channels * decoder.num_layers
         own = max((_routing_bytes(part) for part in feeds), default=0)
     else:
-        widest, own = _attention_numbers(decoder, None, ranks), 0
+        widest, own, head_dim, held = _attention_numbers(decoder, None, ranks), 0, decoder.head_dim, 0
         if isinstance(decoder, FallbackConfig):
             widest = max(widest, 4 * decoder.channels)
     # The residual, what is added to it, both after a norm, the results of both parts, and the angles of the positions.
-    return (widest + 6 * decoder.hidden_size + 4 * decoder.head_dim) * dtype.itemsize + own + 4 * _INDEX_BYTES
+    return (widest + 6 * decoder.hidden_size + 4 * head_dim + held) * dtype.itemsize + own + 4 * _INDEX_BYTES
 
 
 def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, ranks: int) -> int:
@@ -121,11 +133,16 @@ def _mixing_numbers(decoder: FamilyConfig, layer: LayerRecipe, ranks: int) -> in
 
 def _feed_numbers(decoder: DecoderConfig, recipe: FeedForwardRecipe, ranks: int) -> int:
     """Returns how many numbers of the model's kind one token's feed-forward part has at once, but for its result."""
+    if isinstance(recipe, MlpBesideExperts):
+        # The result of one is there while the other is computed, from what its norms made of the residual.
+        experts = _feed_numbers(decoder, recipe.experts, ranks) + 3 * decoder.hidden_size
+        return max(_feed_numbers(decoder, recipe.mlp, ranks) + decoder.hidden_size, experts)
     if isinstance(recipe, MlpRecipe):
         return _INNER_NUMBERS.get(recipe.activation, 4) * -(-recipe.channels // ranks)
-    # All tokens may be sent to one expert. Its result is there as it is, and weighed.
-    expert = -(-recipe.expert.channels // ranks)
-    routed = max(_feed_numbers(decoder, recipe.expert, ranks) + decoder.hidden_size, expert + 2 * decoder.hidden_size)
+    # All tokens may be sent to one expert. Its result is there as it is, and weighed; or what goes into it is.
+    expert, given = -(-recipe.expert.channels // ranks), 2 if recipe.weighs_inputs else 1
+    inner = _feed_numbers(decoder, recipe.expert, ranks) + given * decoder.hidden_size
+    routed = max(inner, expert + 2 * decoder.hidden_size)
     if recipe.shared is None:
         return routed
     return max(routed, _feed_numbers(decoder, recipe.shared, ranks) + decoder.hidden_size, 3 * decoder.hidden_size)
@@ -135,6 +152,8 @@ def _routing_bytes(recipe: FeedForwardRecipe) -> int:
     """Returns the bytes of what a router gives each expert and each chosen one, and of where the chosen ones are."""
     if isinstance(recipe, MlpRecipe):
         return 0
+    if isinstance(recipe, MlpBesideExperts):
+        return _routing_bytes(recipe.experts)
     scores = 3 if recipe.scoring is Scoring.SOFTMAX and not recipe.correction else 6
     return recipe.count * scores * _FP32_BYTES + recipe.chosen * 8 * _INDEX_BYTES
 

@@ -74,7 +74,7 @@ def _of_gguf_file(path: Path) -> FamilyConfig:
 
 
 def _of_folder(path: Path, found: _Found) -> FamilyConfig:
-    refuse_unknown_quantisation(path)
+    refuse_unknown_quantisation(path, FAMILIES[found.family].quantisations if found.family in FAMILIES else ())
     family, composite = found.family, found.family in COMPOSITES
     try:
         if composite:

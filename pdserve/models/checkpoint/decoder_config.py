@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, LongScaling, ModelRecipe
+from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, LongScaling, MlpBesideExperts, ModelRecipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,8 +59,13 @@ class FamilyConfig(DecoderConfig):
     @property
     def experts(self) -> ExpertsRecipe | None:
         """The experts of those layers that have some."""
-        parts = (layer.feed_forward for layer in self.recipe.layers)
-        return next((part for part in parts if isinstance(part, ExpertsRecipe)), None)
+        for layer in self.recipe.layers:
+            match layer.feed_forward:
+                case ExpertsRecipe() as experts:
+                    return experts
+                case MlpBesideExperts(experts=experts):
+                    return experts
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", shifted_norms=True),
     "gemma2": Architecture("gemma2", shifted_norms=True),
     "gemma3": Architecture("gemma3_text", shifted_norms=True),
+    "gemma4": Architecture("gemma4_text"),
     "glm4": Architecture("glm4"),
     "glm4moe": Architecture("glm4_moe", norms=("attn_norm", "post_attention_norm")),
     "gpt2": Architecture("gpt2"),
@@ -64,6 +65,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": Architecture("llama", permuted=True),
     "jais2": Architecture("jais2"),
     "llama": Architecture("llama", with_experts="mixtral", permuted=True),
+    "llama4": Architecture("llama4_text"),
     "minimax-m2": Architecture("minimax_m2"),
     "nemotron": Architecture("nemotron", shifted_norms=True),
     "olmo": Architecture(
@@ -91,9 +93,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
     "attention.scale": ("attention_multiplier",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
+    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
     "embedding_scale": ("embedding_multiplier",),
     "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
@@ -101,12 +105,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "expert_group_used_count": ("topk_group",),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
-    "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k"),
+    "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
     "expert_weights_norm": ("norm_topk_prob",),
     "expert_weights_scale": ("routed_scaling_factor",),
     "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size"),
     "final_logit_softcapping": ("final_logit_softcapping",),
-    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "interleave_moe_layer_step": ("moe_layer_interval", "interleave_moe_layer_step"),
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
     "logit_scale": ("logits_scaling", "logit_scale"),
     "residual_scale": ("residual_multiplier",),
@@ -156,6 +160,16 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Values of keys that stand for what a family without such a setting computes."""
 
+OF_UNLIKE_HEADS = frozenset(
+    {
+        "attention.key_length_swa",
+        "attention.value_length_swa",
+        "rope.dimension_count_swa",
+        "rope.freq_base_swa",
+    }
+)
+"""Keys of windows in a Gemma 4, whose other layers have heads of another size."""
+
 OUTER = {"token_embd": "embedding", "output_norm": "last_norm", "output": "head"}
 """The fields of a ``ModelRecipe`` that have the names of a file's tensors."""
 NORMS = {
@@ -167,6 +181,21 @@ NORMS = {
 """The usual names of a layer's norms, in the order in which recipes have them."""
 ATTENTION = {"attn_q": "query", "attn_k": "key", "attn_v": "value", "attn_output": "out", "attn_qkv": "fused"}
 """The fields of an ``AttentionRecipe``."""
+PER_LAYER = {
+    "per_layer_token_embd": "embedding",
+    "per_layer_model_proj": "projection",
+    "per_layer_proj_norm": "norm",
+}
+"""The fields of a ``PerLayerEmbedding``."""
+PER_LAYER_INPUT = {"inp_gate": "down", "proj": "up", "post_norm": "norm"}
+"""The fields of a ``PerLayerInput``."""
+BESIDE_EXPERTS = {
+    "ffn_norm": "before_mlp",
+    "post_ffw_norm_1": "after_mlp",
+    "pre_ffw_norm_2": "before_experts",
+    "post_ffw_norm_2": "after_experts",
+}
+"""The norms of an ``MlpBesideExperts``."""
 FEED_FORWARD = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
 """The fields of an ``MlpRecipe``."""
 PART_OF_EXPERTS, PART_OF_SHARED = "_exps", "_shexp"

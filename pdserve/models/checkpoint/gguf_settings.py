@@ -17,6 +17,8 @@ from pdserve.models.checkpoint.gguf_architectures import (
     EPSILONS,
     FEED_FORWARD,
     NEUTRAL,
+    OF_UNLIKE_HEADS,
+    PART_OF_EXPERTS,
     PART_OF_SHARED,
     READ_OTHERWISE,
     REQUIRED,
@@ -32,6 +34,7 @@ from pdserve.models.recipe import (
     ExpertsRecipe,
     Fusion,
     LayerRecipe,
+    MlpBesideExperts,
     MlpRecipe,
     ModelRecipe,
     Rotary,
@@ -47,8 +50,15 @@ WIDE_SCALES = {"gemma2": 46, "gemma3": 62}
 """The layers of the Gemmas whose scores are scaled by the hidden channels of each head; no key says so."""
 GATE, UP = "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"
 """The names of what is one tensor in the checkpoints of some families, and two in files."""
-SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID, 3: Scoring.SOFTMAX_OF_CHOSEN}
+SCORINGS = {
+    Scoring.SOFTMAX: 1,
+    Scoring.SIGMOID: 2,
+    Scoring.SIGMOID_OF_CHOSEN: 2,
+    Scoring.SOFTMAX_OF_CHOSEN: 3,
+}
 """The values of ``expert_gating_func``."""
+UNNORMED_EXPERTS = 128
+"""A Llama 4 with so many experts, Maverick, does not normalise queries and keys; no key says so."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -67,6 +77,7 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
 
     Raises ModelError for an architecture, or a setting of one, that is not known to be computed exactly.
     """
+    given, file = file, _evened(file)
     family = check_keys(file)
     hidden, heads = file.own("embedding_length", int), file.own("attention.head_count", int)
     head_dim = _head_dim(file)
@@ -105,6 +116,7 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
         "original_max_position_embeddings": file.metadata.get(file.key("rope.scaling.original_context_length")),
         **_windows(file, names),
         **_by_tensors(file, family, hidden // heads),
+        **(_gemma4(given) if family == "gemma4_text" else {}),
     }
     try:
         settings = settings_from_values(family, {names[name]: value for name, value in values.items()})
@@ -114,9 +126,84 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
     return family, settings
 
 
+def _evened(file: GgufFile) -> GgufFile:
+    """Returns the file with one number for all layers where a Gemma 4 has those of single layers or kinds of layers.
+
+    The number is that of layers with a window. ``_gemma4`` reads the others.
+    """
+    if file.architecture != "gemma4":
+        return file
+    changed = dict(file.metadata)
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        if file.key(f"{key}_swa") in changed:
+            changed[file.key(key)] = changed[file.key(f"{key}_swa")]
+    heads = changed.get(file.key("attention.head_count_kv"))
+    if isinstance(heads, list) and len(heads) == len(windows := _pattern(file)) > 0:
+        changed[file.key("attention.head_count_kv")] = heads[windows.index(True) if True in windows else 0]
+    channels = changed.get(file.key("feed_forward_length"))
+    if isinstance(channels, list) and channels:
+        changed[file.key("feed_forward_length")] = channels[0]
+    return replace(file, metadata=changed)
+
+
+def _pattern(file: GgufFile) -> list[bool]:
+    """Returns for each layer whether it has a window. Raises ModelError if the file does not say it of each."""
+    pattern = file.own("attention.sliding_window_pattern", list)
+    if len(pattern) != layer_count(file):
+        raise ModelError(f"{file.key('attention.sliding_window_pattern')} of {file.path} is not of {layer_count(file)}")
+    return [bool(each) for each in pattern]
+
+
+def _gemma4(file: GgufFile) -> dict[str, Any]:
+    """Returns the settings of a Gemma 4 that its layers do not share. Raises ModelError."""
+    windows, layers = _pattern(file), layer_count(file)
+    shared = file.own("attention.shared_kv_layers", int, 0)
+    heads, channels = (file.metadata.get(file.key(key)) for key in ("attention.head_count_kv", "feed_forward_length"))
+    of_layer = heads if isinstance(heads, list) else [heads] * layers
+    width, dim = file.own("rope.dimension_count", int), file.own("attention.key_length", int)
+    of_windows = (file.own("attention.key_length_swa", int), file.own("rope.dimension_count_swa", int))
+    values = (file.own("attention.value_length", int), file.own("attention.value_length_swa", int))
+    if (
+        dim < 2
+        or width != dim
+        or of_windows[0] != of_windows[1]
+        or values != (dim, of_windows[0])
+        or len(of_layer) != layers
+    ):
+        raise ModelError(f"{file.path} has heads that are not supported")
+    if not 0 <= shared <= layers:
+        raise ModelError(f"{file.key('attention.shared_kv_layers')} of {file.path} is {shared}, of {layers} layers")
+    wide = isinstance(channels, list)
+    if isinstance(channels, list) and channels != [channels[0]] * (layers - shared) + [2 * channels[0]] * shared:
+        raise ModelError(f"{file.key('feed_forward_length')} of {file.path} is {channels}, which is not supported")
+    full = [index for index in range(layers) if not windows[index]]
+    divisors = _vector(file, ROTARY_DIVISORS)
+    turned = sum(each == 1.0 for each in divisors)
+    still = divisors[turned:]
+    if len(divisors) != dim // 2 or any(each != 1.0 for each in divisors[:turned]) or any(x < 1e20 for x in still):
+        raise ModelError(f"{ROTARY_DIVISORS} of {file.path} has numbers that are not supported")
+    embedding = file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "per_layer_config": {str(i): {"head_dim": dim, "num_key_value_heads": of_layer[i]} for i in full},
+        "attention_k_eq_v": bool(full) and f"blk.{full[0]}.attn_v.weight" not in file.tensors,
+        "use_double_wide_mlp": wide,
+        "enable_moe_block": file.own("expert_count", int, 0) > 0,
+        "vocab_size_per_layer_input": _vocabulary(file) if embedding is None else embedding.shape[0],
+        "rope_scaling": None,
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "proportional",
+                "partial_rotary_factor": turned / len(divisors),
+                "rope_theta": file.own("rope.freq_base", float),
+            },
+            SLIDING: {"rope_type": "default", "rope_theta": file.own("rope.freq_base_swa", float)},
+        },
+    }
+
+
 def check_keys(file: GgufFile) -> str:
     """Returns the file's family. Raises ModelError for a key that is missing, or that nothing would read."""
-    known = architecture_of(file)
+    known, file = architecture_of(file), _evened(file)
     family, experts = known.family, file.own("expert_count", int, 0) > 0
     if known.with_experts and experts:
         family = known.with_experts
@@ -142,8 +229,13 @@ def _own_keys(file: GgufFile) -> Iterator[str]:
 def _is_known(file: GgufFile, key: str, family: str) -> bool:
     """Returns whether a key is read, or says nothing that is not computed anyway."""
     names = _names_of(family)
+    if key == "attention.sliding_window" and family == "llama4_text":
+        # A file that switches chunks off means other layers without positions, too.
+        return False
     if key == "attention.sliding_window" and "sliding_window" not in names:
         return not 0 < file.own(key, int) < file.own("context_length", int)
+    if family == "gemma4_text" and key in OF_UNLIKE_HEADS:
+        return True
     if key == "rope.freq_base_swa" and file.metadata[file.key(key)] == file.metadata.get(file.key("rope.freq_base")):
         return True
     if key == "attention.sliding_window_pattern" and "layer_types" not in names:
@@ -209,6 +301,12 @@ def _by_tensors(file: GgufFile, family: str, channels: int) -> dict[str, Any]:
     if file.architecture in WIDE_SCALES:
         wide = layer_count(file) == WIDE_SCALES[file.architecture]
         return {"query_pre_attn_scalar": channels if wide else _head_dim(file)}
+    if family == "llama4_text":
+        return {
+            "intermediate_size": file.own("expert_feed_forward_length", int),
+            "intermediate_size_mlp": file.own("feed_forward_length", int),
+            "use_qk_norm": file.own("expert_count", int) != UNNORMED_EXPERTS,
+        }
     if family in ("cohere", "glm4_moe"):
         return {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
     return {}
@@ -267,7 +365,7 @@ def _vector(file: GgufFile, name: str) -> tuple[float, ...]:
 
 _EXPERT_CHECKS: dict[str, Callable[[ExpertsRecipe], object]] = {
     "expert_feed_forward_length": lambda part: part.expert.channels,
-    "expert_gating_func": lambda part: next(number for number, kind in SCORINGS.items() if kind is part.scoring),
+    "expert_gating_func": lambda part: SCORINGS[part.scoring],
     "expert_shared_feed_forward_length": lambda part: part.shared.channels if part.shared else 0,
     "expert_weights_norm": lambda part: part.normalised,
     "expert_weights_scale": lambda part: part.scale,
@@ -290,7 +388,8 @@ def _check_read(file: GgufFile, settings: FamilySettings) -> None:
             f"{file.path} has settings that are not supported: {file.key('attention.sliding_window')} {window}"
         )
     parts = (settings.feed_forward(index) for index in range(settings.num_hidden_layers))
-    experts = next((part for part in parts if isinstance(part, ExpertsRecipe)), None)
+    inner = (part.experts if isinstance(part, MlpBesideExperts) else part for part in parts)
+    experts = next((part for part in inner if isinstance(part, ExpertsRecipe)), None)
     for key, of_recipe in _EXPERT_CHECKS.items():
         found = file.metadata.get(file.key(key))
         if experts is None or found is None or found in _UNSAID.get(key, ()):
@@ -305,7 +404,8 @@ def _check_read(file: GgufFile, settings: FamilySettings) -> None:
 def gguf_recipe(file: GgufFile, settings: FamilySettings) -> ModelRecipe:
     """Returns the family's recipe with what the file says by its tensors. Raises ModelError."""
     recipe, known = settings.recipe(), architecture_of(file)
-    divisors = _vector(file, ROTARY_DIVISORS)
+    # Those of a Gemma 4 are settings of its family.
+    divisors = _vector(file, ROTARY_DIVISORS) if file.architecture != "gemma4" else ()
     layers = tuple(_layer(file, f"blk.{index}.", layer, divisors) for index, layer in enumerate(recipe.layers))
     if known.permuted and any(layer.attention and layer.attention.fused for layer in layers):
         raise ModelError(f"{file.path} has fused queries and keys, which a {file.architecture} never has")
@@ -318,8 +418,14 @@ def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float
         attention = _attention(file, block, attention, divisors)
     if isinstance(part, MlpRecipe):
         part = _mlp(file, block, part)
-    elif part is not None:
-        expert = replace(part.expert, fused="", gate=GATE, up=UP) if part.expert.fused else part.expert
+    elif isinstance(part, MlpBesideExperts):
+        experts = replace(part.experts, stacked=())
+        if f"{block}ffn_gate_up{PART_OF_EXPERTS}.weight" not in file.tensors:
+            experts = replace(experts, expert=replace(experts.expert, fused="", gate=GATE, up=UP))
+        part = replace(part, mlp=_mlp(file, block, part.mlp), experts=experts)
+    elif isinstance(part, ExpertsRecipe):
+        expert = replace(part.expert, transposed=False)
+        expert = replace(expert, fused="", gate=GATE, up=UP) if expert.fused else expert
         shared = None if part.shared is None else _mlp(file, block, part.shared, PART_OF_SHARED)
         part = replace(part, expert=expert, shared=shared, stacked=())
     return replace(layer, attention=attention, feed_forward=part)

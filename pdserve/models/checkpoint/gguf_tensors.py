@@ -16,11 +16,14 @@ from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.gguf_architectures import (
     ATTENTION,
+    BESIDE_EXPERTS,
     FEED_FORWARD,
     NORMS,
     OUTER,
     PART_OF_EXPERTS,
     PART_OF_SHARED,
+    PER_LAYER,
+    PER_LAYER_INPUT,
     Architecture,
 )
 from pdserve.models.checkpoint.gguf_file import GgufFile, GgufTensor, is_gguf, read_gguf
@@ -33,7 +36,7 @@ from pdserve.models.checkpoint.gguf_settings import (
     gguf_settings,
 )
 from pdserve.models.checkpoint.mapped_file import MappedFile
-from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, MlpRecipe, ModelRecipe
+from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, MlpBesideExperts, MlpRecipe, ModelRecipe
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 
 OF_POSITIONS = frozenset({ROTARY_DIVISORS, LONG_FACTORS, SHORT_FACTORS})
@@ -195,16 +198,22 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
     names = {part: getattr(recipe, name) for part, name in OUTER.items()}
     if recipe.positions is not None:
         names["position_embd"] = recipe.positions.name
+    if recipe.per_layer is not None:
+        names |= {part: getattr(recipe.per_layer, name) for part, name in PER_LAYER.items()}
+    whole: dict[str, str] = {}
     for index, layer in enumerate(recipe.layers):
-        own = _layer_names(layer, known)
-        names |= {f"blk.{index}.{part}": f"{recipe.layer_prefix}{index}.{name}" for part, name in own.items()}
+        block, prefix = f"blk.{index}.", f"{recipe.layer_prefix}{index}."
+        names |= {block + part: prefix + name for part, name in _layer_names(layer, known).items()}
+        whole |= {block + part: prefix + name for part, name in _whole_names(layer).items()}
     drafting = tuple(f"blk.{index}." for index in range(len(recipe.layers), file.own("block_count", int)))
     found: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
         if name in OF_POSITIONS or (drafting and name.startswith(drafting)):
             continue
         part, _, kind = name.rpartition(".")
-        if part.endswith(".exp_probs_b") and part in names:
+        if name in whole:
+            found[whole[name]] = tensor
+        elif part.endswith(".exp_probs_b") and part in names:
             shape = _correction_shape(recipe, part)
             found[names[part]] = replace(tensor, shape=shape) if prod(shape) == prod(tensor.shape) else tensor
         elif part.endswith(PART_OF_EXPERTS) and part in names and len(tensor.shape) == 3:
@@ -226,10 +235,15 @@ def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
         names |= {key: getattr(attention, name) for key, name in ATTENTION.items() if getattr(attention, name)}
     if attention is not None and attention.norms is not None:
         names |= {"attn_q_norm": attention.norms.query, "attn_k_norm": attention.norms.key}
-    if part is None:
-        return names
+    if layer.per_layer is not None:
+        names |= {key: getattr(layer.per_layer, name) for key, name in PER_LAYER_INPUT.items()}
     if isinstance(part, MlpRecipe):
         return names | _mlp_names(part)
+    if isinstance(part, MlpBesideExperts):
+        names |= _mlp_names(part.mlp) | {key: getattr(part, name) for key, name in BESIDE_EXPERTS.items()}
+        part = part.experts
+    if part is None:
+        return names
     names |= {"ffn_gate_inp": part.router, **_mlp_names(part.expert, PART_OF_EXPERTS)}
     if part.correction:
         names["exp_probs_b"] = part.correction
@@ -242,7 +256,18 @@ def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
 
 def _mlp_names(part: MlpRecipe, end: str = "") -> dict[str, str]:
     names = {key + end: getattr(part, name) for key, name in FEED_FORWARD.items() if getattr(part, name)}
-    return names | ({f"ffn_up{end}": part.fused} if part.fused else {})
+    # One tensor of all experts has a name of its own; that of a single part has the name of the second half.
+    fused = f"ffn_gate_up{end}" if end == PART_OF_EXPERTS else f"ffn_up{end}"
+    return names | ({fused: part.fused} if part.fused else {})
+
+
+def _whole_names(layer: LayerRecipe) -> dict[str, str]:
+    """Returns the recipe's names of a layer's tensors that have no ``.weight`` behind them, by the file's names."""
+    names = {"layer_output_scale.weight": layer.factor} if layer.factor else {}
+    if isinstance(layer.feed_forward, MlpBesideExperts):
+        names["ffn_gate_inp.scale"] = layer.feed_forward.router_weights
+        names["ffn_down_exps.scale"] = layer.feed_forward.experts.factors
+    return names
 
 
 def _correction_shape(recipe: ModelRecipe, name: str) -> tuple[int, ...]:

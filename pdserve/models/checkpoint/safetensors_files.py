@@ -10,6 +10,7 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.mapped_file import MappedFile
 from pdserve.models.checkpoint.model_files import INTEGER_FORMATS, PLAIN_FORMATS, weight_files
+from pdserve.models.checkpoint.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor, dequantised, mxfp4_pairs
 from pdserve.models.checkpoint.safetensors_header import StoredTensor, read_header
 from pdserve_kernels.contract import BlockWeight
 
@@ -46,17 +47,22 @@ class SafetensorsFiles:
             self._mapped.append(mapped)
             self._tensors |= tensors
             self._files |= dict.fromkeys(tensors, mapped)
+        self._mxfp4 = mxfp4_pairs(self._tensors)
 
     def names(self) -> Iterable[str]:
-        return self._tensors
+        parts = {stem + end for stem in self._mxfp4 for end in (BLOCKS, SCALES)}
+        return [*(name for name in self._tensors if name not in parts), *self._mxfp4]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``weights.TensorFiles``."""
-        return self._tensors[name].shape
+        return self._found(name).shape
 
     def nbytes(self, name: str) -> int:
         """See ``weights.TensorFiles``."""
-        return self._tensors[name].nbytes
+        return self._found(name).nbytes
+
+    def _found(self, name: str) -> StoredTensor | Mxfp4Tensor:
+        return self._mxfp4[name] if name in self._mxfp4 else self._tensors[name]
 
     def check_formats(self) -> None:
         """Refuses numbers of which nobody has said how they were quantised. Masks and counters are no weights."""
@@ -75,12 +81,23 @@ class SafetensorsFiles:
 
     def unstack(self, name: str, names: Iterable[str]) -> None:
         """See ``weights.TensorFiles``."""
+        if name in self._mxfp4:
+            both = self._mxfp4[name]
+            for index, each in enumerate(names):
+                part = self._mxfp4[each] = both.part(index)
+                for end, stored in ((BLOCKS, part.blocks), (SCALES, part.scales)):
+                    self._tensors[each + end], self._files[each + end] = stored, self._files[name + end]
+            return
         whole, mapped = self._tensors[name], self._files[name]
         for index, each in enumerate(names):
             self._tensors[each], self._files[each] = whole.part(index), mapped
 
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """See ``weights.TensorFiles``. What is not converted stays in the file until it is used."""
+        if name in self._mxfp4:
+            # What is stored is [out, in].
+            blocks, scales = (self._whole(name + end, self._tensors[name + end])[columns] for end in (BLOCKS, SCALES))
+            return dequantised(blocks, scales).t()[rows].to(dtype)
         stored = self._tensors[name]
         whole = self._whole(name, stored)
         if not stored.shape:

@@ -67,5 +67,13 @@ def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels, *, in_bloc
             return sum(part.stat().st_size for part in read_gguf(path).parts)
         numbers = sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
     else:
-        numbers = sum(math.prod(tensor.shape) for file in weight_files(path) for tensor in read_header(file).values())
+        numbers = sum(map(_numbers, weight_files(path)))
     return numbers * ITEM_BYTES[model.dtype]
+
+
+def _numbers(file: Path) -> int:
+    """Returns how many numbers the tensors of a safetensors file have. A byte of MXFP4 has two."""
+    return sum(
+        math.prod(tensor.shape) * (2 if name.endswith("_blocks") and tensor.form == "U8" else 1)
+        for name, tensor in read_header(file).items()
+    )

@@ -26,6 +26,7 @@ from pdserve.models.recipe import (
     MlpRecipe,
     ModelRecipe,
     Norm,
+    PartialScaling,
     Rotary,
     YarnScaling,
 )
@@ -106,12 +107,16 @@ class FamilySettings(msgspec.Struct, kw_only=True):
     """Whether ``partial_rotary_factor`` is honoured."""
     interleaved: ClassVar[bool] = False
     """Whether neighbouring channels are turned against each other."""
+    layers_differ: ClassVar[bool] = False
+    """Whether ``per_layer_config``, settings of single layers, is honoured."""
     three_axes: ClassVar[bool] = False
     """Whether positions have three axes. Those of text are equal, so that they turn heads as one would."""
     default_theta: ClassVar[float] = 10_000.0
     """The base of the frequencies if the file does not have it."""
     turned_part: ClassVar[float] = 1.0
     """The part of a head that is turned if the file does not say it."""
+    quantisations: ClassVar[frozenset[str]] = frozenset()
+    """The values of ``quant_method`` whose weights are read."""
 
     vocab_size: Count = 32_000
     hidden_size: Count = 4096
@@ -229,7 +234,7 @@ class FamilySettings(msgspec.Struct, kw_only=True):
             raise ModelError(f"{name} {given!r} is not supported; supported: {known}")
 
     def _check_shared(self) -> None:
-        if self.per_layer_config is not None:
+        if self.per_layer_config is not None and not self.layers_differ:
             raise ModelError("per_layer_config, settings of single layers, is not supported")
         if not self.is_causal:
             raise ModelError("is_causal has to be true: tokens that see later ones are not supported")
@@ -268,7 +273,7 @@ def rotary_of(
     """Returns the frequencies, with ``theta`` if ``given`` has none. Raises ModelError for an unsupported scaling."""
     kind = given.rope_type or given.type or "default"
     original = given.original_max_position_embeddings or max_positions
-    scaling: LinearScaling | YarnScaling | Llama3Scaling | LongScaling | None
+    scaling: LinearScaling | YarnScaling | Llama3Scaling | LongScaling | PartialScaling | None
     match kind:
         case "default":
             scaling = None
@@ -296,6 +301,9 @@ def rotary_of(
                 high_freq_factor=_needed(given.high_freq_factor, "high_freq_factor", kind),
                 original_positions=original,
             )
+        case "proportional":
+            part = 1.0 if given.partial_rotary_factor is None else given.partial_rotary_factor
+            scaling = PartialScaling(part, 1.0 if given.factor is None else _needed(given.factor, "factor", kind))
         case "longrope" | "su":
             if given.short_factor is None or given.long_factor is None:
                 raise ModelError(f"rotary scaling {kind!r} needs short_factor and long_factor")
@@ -305,6 +313,8 @@ def rotary_of(
             scaling = LongScaling(tuple(given.short_factor), tuple(given.long_factor), original, factor)
         case _:
             raise ModelError(f"rotary scaling {kind!r} is not supported")
+    # A scaling that leaves some channels as they are says itself which.
+    width = None if isinstance(scaling, PartialScaling) else width
     return Rotary(theta if given.rope_theta is None else given.rope_theta, scaling, (), width, interleaved)
 
 

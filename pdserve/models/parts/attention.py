@@ -7,12 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import Rows
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
-from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, NormKind, NormScope
+from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, Norm, NormKind, NormScope
 from pdserve.models.tp.shares import kv_share, share, spread
 from pdserve_kernels.contract import Attention, HeadNorms
 
@@ -20,36 +19,37 @@ QUERY, KEY, VALUE = range(3)
 
 
 class SelfAttention:
-    """The attention of layer ``index``."""
+    """The attention of the layer that is ``index`` of its cache group."""
 
     def __init__(
         self, config: FamilyConfig, building: Building, recipe: AttentionRecipe, prefix: str, index: int
     ) -> None:
         """Takes the layer's tensors, whose names begin with ``prefix``."""
-        if recipe.kv_from is not None:
-            raise ModelError(f"{prefix.rstrip('.')} attends to another layer's keys and values, which is not supported")
         tp, config = building.tp, config.of_layer(recipe)
-        self._index, self._window, self._kernels = index, recipe.window, building.kernels
+        self._index, self._kernels = index, building.kernels
+        self._window, self._chunked = recipe.window, recipe.chunked
         self._head_dim = config.head_dim
         heads = share(tp, config.heads, "attention heads")
         kv_heads = kv_share(tp, config.heads, config.kv_heads)
         self._kv_heads = kv_heads.stop - kv_heads.start
         self._order = channel_order(recipe.rotary, config.head_dim)
+        assert recipe.value or self._order is None, "values that are keys have the order of the checkpoint"
         parts = _projections(config, recipe, prefix, heads, kv_heads, self._order)
         self._qkv = column_parallel(building, config.hidden_size, parts)
-        shape = (config.hidden_size, config.heads * config.head_dim)
+        whole = (config.hidden_size, config.heads * config.head_dim)
         columns, biased = spread(heads, config.head_dim), recipe.out in recipe.biased
         self._out = RowParallel(
-            building, prefix + recipe.out, shape, columns, biased=biased, transposed=recipe.transposed
+            building, prefix + recipe.out, whole, columns, biased=biased, transposed=recipe.transposed
         )
+        self._sinks: torch.Tensor | None = None
+        if recipe.sinks:
+            self._sinks = building.checkpoint.take(prefix + recipe.sinks, (config.heads,), rows=heads).float()
         self._norms: HeadNorms | None = None
-        self._apart: _NormsApart | None = None
-        norms = recipe.norms
-        if norms is not None:
-            if recipe.norms_apart:
-                self._apart = _NormsApart(config, building, norms, prefix, self._order)
-            else:
-                self._norms = self._head_norms(building, norms, prefix)
+        self._apart: _StepsApart | None = None
+        if recipe.norms_apart:
+            self._apart = _StepsApart(config, building, recipe, prefix, self._order)
+        elif recipe.norms is not None:
+            self._norms = self._head_norms(building, recipe.norms, prefix)
 
     def __call__(self, x: torch.Tensor, tables: PositionTables, attention: Attention) -> torch.Tensor:
         """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
@@ -59,26 +59,51 @@ class SelfAttention:
             if tables.query_scale is not None:
                 # What is rotated later is turned by the same angle whatever its length.
                 qkv[:, : qkv.shape[1] - 2 * self._kv_heads] *= tables.query_scale
-            attended = attention.from_projection(self._index, qkv, tables.cos, tables.sin, self._norms, self._window)
+            attended = attention.from_projection(
+                self._index,
+                qkv,
+                tables.cos,
+                tables.sin,
+                self._norms,
+                self._window,
+                chunked=self._chunked,
+                sinks=self._sinks,
+            )
         else:
             attended = self._attended(qkv, tables, attention, self._apart)
         return self._out(attended.reshape(tokens, -1))
 
     def _attended(
-        self, qkv: torch.Tensor, tables: PositionTables, attention: Attention, norms: _NormsApart
+        self, qkv: torch.Tensor, tables: PositionTables, attention: Attention, steps: _StepsApart
     ) -> torch.Tensor:
-        """Computes attention with norms that no kernel has in one with the rotation."""
-        sizes = [qkv.shape[1] - 2 * self._kv_heads, self._kv_heads, self._kv_heads]
-        query, key, value = torch.split(qkv, sizes, 1)
-        if not norms.after_rotary:
-            query, key = norms(query, key)
-        rotated = self._kernels.rotary(torch.cat((query, key), 1), tables.cos, tables.sin)
-        query, key = torch.split(rotated, sizes[:2], 1)
-        if norms.after_rotary:
-            query, key = norms(query, key)
+        """Computes attention with steps that no kernel has in one with the rotation."""
+        query, key, value = self._parted(qkv, steps)
+        if not steps.after_rotary:
+            query, key = steps.query(query), key if key is None else steps.key(key)
+        turned = query if key is None else torch.cat((query, key), 1)
+        rotated = self._kernels.rotary(turned, tables.cos, tables.sin)
+        query, key = rotated[:, : query.shape[1]], key if key is None else rotated[:, query.shape[1] :]
+        if steps.after_rotary:
+            query, key = steps.query(query), key if key is None else steps.key(key)
         if tables.query_scale is not None:
             query = query * tables.query_scale
-        return attention(self._index, query.contiguous(), torch.stack((key, value)), self._window)
+        key_value = None if key is None or value is None else torch.stack((key, steps.value(value)))
+        return attention(
+            self._index, query.contiguous(), key_value, self._window, chunked=self._chunked, sinks=self._sinks
+        )
+
+    def _parted(
+        self, qkv: torch.Tensor, steps: _StepsApart
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Returns queries, keys and values; None for those of another layer."""
+        if steps.reads:
+            return qkv, None, None
+        kv = self._kv_heads
+        if steps.one:
+            query, key = torch.split(qkv, [qkv.shape[1] - kv, kv], 1)
+            return query, key, key
+        query, key, value = torch.split(qkv, [qkv.shape[1] - 2 * kv, kv, kv], 1)
+        return query, key, value
 
     def _head_norms(self, building: Building, norms: HeadNorm, prefix: str) -> HeadNorms:
         def weight(name: str) -> torch.Tensor:
@@ -88,27 +113,49 @@ class SelfAttention:
         return HeadNorms(weight(norms.query), weight(norms.key), norms.norm.eps)
 
 
-class _NormsApart:
-    """Normalises queries and keys, ``[tokens, heads, head_dim]``, by operations of their own."""
+HeadStep = Callable[[torch.Tensor], torch.Tensor]
+"""Maps ``[tokens, heads, head_dim]`` to the same shape."""
+
+
+class _StepsApart:
+    """What normalises queries, keys and values by operations of their own."""
 
     def __init__(
-        self, config: FamilyConfig, building: Building, norms: HeadNorm, prefix: str, order: tuple[int, ...] | None
+        self,
+        config: FamilyConfig,
+        building: Building,
+        recipe: AttentionRecipe,
+        prefix: str,
+        order: tuple[int, ...] | None,
     ) -> None:
-        self.after_rotary = norms.after_rotary
-        tp = building.tp
+        self.reads, self.one = recipe.kv_from is not None, not recipe.value
+        """Whether there are queries alone, and whether values are the keys."""
+        norms, tp = recipe.norms, building.tp
+        self.after_rotary = norms is not None and norms.after_rotary
+        self.query: HeadStep = _as_it_is
+        self.key: HeadStep = _as_it_is
+        self.value: HeadStep = (
+            _as_it_is if recipe.value_norm is None else _plain_norm(recipe.value_norm, config.head_dim)
+        )
+        if norms is None:
+            return
         heads = share(tp, config.heads, "attention heads")
-        kv_heads = kv_share(tp, config.heads, config.kv_heads)
-        # Ranks that hold the same key head would count it several times.
-        copies = max(1, tp.size // config.kv_heads)
-        self._query = _norm_apart(
-            building, norms, f"{prefix}{norms.query}", (config.heads, config.head_dim), heads, order
-        )
-        self._key = _norm_apart(
-            building, norms, f"{prefix}{norms.key}", (config.kv_heads, config.head_dim), kv_heads, order, copies
-        )
+        name = f"{prefix}{norms.query}"
+        self.query = _norm_apart(building, norms, name, (config.heads, config.head_dim), heads, order)
+        if not self.reads:
+            kv_heads = kv_share(tp, config.heads, config.kv_heads)
+            # Ranks that hold the same key head would count it several times.
+            copies = max(1, tp.size // config.kv_heads)
+            name = f"{prefix}{norms.key}"
+            self.key = _norm_apart(building, norms, name, (config.kv_heads, config.head_dim), kv_heads, order, copies)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._query(query), self._key(key)
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _plain_norm(norm: Norm, head_dim: int) -> HeadStep:
+    return lambda x: F.rms_norm(x, (head_dim,), None, norm.eps)
 
 
 def _norm_apart(
@@ -119,7 +166,7 @@ def _norm_apart(
     mine: slice,
     order: tuple[int, ...] | None,
     copies: int = 1,
-) -> Callable[[torch.Tensor], torch.Tensor]:
+) -> HeadStep:
     """Returns the normalisation of this rank's heads, of all those of ``shape``, ``(heads, head_dim)``."""
     checkpoint, norm, (heads, head_dim) = building.checkpoint, norms.norm, shape
     stored = {NormScope.HEAD: (head_dim,), NormScope.EACH_HEAD: shape, NormScope.ALL: (heads * head_dim,)}[norms.scope]
@@ -186,6 +233,8 @@ def _projections(
     counts = (config.heads, config.kv_heads, config.kv_heads)
     found = []
     for part, (name, range_of, count) in enumerate(zip(names, mine, counts, strict=True)):
+        if not name or (part != QUERY and recipe.kv_from is not None):
+            continue
         wanted = spread(range_of, dim)
         if order is not None and part != VALUE:
             wanted = tuple(head * dim + channel for head in range(range_of.start, range_of.stop) for channel in order)

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.models.parts.feed_forward import Mlp, activation_of, inner_projections
+from pdserve.models.parts.norms import LoadedNorm, RmsNorm, load_norm
 from pdserve.models.parts.projections import Building, column_parallel
-from pdserve.models.recipe import ExpertsRecipe, MlpRecipe, Scoring
+from pdserve.models.recipe import ExpertsRecipe, MlpBesideExperts, MlpRecipe, Norm, Scoring
 from pdserve.models.tp.shares import share
 from pdserve_kernels.contract import Linear
 
@@ -30,12 +31,14 @@ class Experts:
         checkpoint = building.checkpoint
         self._recipe, self._tp = recipe, building.tp
         router = checkpoint.take(f"{prefix}{recipe.router}.weight", (recipe.count, hidden_size))
-        self._router = _Precise(router.float()) if recipe.precise_router else building.kernels.linear(router)
+        bias = checkpoint.take(f"{prefix}{recipe.router}.bias", (recipe.count,)) if recipe.router_biased else None
+        self._router = _Precise(router.float()) if recipe.precise_router else building.kernels.linear(router, bias)
         self._correction = (
             checkpoint.take(f"{prefix}{recipe.correction}", recipe.correction_shape or (recipe.count,))
             if recipe.correction
             else None
         )
+        self._factors = checkpoint.take(f"{prefix}{recipe.factors}", (recipe.count,)) if recipe.factors else None
         for whole, each in recipe.stacked:
             checkpoint.unstack(prefix + whole, prefix + each, recipe.count)
         expert = recipe.expert
@@ -53,9 +56,9 @@ class Experts:
             gate = checkpoint.take(f"{prefix}{recipe.shared_gate}.weight", (1, hidden_size))
             self._shared_gate = building.kernels.linear(gate)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps ``[tokens, hidden_size]`` to the same shape."""
-        weights, experts = self._route(x)
+    def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """Maps ``[tokens, hidden_size]`` to the same shape. ``routed`` is what the router is given if not ``x``."""
+        weights, experts = self._route(x if routed is None else routed)
         order = experts.flatten().argsort(stable=True)
         tokens, weights = order // self._recipe.chosen, weights.flatten()[order].unsqueeze(1)
         chosen = experts.flatten()
@@ -64,8 +67,11 @@ class Experts:
         for expert, count in zip(self._experts, self._tp.read(counts), strict=True):
             if count:
                 group = slice(first, first + count)
-                inner = self._activate(expert.inner(x[tokens[group]]))
-                out.index_add_(0, tokens[group], expert.down(inner) * weights[group])
+                if self._recipe.weighs_inputs:
+                    result = expert.down(self._activate(expert.inner(x[tokens[group]] * weights[group])))
+                else:
+                    result = expert.down(self._activate(expert.inner(x[tokens[group]]))) * weights[group]
+                out.index_add_(0, tokens[group], result)
                 first += count
         out = self._tp.all_reduce(out)
         if self._shared is None:
@@ -79,7 +85,7 @@ class Experts:
         match recipe.scoring:
             case Scoring.SOFTMAX:
                 scores = logits.softmax(-1, dtype=torch.float32)
-            case Scoring.SOFTMAX_OF_CHOSEN:
+            case Scoring.SOFTMAX_OF_CHOSEN | Scoring.SIGMOID_OF_CHOSEN:
                 scores = logits.float()
             case Scoring.SIGMOID:
                 scores = logits.float().sigmoid()
@@ -90,10 +96,14 @@ class Experts:
             weights = scores.gather(-1, experts)
         if recipe.scoring is Scoring.SOFTMAX_OF_CHOSEN:
             weights = weights.softmax(-1)
+        if recipe.scoring is Scoring.SIGMOID_OF_CHOSEN:
+            weights = weights.sigmoid()
         if recipe.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + recipe.smallest_sum)
         if recipe.scale != 1.0:
             weights = weights * recipe.scale
+        if self._factors is not None:
+            weights = weights * self._factors[experts]
         return weights.to(x.dtype), experts
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
@@ -105,6 +115,28 @@ class Experts:
             barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
             scores = grouped.masked_fill(barred.unsqueeze(-1), float("-inf")).flatten(1)
         return scores.topk(recipe.chosen, -1).indices
+
+
+class BesideExperts:
+    """A feed-forward part and experts, each with its norms, whose results are added."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: MlpBesideExperts, norm: Norm, prefix: str) -> None:
+        """Takes the tensors whose names begin with ``prefix``."""
+
+        def loaded(name: str) -> LoadedNorm:
+            return load_norm(building, norm, prefix + name, hidden_size)
+
+        self._before_mlp, self._after_mlp = loaded(recipe.before_mlp), loaded(recipe.after_mlp)
+        self._before_experts, self._after_experts = loaded(recipe.before_experts), loaded(recipe.after_experts)
+        self._mlp = Mlp(hidden_size, building, recipe.mlp, prefix)
+        self._experts = Experts(hidden_size, building, recipe.experts, prefix)
+        weights = building.checkpoint.take(f"{prefix}{recipe.router_weights}", (hidden_size,))
+        self._before_router = RmsNorm(building.kernels, weights * recipe.router_scale, norm.eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps the residual, ``[tokens, hidden_size]``, to the same shape."""
+        own = self._after_mlp(self._mlp(self._before_mlp(x)))
+        return own + self._after_experts(self._experts(self._before_experts(x), self._before_router(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +163,11 @@ def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str
     shape = (hidden_size, recipe.channels)
     name, turned = f"{prefix}{recipe.down}.weight", recipe.transposed
     down = building.weight(name, shape, columns=mine, transposed=turned)
+    bias = None
+    if recipe.down in recipe.biased:
+        bias = building.checkpoint.take(f"{prefix}{recipe.down}.bias", (hidden_size,))
     return Expert(
         inner=column_parallel(building, hidden_size, inner_projections(recipe, prefix, mine)),
-        # The sum over the ranks is taken once a layer, not once an expert.
-        down=building.linear(down),
+        # The sum over the ranks is taken once a layer, not once an expert. Only rank 0 has the bias in it.
+        down=building.linear(down, bias if building.tp.rank == 0 else None),
     )

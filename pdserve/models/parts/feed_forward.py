@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from pdserve.models.checkpoint.weights import Rows
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
-from pdserve.models.recipe import Activation, MlpRecipe
+from pdserve.models.recipe import CLAMPED_AT, CLAMPED_SLOPE, Activation, MlpRecipe
 from pdserve.models.tp.shares import share
 from pdserve_kernels.contract import Kernels
 
@@ -44,13 +44,17 @@ def inner_projections(recipe: MlpRecipe, prefix: str, mine: slice) -> Sequence[P
         names = (recipe.gate, recipe.up) if recipe.gate else (recipe.up,)
         return [Projection(prefix + name, channels, mine, name in recipe.biased, recipe.transposed) for name in names]
     rows: Rows = slice(0, 2 * channels)
-    if mine.stop - mine.start != channels:
+    if recipe.interleaved:
+        rows = (*range(2 * mine.start, 2 * mine.stop, 2), *range(2 * mine.start + 1, 2 * mine.stop, 2))
+    elif mine.stop - mine.start != channels:
         rows = (*range(mine.start, mine.stop), *range(channels + mine.start, channels + mine.stop))
     return [Projection(prefix + recipe.fused, 2 * channels, rows, recipe.fused in recipe.biased, recipe.transposed)]
 
 
 def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns what maps the outputs of ``inner_projections`` to the inputs of the last product."""
+    if recipe.activation is Activation.CLAMPED_SILU:
+        return _clamped_silu
     alone = _ALONE[recipe.activation]
     if not recipe.gate and not recipe.fused:
         return alone
@@ -80,6 +84,12 @@ class _Xielu:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         negative = (torch.expm1(torch.minimum(x, self._least)) - x) * self._below + self._beta * x
         return torch.where(x > 0, self._above * x * x + self._beta * x, negative)
+
+
+def _clamped_silu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=CLAMPED_AT), up.clamp(-CLAMPED_AT, CLAMPED_AT)
+    return (up + 1) * (gate * torch.sigmoid(gate * CLAMPED_SLOPE))
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pdserve.models.recipe import LinearScaling, Llama3Scaling, LongScaling, QueryScale, Rotary, YarnScaling
+from pdserve.models.recipe import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    PartialScaling,
+    QueryScale,
+    Rotary,
+    YarnScaling,
+)
 
 
 class PositionTables(NamedTuple):
@@ -34,9 +42,9 @@ def query_scales(
     scale: QueryScale | None, positions: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
     """Returns what queries at each position are multiplied by, ``[positions, 1, 1]``, or None if it is 1 for all."""
-    if scale is None or positions <= scale.step:
+    if scale is None or positions + scale.first <= scale.step:
         return None
-    steps = torch.floor(torch.arange(positions, dtype=torch.float32) / scale.step)
+    steps = torch.floor((torch.arange(positions, dtype=torch.float32) + scale.first) / scale.step)
     return (1 + scale.beta * torch.log(1 + steps)).to(device, dtype).view(-1, 1, 1)
 
 
@@ -95,6 +103,9 @@ def frequencies(rotary: Rotary, head_dim: int, positions: int = 0) -> tuple[torc
             return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * periods), scaling.attention_factor
         case Llama3Scaling() as scaling:
             return _llama3(scaling, plain), 1.0
+        case PartialScaling(part, factor):
+            turned = int(part * width // 2)
+            return F.pad(plain[:turned], (0, len(plain) - turned)) / factor, 1.0
         case YarnScaling() as scaling:
             return _yarn(scaling, rotary.theta, periods, plain), _yarn_factor(scaling)
 

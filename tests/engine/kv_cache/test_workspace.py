@@ -28,7 +28,7 @@ from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import build_decoder
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
-from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpRecipe
+from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpBesideExperts, MlpRecipe
 from pdserve.models.step_cache import StepCache
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.contract import Linear, UnreadWeight
@@ -58,6 +58,8 @@ class AnyCheckpoint:
     def take_unread(self, name: str, *part: Any, **named: Any) -> UnreadWeight:
         weight = self.take(name, *part, **named)
         return UnreadWeight(name, (weight.shape[0], weight.shape[1]), BF16, lambda: weight)
+
+    take_transposed = take_unread
 
     def unwrap(self, renamed: object, outside: tuple[str, ...], ends: tuple[str, ...]) -> None: ...
 
@@ -112,11 +114,11 @@ class GpuMemory:
 
     gelu_and_mul = silu_and_mul
 
-    def from_projection(self, layer: int, qkv: torch.Tensor, *others: Any) -> torch.Tensor:
+    def from_projection(self, layer: int, qkv: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         query = torch.empty_like(qkv[:, : self._heads])
         return torch.empty_like(query)
 
-    def __call__(self, layer: int, query: torch.Tensor, kv: torch.Tensor, window: int | None) -> torch.Tensor:
+    def __call__(self, layer: int, query: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         return torch.empty_like(query)
 
 
@@ -132,15 +134,22 @@ def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
     def widened(part: FeedForwardRecipe) -> FeedForwardRecipe:
         if isinstance(part, MlpRecipe):
             return replace(part, channels=config.intermediate_size)
+        if isinstance(part, MlpBesideExperts):
+            mlp, inner = widened(part.mlp), widened(part.experts)
+            assert isinstance(mlp, MlpRecipe)
+            assert isinstance(inner, ExpertsRecipe)
+            return replace(part, mlp=mlp, experts=inner)
         own = None if part.shared is None else replace(part.shared, channels=shared)
         return replace(part, count=128, chosen=8, expert=replace(part.expert, channels=experts), shared=own)
 
     # A layer without experts may be wider than those with some.
-    kind = MlpRecipe if config.experts is None else ExpertsRecipe
+    kind = MlpRecipe if config.experts is None else (ExpertsRecipe, MlpBesideExperts)
     of_kind = [(layer, part) for layer in config.recipe.layers if isinstance(part := layer.feed_forward, kind)]
     layers = [replace(layer, feed_forward=widened(part)) for layer, part in of_kind]
-    windows = config.windows[: len(layers)]
-    return replace(config, num_layers=len(layers), windows=windows, recipe=replace(config.recipe, layers=tuple(layers)))
+    windows, inputs = config.windows[: len(layers)], config.recipe.per_layer
+    inputs = None if inputs is None else replace(inputs, rows=config.vocab_size, channels=256)
+    recipe = replace(config.recipe, layers=tuple(layers), per_layer=inputs)
+    return replace(config, num_layers=len(layers), windows=windows, recipe=recipe)
 
 
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -175,6 +184,18 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoe-shared",
         {"hidden_size": 1536, "intermediate_size": 512, "heads": 24, "kv_heads": 8, "head_dim": 64},
     ),
+    "weighed inputs": (
+        "llama4",
+        {"hidden_size": 5120, "intermediate_size": 8192, "heads": 40, "kv_heads": 8, "head_dim": 128},
+    ),
+    "inputs of layers": (
+        "gemma4-shared",
+        {"hidden_size": 1536, "intermediate_size": 6144, "heads": 8, "kv_heads": 2, "head_dim": 256},
+    ),
+    "experts beside": (
+        "gemma4-experts",
+        {"hidden_size": 2816, "intermediate_size": 2112, "heads": 16, "kv_heads": 8, "head_dim": 256},
+    ),
     "norms of all heads": (
         "olmo2",
         {"hidden_size": 5120, "intermediate_size": 5120, "heads": 40, "kv_heads": 40, "head_dim": 128},
@@ -196,7 +217,12 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 4544, "intermediate_size": 18_176, "heads": 71, "kv_heads": 1, "head_dim": 64},
     ),
 }
-EXPERTS = {"shared expert 20k": (2560, 20_480), "groups 110B": (1408, 1408), "narrow experts": (512, 1024)}
+EXPERTS = {
+    "shared expert 20k": (2560, 20_480),
+    "groups 110B": (1408, 1408),
+    "narrow experts": (512, 1024),
+    "weighed inputs": (8192, 8192),
+}
 """The channels of one expert and of the shared one, if they are not (768, 0)."""
 SPLIT = [(size, ranks) for size in sorted(SIZES) for ranks in (1, 2) if ranks == 1 or size != "parallel"]
 """Sizes and ranks over which their heads can be split."""

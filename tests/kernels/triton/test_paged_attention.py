@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ class Step:
     window: int | None
     layer: int
     cap: float | None = None
+    chunked: bool = False
+    sunk: bool = False
 
 
 @st.composite
@@ -57,13 +60,20 @@ def steps(draw: st.DrawFn) -> Step:
         window=draw(st.none() | st.integers(1, 80)),
         layer=draw(st.integers(0, 1)),
         cap=draw(st.sampled_from([None, None, 0.7, 30.0])),
+        chunked=draw(st.booleans()),
+        sunk=draw(st.booleans()),
     )
 
 
 def step(
-    rows: list[tuple[int, int]], block_size: int = 16, window: int | None = None, cap: float | None = None
+    rows: list[tuple[int, int]],
+    block_size: int = 16,
+    window: int | None = None,
+    cap: float | None = None,
+    chunked: bool = False,
+    sunk: bool = False,
 ) -> Step:
-    return Step(KvLayout(1, 2, block_size, 16, torch.float32), 2, rows, window, 1, cap)
+    return Step(KvLayout(1, 2, block_size, 16, torch.float32), 2, rows, window, 1, cap, chunked, sunk)
 
 
 def check(case: Step, seed: int, processors: int) -> None:
@@ -100,7 +110,12 @@ def check(case: Step, seed: int, processors: int) -> None:
     moved[spoilt] = float("nan")
     scale = layout.head_dim**-0.5
     attend = TritonKernels(processors).plan_attention(layout, moved, held, heads, scale, case.cap)
-    got = attend(case.layer, query.to(DEVICE)[:, :heads], key_value.to(DEVICE), case.window)
+    queries = query.to(DEVICE)[:, :heads]
+    sinks = torch.randn(heads) * 4 if case.sunk else None
+    more: dict[str, Any] = {"chunked": case.chunked, "sinks": None if sinks is None else sinks.to(DEVICE)}
+    got = attend(case.layer, queries, key_value.to(DEVICE), case.window, **more)
+    # What is stored already need not be given again.
+    assert torch.equal(attend(case.layer, queries, None, case.window, **more), got)
 
     wanted, at = [], 0
     for row in rows:
@@ -116,7 +131,17 @@ def check(case: Step, seed: int, processors: int) -> None:
         clean = cache.nan_to_num(0.0)
         wanted.append(
             reference.paged_attention(
-                query[mine, :heads], clean, layout, case.layer, blocks, row.context_len, scale, case.window, case.cap
+                query[mine, :heads],
+                clean,
+                layout,
+                case.layer,
+                blocks,
+                row.context_len,
+                scale,
+                case.window,
+                case.cap,
+                chunked=case.chunked,
+                sinks=sinks,
             )
         )
         at += row.new_tokens
@@ -131,6 +156,9 @@ def check(case: Step, seed: int, processors: int) -> None:
 @example(step([(1, 64), (1, 16), (64, 64)]), 0)
 @example(step([(1, 150)], window=1), 0)
 @example(step([(40, 110)], window=1), 0)
+@example(step([(1, 64), (1, 65), (1, 150), (40, 110)], window=32, chunked=True), 0)
+@example(step([(1, 64), (1, 65), (1, 150), (40, 110)], window=32, sunk=True), 0)
+@example(step([(1, 150)], sunk=True), 0)
 @example(step([(129, 129)], block_size=64), 0)
 @example(step([(1, 150), (40, 110)], cap=0.5), 0)
 def test_a_step(case: Step, seed: int) -> None:
@@ -153,7 +181,8 @@ def test_a_gpu_for_which_the_usual_tiles_are_too_large(monkeypatch: pytest.Monke
     monkeypatch.setattr(paged_attention, "tiles_to_try", too_large)
     monkeypatch.setattr(paged_attention, "_fitting", {})
     check(step([(1, 700), (1, 3), (40, 110), (2, 33)], window=window), seed=1, processors=2)
-    assert len(launched) == 2
+    # The two kernels, each for keys that are stored first and for those that are there.
+    assert len(launched) == 4
     assert min(launched) > LEAST_TILE
 
 

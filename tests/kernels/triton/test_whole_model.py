@@ -16,6 +16,7 @@ from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.triton.device import DEVICE
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.rerun_graph import RerunGraphs
+from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 64, 128
@@ -26,6 +27,10 @@ def make_runners(folder: Path) -> tuple[ModelRunner, ModelRunner]:
     config = read_decoder_config(folder)
     shape = (folder, config, Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
     return GroupedRunner(*shape, KERNELS, device=DEVICE), GroupedRunner(*shape, TorchKernels())
+
+
+def save(family: str, folder: Path) -> Path:
+    return save_tiny(family, folder) if family in CASES else save_tiny_model(family, folder)
 
 
 def check(rows: list[StepRow], runner: ModelRunner, peer: ModelRunner) -> None:
@@ -42,9 +47,9 @@ def prompts_and_tables() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [order[:20], order[20:24], order[24:28]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phimoe", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phimoe", "gemma3", "gemma4-shared", "llama4"])
 def test_chunks_mixed_steps_and_decode_steps(family: str, tmp_path: Path) -> None:
-    runner, peer = make_runners(save_tiny_model(family, tmp_path))
+    runner, peer = make_runners(save(family, tmp_path))
     (long, short, other), tables = prompts_and_tables()
     check([StepRow(long[:30], 0, tables[0], False), StepRow(short, 0, tables[1], True)], runner, peer)
     check([StepRow([7], 5, tables[1], True), StepRow(long[30:], 30, tables[0], True)], runner, peer)
@@ -69,9 +74,9 @@ def test_tokens_replayed_in_one_step(captured: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(runner.kv_cache.cpu(), peer.kv_cache, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4-shared"])
 def test_captured_decode_steps(family: str, tmp_path: Path) -> None:
-    runner, peer = make_runners(save_tiny_model(family, tmp_path))
+    runner, peer = make_runners(save(family, tmp_path))
     prompts, tables = prompts_and_tables()
     check([StepRow(prompt, 0, table, True) for prompt, table in zip(prompts, tables, strict=True)], runner, peer)
     rerun = RerunGraphs()

@@ -20,14 +20,16 @@ struct Step {
 
 // The tokens of one layer. Query, key and value of a token lie their stride in elements before the next token's.
 struct Tokens {
-  const void *query, *key, *value;
+  const void *query, *key, *value;    // key and value are null if those of the cache are there already
   int64_t query_stride, key_stride;
   const void *cos, *sin;              // [tokens, head_dim / 2]; null if nothing is rotated
   const void *query_norm, *key_norm;  // [head_dim]; null if nothing is normalised
   float eps;
   int32_t layer;
-  int64_t window;  // 0 if there is none
-  void* out;       // [tokens, heads, head_dim]
+  int64_t window;      // 0 if there is none
+  int64_t chunked;     // 1 if contexts are cut every `window` tokens, and none sees what is before the last cut
+  const float* sinks;  // [heads], the scores of one more key without a value; null if there is none
+  void* out;           // [tokens, heads, head_dim]
 };
 
 struct Row {
@@ -47,7 +49,8 @@ T* tile_of(const Step& step, long block, long kv_head, long layer) {
 }
 
 inline long first_visible(const Tokens& tokens, long position) {
-  return tokens.window && position >= tokens.window ? position - tokens.window + 1 : 0;
+  if (!tokens.window || position < tokens.window) return 0;
+  return tokens.chunked ? position - position % tokens.window : position - tokens.window + 1;
 }
 
 // Bounds the scores in [from, to), of whole vectors, which are not scaled yet. Hidden ones, -INFINITY, stay hidden.

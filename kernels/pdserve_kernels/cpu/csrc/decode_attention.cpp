@@ -316,13 +316,14 @@ void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query
       const long kv_head = head / group, g = head % group;
       const auto result = [&](long p) { return partial + (p * step.kv_heads + kv_head) * size; };
       const long tops = group * nv * kLanes;
-      float top = -INFINITY, total = 0;
+      float top = tokens.sinks ? tokens.sinks[head] : -INFINITY, total = 0;
       for (long p = first_part[i]; p < first_part[i + 1]; p++) {
         const float one = result(p)[tops + g];
         // NaN passes this comparison, so that it shows in the result.
         top = one <= top ? top : one;
       }
       T* out = (T*)tokens.out + (row_of(step, i).first_token * step.heads + head) * dim;
+      if (tokens.sinks) total = std::exp(tokens.sinks[head] - top);
       for (long p = first_part[i]; p < first_part[i + 1]; p++) {
         total += result(p)[tops + group + g] * std::exp(result(p)[tops + g] - top);
       }

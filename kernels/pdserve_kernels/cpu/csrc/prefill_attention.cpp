@@ -97,16 +97,19 @@ void lay_out(const Step& step, const Row& row, long layer, long kv_head, long lo
   }
 }
 
-// Turns scores into weights, which are zero outside [from, to). Returns the sum of the weights.
+// Turns scores into weights, which are zero outside [from, to). Returns the sum of the weights and of the sink's, if there
+// is one.
 template <class E>
-float soften(const Step& step, float* scores, long from, long to, long length, E* weights) {
+float soften(const Step& step, float* scores, long from, long to, long length, E* weights, const float* sink) {
   for (long i = 0; i < from; i++) scores[i] = -INFINITY;
   for (long i = to; i < length; i++) scores[i] = -INFINITY;
   const long begin = from / kLanes * kLanes;
   if (step.cap) bound(step, scores, begin, to);
   Lanes best = load(scores + begin);
   for (long i = begin + kLanes; i < to; i += kLanes) best = greater(best, load(scores + i));
-  const float top = maximum(best) * step.scale;
+  float top = maximum(best) * step.scale;
+  // NaN passes this comparison, so that it shows in the result.
+  if (sink && top <= *sink) top = *sink;
   Lanes sums{};
   for (long i = 0; i < length; i += kLanes) {
     Lanes x = load(scores + i);
@@ -115,7 +118,7 @@ float soften(const Step& step, float* scores, long from, long to, long length, E
     store(weights + i, weight);
     sums += load(weights + i);
   }
-  return sum(sums);
+  return sum(sums) + (sink ? std::exp(*sink - top) : 0.0f);
 }
 
 template <class T, class E>
@@ -144,7 +147,8 @@ void rows_of_queries(const Step& step, const Tokens& tokens, const Row& row, lon
   float totals[kMaxRows];
   for (long r = 0; r < rows; r++) {
     const long from = first_visible(tokens, position_of(r)) - low - start, to = position_of(r) + 1 - low - start;
-    totals[r] = soften(step, scores + r * length, from, to, length, weights + r * length);
+    const float* sink = tokens.sinks ? tokens.sinks + head_of(r) : nullptr;
+    totals[r] = soften(step, scores + r * length, from, to, length, weights + r * length, sink);
   }
   for (long d = 0; d < dim; d += kColumns) {
     product_of(rows, weights, length, values + d * all + start * kColumns, length, 0,

@@ -43,6 +43,7 @@ void token(const Step& step, const Tokens& tokens, long t, long block, long offs
   for (long h = 0; h < step.heads; h++) {
     head(from + h * dim, (const T*)tokens.query_norm, tokens.eps, cos, sin, dim, query + (t * step.heads + h) * dim);
   }
+  if (!tokens.key) return;
   const T* key = (const T*)tokens.key + t * tokens.key_stride;
   const T* value = (const T*)tokens.value + t * tokens.key_stride;
   for (long h = 0; h < step.kv_heads; h++) {

@@ -1,0 +1,84 @@
+"""Weights in MXFP4: each number is the one that transformers reads, and a model's logits are those of its numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.mxfp4 import dequantised
+from pdserve.models.runner import StepRow
+from tests.models.greedy import small_runner
+from tests.models.tiny_families import CASES, save_tiny
+
+PROMPT = list(range(20, 43))
+WEIGHTS = ("gate_up_proj", "down_proj")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def packed(generator: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns random blocks and scales of ``shape``, ``[..., out, blocks]``."""
+    blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+    return blocks, torch.randint(119, 124, shape, generator=generator, dtype=torch.uint8)
+
+
+def test_each_number_is_the_one_that_transformers_reads() -> None:
+    blocks, scales = packed(torch.Generator().manual_seed(1), 1, 24, 3)
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(dequantised(blocks[0], scales[0]).t(), wanted[0])
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Returns the same gpt-oss twice: with experts in MXFP4, and with their numbers in fp32."""
+    family, settings = CASES["gpt-oss"]
+    monkeypatch.setitem(CASES, "gpt-oss", (family, settings | SIZES))
+    wide, narrow = save_tiny("gpt-oss", tmp_path / "wide"), save_tiny("gpt-oss", tmp_path / "narrow")
+    plain, small = load_file(wide / "model.safetensors"), load_file(narrow / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for name in [name for name in plain if name.endswith(WEIGHTS)]:
+        experts, inputs, outputs = plain[name].shape
+        blocks, scales = packed(generator, experts, outputs, inputs // 32)
+        plain[name] = torch.stack([dequantised(*each).t() for each in zip(blocks, scales, strict=True)]).contiguous()
+        del small[name]
+        small[f"{name}_blocks"], small[f"{name}_scales"] = blocks, scales
+    save_file(plain, wide / "model.safetensors", metadata={"format": "pt"})
+    save_file(small, narrow / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((narrow / "config.json").read_bytes())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (narrow / "config.json").write_text(json.dumps(config))
+    return narrow, wide
+
+
+def logits(folder: Path) -> torch.Tensor:
+    return small_runner(folder).run([StepRow(PROMPT, 0, range(8), True)])
+
+
+def test_a_model_in_mxfp4_has_the_logits_of_its_numbers(folders: tuple[Path, Path]) -> None:
+    narrow, wide = folders
+    torch.testing.assert_close(logits(narrow), logits(wide), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_that_do_not_fit_their_scales_are_named(folders: tuple[Path, Path]) -> None:
+    narrow, _ = folders
+    tensors = load_file(narrow / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("_scales"))
+    tensors[name] = tensors[name][..., :1].contiguous()
+    save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"_blocks' of shape .* has scales of shape"):
+        logits(narrow)
+
+
+def test_another_quantisation_is_refused_by_its_name(folders: tuple[Path, Path]) -> None:
+    narrow, _ = folders
+    config = json.loads((narrow / "config.json").read_bytes())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (narrow / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="awq"):
+        read_decoder_config(narrow)
