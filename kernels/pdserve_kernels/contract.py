@@ -239,6 +239,23 @@ class Kernels(Protocol):
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        runs: StateRuns,
+        *,
+        silu: bool,
+    ) -> torch.Tensor:
+        """Computes ``reference.causal_conv``, and writes each run's next state."""
+
+    def gated_delta_rule(
+        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor, runs: StateRuns
+    ) -> torch.Tensor:
+        """Computes ``reference.gated_delta_rule``, and writes each run's next state."""
+
     def plan_attention(
         self,
         layout: KvLayout,

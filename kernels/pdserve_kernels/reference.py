@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pdserve_kernels.contract import HeadNorms
+from pdserve_kernels.contract import HeadNorms, StateRuns
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -127,3 +127,70 @@ def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
     """Puts ``staged``, ``[len(blocks), ...]``, into these blocks of the cache, which all differ."""
     cache[blocks] = staged
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    runs: StateRuns,
+    *,
+    silu: bool,
+) -> torch.Tensor:
+    """Returns each channel's weighted sum over its last ``width`` tokens, those before a run from its state.
+
+    ``x`` is ``[tokens, heads, channels]``, ``weight`` ``[width, heads, channels]`` with the oldest token's first, and
+    ``bias`` ``[heads, channels]``. ``state`` is fp32 ``[num_blocks, heads, width - 1, channels]``, a strided view, and
+    has the last ``width - 1`` tokens. With ``silu``, the sums go through that function.
+    """
+    width, weights = weight.shape[0], weight.float()
+    out = torch.zeros_like(x)
+    starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
+    for first, end, source, destination in zip(starts, starts[1:], sources, destinations, strict=False):
+        if destination < 0:
+            continue
+        before = torch.zeros_like(state[0]) if source < 0 else state[source]
+        seen = torch.cat((before.transpose(0, 1), x[first:end].float()))
+        total = seen[: end - first] * weights[0]
+        for tap in range(1, width):
+            total = total + seen[tap : tap + end - first] * weights[tap]
+        if bias is not None:
+            total = total + bias.float()
+        out[first:end] = F.silu(total) if silu else total
+        state[destination] = seen[end - first :].transpose(0, 1)
+    return out
+
+
+def gated_delta_rule(
+    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor, runs: StateRuns
+) -> torch.Tensor:
+    """Updates a matrix by each token, and reads it: the gated delta rule (Yang et al., 2024).
+
+    ``qkv`` is ``[tokens, heads, 2 * key_dim + group * value_dim]``: of each key head its query, its key, and the values
+    of its ``group`` value heads. ``decay``, the logarithm of what a matrix is multiplied by, and ``beta`` are fp32
+    ``[tokens, heads, group]``. ``state`` is fp32 ``[num_blocks, heads, group, key_dim, value_dim]``, a strided view.
+    Query and key are scaled to length 1, and the query then by ``key_dim ** -0.5``. Returns ``[tokens, heads, group,
+    value_dim]``.
+    """
+    _, heads, group, key_dim, value_dim = state.shape
+    query, key, value = torch.split(qkv.float(), [key_dim, key_dim, group * value_dim], -1)
+    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query = query * key_dim**-0.5
+    value = value.reshape(-1, heads, group, value_dim)
+    factor = decay.exp()
+    out = qkv.new_zeros(len(qkv), heads, group, value_dim)
+    starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
+    for first, end, source, destination in zip(starts, starts[1:], sources, destinations, strict=False):
+        if destination < 0:
+            continue
+        matrix = torch.zeros_like(state[0]) if source < 0 else state[source].clone()
+        for at in range(first, end):
+            k, q = key[at, :, None, :, None], query[at, :, None, :, None]
+            matrix = matrix * factor[at, :, :, None, None]
+            found = (matrix * k).sum(-2)
+            delta = (value[at] - found) * beta[at].unsqueeze(-1)
+            matrix = matrix + k * delta.unsqueeze(-2)
+            out[at] = (matrix * q).sum(-2)
+        state[destination] = matrix
+    return out

@@ -181,6 +181,8 @@ class AttentionRecipe:
     """The normalisation of each value head, without weights."""
     transposed: bool = False
     """Whether the checkpoint has the weights as ``[in, out]``."""
+    gated: bool = False
+    """Whether ``query`` has a gate behind each head's query, whose sigmoid the head's output is multiplied by."""
 
     @property
     def norms_apart(self) -> bool:
@@ -270,6 +272,8 @@ class ExpertsRecipe:
 
     Beside each stands the whole name of that of one expert, with ``{}`` for its number.
     """
+    apart: MlpRecipe | None = None
+    """One expert in files that have no tensors of all experts, if there are such files."""
     turned_by_shape: bool = False
     """Whether a transposed expert may be stored as ``[out, in]`` too, which the shape of its fused tensor says."""
 
@@ -321,6 +325,50 @@ class MixerRecipe(Protocol):
     @property
     def token_numbers(self) -> int:
         """The most numbers of the model's kind that the part has of one token at once, on all ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetRecipe:
+    """A gated delta net. A key head has a query, a key and ``group`` value heads; ranks split key heads."""
+
+    heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """The tokens that the convolution sees."""
+    norm: Norm
+    """The norm of each value head, whose output is multiplied by ``silu(gate)``."""
+    inner: tuple[str, ...] = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
+    """The projections to queries, keys, values and gates, and to betas and steps, both by key head; or four apart."""
+    conv: str = "linear_attn.conv1d"
+    step_bias: str = "linear_attn.dt_bias"
+    log_rate: str = "linear_attn.A_log"
+    gated_norm: str = "linear_attn.norm"
+    out: str = "linear_attn.out_proj"
+
+    @property
+    def split(self) -> bool:
+        """Whether queries with keys and values, gates, betas and steps have projections of their own."""
+        return len(self.inner) == 4
+
+    @property
+    def value_heads(self) -> int:
+        return self.heads * self.group
+
+    @property
+    def conv_channels(self) -> int:
+        """The channels of one key head that are convolved."""
+        return 2 * self.key_dim + self.group * self.value_dim
+
+    @property
+    def numbers(self) -> int:
+        """See ``MixerRecipe``: the tokens that the convolution still sees, and then the matrices."""
+        return (self.width - 1) * self.conv_channels + self.group * self.key_dim * self.value_dim
+
+    @property
+    def token_numbers(self) -> int:
+        return self.heads * (3 * self.conv_channels + 4 * self.group * self.value_dim)
 
 
 class NormOrder(enum.Enum):

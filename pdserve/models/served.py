@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
 from pdserve.models.recipe import (
     Activation,
+    DeltaNetRecipe,
     FeedForwardRecipe,
     LayerRecipe,
+    MixerRecipe,
     MlpBesideExperts,
     MlpRecipe,
     ModelRecipe,
@@ -32,10 +34,7 @@ NOT_YET: dict[str, str] = {
             *("minicpm3", "mistral4", "sarvam_mla", "youtu"),
         ),
         "sparse attention": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl"),
-        "linear attention": (
-            *("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"),
-            *("qwen3_5_moe_text", "qwen3_next"),
-        ),
+        "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
         "states": (
             *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
             *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
@@ -105,13 +104,17 @@ def _share(layers: Sequence[LayerRecipe], having: int) -> str:
 
 
 def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str]:
+    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
+    for kind in dict.fromkeys(type(mixer) for mixer in mixers):
+        yield f"{_MIXERS[kind]} {_share(layers, sum(type(mixer) is kind for mixer in mixers))}"
     parts = [layer.attention for layer in layers if layer.attention is not None]
     if not parts:
-        yield "none"
         return
     first = parts[0]
     if len(parts) < len(layers):
-        yield _share(layers, len(parts))
+        yield f"attention {_share(layers, len(parts))}"
+    if first.gated:
+        yield "gated heads"
     windows = sum(part.window is not None for part in parts)
     if windows:
         yield f"{'chunks' if any(part.chunked for part in parts) else 'windows'} {_share(layers, windows)}"
@@ -128,8 +131,11 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
         yield "bounded scores"
     if first.query_scale is not None:
         yield "queries scaled by position"
-    if not (windows or first.fused or first.biased or first.norms or cap or first.query_scale):
+    if not (mixers or windows or first.fused or first.biased or first.norms or cap or first.query_scale):
         yield "as Llama"
+
+
+_MIXERS: dict[type[MixerRecipe], str] = {DeltaNetRecipe: "gated delta nets"}
 
 
 def _distinct(layers: Sequence[LayerRecipe]) -> list[FeedForwardRecipe]:

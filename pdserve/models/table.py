@@ -68,6 +68,7 @@ from pdserve.models.families.qwen import (
     Qwen3VlMoeTextSettings,
     Qwen3VlTextSettings,
 )
+from pdserve.models.families.qwen_next import Qwen3NextSettings, Qwen35MoeSettings, Qwen35Settings
 from pdserve.models.families.settings import FamilySettings
 
 FAMILIES: dict[str, type[FamilySettings]] = {
@@ -82,6 +83,9 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "qwen3": Qwen3Settings,
     "qwen3_moe": Qwen3MoeSettings,
     "gpt_oss": GptOssSettings,
+    "qwen3_next": Qwen3NextSettings,
+    "qwen3_5_text": Qwen35Settings,
+    "qwen3_5_moe_text": Qwen35MoeSettings,
     "gemma": GemmaSettings,
     "gemma2": Gemma2Settings,
     "gemma3_text": Gemma3Settings,
@@ -177,6 +181,8 @@ COMPOSITES: dict[str, Composite] = {
     "qwen2_5_vl": Composite("qwen2_5_vl_text", flat=True),
     "qwen3_vl": Composite("qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Composite("qwen3_vl_moe_text", tied=False),
+    "qwen3_5": Composite("qwen3_5_text", tied=False),
+    "qwen3_5_moe": Composite("qwen3_5_moe_text", tied=False),
     "glm4v": Composite("glm4v_text"),
     "glm4v_moe": Composite("glm4v_moe_text"),
 }

@@ -18,7 +18,7 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import COMPOSITES
 from tests.models.greedy import small_runner
 from tests.models.test_families import PROMPT
-from tests.models.tiny_families import DEEPSEEK_EXPERTS, GEMMA4, HEADS, LLAMA4
+from tests.models.tiny_families import DEEPSEEK_EXPERTS, DELTA, EXPERTS, GEMMA4, HEADS, LLAMA4
 from tests.tiny_models import SHAPE, WINDOW
 
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -28,6 +28,7 @@ QWEN_VISION |= {"out_hidden_size": 60, "patch_size": 14, "deepstack_visual_index
 GLM_VISION = QWEN_VISION | {"image_size": 28}
 GEMMA4_VISION = VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
 SECTIONS = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 5000.0}
+DELTA_SECTIONS = SECTIONS | {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.4}
 SIGLIP, CLIP = {"model_type": "siglip_vision_model"} | VISION, {"model_type": "clip_vision_model"} | VISION
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3", SHAPE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}, VISION),
@@ -66,6 +67,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         HEADS
         | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
         | {"rope_parameters": SECTIONS},
+        QWEN_VISION,
+    ),
+    "qwen3-5": ("qwen3_5", DELTA | {"rope_parameters": DELTA_SECTIONS}, QWEN_VISION),
+    "qwen3-5-moe": (
+        "qwen3_5_moe",
+        DELTA
+        | EXPERTS
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "rope_parameters": DELTA_SECTIONS},
         QWEN_VISION,
     ),
     "glm4v": (

@@ -118,6 +118,8 @@ RANKED = (
     "ministral3",
     "olmo2",
     "phi3",
+    "qwen3-5-moe",
+    "qwen3-next",
 )
 """Permuted, fused, transposed and shared heads, norms of heads of each kind, experts in one tensor, what is learned."""
 

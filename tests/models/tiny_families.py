@@ -59,6 +59,14 @@ OSS: dict[str, Any] = SHAPE | {
         "original_max_position_embeddings": 32,
     },
 }
+DELTA: dict[str, Any] = SHAPE | {
+    "layer_types": ["linear_attention", FULL, "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", LLAMA4 | {"rope_parameters": LLAMA3_ROPE, "num_experts_per_tok": 2}),
     "llama4-dense": ("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False}),
@@ -74,6 +82,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("gpt_oss", OSS | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW}),
     "gpt-oss-full": ("gpt_oss", OSS | {"num_local_experts": 4, "layer_types": [FULL] * 3, "attention_bias": False}),
+    "qwen3-next": (
+        "qwen3_next",
+        DELTA | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36},
+    ),
+    "qwen3-next-dense": ("qwen3_next", DELTA | {"mlp_only_layers": [0, 1, 2], "linear_num_value_heads": 2}),
+    "qwen3-5": ("qwen3_5_text", DELTA),
+    "qwen3-5-moe": (
+        "qwen3_5_moe_text",
+        DELTA | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36},
+    ),
     "gemma": ("gemma", SHAPE),
     "gemma2": ("gemma2", SHAPE | CAPS | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}),
     "gemma2-unbounded": ("gemma2", SHAPE | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),

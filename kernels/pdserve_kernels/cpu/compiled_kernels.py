@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from pdserve.compiled_library import built_library
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, BlockLinear, BlockWeight, Linear, UnreadWeight
+from pdserve_kernels.cpu import compiled_states
 from pdserve_kernels.cpu.compiled_attention import CompiledAttention
 from pdserve_kernels.cpu.compiled_block_linear import CompiledBlockLinear
 from pdserve_kernels.cpu.lent_cores import LentCores, forget_engine
@@ -83,6 +85,8 @@ class CompiledKernels:
         self.packs_linear = self._library.linear_columns > 0
         """Whether weights that are not in blocks are packed on this CPU."""
         self.memory: FilledMemory = WeightMemory(self._library)
+        self.causal_conv = partial(compiled_states.causal_conv, self._library)
+        self.gated_delta_rule = partial(compiled_states.gated_delta_rule, self._library)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         outer, inner = weight.shape

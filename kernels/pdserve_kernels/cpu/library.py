@@ -85,6 +85,34 @@ class CTokens(ctypes.Structure):
     )
 
 
+class CRuns(ctypes.Structure):
+    """The structure ``Runs`` of csrc/states.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("starts", "sources", "destinations", "states")),
+        *((name, ctypes.c_int64) for name in ("count", "tokens", "block_stride", "head_stride")),
+    )
+
+
+class CConv(ctypes.Structure):
+    """The structure ``Conv`` of csrc/states.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "weight", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("heads", "channels", "width")),
+        ("silu", ctypes.c_int32),
+    )
+
+
+class CDelta(ctypes.Structure):
+    """The structure ``Delta`` of csrc/states.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("qkv", "decay", "beta", "out")),
+        *((name, ctypes.c_int64) for name in ("heads", "group", "key_dim", "value_dim")),
+    )
+
+
 _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, ctypes.c_float, _LONG, _LONG, _POINTER, _POINTER],
     "pdserve_act_and_mul": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER],
@@ -95,6 +123,8 @@ _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_block_linear": [_INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
     "pdserve_block_rows": [_INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "pdserve_attend": [_INT, _POINTER, _POINTER],
+    "pdserve_causal_conv": [_INT, _POINTER, _POINTER],
+    "pdserve_gated_delta_rule": [_INT, _POINTER, _POINTER],
     "pdserve_cores_begin_step": [],
     "pdserve_cores_sleep": [],
     "pdserve_cores_close": [],
@@ -134,6 +164,8 @@ class Library:
         self.block_linear = library.pdserve_block_linear
         self.block_rows = library.pdserve_block_rows
         self.attend = library.pdserve_attend
+        self.causal_conv = library.pdserve_causal_conv
+        self.gated_delta_rule = library.pdserve_gated_delta_rule
         self.cores_open = library.pdserve_cores_open
         self.cores_begin_step = library.pdserve_cores_begin_step
         self.cores_sleep = library.pdserve_cores_sleep

@@ -355,6 +355,8 @@ class TorchKernels:
     rotary = staticmethod(reference.rotary)
     silu_and_mul = staticmethod(reference.silu_and_mul)
     gelu_and_mul = staticmethod(reference.gelu_and_mul)
+    causal_conv = staticmethod(reference.causal_conv)
+    gated_delta_rule = staticmethod(reference.gated_delta_rule)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias)

@@ -113,10 +113,12 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
     """Returns how many numbers of the model's kind one token's queries, keys, values and results are at once."""
     # Ranks may share KV heads, so each holds at least one.
     heads, kv_heads = -(-decoder.heads // ranks), -(-decoder.kv_heads // ranks)
+    # A gate is there as it is, and once more as the factor of the result.
+    gates = 2 * heads if recipe is not None and recipe.gated else 0
     if recipe is None or not recipe.norms_apart:
-        return (3 * heads + 2 * kv_heads) * decoder.head_dim
+        return (3 * heads + 2 * kv_heads + gates) * decoder.head_dim
     # Norms take steps of their own, across ranks in fp32, and the rotation is then one, too.
-    return (7 * heads + 5 * kv_heads) * decoder.head_dim
+    return (7 * heads + 5 * kv_heads + gates) * decoder.head_dim
 
 
 def _mixing_numbers(decoder: FamilyConfig, layer: LayerRecipe, ranks: int) -> int:

@@ -116,6 +116,10 @@ class Checkpoint:
         unread._left = dict(self._left)
         return unread
 
+    def has(self, name: str) -> bool:
+        """Returns whether a tensor is left."""
+        return name in self._left
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor that is left. Raises ModelError if it is missing."""
         return self._files.shape(self._stored(name))

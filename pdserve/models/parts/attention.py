@@ -32,6 +32,8 @@ class SelfAttention:
         heads = share(tp, config.heads, "attention heads")
         kv_heads = kv_share(tp, config.heads, config.kv_heads)
         self._kv_heads = kv_heads.stop - kv_heads.start
+        self._gates = heads.stop - heads.start if recipe.gated else 0
+        """The gates of queries, which stand before them."""
         self._order = channel_order(recipe.rotary, config.head_dim)
         assert recipe.value or self._order is None, "values that are keys have the order of the checkpoint"
         parts = _projections(config, recipe, prefix, heads, kv_heads, self._order)
@@ -55,6 +57,7 @@ class SelfAttention:
         """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
         tokens = x.shape[0]
         qkv = self._qkv(x).view(tokens, -1, self._head_dim)
+        gate, qkv = qkv[:, : self._gates], qkv[:, self._gates :]
         if self._apart is None:
             if tables.query_scale is not None:
                 # What is rotated later is turned by the same angle whatever its length.
@@ -71,6 +74,8 @@ class SelfAttention:
             )
         else:
             attended = self._attended(qkv, tables, attention, self._apart)
+        if self._gates:
+            attended = attended * gate.sigmoid()
         return self._out(attended.reshape(tokens, -1))
 
     def _attended(
@@ -228,16 +233,22 @@ def _projections(
                 own = order if order is not None and part != VALUE else tuple(range(dim))
                 rows += [start + channel for channel in own]
         total = (config.heads + 2 * config.kv_heads) * dim
-        wanted: Rows = slice(0, total) if rows == list(range(total)) else tuple(rows)
-        return [Projection(prefix + recipe.fused, total, wanted, recipe.fused in recipe.biased, recipe.transposed)]
+        all_rows: Rows = slice(0, total) if rows == list(range(total)) else tuple(rows)
+        return [Projection(prefix + recipe.fused, total, all_rows, recipe.fused in recipe.biased, recipe.transposed)]
     counts = (config.heads, config.kv_heads, config.kv_heads)
     found = []
     for part, (name, range_of, count) in enumerate(zip(names, mine, counts, strict=True)):
         if not name or (part != QUERY and recipe.kv_from is not None):
             continue
-        wanted = spread(range_of, dim)
+        wanted: Rows = spread(range_of, dim)
         if order is not None and part != VALUE:
             wanted = tuple(head * dim + channel for head in range(range_of.start, range_of.stop) for channel in order)
+        if recipe.gated and part == QUERY:
+            own = order if order is not None else tuple(range(dim))
+            heads_here = range(range_of.start, range_of.stop)
+            gates = [(2 * head + 1) * dim + channel for head in heads_here for channel in range(dim)]
+            count *= 2
+            wanted = (*gates, *(2 * head * dim + channel for head in heads_here for channel in own))
         found.append(Projection(prefix + name, count * dim, wanted, name in recipe.biased, recipe.transposed))
     return found
 

@@ -39,9 +39,12 @@ class Experts:
             else None
         )
         self._factors = checkpoint.take(f"{prefix}{recipe.factors}", (recipe.count,)) if recipe.factors else None
-        for whole, each in recipe.stacked:
-            checkpoint.unstack(prefix + whole, prefix + each, recipe.count)
         expert = recipe.expert
+        if recipe.apart is not None and not any(checkpoint.has(prefix + whole) for whole, _ in recipe.stacked):
+            expert = recipe.apart
+        else:
+            for whole, each in recipe.stacked:
+                checkpoint.unstack(prefix + whole, prefix + each, recipe.count)
         if recipe.turned_by_shape:
             fused = f"{prefix}{_numbered(expert, 0).fused}.weight"
             expert = replace(expert, transposed=checkpoint.shape(fused) != (2 * expert.channels, hidden_size))

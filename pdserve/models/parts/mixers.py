@@ -7,8 +7,9 @@ from typing import Any, Protocol
 import torch
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.parts.delta_net import DeltaNet
 from pdserve.models.parts.projections import Building
-from pdserve.models.recipe import MixerRecipe
+from pdserve.models.recipe import DeltaNetRecipe, MixerRecipe
 from pdserve_kernels.contract import StateRuns
 
 
@@ -28,7 +29,7 @@ class MixerPart(Protocol):
         """Takes the tensors of layer ``index``, whose names begin with ``prefix``. Raises ModelError."""
 
 
-MIXERS: dict[type[MixerRecipe], MixerPart] = {}
+MIXERS: dict[type[MixerRecipe], MixerPart] = {DeltaNetRecipe: DeltaNet}
 """The part of each kind of recipe."""
 
 

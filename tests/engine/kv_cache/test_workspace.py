@@ -28,10 +28,11 @@ from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import build_decoder
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
-from pdserve.models.recipe import ExpertsRecipe, FeedForwardRecipe, MlpBesideExperts, MlpRecipe
-from pdserve.models.step_cache import StepCache
+from pdserve.models.recipe import DeltaNetRecipe, ExpertsRecipe, FeedForwardRecipe, MlpBesideExperts, MlpRecipe, Norm
+from pdserve.models.step_cache import StepCache, StepStates
+from pdserve.wire.cache_groups import Keep
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve_kernels.contract import Linear, UnreadWeight
+from pdserve_kernels.contract import Linear, StateRuns, UnreadWeight
 from tests.engine.live_bytes import LiveBytes
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import save_tiny_model
@@ -60,6 +61,9 @@ class AnyCheckpoint:
         return UnreadWeight(name, (weight.shape[0], weight.shape[1]), BF16, lambda: weight)
 
     take_transposed = take_unread
+
+    def has(self, name: str) -> bool:
+        return True
 
     def unwrap(self, renamed: object, outside: tuple[str, ...], ends: tuple[str, ...]) -> None: ...
 
@@ -118,11 +122,20 @@ class GpuMemory:
         query = torch.empty_like(qkv[:, : self._heads])
         return torch.empty_like(query)
 
+    def causal_conv(self, x: torch.Tensor, *others: Any, silu: bool) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def gated_delta_rule(self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, *own: Any) -> torch.Tensor:
+        return qkv.new_empty((*beta.shape, own[0].shape[-1]))
+
     def __call__(self, layer: int, query: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         return torch.empty_like(query)
 
 
 TOKENS, ROWS = 2048, 256
+
+
+DELTA_NET = DeltaNetRecipe(heads=16, group=2, key_dim=128, value_dim=128, width=4, norm=Norm(1e-6))
 
 
 def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
@@ -145,7 +158,10 @@ def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
     # A layer without experts may be wider than those with some.
     kind = MlpRecipe if config.experts is None else (ExpertsRecipe, MlpBesideExperts)
     of_kind = [(layer, part) for layer in config.recipe.layers if isinstance(part := layer.feed_forward, kind)]
-    layers = [replace(layer, feed_forward=widened(part)) for layer, part in of_kind]
+    layers = [
+        replace(layer, feed_forward=widened(part), mixer=DELTA_NET if layer.mixer is not None else None)
+        for layer, part in of_kind
+    ]
     windows, inputs = config.windows[: len(layers)], config.recipe.per_layer
     inputs = None if inputs is None else replace(inputs, rows=config.vocab_size, channels=256)
     recipe = replace(config.recipe, layers=tuple(layers), per_layer=inputs)
@@ -212,12 +228,21 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "nanochat",
         {"hidden_size": 1280, "intermediate_size": 5120, "heads": 10, "kv_heads": 10, "head_dim": 128},
     ),
+    "delta nets 80B": (
+        "qwen3-next",
+        {"hidden_size": 2048, "intermediate_size": 5120, "heads": 16, "kv_heads": 2, "head_dim": 256},
+    ),
+    "delta nets": (
+        "qwen3-next-dense",
+        {"hidden_size": 2048, "intermediate_size": 5120, "heads": 16, "kv_heads": 2, "head_dim": 256},
+    ),
     "parallel": (
         "falcon",
         {"hidden_size": 4544, "intermediate_size": 18_176, "heads": 71, "kv_heads": 1, "head_dim": 64},
     ),
 }
 EXPERTS = {
+    "delta nets 80B": (512, 512),
     "shared expert 20k": (2560, 20_480),
     "groups 110B": (1408, 1408),
     "narrow experts": (512, 1024),
@@ -228,19 +253,31 @@ SPLIT = [(size, ranks) for size in sorted(SIZES) for ranks in (1, 2) if ranks ==
 """Sizes and ranks over which their heads can be split."""
 
 
+def one_run() -> StateRuns:
+    starts, source, destination = (torch.tensor(each, dtype=torch.int32) for each in ([0, TOKENS], [-1], [0]))
+    return StateRuns(starts, source, destination, single=False)
+
+
 @pytest.mark.parametrize(("size", "ranks"), SPLIT)
 def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: int) -> None:
     family, shape = SIZES[size]
     saved = save_tiny(family, tmp_path) if family in CASES else save_tiny_model(family, tmp_path)
     sized = replace(read_family_config(saved), vocab_size=152_000, **shape)
     decoder = wide(sized, *EXPERTS.get(size, (768, 0)))
-    group: Any = Together(ranks)
+    together: Any = Together(ranks)
     checkpoint: Any = AnyCheckpoint()
     kernels: Any = GpuMemory(decoder, ranks)
-    model = build_decoder(decoder, Building(checkpoint, kernels, group), 4096, BF16)
+    model = build_decoder(decoder, Building(checkpoint, kernels, together), 4096, BF16)
     with torch.inference_mode(), LiveBytes() as live:
         ids = torch.empty(TOKENS, dtype=torch.int32, device=META)
-        model.logits(model.forward(ids, ids, StepCache([kernels] * len(layer_groups(decoder).groups)))[:ROWS])
+        groups = layer_groups(decoder).groups
+        states = [
+            StepStates([torch.empty(1, group.heads // ranks, group.numbers, device=META)] * group.layers, one_run())
+            for group in groups
+            if group.keep is Keep.LATEST
+        ]
+        attention = [kernels] * (len(groups) - len(states))
+        model.logits(model.forward(ids, ids, StepCache(attention, states))[:ROWS])
     counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS)
     assert counted / 4 < live.peak <= counted
 

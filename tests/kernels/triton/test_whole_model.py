@@ -47,7 +47,7 @@ def prompts_and_tables() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [order[:20], order[20:24], order[24:28]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phimoe", "gemma3", "gemma4-shared", "llama4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phimoe", "gemma3", "gemma4-shared", "llama4", "qwen3-next"])
 def test_chunks_mixed_steps_and_decode_steps(family: str, tmp_path: Path) -> None:
     runner, peer = make_runners(save(family, tmp_path))
     (long, short, other), tables = prompts_and_tables()
@@ -74,7 +74,7 @@ def test_tokens_replayed_in_one_step(captured: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(runner.kv_cache.cpu(), peer.kv_cache, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4-shared"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4-shared", "qwen3-5"])
 def test_captured_decode_steps(family: str, tmp_path: Path) -> None:
     runner, peer = make_runners(save(family, tmp_path))
     prompts, tables = prompts_and_tables()

@@ -1,0 +1,109 @@
+"""Calls the compiled operations of layers that keep a state."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.cpu.library import CConv, CDelta, CRuns, Library
+
+
+def causal_conv(
+    library: Library,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    runs: StateRuns,
+    *,
+    silu: bool,
+) -> torch.Tensor:
+    """Computes ``reference.causal_conv`` in bf16 or fp32."""
+    tokens, heads, channels = x.shape
+    width = weight.shape[0]
+    _check_state(state, (heads, width - 1, channels))
+    x = x.contiguous()
+    weight = _like(x, weight, (width, heads, channels))
+    bias = None if bias is None else _like(x, bias, (heads, channels))
+    out = torch.empty_like(x)
+    conv = CConv(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        heads=heads,
+        channels=channels,
+        width=width,
+        silu=int(silu),
+    )
+    library.causal_conv(_bf16(x), ctypes.byref(_runs(runs, state, tokens)), ctypes.byref(conv))
+    return out
+
+
+def gated_delta_rule(
+    library: Library,
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    runs: StateRuns,
+) -> torch.Tensor:
+    """Computes ``reference.gated_delta_rule`` in bf16 or fp32."""
+    tokens, heads, _ = qkv.shape
+    group, key_dim, value_dim = state.shape[2:]
+    _check_state(state, (heads, group, key_dim, value_dim))
+    qkv = qkv.contiguous()
+    if qkv.shape[2] != 2 * key_dim + group * value_dim:
+        raise ValueError(f"a state of {tuple(state.shape)} was given {tuple(qkv.shape)}")
+    decay, beta = (_fp32(each, (tokens, heads, group)) for each in (decay, beta))
+    out = qkv.new_empty((tokens, heads, group, value_dim))
+    delta = CDelta(
+        qkv=qkv.data_ptr(),
+        decay=decay.data_ptr(),
+        beta=beta.data_ptr(),
+        out=out.data_ptr(),
+        heads=heads,
+        group=group,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+    library.gated_delta_rule(_bf16(qkv), ctypes.byref(_runs(runs, state, tokens)), ctypes.byref(delta))
+    return out
+
+
+def _runs(runs: StateRuns, state: torch.Tensor, tokens: int) -> CRuns:
+    return CRuns(
+        starts=runs.starts.data_ptr(),
+        sources=runs.sources.data_ptr(),
+        destinations=runs.destinations.data_ptr(),
+        states=state.data_ptr(),
+        count=len(runs.sources),
+        tokens=tokens,
+        block_stride=state.stride(0),
+        head_stride=state.stride(1),
+    )
+
+
+def _check_state(state: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if state.shape[1:] != shape or state.dtype is not torch.float32 or not state[0, 0].is_contiguous():
+        raise ValueError(f"fp32 states of {shape} are wanted, and there are {state.dtype} {tuple(state.shape)}")
+
+
+def _like(x: torch.Tensor, weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if weight.shape != shape or weight.dtype is not x.dtype:
+        raise ValueError(f"{x.dtype} weights of {shape} are wanted, and there are {weight.dtype} {tuple(weight.shape)}")
+    return weight.contiguous()
+
+
+def _fp32(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if x.shape != shape or x.dtype is not torch.float32:
+        raise ValueError(f"fp32 numbers of {shape} are wanted, and there are {x.dtype} {tuple(x.shape)}")
+    return x.contiguous()
+
+
+def _bf16(x: torch.Tensor) -> int:
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"the compiled kernels compute in bf16 and fp32, not in {x.dtype}")
+    return int(x.dtype is torch.bfloat16)

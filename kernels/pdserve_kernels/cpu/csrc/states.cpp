@@ -1,0 +1,188 @@
+// Computes layers that keep a state: short convolutions and the gated delta rule. Tokens are computed one after another,
+// so that a run of many leaves the bits that runs of one token each would.
+#include "lanes.h"
+#include "lent_cores.h"
+#include "states.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace pdserve {
+namespace {
+
+// What a run begins with and where its state goes. A state of block b and head h is at b * block_stride + h * head_stride.
+struct Ends {
+  const float* before;
+  float* after;
+};
+
+Ends ends_of(const Runs& runs, long run, long head) {
+  float* states = (float*)runs.states;
+  const long source = runs.sources[run], destination = runs.destinations[run];
+  const auto at = [&](long block) { return states + block * runs.block_stride + head * runs.head_stride; };
+  return {source < 0 ? nullptr : at(source), at(destination)};
+}
+
+template <class T>
+void clear_outputs(const Runs& runs, long run, long head, long heads, long width, T* out) {
+  for (long t = runs.starts[run]; t < runs.starts[run + 1]; t++) {
+    std::memset((void*)(out + (t * heads + head) * width), 0, width * sizeof(T));
+  }
+}
+
+Lanes silu(Lanes x) { return x / (1.0f + exponential(-x)); }
+
+// One head's channels of one run.
+template <class T>
+void convolve(const Runs& runs, const Conv& conv, long run, long head) {
+  const long channels = conv.channels, heads = conv.heads, width = conv.width;
+  const long first = runs.starts[run], count = runs.starts[run + 1] - first;
+  T* out = (T*)conv.out;
+  if (runs.destinations[run] < 0) return clear_outputs(runs, run, head, heads, channels, out);
+  const Ends ends = ends_of(runs, run, head);
+  const auto row = [&](long t) { return (const T*)conv.x + ((first + t) * heads + head) * channels; };
+  const auto weight = [&](long tap) { return (const T*)conv.weight + (tap * heads + head) * channels; };
+  for (long c = 0; c < channels; c += kLanes) {
+    const long n = channels - c;
+    // Token t - width + 1 + tap of the run, which is one of the state's if it is before the run.
+    const auto seen = [&](long at) {
+      if (at >= 0) return load_part(row(at) + c, n);
+      return ends.before ? load_part(ends.before + (at + width - 1) * channels + c, n) : Lanes{};
+    };
+    for (long t = 0; t < count; t++) {
+      Lanes total = seen(t - width + 1) * load_part(weight(0) + c, n);
+      for (long tap = 1; tap < width; tap++) total = total + seen(t - width + 1 + tap) * load_part(weight(tap) + c, n);
+      if (conv.bias) total = total + load_part((const T*)conv.bias + head * channels + c, n);
+      store_part(out + ((first + t) * heads + head) * channels + c, conv.silu ? silu(total) : total, n);
+    }
+    // Source and destination may be the same block, so the oldest token is written first.
+    for (long at = 0; at < width - 1; at++) store_part(ends.after + at * channels + c, seen(count - width + 1 + at), n);
+  }
+}
+
+constexpr long kPrepared = 16;
+
+// What one value head needs of some tokens that follow each other, each scaled as the rule says.
+struct Prepared {
+  std::vector<float> keys, queries;
+  float factor[kPrepared], beta[kPrepared];
+  float both[kPrepared];  // the product of query and key
+};
+
+template <class T>
+void prepare(const Delta& delta, long head, long of_group, long first, long count, Prepared& out) {
+  const long keys = delta.key_dim, width = 2 * keys + delta.group * delta.value_dim;
+  for (long t = 0; t < count; t++) {
+    const T* qkv = (const T*)delta.qkv + ((first + t) * delta.heads + head) * width;
+    float *query = out.queries.data() + t * keys, *key = out.keys.data() + t * keys;
+    Lanes squares[2] = {};
+    for (long i = 0; i < keys; i += kLanes) {
+      const long n = keys - i;
+      for (int which = 0; which < 2; which++) {
+        const Lanes x = load_part(qkv + which * keys + i, n);
+        squares[which] += x * x;
+        store_part((which ? key : query) + i, x, n);
+      }
+    }
+    const float query_scale = 1.0f / std::sqrt(sum(squares[0]) + 1e-6f) / std::sqrt((float)keys);
+    const float key_scale = 1.0f / std::sqrt(sum(squares[1]) + 1e-6f);
+    float both = 0;
+    for (long i = 0; i < keys; i++) {
+      query[i] *= query_scale;
+      key[i] *= key_scale;
+      both += query[i] * key[i];
+    }
+    const long at = ((first + t) * delta.heads + head) * delta.group + of_group;
+    out.factor[t] = std::exp(delta.decay[at]);
+    out.beta[t] = delta.beta[at];
+    out.both[t] = both;
+  }
+}
+
+// Updates n columns, at most `kVectors` vectors of them, by one token; several vectors are whole. Rows are `values`
+// apart. What the query finds after the update is what it finds before, and its part of the update.
+template <int kVectors, class T>
+void update_columns(float* columns, long values, long n, const Prepared& of, long t, long keys, const T* value,
+                    T* out) {
+  const long part = kVectors > 1 ? kLanes : n;
+  const float *query = of.queries.data() + t * keys, *key = of.keys.data() + t * keys, factor = of.factor[t];
+  Lanes by_key[kVectors] = {}, by_query[kVectors] = {}, change[kVectors];
+  for (long i = 0; i < keys; i++) {
+    for (int v = 0; v < kVectors; v++) {
+      const Lanes x = load_part(columns + i * values + v * kLanes, part);
+      by_key[v] += x * key[i];
+      by_query[v] += x * query[i];
+    }
+  }
+  for (int v = 0; v < kVectors; v++) {
+    change[v] = (load_part(value + v * kLanes, part) - by_key[v] * factor) * of.beta[t];
+    store_part(out + v * kLanes, by_query[v] * factor + change[v] * of.both[t], part);
+  }
+  for (long i = 0; i < keys; i++) {
+    for (int v = 0; v < kVectors; v++) {
+      float* x = columns + i * values + v * kLanes;
+      store_part(x, load_part(x, part) * factor + change[v] * key[i], part);
+    }
+  }
+}
+
+constexpr int kWide = 4;
+
+// The matrix of one value head, in one run. Some of its columns stay in the nearest memory for several tokens.
+template <class T>
+void update(const Runs& runs, const Delta& delta, long run, long head, long of_group) {
+  const long keys = delta.key_dim, values = delta.value_dim, group = delta.group, heads = delta.heads;
+  const long first = runs.starts[run], end = runs.starts[run + 1];
+  T* const all = (T*)delta.out;
+  const auto out = [&](long t) { return all + ((t * heads + head) * group + of_group) * values; };
+  if (runs.destinations[run] < 0) {
+    for (long t = first; t < end; t++) std::memset((void*)out(t), 0, values * sizeof(T));
+    return;
+  }
+  const Ends ends = ends_of(runs, run, head);
+  const long size = keys * values;
+  float* matrix = ends.after + of_group * size;
+  // Copied first: the whole is then read in the order of memory, which is fastest.
+  if (!ends.before) {
+    std::memset(matrix, 0, size * sizeof(float));
+  } else if (ends.before != ends.after) {
+    std::memcpy(matrix, ends.before + of_group * size, size * sizeof(float));
+  }
+  const auto value = [&](long t) {
+    return (const T*)delta.qkv + (t * heads + head) * (2 * keys + group * values) + 2 * keys + of_group * values;
+  };
+  const long most = std::min(kPrepared, end - first);
+  Prepared prepared{std::vector<float>(most * keys), std::vector<float>(most * keys), {}, {}, {}};
+  for (long begin = first; begin < end; begin += kPrepared) {
+    const long count = std::min(kPrepared, end - begin);
+    prepare<T>(delta, head, of_group, begin, count, prepared);
+    for (long j = 0; j < values;) {
+      const bool wide = values - j >= kWide * kLanes;
+      for (long t = 0; t < count; t++) {
+        const auto update_by = wide ? update_columns<kWide, T> : update_columns<1, T>;
+        update_by(matrix + j, values, values - j, prepared, t, keys, value(begin + t) + j, out(begin + t) + j);
+      }
+      j += wide ? kWide * kLanes : kLanes;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pdserve
+
+extern "C" void pdserve_causal_conv(int bf16, const pdserve::Runs* runs, const pdserve::Conv* conv) {
+  using namespace pdserve;
+  const auto run = bf16 ? convolve<Bf16> : convolve<float>;
+  each_if(runs->tokens * conv->heads * conv->channels > 1 << 13, runs->count * conv->heads,
+          [&](long i) { run(*runs, *conv, i / conv->heads, i % conv->heads); });
+}
+
+extern "C" void pdserve_gated_delta_rule(int bf16, const pdserve::Runs* runs, const pdserve::Delta* delta) {
+  using namespace pdserve;
+  const auto run = bf16 ? update<Bf16> : update<float>;
+  const long each_run = delta->heads * delta->group;
+  each(runs->count * each_run, [&](long i) {
+    const long head = i % each_run;
+    run(*runs, *delta, i / each_run, head / delta->group, head % delta->group);
+  });
+}

@@ -1,0 +1,216 @@
+"""Computes layers that keep a state: short convolutions and the gated delta rule.
+
+A program has one run of tokens, and some channels of one head. It goes through the tokens in turn, so that a run of
+many leaves what runs of one token each would. All about runs is read on the device, so that a recorded step may be
+replayed with others.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pdserve_kernels.contract import StateRuns
+
+TOKENS_AT_ONCE = 32
+"""The tokens of a long run that a program convolves together."""
+VALUES_AT_ONCE = 32
+"""The columns of a matrix that a program has in registers."""
+
+
+@triton.jit
+def _seen(x, state, at, column, inside, source, head_of_x, token_stride, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """Loads inputs of tokens ``at``, counted from the run's first: those before it are in the state."""
+    of_run = tl.load(x + at * token_stride + head_of_x + column, mask=inside & (at >= 0), other=0.0).to(tl.float32)
+    kept = inside & (at < 0) & (at >= tl.where(source >= 0, 1 - WIDTH, 0))
+    return of_run + tl.load(state + (at + WIDTH - 1) * CHANNELS + column, mask=kept, other=0.0)
+
+
+@triton.jit
+def _causal_conv_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    states,
+    starts,
+    sources,
+    destinations,
+    block_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    run, head = tl.program_id(0), tl.program_id(1)
+    column = (tl.program_id(2) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    first, end = tl.load(starts + run).to(tl.int64), tl.load(starts + run + 1).to(tl.int64)
+    source, destination = tl.load(sources + run).to(tl.int64), tl.load(destinations + run).to(tl.int64)
+    inside = column < CHANNELS
+    here = x + first * HEADS * CHANNELS
+    own = states + head.to(tl.int64) * head_stride
+    before = own + source * block_stride
+    count = end - first
+    for begin in range(0, count, TOKENS):
+        token = (begin + tl.arange(0, TOKENS))[:, None].to(tl.int64)
+        valid = inside & (token < count)
+        total = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for tap in tl.static_range(WIDTH):
+            factor = tl.load(weight + (tap * HEADS + head) * CHANNELS + column, mask=inside, other=0.0).to(tl.float32)
+            at = token + (tap - WIDTH + 1)
+            total += factor * _seen(
+                here, before, at, column, valid, source, head * CHANNELS, HEADS * CHANNELS, WIDTH, CHANNELS
+            )
+        if bias is not None:
+            total += tl.load(bias + head * CHANNELS + column, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        total = tl.where(destination >= 0, total, 0.0)
+        to = out + ((first + token) * HEADS + head) * CHANNELS + column
+        tl.store(to, total.to(out.dtype.element_ty), mask=valid)
+    place = tl.arange(0, BLOCK_WIDTH)[:, None].to(tl.int64)
+    stored = inside & (place < tl.where(destination >= 0, WIDTH - 1, 0))
+    left = _seen(
+        here,
+        before,
+        count - WIDTH + 1 + place,
+        column,
+        stored,
+        source,
+        head * CHANNELS,
+        HEADS * CHANNELS,
+        WIDTH,
+        CHANNELS,
+    )
+    # The state that is written may be the one that was read.
+    tl.debug_barrier()
+    tl.store(own + destination * block_stride + place * CHANNELS + column, left, mask=stored)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor,
+    runs: StateRuns,
+    *,
+    silu: bool,
+) -> torch.Tensor:
+    """Computes ``reference.causal_conv``."""
+    _, heads, channels = x.shape
+    width = len(weight)
+    _check_state(state, (heads, width - 1, channels))
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        block = min(128, triton.next_power_of_2(channels))
+        _causal_conv_kernel[len(runs.sources), heads, triton.cdiv(channels, block)](
+            x,
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            out,
+            state,
+            runs.starts,
+            runs.sources,
+            runs.destinations,
+            state.stride(0),
+            state.stride(1),
+            heads,
+            channels,
+            width,
+            triton.next_power_of_2(width),
+            block,
+            1 if runs.single else TOKENS_AT_ONCE,
+            silu,
+        )
+    return out
+
+
+@triton.jit
+def _gated_delta_rule_kernel(
+    qkv,
+    decay,
+    beta,
+    out,
+    states,
+    starts,
+    sources,
+    destinations,
+    block_stride,
+    head_stride,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    run, number = tl.program_id(0), tl.program_id(1)
+    head, member = number // GROUP, number % GROUP
+    row, column = tl.arange(0, BLOCK_KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    first, end = tl.load(starts + run).to(tl.int64), tl.load(starts + run + 1).to(tl.int64)
+    source, destination = tl.load(sources + run).to(tl.int64), tl.load(destinations + run).to(tl.int64)
+    of_key, of_value = row < KEYS, column < VALUES
+    begun = (row < tl.where(source >= 0, KEYS, 0))[:, None] & of_value[None, :]
+    stored = (row < tl.where(destination >= 0, KEYS, 0))[:, None] & of_value[None, :]
+    own = states + head.to(tl.int64) * head_stride + (member * KEYS + row[:, None]) * VALUES + column[None, :]
+    matrix = tl.load(own + source * block_stride, mask=begun, other=0.0)
+    for token in range(first, end):
+        at = qkv + (token * HEADS + head) * (2 * KEYS + GROUP * VALUES)
+        query = tl.load(at + row, mask=of_key, other=0.0).to(tl.float32)
+        key = tl.load(at + KEYS + row, mask=of_key, other=0.0).to(tl.float32)
+        value = tl.load(at + 2 * KEYS + member * VALUES + column, mask=of_value, other=0.0).to(tl.float32)
+        query *= scale * tl.rsqrt(tl.sum(query * query, 0) + 1e-6)
+        key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+        scalar = (token * HEADS + head) * GROUP + member
+        matrix *= tl.exp(tl.load(decay + scalar))
+        change = (value - tl.sum(matrix * key[:, None], 0)) * tl.load(beta + scalar)
+        matrix += key[:, None] * change[None, :]
+        found = tl.where(destination >= 0, tl.sum(matrix * query[:, None], 0), 0.0)
+        tl.store(out + scalar * VALUES + column, found.to(out.dtype.element_ty), mask=of_value)
+    # The state that is written may be the one that was read.
+    tl.debug_barrier()
+    tl.store(own + destination * block_stride, matrix, mask=stored)
+
+
+def gated_delta_rule(
+    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor, runs: StateRuns
+) -> torch.Tensor:
+    """Computes ``reference.gated_delta_rule``."""
+    tokens, heads, _ = qkv.shape
+    group, keys, values = state.shape[2:]
+    _check_state(state, (heads, group, keys, values))
+    out = torch.empty((tokens, heads, group, values), dtype=qkv.dtype, device=qkv.device)
+    if out.numel():
+        block = min(VALUES_AT_ONCE, triton.next_power_of_2(values))
+        _gated_delta_rule_kernel[len(runs.sources), heads * group, triton.cdiv(values, block)](
+            qkv.contiguous(),
+            decay.contiguous(),
+            beta.contiguous(),
+            out,
+            state,
+            runs.starts,
+            runs.sources,
+            runs.destinations,
+            state.stride(0),
+            state.stride(1),
+            keys**-0.5,
+            heads,
+            group,
+            keys,
+            values,
+            triton.next_power_of_2(keys),
+            block,
+        )
+    return out
+
+
+def _check_state(state: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if state.shape[1:] != shape or state.dtype is not torch.float32 or not state[0, 0].is_contiguous():
+        raise ValueError(f"fp32 states of {shape} are wanted, and there are {state.dtype} {tuple(state.shape)}")

@@ -1,0 +1,99 @@
+"""Mixes tokens by a gated delta net (Yang et al., 2024): a short convolution, and a matrix that each token updates."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
+from pdserve.models.recipe import DeltaNetRecipe
+from pdserve.models.tp.shares import share, spread
+from pdserve_kernels.contract import StateRuns
+
+
+class DeltaNet:
+    """Satisfies ``Mixer``, with this rank's key heads and their value heads."""
+
+    def __init__(
+        self, config: FamilyConfig, building: Building, recipe: DeltaNetRecipe, prefix: str, index: int
+    ) -> None:
+        """Takes the layer's tensors, whose names begin with ``prefix``."""
+        checkpoint, hidden = building.checkpoint, config.hidden_size
+        self._kernels, self._recipe, self._eps = building.kernels, recipe, recipe.norm.eps
+        keys = share(building.tp, recipe.heads, "key heads of a delta net")
+        heads = range(keys.start, keys.stop)
+        values = slice(keys.start * recipe.group, keys.stop * recipe.group)
+        self._heads = len(heads)
+        self._inner = column_parallel(building, hidden, _projections(recipe, prefix, heads, values))
+        channels = tuple(chain.from_iterable(_conv_channels(recipe, head) for head in heads))
+        shape = (recipe.conv_channels * recipe.heads, 1, recipe.width)
+        weight = checkpoint.take(f"{prefix}{recipe.conv}.weight", shape, rows=channels)
+        self._conv = weight.view(self._heads, -1, recipe.width).permute(2, 0, 1).contiguous()
+        self._step_bias = checkpoint.take(prefix + recipe.step_bias, (recipe.value_heads,), rows=values).float()
+        self._rate = -checkpoint.take(prefix + recipe.log_rate, (recipe.value_heads,), rows=values).float().exp()
+        self._norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (recipe.value_dim,))
+        out = (hidden, recipe.value_heads * recipe.value_dim)
+        self._out = RowParallel(building, prefix + recipe.out, out, spread(values, recipe.value_dim), biased=False)
+
+    def __call__(self, x: torch.Tensor, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
+        recipe, tokens, heads = self._recipe, x.shape[0], self._heads
+        of_conv, of_head = recipe.conv_channels, recipe.group * recipe.value_dim
+        sizes = [heads * of_conv, heads * of_head, heads * recipe.group, heads * recipe.group]
+        qkv, gate, beta, step = torch.split(self._inner(x), sizes, -1)
+        before = (recipe.width - 1) * of_conv
+        convolved = self._kernels.causal_conv(
+            qkv.reshape(tokens, heads, of_conv),
+            self._conv,
+            None,
+            state[..., :before].view(-1, heads, recipe.width - 1, of_conv),
+            runs,
+            silu=True,
+        )
+        decay = self._rate * F.softplus(step.float() + self._step_bias)
+        shape = (tokens, heads, recipe.group)
+        matrices = state[..., before:].view(-1, heads, recipe.group, recipe.key_dim, recipe.value_dim)
+        found = self._kernels.gated_delta_rule(
+            convolved, decay.view(shape), beta.sigmoid().float().reshape(shape), matrices, runs
+        )
+        rows = found.reshape(-1, recipe.value_dim)
+        normed = self._kernels.rms_norm(rows, self._norm, self._eps)
+        gated = normed.float() * F.silu(gate.reshape(rows.shape).float())
+        return self._out(gated.to(x.dtype).view(tokens, -1))
+
+
+def _projections(recipe: DeltaNetRecipe, prefix: str, heads: range, values: slice) -> list[Projection]:
+    """Returns the projections to queries, keys and values by key head, gates, betas and steps, in this order."""
+    group, of_values = recipe.group, recipe.group * recipe.value_dim
+    if not recipe.split:
+        of_head = recipe.conv_channels + of_values
+        mixed = [head * of_head + channel for head in heads for channel in range(recipe.conv_channels)]
+        gates = [(head + 1) * of_head - of_values + channel for head in heads for channel in range(of_values)]
+        betas = [head * 2 * group + number for head in heads for number in range(group)]
+        steps = [head * 2 * group + group + number for head in heads for number in range(group)]
+        inner, scalars = recipe.inner
+        return [
+            Projection(prefix + inner, recipe.heads * of_head, tuple(mixed + gates)),
+            Projection(prefix + scalars, recipe.heads * 2 * group, tuple(betas + steps)),
+        ]
+    qkv, gate, beta, step = recipe.inner
+    channels = tuple(chain.from_iterable(_conv_channels(recipe, head) for head in heads))
+    return [
+        Projection(prefix + qkv, recipe.heads * recipe.conv_channels, channels),
+        Projection(prefix + gate, recipe.value_heads * recipe.value_dim, spread(values, recipe.value_dim)),
+        Projection(prefix + beta, recipe.value_heads, values),
+        Projection(prefix + step, recipe.value_heads, values),
+    ]
+
+
+def _conv_channels(recipe: DeltaNetRecipe, head: int) -> list[int]:
+    """Returns the places of a key head's query, key and values, where all heads' queries stand first, then all keys."""
+    keys, of_values = recipe.key_dim, recipe.group * recipe.value_dim
+    first, values = recipe.heads * keys, 2 * recipe.heads * keys + head * of_values
+    return [
+        *range(head * keys, (head + 1) * keys),
+        *range(first + head * keys, first + (head + 1) * keys),
+        *range(values, values + of_values),
+    ]

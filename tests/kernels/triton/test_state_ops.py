@@ -1,0 +1,92 @@
+"""Tests the operations with states against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve_kernels import reference
+from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.triton.state_ops import TOKENS_AT_ONCE, VALUES_AT_ONCE, causal_conv, gated_delta_rule
+from tests.kernels.triton.device import DEVICE, DTYPES, SEEDS, assert_near, examples
+
+LENGTHS = st.lists(st.integers(1, 4) | st.just(TOKENS_AT_ONCE + 3), min_size=1, max_size=4) | st.just([1, 1, 1])
+BLOCKS, LAYERS = 9, 2
+
+
+def runs_of(lengths: list[int]) -> StateRuns:
+    """Returns runs that begin with nothing, another state or the one that they leave; a fourth is padding."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    ends = zip([-1, 5, 2, -1], [0, 1, 2, -1], strict=True)
+    sources, destinations = (torch.tensor(each[: len(lengths)]).int() for each in zip(*ends, strict=True))
+    return StateRuns(starts, sources, destinations, single=set(lengths) == {1})
+
+
+def moved(runs: StateRuns) -> StateRuns:
+    starts, sources, destinations = (each.to(DEVICE) for each in (runs.starts, runs.sources, runs.destinations))
+    return StateRuns(starts, sources, destinations, single=runs.single)
+
+
+def states(heads: int, *shape: int) -> torch.Tensor:
+    """Returns the states of one of two layers, which are no dense tensor."""
+    numbers = torch.Size(shape).numel()
+    return torch.randn(BLOCKS, heads, LAYERS, numbers)[:, :, 1].view(BLOCKS, heads, *shape)
+
+
+def on_device(state: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with the strides of ``state``."""
+    copied = torch.empty_strided(state.shape, state.stride(), dtype=state.dtype, device=DEVICE)
+    return copied.copy_(state)
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@settings(max_examples=examples(30), deadline=None)
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 140), st.integers(2, 5), st.booleans(), DTYPES, SEEDS)
+def test_causal_conv(
+    silu: bool, lengths: list[int], heads: int, channels: int, width: int, biased: bool, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(sum(lengths), heads, channels).to(dtype), torch.randn(width, heads, channels).to(dtype)
+    bias = torch.randn(heads, channels).to(dtype) if biased else None
+    state, runs = states(heads, width - 1, channels), runs_of(lengths)
+    own = on_device(state)
+    of_device = None if bias is None else bias.to(DEVICE)
+    got = causal_conv(x.to(DEVICE), weight.to(DEVICE), of_device, own, moved(runs), silu=silu)
+    assert_near(got, reference.causal_conv(x, weight, bias, state, runs, silu=silu), 2)
+    assert torch.equal(own.cpu(), state)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(LENGTHS, st.integers(1, 2), st.integers(1, 3), st.integers(2, 20), st.integers(1, 40), DTYPES, SEEDS)
+def test_gated_delta_rule(
+    lengths: list[int], heads: int, group: int, keys: int, values: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    tokens = sum(lengths)
+    qkv = torch.randn(tokens, heads, 2 * keys + group * values).to(dtype)
+    decay, beta = -torch.rand(tokens, heads, group), torch.rand(tokens, heads, group)
+    state, runs = states(heads, group, keys, values), runs_of(lengths)
+    own = on_device(state)
+    got = gated_delta_rule(qkv.to(DEVICE), decay.to(DEVICE), beta.to(DEVICE), own, moved(runs))
+    assert_near(got, reference.gated_delta_rule(qkv, decay, beta, state, runs), 4)
+    torch.testing.assert_close(own.cpu(), state, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_of_many_tokens_leaves_the_bits_of_single_ones() -> None:
+    torch.manual_seed(0)
+    tokens, heads, group, keys, values = 5, 2, 2, 8, VALUES_AT_ONCE + 4
+    qkv = torch.randn(tokens, heads, 2 * keys + group * values, device=DEVICE)
+    decay, beta = -torch.rand(tokens, heads, group, device=DEVICE), torch.rand(tokens, heads, group, device=DEVICE)
+    at_once = on_device(states(heads, group, keys, values))
+    one_by_one = on_device(at_once)
+    together = gated_delta_rule(qkv, decay, beta, at_once, moved(runs_of([tokens])))
+    alone = []
+    for token in range(tokens):
+        part = slice(token, token + 1)
+        ends = torch.tensor([[-1] if token == 0 else [0], [0]], device=DEVICE).int()
+        run = StateRuns(torch.tensor([0, 1], device=DEVICE).int(), ends[0], ends[1], single=True)
+        alone.append(gated_delta_rule(qkv[part], decay[part], beta[part], one_by_one, run))
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(at_once, one_by_one)
