@@ -256,6 +256,17 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Computes ``reference.gated_delta_rule``, and writes each run's next state."""
 
+    def mamba2_scan(
+        self,
+        xbc: torch.Tensor,
+        steps: torch.Tensor,
+        rate: torch.Tensor,
+        skip: torch.Tensor,
+        state: torch.Tensor,
+        runs: StateRuns,
+    ) -> torch.Tensor:
+        """Computes ``reference.mamba2_scan``, and writes each run's next state."""
+
     def plan_attention(
         self,
         layout: KvLayout,

@@ -194,3 +194,36 @@ def gated_delta_rule(
             out[at] = (matrix * q).sum(-2)
         state[destination] = matrix
     return out
+
+
+def mamba2_scan(
+    xbc: torch.Tensor,
+    steps: torch.Tensor,
+    rate: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+    runs: StateRuns,
+) -> torch.Tensor:
+    """Updates a matrix for each head by each token, and reads it: the scan of Mamba 2 (Dao and Gu, 2024).
+
+    ``xbc`` is ``[tokens, groups, heads * head_dim + 2 * size]``: of each group the inputs of its ``heads`` heads, and
+    what they are written (B) and read (C) with. ``steps``, fp32 ``[tokens, groups, heads]``, are the lengths of the
+    tokens' steps. ``rate``, the negative rate at which a matrix decays, and ``skip``, the part of an input that goes
+    past it, are fp32 ``[groups, heads]``. ``state`` is fp32 ``[num_blocks, groups, heads, head_dim, size]``, a strided
+    view. Returns ``[tokens, groups, heads, head_dim]``.
+    """
+    _, groups, heads, head_dim, size = state.shape
+    x, write, read = torch.split(xbc.float(), [heads * head_dim, size, size], -1)
+    x = x.reshape(-1, groups, heads, head_dim)
+    factor, out = (steps * rate).exp(), xbc.new_zeros(len(xbc), groups, heads, head_dim)
+    starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
+    for first, end, source, destination in zip(starts, starts[1:], sources, destinations, strict=False):
+        if destination < 0:
+            continue
+        matrix = torch.zeros_like(state[0]) if source < 0 else state[source].clone()
+        for at in range(first, end):
+            added = (steps[at].unsqueeze(-1) * x[at]).unsqueeze(-1) * write[at, :, None, None, :]
+            matrix = matrix * factor[at, :, :, None, None] + added
+            out[at] = (matrix * read[at, :, None, None, :]).sum(-1) + skip.unsqueeze(-1) * x[at]
+        state[destination] = matrix
+    return out

@@ -371,6 +371,71 @@ class DeltaNetRecipe:
         return self.heads * (3 * self.conv_channels + 4 * self.group * self.value_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class ShortConvRecipe:
+    """A gated short convolution: ``out(gate * conv(other gate * input))``. Ranks split the channels."""
+
+    heads: int
+    """The parts of so many ``channels`` that all channels consist of."""
+    channels: int
+    width: int
+    """The tokens that the convolution sees."""
+    biased: bool = False
+    inner: str = "conv.in_proj"
+    """The projection to the gate before the convolution, the one behind it, and the input."""
+    conv: str = "conv.conv"
+    out: str = "conv.out_proj"
+
+    @property
+    def numbers(self) -> int:
+        return (self.width - 1) * self.channels
+
+    @property
+    def token_numbers(self) -> int:
+        return 6 * self.heads * self.channels
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Recipe:
+    """A Mamba 2. Heads of one of the ``heads`` groups are written and read in the same way; ranks split groups."""
+
+    heads: int
+    """The groups."""
+    group: int
+    """The heads of a group."""
+    head_dim: int
+    size: int
+    """The numbers of a state for each channel of a head."""
+    width: int
+    """The tokens that the convolution sees."""
+    norm: Norm
+    """The norm of each group's outputs, after these are multiplied by ``silu(gate)``."""
+    biased: bool = False
+    """Whether ``inner`` and ``out`` have biases."""
+    conv_biased: bool = True
+    inner: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    step_bias: str = "mamba.dt_bias"
+    log_rate: str = "mamba.A_log"
+    skip: str = "mamba.D"
+    gated_norm: str = "mamba.norm"
+    out: str = "mamba.out_proj"
+
+    @property
+    def conv_channels(self) -> int:
+        """The channels of one group that are convolved."""
+        return self.group * self.head_dim + 2 * self.size
+
+    @property
+    def numbers(self) -> int:
+        """See ``MixerRecipe``: the tokens that the convolution still sees, and then the matrices."""
+        return (self.width - 1) * self.conv_channels + self.group * self.head_dim * self.size
+
+    @property
+    def token_numbers(self) -> int:
+        return self.heads * (3 * self.conv_channels + 4 * self.group * self.head_dim)
+
+
 class NormOrder(enum.Enum):
     """Where the norms of a layer stand, and so how many they are. A layer of one part has half of them."""
 

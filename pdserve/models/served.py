@@ -15,6 +15,7 @@ from pdserve.models.recipe import (
     DeltaNetRecipe,
     FeedForwardRecipe,
     LayerRecipe,
+    Mamba2Recipe,
     MixerRecipe,
     MlpBesideExperts,
     MlpRecipe,
@@ -23,6 +24,7 @@ from pdserve.models.recipe import (
     NormOrder,
     NormScope,
     Scoring,
+    ShortConvRecipe,
 )
 from pdserve.models.table import FAMILIES
 
@@ -36,10 +38,9 @@ NOT_YET: dict[str, str] = {
         "sparse attention": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl"),
         "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
         "states": (
-            *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
-            *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+            *("falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba"),
+            "zamba2",
         ),
-        "short convolutions": ("lfm2", "lfm2_moe"),
         "attention sinks": ("mimo_v2_flash",),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
@@ -135,7 +136,11 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
         yield "as Llama"
 
 
-_MIXERS: dict[type[MixerRecipe], str] = {DeltaNetRecipe: "gated delta nets"}
+_MIXERS: dict[type[MixerRecipe], str] = {
+    DeltaNetRecipe: "gated delta nets",
+    Mamba2Recipe: "Mamba 2",
+    ShortConvRecipe: "short convolutions",
+}
 
 
 def _distinct(layers: Sequence[LayerRecipe]) -> list[FeedForwardRecipe]:

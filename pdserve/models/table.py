@@ -37,6 +37,7 @@ from pdserve.models.families.gpt import (
 )
 from pdserve.models.families.gpt_oss import GptOssSettings
 from pdserve.models.families.hunyuan import HunYuanMoeSettings, HunYuanSettings
+from pdserve.models.families.lfm import Lfm2MoeSettings, Lfm2Settings
 from pdserve.models.families.llama import (
     ApertusSettings,
     ArceeSettings,
@@ -56,6 +57,7 @@ from pdserve.models.families.llama import (
     SmolLm3Settings,
 )
 from pdserve.models.families.llama4 import Llama4Settings
+from pdserve.models.families.mamba import BambaSettings, GraniteHybridSettings, NemotronHSettings
 from pdserve.models.families.mixtral import MiniMaxM2Settings, MixtralSettings
 from pdserve.models.families.olmo import FlexOlmoSettings, Olmo2Settings, Olmo3Settings, OlmoeSettings, OlmoSettings
 from pdserve.models.families.phi import Phi3Settings, PhiSettings
@@ -86,6 +88,11 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "qwen3_next": Qwen3NextSettings,
     "qwen3_5_text": Qwen35Settings,
     "qwen3_5_moe_text": Qwen35MoeSettings,
+    "lfm2": Lfm2Settings,
+    "lfm2_moe": Lfm2MoeSettings,
+    "granitemoehybrid": GraniteHybridSettings,
+    "bamba": BambaSettings,
+    "nemotron_h": NemotronHSettings,
     "gemma": GemmaSettings,
     "gemma2": Gemma2Settings,
     "gemma3_text": Gemma3Settings,

@@ -54,6 +54,14 @@ def operation(name: str, kernels: object, dtype: torch.dtype, tokens: int) -> tu
             return compute(x[part], weight, bias, state, runs, silu=True)
 
         return conv, states((WIDTH - 1) * CONV, WIDTH - 1, CONV)
+    if name == "mamba2_scan":
+        xbc, steps = draw(tokens, HEADS, GROUP * VALUES + 2 * KEYS).to(dtype), draw(tokens, HEADS, GROUP).abs()
+        rate, skip = -draw(HEADS, GROUP).abs(), draw(HEADS, GROUP)
+
+        def scan(part: slice, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
+            return compute(xbc[part], steps[part], rate, skip, state, runs)
+
+        return scan, states(GROUP * KEYS * VALUES, GROUP, VALUES, KEYS)
     qkv = draw(tokens, HEADS, 2 * KEYS + GROUP * VALUES).to(dtype)
     decay, beta = -draw(tokens, HEADS, GROUP).abs(), draw(tokens, HEADS, GROUP).sigmoid()
 
@@ -63,7 +71,7 @@ def operation(name: str, kernels: object, dtype: torch.dtype, tokens: int) -> tu
     return delta, states(GROUP * KEYS * VALUES, GROUP, KEYS, VALUES)
 
 
-OPERATIONS = ("causal_conv", "gated_delta_rule")
+OPERATIONS = ("causal_conv", "gated_delta_rule", "mamba2_scan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -67,6 +67,21 @@ DELTA: dict[str, Any] = SHAPE | {
     "linear_value_head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4},
 }
+STATES = ["linear_attention", FULL, "linear_attention"]
+LFM: dict[str, Any] = HEADS | {"layer_types": ["conv", FULL, "conv"]}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 10, "mamba_d_head": 12, "mamba_d_state": 8}
+NEMOTRON_H: dict[str, Any] = SHAPE | {
+    # With larger numbers, the sums of steps that transformers takes the exponents of have errors that show.
+    "initializer_range": 0.15,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 36,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", LLAMA4 | {"rope_parameters": LLAMA3_ROPE, "num_experts_per_tok": 2}),
     "llama4-dense": ("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False}),
@@ -91,6 +106,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-5-moe": (
         "qwen3_5_moe_text",
         DELTA | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36},
+    ),
+    "lfm2": ("lfm2", LFM | {"block_multiple_of": 8}),
+    "lfm2-biased": ("lfm2", LFM | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}),
+    "lfm2-moe": ("lfm2_moe", LFM | EXPERTS | {"num_dense_layers": 1, "moe_intermediate_size": 24}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        HEADS | GRANITE | MAMBA | {"num_local_experts": 4, "layer_types": STATES, "shared_intermediate_size": 40},
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        HEADS
+        | MAMBA
+        | {"num_local_experts": 0, "layer_types": STATES, "position_embedding_type": "rope", "mamba_n_groups": 2},
+    ),
+    "bamba": ("bamba", HEADS | MAMBA | {"attn_layer_indices": [1], "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "nemotron-h": (
+        "nemotron_h",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention"]},
     ),
     "gemma": ("gemma", SHAPE),
     "gemma2": ("gemma2", SHAPE | CAPS | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}),

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from pdserve_kernels.contract import StateRuns
-from pdserve_kernels.cpu.library import CConv, CDelta, CRuns, Library
+from pdserve_kernels.cpu.library import CConv, CDelta, CRuns, CScan, Library
 
 
 def causal_conv(
@@ -70,6 +70,40 @@ def gated_delta_rule(
         value_dim=value_dim,
     )
     library.gated_delta_rule(_bf16(qkv), ctypes.byref(_runs(runs, state, tokens)), ctypes.byref(delta))
+    return out
+
+
+def mamba2_scan(
+    library: Library,
+    xbc: torch.Tensor,
+    steps: torch.Tensor,
+    rate: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+    runs: StateRuns,
+) -> torch.Tensor:
+    """Computes ``reference.mamba2_scan`` in bf16 or fp32."""
+    tokens, groups, width = xbc.shape
+    heads, head_dim, size = state.shape[2:]
+    _check_state(state, (groups, heads, head_dim, size))
+    xbc = xbc.contiguous()
+    if width != heads * head_dim + 2 * size:
+        raise ValueError(f"a state of {tuple(state.shape)} was given {tuple(xbc.shape)}")
+    steps = _fp32(steps, (tokens, groups, heads))
+    rate, skip = (_fp32(each, (groups, heads)) for each in (rate, skip))
+    out = xbc.new_empty((tokens, groups, heads, head_dim))
+    scan = CScan(
+        xbc=xbc.data_ptr(),
+        steps=steps.data_ptr(),
+        rate=rate.data_ptr(),
+        skip=skip.data_ptr(),
+        out=out.data_ptr(),
+        groups=groups,
+        heads=heads,
+        head_dim=head_dim,
+        size=size,
+    )
+    library.mamba2_scan(_bf16(xbc), ctypes.byref(_runs(runs, state, tokens)), ctypes.byref(scan))
     return out
 
 

@@ -113,6 +113,15 @@ class CDelta(ctypes.Structure):
     )
 
 
+class CScan(ctypes.Structure):
+    """The structure ``Scan`` of csrc/states.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("xbc", "steps", "rate", "skip", "out")),
+        *((name, ctypes.c_int64) for name in ("groups", "heads", "head_dim", "size")),
+    )
+
+
 _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, ctypes.c_float, _LONG, _LONG, _POINTER, _POINTER],
     "pdserve_act_and_mul": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER],
@@ -125,6 +134,7 @@ _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_attend": [_INT, _POINTER, _POINTER],
     "pdserve_causal_conv": [_INT, _POINTER, _POINTER],
     "pdserve_gated_delta_rule": [_INT, _POINTER, _POINTER],
+    "pdserve_mamba2_scan": [_INT, _POINTER, _POINTER],
     "pdserve_cores_begin_step": [],
     "pdserve_cores_sleep": [],
     "pdserve_cores_close": [],
@@ -166,6 +176,7 @@ class Library:
         self.attend = library.pdserve_attend
         self.causal_conv = library.pdserve_causal_conv
         self.gated_delta_rule = library.pdserve_gated_delta_rule
+        self.mamba2_scan = library.pdserve_mamba2_scan
         self.cores_open = library.pdserve_cores_open
         self.cores_begin_step = library.pdserve_cores_begin_step
         self.cores_sleep = library.pdserve_cores_sleep

@@ -357,6 +357,7 @@ class TorchKernels:
     gelu_and_mul = staticmethod(reference.gelu_and_mul)
     causal_conv = staticmethod(reference.causal_conv)
     gated_delta_rule = staticmethod(reference.gated_delta_rule)
+    mamba2_scan = staticmethod(reference.mamba2_scan)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias)

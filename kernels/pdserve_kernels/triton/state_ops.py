@@ -1,4 +1,4 @@
-"""Computes layers that keep a state: short convolutions and the gated delta rule.
+"""Computes layers that keep a state: short convolutions, the gated delta rule and the scan of Mamba 2.
 
 A program has one run of tokens, and some channels of one head. It goes through the tokens in turn, so that a run of
 many leaves what runs of one token each would. All about runs is read on the device, so that a recorded step may be
@@ -214,3 +214,94 @@ def gated_delta_rule(
 def _check_state(state: torch.Tensor, shape: tuple[int, ...]) -> None:
     if state.shape[1:] != shape or state.dtype is not torch.float32 or not state[0, 0].is_contiguous():
         raise ValueError(f"fp32 states of {shape} are wanted, and there are {state.dtype} {tuple(state.shape)}")
+
+
+@triton.jit
+def _scan_kernel(
+    xbc,
+    steps,
+    rate,
+    skip,
+    states,
+    starts,
+    sources,
+    destinations,
+    out,
+    block_stride,
+    group_stride,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Computes some rows of one head's matrix in one run, token by token."""
+    run = tl.program_id(0)
+    group = tl.program_id(1) // HEADS
+    head = tl.program_id(1) % HEADS
+    row = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    column = tl.arange(0, BLOCK_SIZE)
+    inside = row < HEAD_DIM
+    begin = tl.load(starts + run)
+    end = tl.load(starts + run + 1)
+    source = tl.load(sources + run).to(tl.int64)
+    destination = tl.load(destinations + run).to(tl.int64)
+    of_size = (column < SIZE)[None, :]
+    begun = (row < tl.where(source >= 0, HEAD_DIM, 0))[:, None] & of_size
+    stored = (row < tl.where(destination >= 0, HEAD_DIM, 0))[:, None] & of_size
+    place = group * group_stride + (head * HEAD_DIM + row[:, None]) * SIZE + column[None, :]
+    matrix = tl.load(states + source * block_stride + place, mask=begun, other=0.0)
+    rate_here = tl.load(rate + group * HEADS + head)
+    skip_here = tl.load(skip + group * HEADS + head)
+    width = HEADS * HEAD_DIM + 2 * SIZE
+    for at in range(begin, end):
+        token = tl.cast(at, tl.int64)
+        base = xbc + (token * GROUPS + group) * width
+        x = tl.load(base + head * HEAD_DIM + row, mask=inside, other=0.0).to(tl.float32)
+        write = tl.load(base + HEADS * HEAD_DIM + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        read = tl.load(base + HEADS * HEAD_DIM + SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        step = tl.load(steps + (token * GROUPS + group) * HEADS + head)
+        matrix = matrix * tl.exp(step * rate_here) + (step * x)[:, None] * write[None, :]
+        found = tl.where(destination >= 0, tl.sum(matrix * read[None, :], 1) + skip_here * x, 0.0)
+        target = out + ((token * GROUPS + group) * HEADS + head) * HEAD_DIM + row
+        tl.store(target, found.to(out.dtype.element_ty), mask=inside)
+    # The state that is written may be the one that was read.
+    tl.debug_barrier()
+    tl.store(states + destination * block_stride + place, matrix, mask=stored)
+
+
+def mamba2_scan(
+    xbc: torch.Tensor,
+    steps: torch.Tensor,
+    rate: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+    runs: StateRuns,
+) -> torch.Tensor:
+    """Computes ``reference.mamba2_scan``."""
+    tokens, groups, _ = xbc.shape
+    heads, head_dim, size = state.shape[2:]
+    xbc, steps = xbc.contiguous(), steps.contiguous()
+    out = xbc.new_empty((tokens, groups, heads, head_dim))
+    rows = min(32, triton.next_power_of_2(head_dim))
+    _scan_kernel[(len(runs.sources), groups * heads, triton.cdiv(head_dim, rows))](
+        xbc,
+        steps,
+        rate,
+        skip,
+        state,
+        runs.starts,
+        runs.sources,
+        runs.destinations,
+        out,
+        state.stride(0),
+        state.stride(1),
+        groups,
+        heads,
+        head_dim,
+        size,
+        rows,
+        triton.next_power_of_2(size),
+    )
+    return out

@@ -24,7 +24,7 @@ from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
 from pdserve_kernels.triton.cache_ops import kv_write, store_projected
 from pdserve_kernels.triton.paged_attention import decode_attention, decode_splits, lines_per_program, prefill_attention
-from pdserve_kernels.triton.state_ops import causal_conv, gated_delta_rule
+from pdserve_kernels.triton.state_ops import causal_conv, gated_delta_rule, mamba2_scan
 from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
 
 
@@ -134,6 +134,7 @@ class TritonKernels:
     gelu_and_mul = staticmethod(gelu_and_mul)
     causal_conv = staticmethod(causal_conv)
     gated_delta_rule = staticmethod(gated_delta_rule)
+    mamba2_scan = staticmethod(mamba2_scan)
 
     def __init__(self, processors: int) -> None:
         """Makes the set for a GPU with ``processors`` streaming multiprocessors, which a launch should fill."""

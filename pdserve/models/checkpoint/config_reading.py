@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,10 +94,20 @@ def has_own_decoder(path: Path) -> bool:
     return is_gguf(path) or _found(path) is not None
 
 
+def _plain_json(text: bytes) -> bytes:
+    """Returns JSON that Python wrote, in which numbers may be infinite, with null in their places."""
+    if b"Infinity" not in text:
+        return text
+    try:
+        return msgspec.json.encode(json.loads(text, parse_constant=lambda _: None))
+    except ValueError:
+        return text
+
+
 def _found(folder: Path) -> _Found | None:
     """Reads the ``config.json``. Returns None if transformers has to read it."""
     try:
-        text = (folder / "config.json").read_bytes()
+        text = _plain_json((folder / "config.json").read_bytes())
         header = msgspec.json.decode(text, type=_Header)
     except (OSError, msgspec.DecodeError):
         return None

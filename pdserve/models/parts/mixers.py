@@ -8,8 +8,10 @@ import torch
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.parts.delta_net import DeltaNet
+from pdserve.models.parts.mamba import Mamba2
 from pdserve.models.parts.projections import Building
-from pdserve.models.recipe import DeltaNetRecipe, MixerRecipe
+from pdserve.models.parts.short_conv import ShortConv
+from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MixerRecipe, ShortConvRecipe
 from pdserve_kernels.contract import StateRuns
 
 
@@ -29,7 +31,11 @@ class MixerPart(Protocol):
         """Takes the tensors of layer ``index``, whose names begin with ``prefix``. Raises ModelError."""
 
 
-MIXERS: dict[type[MixerRecipe], MixerPart] = {DeltaNetRecipe: DeltaNet}
+MIXERS: dict[type[MixerRecipe], MixerPart] = {
+    DeltaNetRecipe: DeltaNet,
+    Mamba2Recipe: Mamba2,
+    ShortConvRecipe: ShortConv,
+}
 """The part of each kind of recipe."""
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve_kernels import reference
 from pdserve_kernels.contract import StateRuns
-from pdserve_kernels.triton.state_ops import TOKENS_AT_ONCE, VALUES_AT_ONCE, causal_conv, gated_delta_rule
+from pdserve_kernels.triton.state_ops import TOKENS_AT_ONCE, VALUES_AT_ONCE, causal_conv, gated_delta_rule, mamba2_scan
 from tests.kernels.triton.device import DEVICE, DTYPES, SEEDS, assert_near, examples
 
 LENGTHS = st.lists(st.integers(1, 4) | st.just(TOKENS_AT_ONCE + 3), min_size=1, max_size=4) | st.just([1, 1, 1])
@@ -90,3 +90,19 @@ def test_a_run_of_many_tokens_leaves_the_bits_of_single_ones() -> None:
         alone.append(gated_delta_rule(qkv[part], decay[part], beta[part], one_by_one, run))
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(at_once, one_by_one)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(LENGTHS, st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), DTYPES, SEEDS)
+def test_mamba2_scan(
+    lengths: list[int], groups: int, heads: int, head_dim: int, size: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    tokens = sum(lengths)
+    xbc = torch.randn(tokens, groups, heads * head_dim + 2 * size).to(dtype)
+    steps, rate, skip = torch.rand(tokens, groups, heads), -torch.rand(groups, heads), torch.randn(groups, heads)
+    state, runs = states(groups, heads, head_dim, size), runs_of(lengths)
+    own = on_device(state)
+    got = mamba2_scan(xbc.to(DEVICE), steps.to(DEVICE), rate.to(DEVICE), skip.to(DEVICE), own, moved(runs))
+    assert_near(got, reference.mamba2_scan(xbc, steps, rate, skip, state, runs), 4)
+    torch.testing.assert_close(own.cpu(), state, rtol=1e-4, atol=1e-4)

@@ -23,6 +23,17 @@ Ends ends_of(const Runs& runs, long run, long head) {
   return {source < 0 ? nullptr : at(source), at(destination)};
 }
 
+// Returns `size` numbers of the state that a run leaves, from `first` on, with what it begins with.
+float* begun(const Ends& ends, long first, long size) {
+  float* to = ends.after + first;
+  if (!ends.before) {
+    std::memset(to, 0, size * sizeof(float));
+  } else if (ends.before != ends.after) {
+    std::memcpy(to, ends.before + first, size * sizeof(float));
+  }
+  return to;
+}
+
 template <class T>
 void clear_outputs(const Runs& runs, long run, long head, long heads, long width, T* out) {
   for (long t = runs.starts[run]; t < runs.starts[run + 1]; t++) {
@@ -141,13 +152,7 @@ void update(const Runs& runs, const Delta& delta, long run, long head, long of_g
   }
   const Ends ends = ends_of(runs, run, head);
   const long size = keys * values;
-  float* matrix = ends.after + of_group * size;
-  // Copied first: the whole is then read in the order of memory, which is fastest.
-  if (!ends.before) {
-    std::memset(matrix, 0, size * sizeof(float));
-  } else if (ends.before != ends.after) {
-    std::memcpy(matrix, ends.before + of_group * size, size * sizeof(float));
-  }
+  float* matrix = begun(ends, of_group * size, size);
   const auto value = [&](long t) {
     return (const T*)delta.qkv + (t * heads + head) * (2 * keys + group * values) + 2 * keys + of_group * values;
   };
@@ -167,8 +172,53 @@ void update(const Runs& runs, const Delta& delta, long run, long head, long of_g
   }
 }
 
+// The matrix of one head of a group, in one run.
+template <class T>
+void scan(const Runs& runs, const Scan& scan, long run, long group, long head) {
+  const long dim = scan.head_dim, size = scan.size, heads = scan.heads, width = heads * dim + 2 * size;
+  const long first = runs.starts[run], end = runs.starts[run + 1];
+  const auto place = [&](long t) { return (t * scan.groups + group) * heads + head; };
+  const auto out = [&](long t) { return (T*)scan.out + place(t) * dim; };
+  if (runs.destinations[run] < 0) {
+    for (long t = first; t < end; t++) std::memset((void*)out(t), 0, dim * sizeof(T));
+    return;
+  }
+  const Ends ends = ends_of(runs, run, group);
+  float* matrix = begun(ends, head * dim * size, dim * size);
+  const float rate = scan.rate[group * heads + head], skip = scan.skip[group * heads + head];
+  for (long t = first; t < end; t++) {
+    const T* row = (const T*)scan.xbc + (t * scan.groups + group) * width;
+    const T *x = row + head * dim, *write = row + heads * dim, *read = write + size;
+    const float step = scan.steps[place(t)], factor = std::exp(step * rate);
+    T* to = out(t);
+    for (long i = 0; i < dim; i++) {
+      const float input = widen(x[i]), added = step * input;
+      Lanes found{};
+      for (long j = 0; j < size; j += kLanes) {
+        const long n = size - j;
+        float* at = matrix + i * size + j;
+        const Lanes next = load_part(at, n) * factor + load_part(write + j, n) * added;
+        store_part(at, next, n);
+        found += next * load_part(read + j, n);
+      }
+      const Lanes result = splat(sum(found) + skip * input);
+      store_part(to + i, result, 1);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace pdserve
+
+extern "C" void pdserve_mamba2_scan(int bf16, const pdserve::Runs* runs, const pdserve::Scan* scan) {
+  using namespace pdserve;
+  const auto run = bf16 ? pdserve::scan<Bf16> : pdserve::scan<float>;
+  const long each_run = scan->groups * scan->heads;
+  each(runs->count * each_run, [&](long i) {
+    const long head = i % each_run;
+    run(*runs, *scan, i / each_run, head / scan->heads, head % scan->heads);
+  });
+}
 
 extern "C" void pdserve_causal_conv(int bf16, const pdserve::Runs* runs, const pdserve::Conv* conv) {
   using namespace pdserve;

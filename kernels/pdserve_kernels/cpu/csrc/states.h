@@ -38,4 +38,16 @@ struct Delta {
   int64_t value_dim;
 };
 
+struct Scan {
+  const void* xbc;
+  const float* steps;
+  const float* rate;
+  const float* skip;
+  void* out;
+  int64_t groups;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t size;
+};
+
 }  // namespace pdserve

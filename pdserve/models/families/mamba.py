@@ -1,0 +1,292 @@
+"""Models with Mamba 2 in most layers: Granite 4, Bamba and Nemotron-H."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pdserve.errors import ModelError
+from pdserve.models.families.llama import GraniteMoeSettings
+from pdserve.models.families.settings import FULL, Count, FamilySettings, gated
+from pdserve.models.recipe import (
+    Activation,
+    AttentionRecipe,
+    ExpertsRecipe,
+    FeedForwardRecipe,
+    LayerRecipe,
+    Mamba2Recipe,
+    MlpRecipe,
+    ModelRecipe,
+    Rotary,
+    Scoring,
+)
+
+LINEAR, MOE, MLP = "linear_attention", "moe", "mlp"
+OLDER = {"mamba": LINEAR, "attention": FULL}
+"""What older files call the kinds of layers."""
+
+
+def check_steps(limit: list[object] | None) -> None:
+    """Raises ModelError if the lengths of steps have bounds."""
+    if limit is not None and limit not in ([0.0, None], [0.0, {"__float__": "Infinity"}]):
+        raise ModelError(f"time_step_limit {limit} is not supported; steps have no bounds")
+
+
+def kinds_of(given: list[str], layers: int, known: frozenset[str]) -> list[str]:
+    """Returns the kind of each layer. Raises ModelError if one is unknown, or there are not as many as ``layers``."""
+    kinds = [OLDER.get(kind, kind) for kind in given]
+    if len(kinds) != layers or not set(kinds) <= known:
+        raise ModelError(f"layer_types must be one of {sorted(known)} for each of {layers} layers")
+    return kinds
+
+
+class GraniteHybridSettings(GraniteMoeSettings, kw_only=True):
+    """Layers that see everything know positions only if the file says so."""
+
+    models: ClassVar[str] = "Granite 4"
+    num_local_experts: int | None = 8  # type: ignore[assignment]  # none in the dense ones
+    shared_intermediate_size: Count = 1024
+    position_embedding_type: str | None = None
+    layer_types: list[str] | None = None
+    layers_block_type: list[str] | None = None
+    mamba_n_heads: Count = 128
+    mamba_n_groups: Count = 1
+    mamba_d_state: Count = 256
+    mamba_d_head: int | str | None = "auto"
+    mamba_d_conv: Count = 4
+    mamba_expand: Count = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: list[object] | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_steps(self.time_step_limit)
+        if self.position_embedding_type not in (None, "nope", "rope"):
+            raise ModelError(f"position_embedding_type {self.position_embedding_type!r} is not supported")
+        self.kinds()
+
+    def kinds(self) -> list[str]:
+        """Returns the kind of each layer."""
+        given = self.layer_types or self.layers_block_type or [LINEAR] * self.num_hidden_layers
+        return kinds_of(given, self.num_hidden_layers, frozenset({LINEAR, FULL}))
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return self.rotary() if self.position_embedding_type == "rope" else None
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        shared = MlpRecipe(
+            self.shared_intermediate_size, fused="shared_mlp.input_linear", down="shared_mlp.output_linear"
+        )
+        if not self.num_local_experts:
+            return shared
+        part = super().feed_forward(index)
+        assert isinstance(part, ExpertsRecipe)
+        return replace(part, shared=shared)
+
+    def mamba(self) -> Mamba2Recipe:
+        return mamba_of(self)
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = super().layer(index)
+        return layer if self.kinds()[index] == FULL else replace(layer, attention=None, mixer=self.mamba())
+
+
+class BambaSettings(FamilySettings, kw_only=True):
+    models: ClassVar[str] = "Bamba 9B"
+    partly_turned: ClassVar[bool] = True
+    vocab_size: Count = 128_000
+    intermediate_size: Count = 14_336
+    num_key_value_heads: Count | None = 8
+    max_position_embeddings: Count = 262_144
+    rms_norm_eps: float = 1e-5
+    attn_layer_indices: list[int] | None = None
+    mamba_n_heads: Count = 128
+    mamba_n_groups: Count = 1
+    mamba_d_state: Count = 256
+    mamba_d_head: int | str | None = "auto"
+    mamba_d_conv: Count = 4
+    mamba_expand: Count = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: list[object] | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_steps(self.time_step_limit)
+
+    def turned_channels(self) -> int | None:
+        # Whatever the file says.
+        return self.head_size() // 2
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return gated("feed_forward", self.intermediate_size, biased=self.mlp_bias)
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = replace(super().layer(index), norms=("input_layernorm", "pre_ff_layernorm"))
+        if index in (self.attn_layer_indices or ()):
+            return layer
+        return replace(layer, attention=None, mixer=mamba_of(self))
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), last_norm="model.final_layernorm")
+
+
+def mamba_of(settings: GraniteHybridSettings | BambaSettings) -> Mamba2Recipe:
+    """Returns a Mamba 2 with these settings. Raises ModelError if they do not fit together."""
+    channels, heads = settings.mamba_expand * settings.hidden_size, settings.mamba_n_heads
+    given = settings.mamba_d_head
+    head_dim = given if isinstance(given, int) else channels // heads
+    if heads * head_dim != channels or heads % settings.mamba_n_groups:
+        raise ModelError(
+            f"{heads} heads (mamba_n_heads) of {head_dim} channels in {settings.mamba_n_groups} groups do not make "
+            f"the {channels} channels of a Mamba"
+        )
+    return Mamba2Recipe(
+        heads=settings.mamba_n_groups,
+        group=heads // settings.mamba_n_groups,
+        head_dim=head_dim,
+        size=settings.mamba_d_state,
+        width=settings.mamba_d_conv,
+        norm=settings.norm(),
+        biased=settings.mamba_proj_bias,
+        conv_biased=settings.mamba_conv_bias,
+    )
+
+
+PATTERN = {"M": LINEAR, "E": MOE, "*": FULL, "-": MLP}
+"""The letters of ``hybrid_override_pattern``."""
+
+
+class NemotronHSettings(FamilySettings, kw_only=True):
+    """Each layer has one part: a Mamba 2, attention that knows no positions, a feed-forward part or experts."""
+
+    models: ClassVar[str] = "Nemotron-H 8B, 47B, 56B, Nemotron Nano 2, Nemotron 3 Nano"
+    activations: ClassVar[tuple[str, ...]] = ("relu2",)
+    vocab_size: Count = 131_072
+    intermediate_size: Count = 21_504
+    num_hidden_layers: Count = 4
+    num_key_value_heads: Count | None = 8
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 4096
+    layer_norm_epsilon: float = 1e-5
+    layers_block_type: list[str] | None = None
+    layer_types: list[str] | None = None
+    hybrid_override_pattern: str | None = None
+    mlp_hidden_act: str = "relu2"
+    mamba_hidden_act: str = "silu"
+    ssm_state_size: Count = 128
+    mamba_num_heads: Count = 128
+    mamba_head_dim: Count = 64
+    n_groups: Count = 8
+    conv_kernel: Count = 4
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    mamba_proj_bias: bool = False
+    time_step_limit: list[object] | None = None
+    n_routed_experts: Count = 8
+    num_experts_per_tok: Count = 2
+    moe_intermediate_size: Count = 7688
+    moe_shared_expert_intermediate_size: Count = 7688
+    moe_latent_size: int | None = None
+    routed_scaling_factor: float = 1.0
+    n_group: Count = 1
+    topk_group: Count = 1
+    norm_topk_prob: bool = True
+
+    def __post_init__(self) -> None:
+        self.rms_norm_eps = self.layer_norm_epsilon
+        self.num_hidden_layers = len(self._given())
+
+    def check(self) -> None:
+        self._check_shared()
+        self._check_activation("mlp_hidden_act")
+        check_steps(self.time_step_limit)
+        if self.mamba_hidden_act != "silu":
+            raise ModelError(f"mamba_hidden_act {self.mamba_hidden_act!r} is not supported; supported: 'silu'")
+        if self.moe_latent_size is not None:
+            raise ModelError("moe_latent_size, experts of fewer channels than the model, is not supported")
+        if self.mamba_num_heads % self.n_groups:
+            raise ModelError(f"{self.mamba_num_heads} heads of a Mamba cannot be spread evenly over {self.n_groups}")
+        self.kinds()
+
+    def _given(self) -> list[str]:
+        if self.hybrid_override_pattern is not None:
+            return [PATTERN.get(letter, letter) for letter in self.hybrid_override_pattern]
+        return self.layers_block_type or self.layer_types or [LINEAR, MOE, FULL, MLP]
+
+    def kinds(self) -> list[str]:
+        """Returns the kind of each layer."""
+        return kinds_of(self._given(), self.num_hidden_layers, frozenset(PATTERN.values()))
+
+    def attention(self, index: int) -> AttentionRecipe:
+        query, key, value, out = (f"mixer.{name}_proj" for name in "qkvo")
+        return AttentionRecipe(rotary=None, query=query, key=key, value=value, out=out)
+
+    def mamba(self) -> Mamba2Recipe:
+        inner, conv, step_bias, log_rate, skip, norm, out = (
+            f"mixer.{name}" for name in ("in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj")
+        )
+        return Mamba2Recipe(
+            heads=self.n_groups,
+            group=self.mamba_num_heads // self.n_groups,
+            head_dim=self.mamba_head_dim,
+            size=self.ssm_state_size,
+            width=self.conv_kernel,
+            norm=self.norm(),
+            biased=self.use_bias,
+            conv_biased=self.use_conv_bias,
+            inner=inner,
+            conv=conv,
+            step_bias=step_bias,
+            log_rate=log_rate,
+            skip=skip,
+            gated_norm=norm,
+            out=out,
+        )
+
+    def feed(self, channels: int, prefix: str) -> MlpRecipe:
+        """Returns a part whose tensors' names begin with ``prefix``."""
+        up, down = f"{prefix}.up_proj", f"{prefix}.down_proj"
+        biased = frozenset({up, down}) if self.mlp_bias else frozenset[str]()
+        return MlpRecipe(channels, Activation.RELU_SQUARED, gate="", up=up, down=down, biased=biased)
+
+    def experts(self) -> ExpertsRecipe:
+        return ExpertsRecipe(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            replace(self.feed(self.moe_intermediate_size, "mixer.experts.{}"), biased=frozenset()),
+            router="mixer.gate",
+            scoring=Scoring.SIGMOID,
+            normalised=self.norm_topk_prob,
+            correction="mixer.gate.e_score_correction_bias",
+            precise_router=True,
+            groups=self.n_group,
+            chosen_groups=self.topk_group,
+            scale=self.routed_scaling_factor,
+            smallest_sum=1e-20,
+            shared=self.feed(self.moe_shared_expert_intermediate_size, "mixer.shared_experts"),
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        alone = LayerRecipe(None, None, self.norm(), ("norm",))
+        match self.kinds()[index]:
+            case "linear_attention":
+                return replace(alone, mixer=self.mamba())
+            case "full_attention":
+                return replace(alone, attention=self.attention(index))
+            case "moe":
+                return replace(alone, feed_forward=self.experts())
+            case _:
+                return replace(alone, feed_forward=self.feed(self.intermediate_size, "mixer"))
+
+    def recipe(self) -> ModelRecipe:
+        return replace(
+            super().recipe(),
+            renamed=(
+                ("backbone.embeddings", "model.embed_tokens"),
+                ("backbone.norm_f", "model.norm"),
+                ("backbone.", "model."),
+            ),
+            unused=("mtp.",),
+        )
