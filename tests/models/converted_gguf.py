@@ -55,6 +55,7 @@ CONVERTED: dict[str, list[Converted]] = {
     ],
     "glm4": [Converted("glm4", {})],
     "glm4moe": [Converted("glm4-moe", {}), Converted("glm4-moe-groups", {})],
+    "gpt-oss": [Converted("gpt-oss", {})],
     "gpt2": [Converted("gpt2", {})],
     "gptneox": [Converted("gpt-neox", {}), Converted("gpt-neox-sequential", {})],
     "granite": [Converted("granite", {})],
@@ -96,10 +97,12 @@ def save_converted(
     arch: str,
     extra: Callable[[GGUFWriter], None] | None = None,
     quantized: GGMLQuantizationType | None = None,
+    which: str = "",
 ) -> Path:
     """Saves the checkpoint in ``folder`` as a GGUF file of ``arch``.
 
-    ``extra`` adds to its settings. All matrices but routers have the format ``quantized``, and all else is fp32.
+    ``extra`` adds to its settings. All matrices but routers have the format ``quantized`` if ``which`` is in their
+    names, and all else is fp32.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, arch)
@@ -113,7 +116,8 @@ def save_converted(
             known = renamed.startswith("blk.")
             found = renamed if known else names.get_name(renamed, try_suffixes=(".weight", ".bias"))
             assert found is not None, renamed
-            if quantized is not None and changed.ndim > 1 and "gate_inp" not in found:
+            matrix = changed.ndim > 1 and "gate_inp" not in found and not found.endswith(".bias")
+            if quantized is not None and matrix and which in found:
                 writer.add_tensor(found, quantize(np.ascontiguousarray(changed), quantized), raw_dtype=quantized)
             else:
                 writer.add_tensor(found, np.ascontiguousarray(changed))
@@ -230,6 +234,10 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_rope_scaling_orig_ctx_len(512)
     if arch in ("command-r", "cohere2"):
         writer.add_rope_scaling_type(RopeScalingType.NONE)
+    if arch == "gpt-oss":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if theta is not None:
         writer.add_rope_freq_base(theta)
     if arch == "phi3":
@@ -240,7 +248,7 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
 
 
 def _add_windows(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
-    if arch == "phi3":
+    if arch in ("gpt-oss", "phi3"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if arch in ("cohere2", "exaone4", "gemma2") or config["model_type"] == "olmo3":
         if config["sliding_window"] is None:
@@ -258,7 +266,7 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     writer.add_expert_used_count(_first(config, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"))
     if arch == "llama4":
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
-    if arch in ("minimax-m2", "hunyuan-moe", "llama4"):
+    if arch in ("gpt-oss", "minimax-m2", "hunyuan-moe", "llama4"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     elif "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -311,6 +319,15 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
         layer = re.search(r"layers\.(\d+)\.", name)
         assert layer is not None
         return [(f"blk.{layer[1]}.ffn_{part}_{kind}.weight", each) for part, each in (("gate", gate), ("up", up))]
+    if arch == "gpt-oss" and name.endswith("sinks"):
+        return [(f"{name}.weight", tensor)]
+    if arch == "gpt-oss" and ".experts." in name:
+        stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+        rows = tensor if kind == "bias" else tensor.swapaxes(1, 2)
+        if stem.endswith("down_proj"):
+            return [(f"{stem}.{kind}", rows)]
+        parts = (("gate_proj", rows[:, ::2]), ("up_proj", rows[:, 1::2]))
+        return [(f"{stem.replace('gate_up_proj', part)}.{kind}", each) for part, each in parts]
     if arch == "gemma4" and name.endswith(("layer_scalar", "_proj")):
         return [(f"{name}.weight", tensor)]
     if arch == "gemma4" and ".router." in name and not name.endswith(".weight"):

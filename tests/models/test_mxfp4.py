@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.gguf_file import read_gguf
 from pdserve.models.checkpoint.mxfp4 import dequantised
 from pdserve.models.runner import StepRow
+from tests.models.converted_gguf import save_converted
 from tests.models.greedy import small_runner
 from tests.models.tiny_families import CASES, save_tiny
 
@@ -82,3 +85,12 @@ def test_another_quantisation_is_refused_by_its_name(folders: tuple[Path, Path])
     (narrow / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="awq"):
         read_decoder_config(narrow)
+
+
+def test_a_gguf_file_in_mxfp4_has_the_logits_of_its_numbers(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    _, wide = folders
+    # Each block of the experts is one of MXFP4 already, so that nothing is rounded.
+    kind = GGMLQuantizationType.MXFP4
+    file = save_converted(wide, tmp_path / "narrow.gguf", "gpt-oss", quantized=kind, which="_exps")
+    assert {t.kind for name, t in read_gguf(file).tensors.items() if name.endswith("_exps.weight")} == {kind}
+    torch.testing.assert_close(logits(file), logits(wide), rtol=1e-5, atol=1e-5)

@@ -31,6 +31,8 @@ class Architecture:
     """The names of a layer's norms, if they are not the usual ones for their number and order."""
     settings: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
     """Settings of the family that files have no key for."""
+    rounded_ramps: bool = True
+    """Whether the ramp of yarn begins and ends at whole channels; no key says so."""
     only: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
     """Keys whose one value is all that the family computes."""
 
@@ -56,6 +58,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture("gemma4_text"),
     "glm4": Architecture("glm4"),
     "glm4moe": Architecture("glm4_moe", norms=("attn_norm", "post_attention_norm")),
+    "gpt-oss": Architecture("gpt_oss", norms=("attn_norm", "post_attention_norm"), rounded_ramps=False),
     "gpt2": Architecture("gpt2"),
     "gptneox": Architecture("gpt_neox"),
     "granite": Architecture("granite", permuted=True),

@@ -340,6 +340,7 @@ def _rotary(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         original = file.own("rope.scaling.original_context_length", int)
         parameters["original_max_position_embeddings"] = original
+        parameters["truncate"] = architecture_of(file).rounded_ramps
         for name in ("beta_fast", "beta_slow"):
             parameters[name] = file.metadata.get(file.key(f"rope.scaling.yarn_{name}"))
     return parameters
@@ -426,6 +427,7 @@ def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float
     elif isinstance(part, ExpertsRecipe):
         expert = replace(part.expert, transposed=False)
         expert = replace(expert, fused="", gate=GATE, up=UP) if expert.fused else expert
+        expert = replace(expert, biased=_biased(file, block, expert, _names_with(PART_OF_EXPERTS)))
         shared = None if part.shared is None else _mlp(file, block, part.shared, PART_OF_SHARED)
         part = replace(part, expert=expert, shared=shared, stacked=())
     return replace(layer, attention=attention, feed_forward=part)
@@ -450,7 +452,11 @@ def _mlp(file: GgufFile, block: str, part: MlpRecipe, end: str = "") -> MlpRecip
     if f"{block}ffn_gate{end}.weight" in file.tensors:
         part = replace(part, fused="")
     part = replace(part, transposed=False)
-    return replace(part, biased=_biased(file, block, part, {key + end: name for key, name in FEED_FORWARD.items()}))
+    return replace(part, biased=_biased(file, block, part, _names_with(end)))
+
+
+def _names_with(end: str) -> dict[str, str]:
+    return {key + end: name for key, name in FEED_FORWARD.items()}
 
 
 def _biased(file: GgufFile, block: str, part: AttentionRecipe | MlpRecipe, names: dict[str, str]) -> frozenset[str]:

@@ -216,7 +216,7 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
         elif part.endswith(".exp_probs_b") and part in names:
             shape = _correction_shape(recipe, part)
             found[names[part]] = replace(tensor, shape=shape) if prod(shape) == prod(tensor.shape) else tensor
-        elif part.endswith(PART_OF_EXPERTS) and part in names and len(tensor.shape) == 3:
+        elif part.endswith(PART_OF_EXPERTS) and part in names and len(tensor.shape) == (2 if kind == "bias" else 3):
             for expert, each in enumerate(_unstacked(file.path, name, tensor)):
                 found[f"{names[part].replace('{}', str(expert))}.{kind}"] = each
         elif part.endswith(".ffn_gate_inp_shexp") and len(tensor.shape) == 1:
@@ -264,6 +264,8 @@ def _mlp_names(part: MlpRecipe, end: str = "") -> dict[str, str]:
 def _whole_names(layer: LayerRecipe) -> dict[str, str]:
     """Returns the recipe's names of a layer's tensors that have no ``.weight`` behind them, by the file's names."""
     names = {"layer_output_scale.weight": layer.factor} if layer.factor else {}
+    if layer.attention is not None and layer.attention.sinks:
+        names["attn_sinks.weight"] = layer.attention.sinks
     if isinstance(layer.feed_forward, MlpBesideExperts):
         names["ffn_gate_inp.scale"] = layer.feed_forward.router_weights
         names["ffn_down_exps.scale"] = layer.feed_forward.experts.factors
