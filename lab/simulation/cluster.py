@@ -655,7 +655,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
     gc.freeze()
     cluster = Cluster(seed, shape)
     program = EngineProgram(
-        cluster.pace, shape.num_blocks, shape.kv_heads, cluster.engine_started, cluster.engine_failed
+        cluster.pace, shape.counts, shape.cache, shape.kv_heads, cluster.engine_started, cluster.engine_failed
     )
     rank_program = RankProgram(cluster.engine_failed)
     try:
@@ -681,7 +681,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                     LinkTransport, cluster.fabric, rank
                 ),
                 pdserve__engine__kv_connector__opening__RankThread=cluster.make_rank_thread,
-                **rank_model(shape.kv_heads, cluster.pace),
+                **rank_model(shape.cache, shape.kv_heads, cluster.pace),
                 pdserve_kvtransfer__thread__BothSides=cluster.make_sides,
                 pdserve_kvtransfer__thread__PushSide=cluster.witness.push_side(),
                 pdserve_proxy__workers__worker_channel__MAX_UNANSWERED=UNANSWERED_PINGS,

@@ -6,6 +6,10 @@ evicted or overwritten wrongly breaks the chain of digests, and one that does no
 
 Each KV head has slots of its own, which also know the head. A tensor-parallel rank has those of its heads, and reads
 them in each step as rank 0 does: a piece that is missing, or another rank's, is noticed on the rank that lacks it.
+
+The model may have layers with a window, and layers with a state (``CacheShape``). Blocks of a window's group have the
+same slots, of which a step reads those that its first token sees. A state has the digest of all tokens so far and their
+number: one that is stale, or another request's, is noticed by the step that begins with it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from llguidance import LLTokenizer
 from lab.simulation.machine.messaging import SimContext, SimZmqSocket
 from lab.simulation.machine.rank_group import SimGroup, SimLifeBoard
 from lab.simulation.machine.virtual_time import SimProcess, present_process, present_thread
+from lab.simulation.plan import CacheShape
 from lab.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
 from pdserve.config import EngineConfig, EngineLaunch, RankLaunch, Switch
 from pdserve.control.frame import Secrets
@@ -48,6 +53,7 @@ from pdserve.machine.core_share import CoreShare
 from pdserve.models.backend import CPU
 from pdserve.models.runner import Score, StepRow
 from pdserve.models.tp.shares import TpGroup
+from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, laid_out
 from pdserve.wire.engine import Ready, Starting
 from pdserve.wire.rank import Loaded, LoadModel, RankFailed
 from pdserve.wire.transfer import EngineSpec
@@ -60,11 +66,31 @@ HEAD_WORDS = BLOCK_SIZE * SLOT_WORDS
 """The words that a block has for each KV head."""
 HEAD_BYTES = HEAD_WORDS * 8
 FINGERPRINT = "f" * 64
+WINDOW = 10
+"""A token sees so many in a layer with a window: of three blocks or four."""
+STATE_WORDS = 2
+"""The words that a state has for each KV head: its digest, and the number of its tokens."""
 WARM_UP_TOKENS = 4
 LINGER_S = 0.5
 
 
-def engine_spec(kv_heads: int, tp_size: int) -> EngineSpec:
+def group_specs(shape: CacheShape, kv_heads: int) -> tuple[GroupSpec, ...]:
+    """Returns the groups of the model's cache."""
+    whole = GroupSpec("keys and values", Keep.ALL, 1, kv_heads, HEAD_BYTES, "fp32")
+    window = GroupSpec(f"window {WINDOW}", Keep.WINDOW, 1, kv_heads, HEAD_BYTES, "fp32", WINDOW)
+    state = GroupSpec("state", Keep.LATEST, 1, kv_heads, STATE_WORDS * 8, "fp32")
+    match shape:
+        case CacheShape.WHOLE:
+            return (whole,)
+        case CacheShape.WINDOW:
+            return (whole, window)
+        case CacheShape.STATE:
+            return (whole, state)
+        case CacheShape.ALL_KINDS:
+            return (whole, window, state)
+
+
+def engine_spec(kv_heads: int, tp_size: int, groups: tuple[GroupSpec, ...]) -> EngineSpec:
     return EngineSpec(
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
@@ -75,6 +101,7 @@ def engine_spec(kv_heads: int, tp_size: int) -> EngineSpec:
         kv_heads=kv_heads,
         head_dim=8,
         tp_size=tp_size,
+        groups=groups if len(groups) > 1 else (),
     )
 
 
@@ -85,11 +112,19 @@ class WrongCache(Exception):
 class SimRunner:
     """Computes one rank's part of steps, each of which takes its time."""
 
-    def __init__(self, num_blocks: int, kv_heads: int, group: TpGroup, pace: Pace) -> None:
+    def __init__(self, shape: CacheShape, counts: Sequence[int], kv_heads: int, group: TpGroup, pace: Pace) -> None:
+        """``counts`` has the number of blocks of each group."""
         self._heads = heads_of(group.rank, group.size, kv_heads)
-        self._block_words = HEAD_WORDS * len(self._heads)
-        self.kv_cache = torch.zeros(num_blocks, 8 * self._block_words, dtype=torch.uint8)
-        self._slots = _memory_of(self.kv_cache).cast("q")
+        specs = group_specs(shape, kv_heads)
+        sizes = [spec.head_bytes * len(self._heads) for spec in specs]
+        self.groups, nbytes = laid_out(specs, counts, sizes)
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.cache = SimpleNamespace(memory=memory, groups=self.groups)
+        self.kv_cache = memory if len(counts) > 1 else memory.view(counts[0], -1)
+        self._slots = _memory_of(memory).cast("q")
+        self._whole = self.groups[0]
+        self._windows = [(i, each) for i, each in enumerate(self.groups[1:]) if each.spec.keep is Keep.WINDOW]
+        self._states = [(i, each) for i, each in enumerate(self.groups[1:]) if each.spec.keep is Keep.LATEST]
         self._group = group if isinstance(group, SimGroup) else None
         self._pace = pace
         self.live: Callable[[], Iterable[Request]] = tuple
@@ -121,9 +156,9 @@ class SimRunner:
 
     def _compute(self, row: StepRow, digest: int) -> list[int]:
         """Computes a row's tokens. Returns the digest after each."""
-        slots, first, digests = self._slots, self._heads.start, list[int]()
+        slots, first, digests, before = self._slots, self._heads.start, list[int](), list[tuple[int, int]]()
         others = [(head, HEAD_WORDS * number) for number, head in enumerate(self._heads)][1:]
-        table = [block * self._block_words for block in row.block_table]
+        table = _words(self._whole, row.block_table)
         for position in range(row.start):
             place = table[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
             digest = after(digest, token := slots[place])
@@ -132,27 +167,78 @@ class SimRunner:
             for head, away in others:
                 if slots[place + away] != token or slots[place + away + 1] != digest ^ head:
                     raise _wrong_slot(position, row, head)
+            before.append((token, digest))
+        windows = [(group, _words(group, row.others[number])) for number, group in self._windows]
+        states = [(group, row.others[number][0], row.others[number][1]) for number, group in self._states]
+        for group, blocks in windows:
+            self._check_window(row, group, blocks, before)
+        for group, source, _ in states:
+            self._check_state(row, group, source, digest)
+        tables = [table, *(blocks for _, blocks in windows)]
         for position, token in enumerate(row.token_ids, row.start):
-            place = table[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
             digest = after(digest, token)
-            slots[place], slots[place + 1] = token, digest ^ first
-            for head, away in others:
-                slots[place + away], slots[place + away + 1] = token, digest ^ head
+            for blocks in tables:
+                place = blocks[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
+                slots[place], slots[place + 1] = token, digest ^ first
+                for head, away in others:
+                    slots[place + away], slots[place + away + 1] = token, digest ^ head
             digests.append(digest)
+        for group, _, destination in states:
+            (place,) = _words(group, (destination,))
+            for number, head in enumerate(self._heads):
+                at = place + STATE_WORDS * number
+                slots[at], slots[at + 1] = digest ^ head, row.context_len
         return digests
 
+    def _check_window(
+        self, row: StepRow, group: GroupBlocks, blocks: Sequence[int], before: Sequence[tuple[int, int]]
+    ) -> None:
+        """Reads what a row's first token sees of a group with a window. ``before`` has the tokens and digests."""
+        for position in range(max(0, row.start - group.spec.window + 1), row.start):
+            token, digest = before[position]
+            place = blocks[position // BLOCK_SIZE] + position % BLOCK_SIZE * SLOT_WORDS
+            for number, head in enumerate(self._heads):
+                at = place + HEAD_WORDS * number
+                if self._slots[at] != token or self._slots[at + 1] != digest ^ head:
+                    raise _wrong_slot(position, row, head)
+
+    def _check_state(self, row: StepRow, group: GroupBlocks, source: int, digest: int) -> None:
+        if (source == -1) != (row.start == 0):
+            raise WrongCache(f"a row from token {row.start} on begins with state {source}")
+        if source == -1:
+            return
+        (place,) = _words(group, (source,))
+        for number, head in enumerate(self._heads):
+            at = place + STATE_WORDS * number
+            if self._slots[at] != digest ^ head or self._slots[at + 1] != row.start:
+                raise WrongCache(
+                    f"head {head} of the state after {row.start} tokens is not that of the request: it is one after "
+                    f"{self._slots[at + 1]}"
+                )
+
     def clear(self, blocks: Sequence[int]) -> None:
-        words = self._block_words
-        for block in blocks:
-            for word in range(block * words, (block + 1) * words):
+        for words in map(self._words_of, blocks):
+            for word in words:
                 self._slots[word] = 0
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        words = self._block_words
-        read = [self._slots[block * words : (block + 1) * words].tolist() for block in sources]
+        read = [[self._slots[word] for word in self._words_of(block)] for block in sources]
         for destination, content in zip(destinations, read, strict=True):
-            for i, word in enumerate(content):
-                self._slots[destination * words + i] = word
+            for word, number in zip(self._words_of(destination), content, strict=True):
+                self._slots[word] = number
+
+    def _words_of(self, block: int) -> range:
+        group = next(group for group in self.groups if block in group.ids)
+        (first,) = _words(group, (block,))
+        return range(first, first + group.block_bytes // 8)
+
+
+_NOWHERE = 2**62
+
+
+def _words(group: GroupBlocks, blocks: Sequence[int]) -> list[int]:
+    """Returns the first word of each block; of a block that a table lacks, one that no memory has."""
+    return [group.place(block) // 8 if block >= 0 else _NOWHERE for block in blocks]
 
 
 def _wrong_slot(position: int, row: StepRow, head: int) -> WrongCache:
@@ -209,7 +295,9 @@ class EngineProgram:
     """The program of all engines of a cluster."""
 
     pace: Callable[[SimProcess], Pace]
-    num_blocks: int
+    counts: tuple[int, ...]
+    """How many blocks each group of an engine's cache has."""
+    cache: CacheShape
     kv_heads: int
     started: Callable[[RunningEngine], None]
     failed: Callable[[SimProcess, Exception], None]
@@ -265,16 +353,23 @@ class EngineProgram:
     ) -> RunningEngine:
         """Puts the engine together as ``assemble`` does."""
         process, max_model_len = present_process(), config.model.max_model_len
+        counts = self.counts
         if ranks is not None:
-            ranks.tell(LoadModel(self.num_blocks, max_model_len))
-        own = SimRunner(self.num_blocks, self.kv_heads, group, self.pace(process))
+            ranks.tell(LoadModel(counts[0], max_model_len, counts[1:]))
+        own = SimRunner(self.cache, counts, self.kv_heads, group, self.pace(process))
         runner: SimRunner | TpRunner = own
         if ranks is not None:
             ranks.wait_for(Loaded)
             runner = TpRunner(own, ranks, group)  # type: ignore[arg-type]
-            warm_up(runner, WARM_UP_TOKENS, BLOCK_SIZE)
+            warm_up(runner, WARM_UP_TOKENS, BLOCK_SIZE, own.groups[1:])
             runner.warmed_up()
-        blocks = BlockManager(self.num_blocks, BLOCK_SIZE, prefix_cache=config.cache.prefix_cache is Switch.ON)
+        blocks = BlockManager(
+            counts[0],
+            BLOCK_SIZE,
+            prefix_cache=config.cache.prefix_cache is Switch.ON,
+            bounded=own.groups[1:],
+            block_bytes=own.groups[0].block_bytes,
+        )
         prompts = PromptRule(VOCAB, max_model_len)
         step_cost = StepCost()
         targets = LatencyTargets(config.targets, step_cost, config.role, config.scheduler.batching)
@@ -283,8 +378,9 @@ class EngineProgram:
         secrets = Secrets(config.secret)
         connector, control = open_connector(
             config,
-            spec=engine_spec(self.kv_heads, group.size),
+            spec=engine_spec(self.kv_heads, group.size, group_specs(self.cache, self.kv_heads)),
             kv_cache=own.kv_cache,
+            groups=own.groups if len(counts) > 1 else (),
             shared=None,
             blocks=blocks,
             prompts=prompts,
@@ -317,7 +413,7 @@ class EngineProgram:
         ready = Ready(
             control=control,
             fingerprint=FINGERPRINT,
-            num_blocks=self.num_blocks,
+            num_blocks=counts[0],
             block_size=BLOCK_SIZE,
             max_model_len=max_model_len,
             max_running=config.scheduler.max_num_seqs,
@@ -357,13 +453,13 @@ def _linger(socket: object) -> None:
     socket.flush(LINGER_S)
 
 
-def rank_model(kv_heads: int, pace: Callable[[SimProcess], Pace]) -> dict[str, Any]:
+def rank_model(cache: CacheShape, kv_heads: int, pace: Callable[[SimProcess], Pace]) -> dict[str, Any]:
     """Returns what ``run_rank`` loads in place of a real model's part, by its modules and names."""
 
     def load_runner(
         config: EngineConfig, decoder: Any, counts: Sequence[int], max_len: int, tp: TpGroup, *_: Any
     ) -> SimRunner:
-        return SimRunner(counts[0], kv_heads, tp, pace(present_process()))
+        return SimRunner(cache, counts, kv_heads, tp, pace(present_process()))
 
     loading = "pdserve__engine__runner_loading__"
     return {

@@ -26,6 +26,15 @@ CLUSTERS = (
 )
 
 
+class CacheShape(enum.Enum):
+    """Which kinds of layers the model has, and so which groups its cache."""
+
+    WHOLE = "whole contexts"
+    WINDOW = "whole contexts and a window"
+    STATE = "whole contexts and a state"
+    ALL_KINDS = "whole contexts, a window and a state"
+
+
 @dataclass(frozen=True)
 class Shape:
     """What a cluster is like."""
@@ -40,7 +49,10 @@ class Shape:
     target_ttft_ms: float = 0.0
     """With a target, the first proxy moves nodes between the roles."""
     target_itl_ms: float = 0.0
+    cache: CacheShape = CacheShape.WHOLE
     num_blocks: int = 64
+    window_blocks: int = 64
+    states: int = 32
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
     step_s: float = 0.004
@@ -68,6 +80,19 @@ class Shape:
 
     def tp_size(self, node: int) -> int:
         return self.tp_sizes[node] if node < len(self.tp_sizes) else 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many blocks each group of an engine's cache has."""
+        match self.cache:
+            case CacheShape.WHOLE:
+                return (self.num_blocks,)
+            case CacheShape.WINDOW:
+                return (self.num_blocks, self.window_blocks)
+            case CacheShape.STATE:
+                return (self.num_blocks, self.states)
+            case CacheShape.ALL_KINDS:
+                return (self.num_blocks, self.window_blocks, self.states)
 
     @property
     def turns_away(self) -> bool:
@@ -334,6 +359,8 @@ STRANGER_SHARE = 0.25
 AT_ONCE_S = 0.5
 PREFILL_ANSWERS_FROM = 10_000
 """Seeds below it are older than that prefill nodes answer, and stand for what they have always stood for."""
+GROUPS_FROM = 60_000
+"""Seeds below it are older than that a cache has several groups."""
 VANISHED_S = 6.0
 """A proxy has dropped a node by then that sends no heartbeats."""
 
@@ -368,7 +395,9 @@ def plan_of(seed: int) -> Plan:
         if wider is not plan:
             plan = _with_roles(_with_workers(wider, Random(f"workers {seed}")), Random(f"roles {seed}"))
     plan = _stranger(_ranked(plan, Random(f"ranks {seed}")), Random(f"stranger {seed}"))
-    return plan if seed < PREFILL_ANSWERS_FROM else _with_answers(plan, Random(f"prefill answers {seed}"))
+    if seed >= PREFILL_ANSWERS_FROM:
+        plan = _with_answers(plan, Random(f"prefill answers {seed}"))
+    return plan if seed < GROUPS_FROM else _with_groups(plan, Random(f"groups {seed}"))
 
 
 def _limited(random: Random, shape: Shape) -> Shape:
@@ -441,6 +470,15 @@ def _with_answers(plan: Plan, random: Random) -> Plan:
         return plan
     more = tuple(_varied(random, _request(random)) for _ in range(MORE_REQUESTS))
     return replace(plan, shape=replace(plan.shape, prefill_answers=True), requests=plan.requests + more)
+
+
+def _with_groups(plan: Plan, random: Random) -> Plan:
+    """Returns the plan with a model that has windows, states or both."""
+    cache = random.choice((CacheShape.WINDOW, CacheShape.STATE, CacheShape.ALL_KINDS))
+    shape = replace(
+        plan.shape, cache=cache, window_blocks=random.choice((20, 30, 64)), states=random.choice((6, 12, 32))
+    )
+    return replace(plan, shape=shape)
 
 
 def _with_roles(plan: Plan, random: Random) -> Plan:

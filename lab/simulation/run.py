@@ -185,11 +185,12 @@ class Run:
             stats = engine.connector.stats()
             if not self.plan.faults and (stats.leases_expired_sending or stats.leases_expired_receiving):
                 cluster.violated(f"a lease ran out at {node.name}, without any fault")
-            if engine.blocks.num_free != engine.blocks.num_blocks:
-                cluster.violated(
-                    f"{node.name} has {engine.blocks.num_free} of {engine.blocks.num_blocks} blocks free at rest, and "
-                    f"{engine.blocks.num_quarantined} quarantined"
-                )
+            for pool in engine.blocks.pools:
+                if pool.num_free != len(pool.ids):
+                    cluster.violated(
+                        f"{node.name} has {pool.num_free} of {len(pool.ids)} blocks {pool.name} free at rest, and "
+                        f"{engine.blocks.num_quarantined} quarantined"
+                    )
 
     async def _stopped(self) -> None:
         """Ends every process in good order: each lets go of everything."""

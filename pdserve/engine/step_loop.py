@@ -34,6 +34,7 @@ from pdserve.engine.scheduling.output_collector import LaneRecorder, OutputColle
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.wake_up import WakeUp
+from pdserve.errors import EngineError
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.machine.memory import REST_S
 from pdserve.wire.discovery import LinkCounts
@@ -181,6 +182,9 @@ class StepLoop:
         self._wake_up = wake_up
         self._runner = runner
         self._ahead_runner = ahead_runner
+        if ahead_runner is not None and blocks.keeps_states:
+            # A token that turns out to be refused would be in the state already.
+            raise EngineError("steps of a model that keeps states cannot be launched ahead of their tokens")
         self._blocks = blocks
         self._connector = connector
         self._collector = OutputCollector()

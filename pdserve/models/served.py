@@ -199,6 +199,8 @@ def _positions(recipe: ModelRecipe, head_size: int) -> Iterator[str]:
     rotaries = [part.rotary for part in recipe.attention]
     turned = [rotary for rotary in rotaries if rotary is not None]
     if not turned:
+        if recipe.positions is None:
+            yield "none"
         return
     how = "rotary"
     if len(turned) < len(rotaries):

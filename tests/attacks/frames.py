@@ -12,6 +12,7 @@ import msgspec
 from pdserve.control.frame import MAX_FRAME_BYTES, NAMED, UNNAMED, Purpose, Sealer
 from pdserve.errors import WrongReceiver
 from pdserve.wire import discovery
+from pdserve.wire.cache_groups import GroupSpec, Keep
 from pdserve.wire.discovery import Ack, Capacity, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SamplingParams
@@ -485,7 +486,16 @@ def _strangers() -> Iterator[FrameCase]:
 
 def _greetings() -> Iterator[FrameCase]:
     """Yields handshakes of engines that do not fit, or that cannot be reached."""
+    odd = GroupSpec("x" * 10_000, Keep.WINDOW, -1, 2**63, -(2**63), "", 2**62)
+    for name, groups in {"an odd cache group": (odd,), "ten thousand cache groups": (odd,) * 10_000}.items():
+        yield _transfer(
+            f"a greeting with {name}",
+            lambda known, groups=groups: _greeting(known, {"groups": groups}),  # type: ignore[misc]
+            any_answers=True,
+        )
     for name, kind in get_type_hints(EngineSpec).items():
+        if name == "groups":
+            continue
         values = (0, -1, 2**40, 2**63) if kind is int else ("", "x", "x" * 10_000)
         for value in values:
             yield _transfer(

@@ -26,10 +26,22 @@ from tests.tiny_models import VOCAB_SIZE, Reference
 FEW, MANY = 8, 400
 PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (5, 37, 100)]
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
-CASES = ("glm4-moe", "cohere2", "gemma2", "gemma4-shared", "gpt2", "llama4", "olmo3", "qwen3-next")
+CASES = (
+    "glm4-moe",
+    "cohere2",
+    "gemma2",
+    "gemma4-shared",
+    "gpt-oss",
+    "gpt2",
+    "lfm2-moe",
+    "llama4",
+    "nemotron-h",
+    "olmo3",
+    "qwen3-next",
+)
 """Norms before, beside, behind and around the parts; windows by layer; fused, transposed and permuted weights; biases;
 experts, and one that every token is sent to; learned positions; bounded scores; chunks; layers with other heads, or
-with the keys and values of earlier ones; states."""
+with the keys and values of earlier ones; sinks; states; layers of one part."""
 
 
 class Stream:

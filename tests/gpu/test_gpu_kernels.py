@@ -11,13 +11,14 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
+from pdserve.models.runner import CudaGraphs, StepRow
 from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.host_copies import to_device
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
+from tests.models.grouped_runner import GroupedRunner
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 CUDA = torch.device("cuda", 0)
@@ -111,7 +112,7 @@ def test_captured_decode_steps_give_the_tokens_of_steps_launched_one_by_one(tmp_
     config, kernels = read_decoder_config(folder), make_kernels()
     answers = []
     for captured in (False, True):
-        runner = ModelRunner(folder, config, Dtype.FP32, 4, 256, 128, kernels, CUDA)
+        runner = GroupedRunner(folder, config, Dtype.FP32, 4, 256, 128, kernels, device=CUDA)
         if captured:
             runner.capture_decode(kernels, 8, CudaGraphs())
         prompts = [random.Random(i).choices(range(3, VOCAB_SIZE), k=5 + 7 * i) for i in range(6)]

@@ -326,8 +326,8 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
         rows = tensor if kind == "bias" else tensor.swapaxes(1, 2)
         if stem.endswith("down_proj"):
             return [(f"{stem}.{kind}", rows)]
-        parts = (("gate_proj", rows[:, ::2]), ("up_proj", rows[:, 1::2]))
-        return [(f"{stem.replace('gate_up_proj', part)}.{kind}", each) for part, each in parts]
+        of_kinds = (("gate_proj", rows[:, ::2]), ("up_proj", rows[:, 1::2]))
+        return [(f"{stem.replace('gate_up_proj', part)}.{kind}", each) for part, each in of_kinds]
     if arch == "gemma4" and name.endswith(("layer_scalar", "_proj")):
         return [(f"{name}.weight", tensor)]
     if arch == "gemma4" and ".router." in name and not name.endswith(".weight"):
@@ -356,6 +356,6 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
         kv_heads = _kv_heads(config)
         each = config["num_attention_heads"] // kv_heads
         groups = tensor.reshape(kv_heads, each + 2, head_dim, hidden)
-        parts = groups[:, :each], groups[:, each : each + 1], groups[:, each + 1 :]
-        tensor = np.concatenate([part.reshape(-1, hidden) for part in parts])
+        thirds = groups[:, :each], groups[:, each : each + 1], groups[:, each + 1 :]
+        tensor = np.concatenate([part.reshape(-1, hidden) for part in thirds])
     return [(name, tensor)]

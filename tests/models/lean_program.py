@@ -40,15 +40,15 @@ def answer(case: Case, cache: Path) -> list[int]:
     # Imported at the top of this file, these would be there before every other module of an engine.
     from pdserve.config import Dtype
     from pdserve.models.checkpoint.config_reading import read_decoder_config
-    from pdserve.models.runner import ModelRunner
     from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
     from tests.models.greedy import greedy_tokens, small_runner
+    from tests.models.grouped_runner import GroupedRunner
 
     path = Path(case.path)
     if case.compiled:
         kernels = CompiledKernels(cache)
         config = read_decoder_config(path)
-        runner = ModelRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
+        runner = GroupedRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
     else:
         runner = small_runner(path)
     return greedy_tokens(runner, range(100, 137), 8, chunk=20)

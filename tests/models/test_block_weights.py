@@ -21,6 +21,7 @@ from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat, BlockWeight
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from tests.models.grouped_runner import GroupedRunner
 from tests.models.test_qwen3_moe import Unsummed
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
@@ -37,7 +38,7 @@ def kernels() -> CompiledKernels:
 
 def runner(path: Path, kernels: CompiledKernels, *, blocks: bool) -> ModelRunner:
     config = read_decoder_config(path)
-    return ModelRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels if blocks else None)
+    return GroupedRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels if blocks else None)
 
 
 def logits(runner: ModelRunner, chunk: int) -> torch.Tensor:

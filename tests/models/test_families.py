@@ -143,3 +143,9 @@ def test_ranks_give_the_tokens_of_one_rank(tmp_path: Path, cases: tuple[str, ...
     for case, alone, split in zip(cases, results[::2], results[1::2], strict=True):
         assert not alone.error, case
         assert split == alone, case
+
+
+@pytest.mark.integration
+def test_heads_of_one_group_are_not_split(tmp_path: Path) -> None:
+    (result,) = computed([Case(str(save_tiny("granitemoehybrid", tmp_path)), 2, [PROMPT[:6]], 1)])
+    assert "--tensor-parallel-size 2 does not divide the model's 1 heads of a state" in result.error

@@ -19,11 +19,12 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
 from pdserve.models.recipe import YarnScaling
-from pdserve.models.runner import ModelRunner, StepRow
+from pdserve.models.runner import StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.models.converted_gguf import CONVERTED, Converted, save_converted
 from tests.models.greedy import greedy_tokens, small_runner
+from tests.models.grouped_runner import GroupedRunner
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import Reference, reference_logits, save_tiny_model
 
@@ -139,10 +140,10 @@ def test_experts_stay_in_blocks(tmp_path: Path, kind: GGMLQuantizationType) -> N
     kernels, config = CompiledKernels(cache_folder(os.environ)), read_family_config(path)
     original = CompiledKernels.unread_linear
     with patch.object(CompiledKernels, "unread_linear", autospec=True, side_effect=original) as dequantised:
-        in_blocks = ModelRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
+        in_blocks = GroupedRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
     routers = {(8, 64)}
     assert {call.args[1].shape for call in dequantised.call_args_list} == routers
-    widened = ModelRunner(path, config, Dtype.BF16, 4, 32, 128, kernels)
+    widened = GroupedRunner(path, config, Dtype.BF16, 4, 32, 128, kernels)
     kept, plain = (each.run([StepRow(PROMPT, 0, range(16), True)]).clone() for each in (in_blocks, widened))
     assert not torch.equal(kept, plain)
     # Inputs are rounded to bytes, as in ``test_block_weights``.

@@ -17,7 +17,7 @@ from transformers import (
     BitNetConfig,
     BloomConfig,
     GPT2Config,
-    Lfm2Config,
+    MambaConfig,
     MellumConfig,
     OlmoConfig,
     OPTConfig,
@@ -136,7 +136,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     ("config", "match"),
     [
         (BloomConfig(vocab_size=512, hidden_size=48, n_layer=2, n_head=4), "max_position_embeddings"),
-        (Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]), "short convolutions are not served yet"),
+        (MambaConfig(vocab_size=512, hidden_size=48, num_hidden_layers=2), "states are not served yet"),
         (
             OPTConfig(**OPT_SHAPE, do_layer_norm_before=False),
             r"opt model cannot be served: its code does not compute its head",
@@ -144,7 +144,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
         (BitNetConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
         (BioGptConfig(**SHAPE), "4 key heads of 12.*says 2 of 12"),
     ],
-    ids=["alibi", "convolution", "opt", "dynamic-rotary", "heads"],
+    ids=["alibi", "states", "opt", "dynamic-rotary", "heads"],
 )
 def test_what_paged_attention_cannot_compute_is_refused(tmp_path: Path, config: PretrainedConfig, match: str) -> None:
     with pytest.raises(ModelError, match=match):

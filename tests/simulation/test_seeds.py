@@ -10,11 +10,24 @@ from dataclasses import replace
 import pytest
 
 from lab.simulation.clients import Outcome
-from lab.simulation.plan import FaultKind, IntrusionKind, Manner, Plan, PlannedRequest, Shape, plan_of
+from lab.simulation.plan import (
+    GROUPS_FROM,
+    CacheShape,
+    FaultKind,
+    IntrusionKind,
+    Manner,
+    Plan,
+    PlannedRequest,
+    Shape,
+    plan_of,
+)
 from lab.simulation.run import Result, run_plan, shrunk
 from pdserve.config import Disaggregation
 
-SEEDS = (0, 1, 2, 3, 22, 173, 308, 359, 410, 493, 497, 568, 1044, 1087, 10_000, 10_001, 10_002, 10_003, 10_004, 10_016)
+SEEDS = (
+    *(0, 1, 2, 3, 22, 173, 308, 359, 410, 493, 497, 568, 1044, 1087, 10_000, 10_001, 10_002, 10_003, 10_004, 10_016),
+    *(60_000, 60_001, 60_003, 60_014),
+)
 """Together they have each fault, each manner of a client and each intrusion. The others run at night."""
 FOUND = [
     2029,  # A transfer's message was dropped because a clock had jumped, and nobody noticed that it was missing.
@@ -114,6 +127,7 @@ def test_the_seeds_of_each_test_run_have_all_that_may_happen() -> None:
     assert any(shape.workers > 1 for shape in shapes)
     assert any(shape.moves_roles for shape in shapes)
     assert any(shape.prefill_answers for shape in shapes)
+    assert {shape.cache for shape in shapes} == set(CacheShape)
 
 
 @pytest.mark.nightly
@@ -124,6 +138,8 @@ def test_what_was_found_stays_mended(seed: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", range(0, NIGHTLY_SEEDS, NIGHTLY_AT_ONCE))
+@pytest.mark.parametrize(
+    "first", [*range(0, NIGHTLY_SEEDS, NIGHTLY_AT_ONCE), GROUPS_FROM, GROUPS_FROM + NIGHTLY_AT_ONCE]
+)
 def test_no_seed_of_many_breaks_a_promise(first: int) -> None:
     _check(range(first, first + NIGHTLY_AT_ONCE))

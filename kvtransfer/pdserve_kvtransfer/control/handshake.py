@@ -14,6 +14,9 @@ from pdserve.wire.cache_groups import GroupSpec, Keep
 from pdserve.wire.transfer import EngineSpec, Hello, Pong, Refused, ToDecode, Welcome
 from pdserve_kvtransfer.pieces import head_map
 
+_NAMED, _NAMES_CHARS = 16, 200
+"""So much is shown of another engine's groups."""
+
 _MAY_DIFFER = ("protocol", "oldest_protocol", "tp_size", "groups")
 
 
@@ -40,7 +43,8 @@ def _group_misfits(ours: Sequence[GroupSpec], theirs: Sequence[GroupSpec]) -> It
 
 
 def _names(groups: Sequence[GroupSpec]) -> str:
-    return ", ".join(group.name for group in groups) or "one"
+    text = ", ".join(group.name for group in groups[:_NAMED]) or "one"
+    return text[:_NAMES_CHARS]
 
 
 def _shown(value: object) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 from lab.simulation.engine_program import BLOCK_SIZE, RunningEngine
 from pdserve.engine.kv_cache.block_manager import BlockManager, _BlockState
+from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.request import Request
 from pdserve.wire.terms import PRIORITY_S
 
@@ -65,7 +66,7 @@ def _stays_here(request: Request) -> bool:
     return short and not (request.may_ask_holders or request.terms.fetch_only or request.awaits_grammar)
 
 
-def _wrong_holders(blocks: BlockManager, tables: Iterator[list[int]]) -> str | None:
+def _wrong_holders(blocks: BlockManager, tables: Iterator[Iterable[int]]) -> str | None:
     owned = Counter(chain(chain.from_iterable(tables), blocks._copies.values()))
     for block, holders in enumerate(blocks._holders):
         if holders != owned[block] and blocks._state[block] != _BlockState.QUARANTINED:
@@ -73,17 +74,21 @@ def _wrong_holders(blocks: BlockManager, tables: Iterator[list[int]]) -> str | N
     return None
 
 
-def _tables(engine: RunningEngine) -> Iterator[list[int]]:
+def _tables(engine: RunningEngine) -> Iterator[Iterable[int]]:
     """Yields the tables of all that may hold blocks."""
     connector: Any = engine.connector
     yield engine.taken
     for request in engine.loop._scheduler.live():
-        yield request.block_table
+        yield request.block_table.every_block()
     for part in (connector._fetching, connector._reusing, connector._pushing):
-        yield from part._cancelled_blocks.values()
+        yield from map(_blocks_of, part._cancelled_blocks.values())
     for push in connector._holding._pushes.values():
-        yield push.table
+        yield _blocks_of(push.table)
     if connector._returning is not None:
         for texts in connector._returning._fetches.values():
             for text in texts:
-                yield text.table
+                yield _blocks_of(text.table)
+
+
+def _blocks_of(table: list[int]) -> Iterable[int]:
+    return table.every_block() if isinstance(table, BlockTable) else table

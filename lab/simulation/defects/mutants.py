@@ -19,6 +19,7 @@ from lab.simulation.plan import plan_of
 from lab.simulation.run import run_plan
 
 CONNECTORS = "pdserve.engine.kv_connector"
+KV_CACHE = "pdserve.engine.kv_cache"
 SESSION = "pdserve_kvtransfer.fetch.session"
 
 
@@ -86,6 +87,54 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "a state stays that of the step before",
+        60_001,
+        f"{KV_CACHE}.block_manager.BlockManager",
+        "next_states",
+        "held.present, held.next = held.next, NONE",
+        "self._drop(held.next); held.next = NONE",
+    ),
+    Mutant(
+        "a window's block is given back while the next token sees it",
+        60_000,
+        f"{KV_CACHE}.block_manager.BlockManager",
+        "give_back",
+        "range(first, pool.spec.needed(computed, self.block_size).start)",
+        "range(first, pool.spec.needed(computed, self.block_size).start + 1)",
+    ),
+    Mutant(
+        "a prefix is found without the state behind it",
+        60_001,
+        f"{KV_CACHE}.block_manager.BlockManager",
+        "_prefix_in",
+        "if block_of(hashes[count - 1]) is not None",
+        "if True",
+    ),
+    Mutant(
+        "a state within a block is found as the one behind it",
+        60_003,
+        f"{KV_CACHE}.block_tables.BlockTables",
+        "_computed_bounded",
+        "if end and not rest and",
+        "if end and",
+    ),
+    Mutant(
+        "tokens that are replayed begin with the same state",
+        60_014,
+        f"{KV_CACHE}.block_table.BlockTable",
+        "row_tables",
+        "held.next if goes_on else held.present",
+        "held.present",
+    ),
+    Mutant(
+        "a state is sent before the prompt is computed",
+        60_003,
+        f"{KV_CACHE}.block_table.BlockTable",
+        "_block_of",
+        "return held.next if held.next != NONE else held.present",
+        "return held.present if held.present != NONE else held.next",
+    ),
     Mutant(
         "digests are not compared",
         22,

@@ -170,6 +170,7 @@ class NemotronHSettings(FamilySettings, kw_only=True):
     head_dim: Count | None = 128
     max_position_embeddings: Count = 4096
     layer_norm_epsilon: float = 1e-5
+    sliding_window: int | None = None
     layers_block_type: list[str] | None = None
     layer_types: list[str] | None = None
     hybrid_override_pattern: str | None = None
@@ -204,6 +205,8 @@ class NemotronHSettings(FamilySettings, kw_only=True):
         check_steps(self.time_step_limit)
         if self.mamba_hidden_act != "silu":
             raise ModelError(f"mamba_hidden_act {self.mamba_hidden_act!r} is not supported; supported: 'silu'")
+        if self.sliding_window is not None:
+            raise ModelError("sliding_window is not supported in a Nemotron-H")
         if self.moe_latent_size is not None:
             raise ModelError("moe_latent_size, experts of fewer channels than the model, is not supported")
         if self.mamba_num_heads % self.n_groups:

@@ -70,11 +70,13 @@ class Experts:
         for expert, count in zip(self._experts, self._tp.read(counts), strict=True):
             if count:
                 group = slice(first, first + count)
+                mine = tokens[group]
                 if self._recipe.weighs_inputs:
-                    result = expert.down(self._activate(expert.inner(x[tokens[group]] * weights[group])))
+                    result = expert.down(self._activate(expert.inner(x[mine] * weights[group])))
                 else:
-                    result = expert.down(self._activate(expert.inner(x[tokens[group]]))) * weights[group]
-                out.index_add_(0, tokens[group], result)
+                    result = expert.down(self._activate(expert.inner(x[mine]))) * weights[group]
+                # An expert has a token once. For a few rows, ``index_add_`` takes longer than the products.
+                out[mine] = result.add_(out[mine])
                 first += count
         out = self._tp.all_reduce(out)
         if self._shared is None:

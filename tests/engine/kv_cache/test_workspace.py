@@ -28,7 +28,17 @@ from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import build_decoder
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
-from pdserve.models.recipe import DeltaNetRecipe, ExpertsRecipe, FeedForwardRecipe, MlpBesideExperts, MlpRecipe, Norm
+from pdserve.models.recipe import (
+    DeltaNetRecipe,
+    ExpertsRecipe,
+    FeedForwardRecipe,
+    Mamba2Recipe,
+    MixerRecipe,
+    MlpBesideExperts,
+    MlpRecipe,
+    Norm,
+    ShortConvRecipe,
+)
 from pdserve.models.step_cache import StepCache, StepStates
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.sampling_params import SamplingParams
@@ -128,6 +138,9 @@ class GpuMemory:
     def gated_delta_rule(self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, *own: Any) -> torch.Tensor:
         return qkv.new_empty((*beta.shape, own[0].shape[-1]))
 
+    def mamba2_scan(self, xbc: torch.Tensor, steps: torch.Tensor, *others: torch.Tensor | StateRuns) -> torch.Tensor:
+        return xbc.new_empty((*steps.shape, MAMBA.head_dim))
+
     def __call__(self, layer: int, query: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         return torch.empty_like(query)
 
@@ -135,7 +148,16 @@ class GpuMemory:
 TOKENS, ROWS = 2048, 256
 
 
-DELTA_NET = DeltaNetRecipe(heads=16, group=2, key_dim=128, value_dim=128, width=4, norm=Norm(1e-6))
+MAMBA = Mamba2Recipe(heads=8, group=16, head_dim=64, size=128, width=4, norm=Norm(1e-6))
+MIXERS: dict[type[MixerRecipe], MixerRecipe] = {
+    type(recipe): recipe
+    for recipe in (
+        DeltaNetRecipe(heads=16, group=2, key_dim=128, value_dim=128, width=4, norm=Norm(1e-6)),
+        MAMBA,
+        ShortConvRecipe(heads=32, channels=64, width=3),
+    )
+}
+"""What stands for mixers of its kind, as wide as those of large models."""
 
 
 def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
@@ -159,7 +181,7 @@ def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
     kind = MlpRecipe if config.experts is None else (ExpertsRecipe, MlpBesideExperts)
     of_kind = [(layer, part) for layer in config.recipe.layers if isinstance(part := layer.feed_forward, kind)]
     layers = [
-        replace(layer, feed_forward=widened(part), mixer=DELTA_NET if layer.mixer is not None else None)
+        replace(layer, feed_forward=widened(part), mixer=layer.mixer and MIXERS[type(layer.mixer)])
         for layer, part in of_kind
     ]
     windows, inputs = config.windows[: len(layers)], config.recipe.per_layer
@@ -235,6 +257,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "delta nets": (
         "qwen3-next-dense",
         {"hidden_size": 2048, "intermediate_size": 5120, "heads": 16, "kv_heads": 2, "head_dim": 256},
+    ),
+    "states": (
+        "granitemoehybrid-dense",
+        {"hidden_size": 4096, "intermediate_size": 5120, "heads": 32, "kv_heads": 8, "head_dim": 128},
+    ),
+    "short convolutions": (
+        "lfm2",
+        {"hidden_size": 2048, "intermediate_size": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64},
     ),
     "parallel": (
         "falcon",

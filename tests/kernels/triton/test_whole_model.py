@@ -47,7 +47,10 @@ def prompts_and_tables() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [order[:20], order[20:24], order[24:28]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phimoe", "gemma3", "gemma4-shared", "llama4", "qwen3-next"])
+WHOLE = ("llama", "qwen3", "phimoe", "gemma3", "gemma4-shared", "gpt-oss", "llama4", "qwen3-next", "nemotron-h")
+
+
+@pytest.mark.parametrize("family", WHOLE)
 def test_chunks_mixed_steps_and_decode_steps(family: str, tmp_path: Path) -> None:
     runner, peer = make_runners(save(family, tmp_path))
     (long, short, other), tables = prompts_and_tables()
