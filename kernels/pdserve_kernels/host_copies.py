@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-Numbers = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
+Numbers = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]] | np.ndarray[Any, np.dtype[np.int32]]
 
 ALIGNMENT = 4
 """Parts begin at multiples of so many int32 values (16 bytes): Triton compiles anew for pointers aligned otherwise."""
@@ -49,6 +49,23 @@ def array_to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.
     """Returns a tensor with an array's numbers on the device. On a CPU it shares the array's memory."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def block_ids(blocks: Sequence[int], count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Returns the first ``count`` of ``blocks``, valid until the next call for the same.
+
+    Blocks that have ``first_ids`` give these themselves, so that a long table is not made an array in each step.
+    """
+    kept = getattr(blocks, "first_ids", None)
+    if kept is None:
+        return np.asarray(blocks[:count], np.int32)
+    ids: np.ndarray[Any, np.dtype[np.int32]] = kept(count)
+    return ids
+
+
+def joined(parts: Sequence[np.ndarray[Any, np.dtype[np.int32]]]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Returns the numbers of all parts, one part after another."""
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 class HostCopy:

@@ -426,6 +426,8 @@ class StepLoop:
                 free_blocks=self._blocks.num_free,
                 quarantined_blocks=self._blocks.num_quarantined,
                 cached_blocks=self._blocks.num_cached,
+                group_blocks={pool.name: len(pool.ids) for pool in self._blocks.pools[1:]},
+                group_free_blocks={pool.name: pool.num_free for pool in self._blocks.pools[1:]},
             ),
             cores=CoreStats(borrowed=self._cores.borrowed, borrowed_s=self._cores.borrowed_s),
             steps=self._steps,

@@ -368,7 +368,7 @@ class DeltaNetRecipe:
 
     @property
     def token_numbers(self) -> int:
-        return self.heads * (3 * self.conv_channels + 4 * self.group * self.value_dim)
+        return self.heads * (2 * self.conv_channels + 9 * self.group * self.value_dim + 2 * self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +433,7 @@ class Mamba2Recipe:
 
     @property
     def token_numbers(self) -> int:
-        return self.heads * (3 * self.conv_channels + 4 * self.group * self.head_dim)
+        return self.heads * (2 * self.conv_channels + 8 * self.group * self.head_dim + self.group)
 
 
 class NormOrder(enum.Enum):

@@ -28,7 +28,7 @@ from pdserve.models.step_cache import StepCache, StepStates
 from pdserve.models.tp.shares import ALONE, TpGroup, share
 from pdserve_kernels.contract import AttentionRow, BlockKernels, DecodeTables, GraphKernels, Kernels, StateRuns
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from pdserve_kernels.host_copies import packed, packed_starts, to_device
+from pdserve_kernels.host_copies import Numbers, block_ids, joined, packed, packed_starts, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,31 +220,33 @@ class DecodeGraphs:
 
 def padded_parts(
     rows: Sequence[StepRow], bucket: int, attention: Sequence[KvGroup], states: Sequence[StateGroup]
-) -> list[list[int]]:
+) -> list[Numbers]:
     """Returns token ids, positions and context lengths; slots and starts of tables of each group of keys and values;
     sources and destinations of each group of states; and the tables, those of the first group last.
     """
     padding = [0] * (bucket - len(rows))
-    parts = [
+    parts: list[Numbers] = [
         [row.token_ids[0] for row in rows] + padding,
         [row.start for row in rows] + padding,
         [row.context_len for row in rows] + padding,
     ]
-    tables: list[list[int]] = []
+    tables: list[Numbers] = []
     nowhere = [PADDING_SLOT] * len(padding)
     for group in attention:
         size = group.layout.block_size
         slots: list[int] = []
         starts: list[int] = []
-        blocks: list[int] = []
+        blocks = []
+        end = 0
         for row in rows:
             held, first = group.held(row.table(group.number), row.start)
             slots.append(held[row.start // size - first] * size + row.start % size)
             # A row's blocks are counted from the beginning of its context. None that is left out is read.
-            starts.append(len(blocks) - first)
-            blocks.extend(held[: -(-row.context_len // size) - first])
+            starts.append(end - first)
+            blocks.append(block_ids(held, -(-row.context_len // size) - first))
+            end += len(blocks[-1])
         parts += [slots + nowhere, starts + padding]
-        tables.append(blocks)
+        tables.append(joined(blocks))
     for kept in states:
         pairs = [kept.places(row.table(kept.number)) for row in rows]
         parts += [[source for source, _ in pairs] + nowhere, [written for _, written in pairs] + nowhere]

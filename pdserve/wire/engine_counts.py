@@ -72,6 +72,13 @@ class CacheStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     quarantined_blocks: Annotated[int, gauge("quarantined_blocks", "KV blocks held until a receive completes")] = 0
     cached_blocks: Annotated[int, gauge("cached_blocks", "KV blocks in the prefix cache, in use or idle")] = 0
     """The blocks that the prefix cache can find, in use or idle."""
+    group_blocks: Annotated[
+        dict[str, int], gauge("cache_group_blocks", "blocks of a cache group that is no whole contexts", "group")
+    ] = msgspec.field(default_factory=dict)
+    """The blocks of each window's and state's group, by its name. What stands above is of whole contexts."""
+    group_free_blocks: Annotated[
+        dict[str, int], gauge("cache_group_free_blocks", "those of them that can be taken", "group")
+    ] = msgspec.field(default_factory=dict)
 
 
 class SchedulerCounts(Counts):

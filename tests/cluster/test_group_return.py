@@ -16,15 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, cluster
+from tests.cluster.nodes import MODEL, Cluster, cluster, http
 from tests.eventually import eventually
+from tests.faults.test_node_death import engine_pid, kill
 from tests.models.tiny_families import save_tiny
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, WINDOW
 
-CASES = ("gemma2",)
+CASES = {"gemma2": f"window {WINDOW}", "qwen3-next": "state"}
+"""The cache group of each that is no whole contexts."""
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "64")
-MANY = 300
-"""So many tokens leave time to lose a node."""
+FEW, MANY = 100, 400
+"""A node is lost after the few tokens of an answer, of which the prefill node has the first ones by then."""
 
 
 def random_tokens(length: int, seed: int) -> list[int]:
@@ -52,7 +54,7 @@ def next_turns_are_the_same(running: Cluster) -> None:
     assert found_there == [running.complete(turn, 20, ignore_eos=True, cache_salt="another")] * 2
 
 
-def a_lost_node_is_missed_by_nobody(running: Cluster) -> None:
+def a_lost_node_is_missed_by_nobody(running: Cluster, group: str) -> None:
     (prefill,) = running.prefill
     prompt = random_tokens(50, 5)
     whole = running.complete(prompt, MANY, ignore_eos=True, cache_salt="unbroken")
@@ -64,15 +66,25 @@ def a_lost_node_is_missed_by_nobody(running: Cluster) -> None:
     )
     tokens: list[int] = []
     with urllib.request.urlopen(request, timeout=120) as response:
-        read(response, tokens, MANY // 2)
-        (decoding,) = [node for node in running.decode if node.metric("num_requests_running")]
-        os.kill(decoding.process.pid, signal.SIGKILL)
+        read(response, tokens, FEW)
+        # While they are stopped, the answer does not end before its node is found and killed.
+        engines = {node.name: engine_pid(node) for node in running.decode}
+        for engine in engines.values():
+            os.kill(engine, signal.SIGSTOP)
+        proxy, *_ = http(f"{running.url}/requests/broken/timeline").json()["lanes"]
+        (name,) = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
+        (decoding,) = [node for node in running.decode if node.name == name]
+        (other,) = [node for node in running.decode if node is not decoding]
+        kill(decoding)
+        os.kill(engines[other.name], signal.SIGCONT)
         read(response, tokens, MANY)
     assert tokens == whole
     assert "request_id=broken resumed" in running.proxy.output
-    (other,) = [node for node in running.decode if node is not decoding]
     assert other.metric("resume_blocks_reused_total") >= 1
     eventually(lambda: all(node.idle for node in (prefill, other)), "both nodes idle")
+    names = ("cache_group_blocks", "cache_group_free_blocks")
+    figures = [[node.metric(name, group=group) for name in names] for node in (prefill, other)]
+    assert all(blocks and blocks == free for blocks, free in figures), figures
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,4 +96,4 @@ def test_what_windows_and_states_have_is_returned_and_goes_on_elsewhere(
         shutil.copy(path, model)
     with cluster(model, *FLAGS, decode=2) as running:
         next_turns_are_the_same(running)
-        a_lost_node_is_missed_by_nobody(running)
+        a_lost_node_is_missed_by_nobody(running, CASES[case])

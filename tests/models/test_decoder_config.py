@@ -9,7 +9,9 @@ from transformers import MambaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
+from pdserve.models.recipe import MlpRecipe
+from tests.models.tiny_families import save_tiny
 from tests.tiny_models import FAMILIES, WINDOW, save_tiny_model
 
 
@@ -143,3 +145,27 @@ def test_unsupported_activation(tmp_path: Path) -> None:
 def test_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a readable"):
         read_decoder_config(tmp_path)
+
+
+def test_a_file_that_python_wrote_may_have_infinite_numbers(tmp_path: Path) -> None:
+    folder = save_tiny("nemotron-h", tmp_path)
+    path = folder / "config.json"
+    text = json.dumps(json.loads(path.read_text()) | {"time_step_limit": [0.0, float("inf")]})
+    assert "Infinity" in text
+    path.write_text(text)
+    assert read_decoder_config(folder).num_layers == 5
+
+
+def test_a_model_without_experts_may_choose_none_of_them(tmp_path: Path) -> None:
+    dense = edited(save_tiny("granitemoehybrid-dense", tmp_path / "granite"), num_experts_per_tok=0)
+    assert read_decoder_config(dense).num_layers
+    sparse = edited(save_tiny("granitemoehybrid", tmp_path / "experts"), num_experts_per_tok=0)
+    with pytest.raises(ModelError, match="0 experts a token"):
+        read_decoder_config(sparse)
+    none = {"interleave_moe_layer_step": 0, "num_local_experts": 0, "num_experts_per_tok": 0, "moe_layers": []}
+    llama = edited(save_tiny("llama4", tmp_path / "llama"), **none)
+    parts = {type(layer.feed_forward) for layer in read_family_config(llama).recipe.layers}
+    assert parts == {MlpRecipe}
+    edited(llama, interleave_moe_layer_step=1, moe_layers=None)
+    with pytest.raises(ModelError, match="0 experts a token"):
+        read_decoder_config(llama)

@@ -58,7 +58,7 @@ def test_rows_are_padded_with_rows_that_store_and_read_nothing() -> None:
     assert positions == [0, 7, 8, 0]
     assert slots == [40, 21 * 4 + 3, 32 * 4, -1]
     assert context_lens == [1, 8, 9, 0]
-    assert blocks == [10, 20, 21, 30, 31, 32]
+    assert list(blocks) == [10, 20, 21, 30, 31, 32]
     assert starts == [0, 1, 3, 0]
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.test_qwen3_moe import Unsummed
+from tests.models.tiny_families import save_tiny
 from tests.tiny_models import reference_logits, save_tiny_model
 
 
@@ -200,3 +202,46 @@ def test_truncated_file(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="cannot be read"):
         Checkpoint(folder, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "precise"),
+    [
+        ("nemotron-h", {"A_log", "dt_bias", "D", "e_score_correction_bias", "gate.weight"}),
+        ("qwen3-5", {"A_log", "dt_bias"}),
+        ("gpt-oss", {"sinks"}),
+    ],
+)
+def test_numbers_that_decide_much_are_not_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, precise: set[str]
+) -> None:
+    folder = save_tiny(case, tmp_path)
+    taken: set[str] = set()
+    usual = Checkpoint.take
+
+    def take(checkpoint: Checkpoint, name: str, *part: Any, **named: Any) -> torch.Tensor:
+        found = usual(checkpoint, name, *part, **named)
+        if found.dtype == torch.float32:
+            taken.add(name)
+        return found
+
+    monkeypatch.setattr(Checkpoint, "take", take)
+    checkpoint = Checkpoint(folder, torch.bfloat16)
+    build_decoder(read_decoder_config(folder), Building(checkpoint, TorchKernels(), ALONE), 64, torch.bfloat16)
+    assert {next((end for end in precise if name.endswith(end)), name) for name in taken} == precise
+
+
+def test_a_tensor_may_be_taken_more_precisely(tmp_path: Path) -> None:
+    rewrite(tmp_path, {"rate": torch.tensor([1.001, 2.5])})
+    precise = Checkpoint(tmp_path, torch.bfloat16).take("rate", (2,), dtype=torch.float32)
+    assert precise.tolist() == torch.tensor([1.001, 2.5]).tolist()
+    assert Checkpoint(tmp_path, torch.bfloat16).take("rate", (2,)).tolist() == [1.0, 2.5]
+
+
+def test_a_text_part_saved_alone_may_keep_its_names(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3-5", tmp_path)
+    before = load(folder)
+    names = {name: name.replace("model.", "model.language_model.", 1) for name in load_file(weight_files(folder)[0])}
+    rewrite(folder, {names[name]: tensor for name, tensor in load_file(weight_files(folder)[0]).items()})
+    row = StepRow([3, 5, 7], 0, [1], True)
+    torch.testing.assert_close(load(folder).run([row]), before.run([row]))

@@ -9,6 +9,7 @@ import torch
 
 from pdserve_kernels.contract import AttentionRow, HeadNorms, check_window, widest_window
 from pdserve_kernels.cpu.library import CStep, CTokens, Library
+from pdserve_kernels.host_copies import block_ids, joined
 from pdserve_kernels.kv_layout import KvLayout
 
 MAX_HEAD_DIM = 1024
@@ -152,18 +153,21 @@ def _contiguous(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 def _tables(rows: Sequence[AttentionRow], block_size: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Returns all block ids, and each row's new tokens, context length, first token, and start of its block ids."""
-    blocks: list[int] = []
+    parts = []
     shapes: list[tuple[int, int, int, int]] = []
-    tokens = 0
+    tokens = begin = 0
     for row in rows:
-        used, left_out = row.blocks[: -(-row.context_len // block_size) - row.first_block], row.first_block * block_size
+        used = block_ids(row.blocks, -(-row.context_len // block_size) - row.first_block)
+        left_out = row.first_block * block_size
         held = len(used) * block_size
         if left_out + held < row.context_len or not 1 <= row.new_tokens <= row.context_len - left_out:
             raise ValueError(f"{len(used)} blocks do not hold {row.new_tokens} of {row.context_len} tokens")
         # The kernel counts a row's blocks from the beginning of its context, and reads none that is left out.
-        shapes.append((row.new_tokens, row.context_len, tokens, len(blocks) - row.first_block))
-        blocks.extend(used)
+        shapes.append((row.new_tokens, row.context_len, tokens, begin - row.first_block))
+        parts.append(used)
+        begin += len(used)
         tokens += row.new_tokens
-    if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:
+    blocks = joined(parts)
+    if begin and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
         raise IndexError(f"a block table names a block beyond the {num_blocks} of the cache")
-    return torch.tensor(blocks, dtype=torch.int32), torch.tensor(shapes, dtype=torch.int32), tokens
+    return torch.from_numpy(blocks), torch.tensor(shapes, dtype=torch.int32), tokens

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pdserve_kernels.contract import AttentionRow, DecodeTables
-from pdserve_kernels.host_copies import to_device
+from pdserve_kernels.host_copies import block_ids, joined, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, dev
     spans = rows[singles:]
     if any(row.new_tokens == 1 for row in spans):
         raise ValueError("rows with one token must come before rows with several")
-    tables = [row.blocks[: -(-row.context_len // block_size) - row.first_block] for row in rows]
+    tables = [block_ids(row.blocks, -(-row.context_len // block_size) - row.first_block) for row in rows]
     # The longest contexts come first: they take longest, and nothing else should wait for them at the end.
     tiles = [
         (i, first)
@@ -66,7 +66,7 @@ def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, dev
             _starts([row.new_tokens for row in spans]),
             [row for row, _ in tiles],
             [first for _, first in tiles],
-            [block for table in tables for block in table],
+            joined(tables),
         ],
         device,
     )

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pdserve.wire.cache_groups import GroupBlock
 
 NONE = -1
 """This stands in a table where there is no block."""
+
+_NO_IDS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -30,13 +36,38 @@ class BlockTable(list[int]):
     by the number of the block, with ``NONE`` for a block that was given back or never taken.
     """
 
-    __slots__ = ("has_gaps", "others")
+    __slots__ = ("_ids", "_num_known", "has_gaps", "others")
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         super().__init__(blocks)
         self.others: list[list[int] | StateTable] = []
         self.has_gaps = False
         """Whether blocks of a window may be missing before the last one: a transfer was to bring that, or will."""
+        self._ids: npt.NDArray[np.int32] = _NO_IDS
+        self._num_known = 0
+        """How many ids ``_ids`` has."""
+
+    def first_ids(self, count: int) -> npt.NDArray[np.int32]:
+        """Returns the first ``count`` ids of group 0, in an array that is valid until the next call.
+
+        Only what is new is appended: to make an array of a long table in each step took longer than all else there.
+        """
+        if self._num_known < count:
+            if len(self._ids) < len(self):
+                self._ids = (
+                    np.resize(self._ids, 2 * len(self)) if self._num_known else np.empty(2 * len(self), np.int32)
+                )
+            self._ids[self._num_known : len(self)] = self[self._num_known :]
+            self._num_known = len(self)
+        return self._ids[: min(count, len(self))]
+
+    def __setitem__(self, place: Any, block: Any) -> None:
+        self._num_known = 0
+        super().__setitem__(place, block)
+
+    def clear(self) -> None:
+        self._num_known = 0
+        super().clear()
 
     @property
     def has_states(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pdserve.models.checkpoint.composite import text_settings, within_whole
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
 from pdserve.models.checkpoint.gguf_settings import gguf_recipe, gguf_settings
-from pdserve.models.checkpoint.model_files import refuse_unknown_quantisation
+from pdserve.models.checkpoint.model_files import plain_json, refuse_unknown_quantisation
 from pdserve.models.families.settings import FamilySettings
 from pdserve.models.table import COMPOSITES, FAMILIES, family_of, settings_from_json
 
@@ -94,20 +93,10 @@ def has_own_decoder(path: Path) -> bool:
     return is_gguf(path) or _found(path) is not None
 
 
-def _plain_json(text: bytes) -> bytes:
-    """Returns JSON that Python wrote, in which numbers may be infinite, with null in their places."""
-    if b"Infinity" not in text:
-        return text
-    try:
-        return msgspec.json.encode(json.loads(text, parse_constant=lambda _: None))
-    except ValueError:
-        return text
-
-
 def _found(folder: Path) -> _Found | None:
     """Reads the ``config.json``. Returns None if transformers has to read it."""
     try:
-        text = _plain_json((folder / "config.json").read_bytes())
+        text = plain_json((folder / "config.json").read_bytes())
         header = msgspec.json.decode(text, type=_Header)
     except (OSError, msgspec.DecodeError):
         return None

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FallbackConfig
-from pdserve.models.checkpoint.model_files import refuse_unknown_quantisation
+from pdserve.models.checkpoint.model_files import plain_json, refuse_unknown_quantisation
 from pdserve.models.families.settings import FULL, SLIDING
 from pdserve.models.served import not_yet
 from pdserve.models.table import FAMILIES
@@ -71,7 +71,7 @@ class _Kind(msgspec.Struct):
 def _refuse_what_is_not_yet_served(folder: Path) -> None:
     """Raises ModelError for a family of which it is known what it lacks. Files that cannot be read tell nothing."""
     try:
-        kind = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Kind)
+        kind = msgspec.json.decode(plain_json((folder / "config.json").read_bytes()), type=_Kind)
     except (OSError, msgspec.DecodeError):
         return
     for each in (kind, kind.text_config):

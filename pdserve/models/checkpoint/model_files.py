@@ -64,6 +64,16 @@ def main_tokenizer(folder: Path) -> Path:
     raise ModelError(f"{folder} has no {TOKENIZERS[0]}, nor {', '.join(TOKENIZERS[1:-1])} or {TOKENIZERS[-1]}")
 
 
+def plain_json(text: bytes) -> bytes:
+    """Returns JSON that Python wrote, in which numbers may be infinite, with null in their places."""
+    if b"Infinity" not in text:
+        return text
+    try:
+        return msgspec.json.encode(json.loads(text, parse_constant=lambda _: None))
+    except ValueError:
+        return text
+
+
 class _QuantisationSettings(msgspec.Struct):
     """What a file may say of quantisation. ``text_config`` is the text part of a model that takes images, too."""
 
@@ -80,7 +90,7 @@ def refuse_unknown_quantisation(folder: Path, known: Container[object] = ()) -> 
     for file in ("config.json", "hf_quant_config.json"):
         path = folder / file
         try:
-            said = msgspec.json.decode(path.read_bytes(), type=_QuantisationSettings)
+            said = msgspec.json.decode(plain_json(path.read_bytes()), type=_QuantisationSettings)
         except FileNotFoundError:
             continue
         except (OSError, msgspec.DecodeError) as exc:

@@ -124,13 +124,22 @@ class Checkpoint:
         """Returns the shape of a tensor that is left. Raises ModelError if it is missing."""
         return self._files.shape(self._stored(name))
 
-    def take(self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL) -> torch.Tensor:
-        """Returns a tensor, or a part of it, in the dtype and on the device of this checkpoint. Only that part is read.
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Rows = ALL,
+        columns: slice = ALL,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Returns a tensor, or a part of it, on the device of this checkpoint. Only that part is read.
 
         ``shape`` is what the configuration says of the complete tensor. ``columns`` is for tensors of two dimensions.
+        ``dtype`` is that of this checkpoint if not said: a few numbers, such as the rates at which a state decays, may
+        be stored more precisely than the model computes, and must not be rounded.
         Raises ModelError if the tensor is missing, was taken before, or has another shape.
         """
-        return self._loaded(self._claim(name, shape), rows, columns)
+        return self._loaded(self._claim(name, shape), rows, columns, dtype)
 
     def take_optional(
         self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL
@@ -204,15 +213,16 @@ class Checkpoint:
         self._files.unstack(stored, parts := [f"{stored}[{index}]" for index in range(count)])
         self._left |= dict(zip(names, parts, strict=True))
 
-    def _loaded(self, stored: str, rows: Rows, columns: slice) -> torch.Tensor:
+    def _loaded(self, stored: str, rows: Rows, columns: slice, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a part of a tensor, which is only counted if it is to have no memory."""
+        dtype = dtype or self.dtype
         whole = self._files.shape(stored)
         nbytes = self._files.nbytes(stored) * _part_of(whole, rows, columns) // max(1, math.prod(whole))
         if self.device.type == "meta":
             self._reading.expected += nbytes
-            return _part_without_memory(whole, rows, columns, self.dtype)
+            return _part_without_memory(whole, rows, columns, dtype)
         self._make_room()
-        parts = [self._files.read(stored, span, columns, self.dtype).to(self.device) for span in _spans(rows)]
+        parts = [self._files.read(stored, span, columns, dtype).to(self.device) for span in _spans(rows)]
         self._reading.add(nbytes)
         return _picked(_joined(parts), rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -40,10 +41,11 @@ class Llama4Settings(FamilySettings, kw_only=True):
     head_dim: Count | None = 128
     max_position_embeddings: Count = 131_072
     rms_norm_eps: float = 1e-5
-    num_experts_per_tok: Count = 1
-    num_local_experts: Count = 16
+    num_experts_per_tok: int = 1
+    num_local_experts: int = 16
     moe_layers: list[int] | None = None
-    interleave_moe_layer_step: Count = 1
+    interleave_moe_layer_step: int = 1
+    """0 for no experts."""
     use_qk_norm: bool = True
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Count = 4
@@ -57,6 +59,11 @@ class Llama4Settings(FamilySettings, kw_only=True):
         super().check()
         if self.no_rope_layers and len(self.no_rope_layers) < self.num_hidden_layers:
             raise ModelError(f"no_rope_layers has to say of each of {self.num_hidden_layers} layers if it turns heads")
+        if self.with_experts() and not 0 < self.num_experts_per_tok <= self.num_local_experts:
+            raise ModelError(
+                f"{self.num_experts_per_tok} experts a token (num_experts_per_tok) cannot be chosen from "
+                f"{self.num_local_experts} (num_local_experts)"
+            )
 
     def channels(self) -> int:
         return self.intermediate_size_mlp
@@ -94,10 +101,15 @@ class Llama4Settings(FamilySettings, kw_only=True):
             query_scale=QueryScale(self.attn_scale, self.floor_scale, first=1) if grows else None,
         )
 
-    def feed_forward(self, index: int) -> FeedForwardRecipe:
+    def with_experts(self) -> Sequence[int]:
+        """Returns the layers that have experts."""
+        if self.moe_layers is not None:
+            return self.moe_layers
         step = self.interleave_moe_layer_step
-        having = range(step - 1, self.num_hidden_layers, step) if self.moe_layers is None else self.moe_layers
-        if index not in having:
+        return range(step - 1, self.num_hidden_layers, step) if step > 0 else ()
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if index not in self.with_experts():
             return gated("feed_forward", self.intermediate_size_mlp)
         fused, down = EXPERTS
         return ExpertsRecipe(

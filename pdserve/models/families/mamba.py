@@ -45,6 +45,7 @@ class GraniteHybridSettings(GraniteMoeSettings, kw_only=True):
 
     models: ClassVar[str] = "Granite 4"
     num_local_experts: int | None = 8  # type: ignore[assignment]  # none in the dense ones
+    num_experts_per_tok: int = 2
     shared_intermediate_size: Count = 1024
     position_embedding_type: str | None = None
     layer_types: list[str] | None = None
@@ -62,6 +63,11 @@ class GraniteHybridSettings(GraniteMoeSettings, kw_only=True):
     def check(self) -> None:
         super().check()
         check_steps(self.time_step_limit)
+        if self.num_local_experts and not 0 < self.num_experts_per_tok <= self.num_local_experts:
+            raise ModelError(
+                f"{self.num_experts_per_tok} experts a token (num_experts_per_tok) cannot be chosen from "
+                f"{self.num_local_experts} (num_local_experts)"
+            )
         if self.position_embedding_type not in (None, "nope", "rope"):
             raise ModelError(f"position_embedding_type {self.position_embedding_type!r} is not supported")
         self.kinds()
@@ -214,9 +220,11 @@ class NemotronHSettings(FamilySettings, kw_only=True):
         self.kinds()
 
     def _given(self) -> list[str]:
+        if given := self.layers_block_type or self.layer_types:
+            return given
         if self.hybrid_override_pattern is not None:
             return [PATTERN.get(letter, letter) for letter in self.hybrid_override_pattern]
-        return self.layers_block_type or self.layer_types or [LINEAR, MOE, FULL, MLP]
+        return [LINEAR, MOE, FULL, MLP]
 
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""

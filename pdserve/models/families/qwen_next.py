@@ -77,8 +77,9 @@ class DeltaNetSettings(FamilySettings, kw_only=True):
         )
 
     def recipe(self) -> ModelRecipe:
-        # A layer that drafts tokens comes with the model.
-        return replace(super().recipe(), unused=("mtp.",))
+        # The text part of a larger model, saved alone, may keep its names. A layer that drafts tokens comes with it.
+        renamed = (("model.language_model.", "model."),)
+        return replace(super().recipe(), renamed=renamed, unused=("mtp.",))
 
     def layer(self, index: int) -> LayerRecipe:
         layer = super().layer(index)

@@ -45,7 +45,9 @@ class SelfAttention:
         )
         self._sinks: torch.Tensor | None = None
         if recipe.sinks:
-            self._sinks = building.checkpoint.take(prefix + recipe.sinks, (config.heads,), rows=heads).float()
+            self._sinks = building.checkpoint.take(
+                prefix + recipe.sinks, (config.heads,), rows=heads, dtype=torch.float32
+            )
         self._norms: HeadNorms | None = None
         self._apart: _StepsApart | None = None
         if recipe.norms_apart:

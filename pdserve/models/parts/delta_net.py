@@ -32,8 +32,11 @@ class DeltaNet:
         shape = (recipe.conv_channels * recipe.heads, 1, recipe.width)
         weight = checkpoint.take(f"{prefix}{recipe.conv}.weight", shape, rows=channels)
         self._conv = weight.view(self._heads, -1, recipe.width).permute(2, 0, 1).contiguous()
-        self._step_bias = checkpoint.take(prefix + recipe.step_bias, (recipe.value_heads,), rows=values).float()
-        self._rate = -checkpoint.take(prefix + recipe.log_rate, (recipe.value_heads,), rows=values).float().exp()
+
+        def of_heads(name: str) -> torch.Tensor:
+            return checkpoint.take(prefix + name, (recipe.value_heads,), rows=values, dtype=torch.float32)
+
+        self._step_bias, self._rate = of_heads(recipe.step_bias), -of_heads(recipe.log_rate).exp()
         self._norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (recipe.value_dim,))
         out = (hidden, recipe.value_heads * recipe.value_dim)
         self._out = RowParallel(building, prefix + recipe.out, out, spread(values, recipe.value_dim), biased=False)

@@ -30,11 +30,14 @@ class Experts:
         """Takes the tensors whose names begin with ``prefix``."""
         checkpoint = building.checkpoint
         self._recipe, self._tp = recipe, building.tp
-        router = checkpoint.take(f"{prefix}{recipe.router}.weight", (recipe.count, hidden_size))
+        precise = torch.float32 if recipe.precise_router else None
+        router = checkpoint.take(f"{prefix}{recipe.router}.weight", (recipe.count, hidden_size), dtype=precise)
         bias = checkpoint.take(f"{prefix}{recipe.router}.bias", (recipe.count,)) if recipe.router_biased else None
-        self._router = _Precise(router.float()) if recipe.precise_router else building.kernels.linear(router, bias)
+        self._router = _Precise(router) if recipe.precise_router else building.kernels.linear(router, bias)
         self._correction = (
-            checkpoint.take(f"{prefix}{recipe.correction}", recipe.correction_shape or (recipe.count,))
+            checkpoint.take(
+                f"{prefix}{recipe.correction}", recipe.correction_shape or (recipe.count,), dtype=torch.float32
+            )
             if recipe.correction
             else None
         )
@@ -97,7 +100,7 @@ class Experts:
         if self._correction is None and recipe.groups == 1:
             weights, experts = scores.topk(recipe.chosen, -1)
         else:
-            experts = self._chosen(scores if self._correction is None else scores + self._correction.float().flatten())
+            experts = self._chosen(scores if self._correction is None else scores + self._correction.flatten())
             weights = scores.gather(-1, experts)
         if recipe.scoring is Scoring.SOFTMAX_OF_CHOSEN:
             weights = weights.softmax(-1)

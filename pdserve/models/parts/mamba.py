@@ -47,7 +47,8 @@ class Mamba2:
             self._conv_bias = bias.view(len(groups), -1)
 
         def of_heads(name: str) -> torch.Tensor:
-            return checkpoint.take(prefix + name, (all_heads,), rows=heads).float().view(len(groups), -1)
+            taken = checkpoint.take(prefix + name, (all_heads,), rows=heads, dtype=torch.float32)
+            return taken.view(len(groups), -1)
 
         self._step_bias, self._rate = of_heads(recipe.step_bias), -of_heads(recipe.log_rate).exp()
         self._skip = of_heads(recipe.skip)

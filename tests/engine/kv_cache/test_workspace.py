@@ -57,8 +57,15 @@ class AnyCheckpoint:
 
     path, device, dtype = Path("any"), META, BF16
 
-    def take(self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=BF16, device=META)
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Rows = ALL,
+        columns: slice = ALL,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype or BF16, device=META)
         if rows != ALL:
             tensor = tensor[rows if isinstance(rows, slice) else slice(len(rows))]
         return tensor if columns == ALL else tensor[:, columns]
