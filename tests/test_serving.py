@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,14 @@ def test_a_start_has_its_limit(tiny_model: Path, tmp_path: Path, environ: dict[s
     assert cluster_processes(str(tmp_path)) == set()
 
 
+def has_failed(cluster: pdserve.Cluster) -> bool:
+    try:
+        cluster.check()
+    except pdserve.ClusterFailed:
+        return True
+    return False
+
+
 def test_a_cluster_that_ends_within_the_block_fails_it(
     tiny_model: Path, tmp_path: Path, environ: dict[str, str]
 ) -> None:
@@ -200,19 +209,13 @@ def test_a_cluster_that_ends_within_the_block_fails_it(
         wait_until_gone(str(tmp_path))
         with pytest.raises(OSError, match="refused") as refused:
             answer(cluster)
-
-        def told() -> bool:
-            try:
-                cluster.check()
-            except pdserve.ClusterFailed:
-                return True
-            return False
-
-        eventually(told, "the cluster's end is told")
+        eventually(partial(has_failed, cluster), "the cluster's end is told")
         raised = refused.value
-    with pytest.raises(OSError, match="refused") as caught, pdserve.serve(tiny_model, environ=environ, **ONE_NODE):
+    serving = pdserve.serve(tiny_model, environ=environ, **ONE_NODE)
+    with pytest.raises(OSError, match="refused") as caught, serving as cluster:
         os.kill(up_process(tmp_path), signal.SIGKILL)
         wait_until_gone(str(tmp_path))
+        eventually(partial(has_failed, cluster), "the cluster's end is told")
         raise raised
     assert words in caught.value.__notes__[0]
 
@@ -245,6 +248,7 @@ def test_a_program_that_ends_within_the_block_takes_its_cluster_with_it(
     program = """
 import json, pdserve, sys
 from contextlib import ExitStack
+from functools import partial
 stack = ExitStack()
 cluster = stack.enter_context(pdserve.serve(**json.loads(sys.argv[1])))
 print(cluster.url, flush=True)
