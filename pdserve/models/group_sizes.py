@@ -101,6 +101,11 @@ def group_blocks(groups: Sequence[GroupSize], block_size: int, nbytes: int, load
     first = (
         max(0, left) // whole.block_bytes if whole.block_bytes else _empty_blocks(load, block_size) if left >= 0 else 0
     )
+    # In a window with fewer blocks than the largest steps need, a step may be as long as the longest context.
+    short = [
+        count for count, group in zip(counts, windows, strict=True) if count < _least_window(group, block_size, load)
+    ]
+    first = min([first, *short])
     window_counts = iter(counts)
     return (first, *(next(window_counts) if group.keep is Keep.WINDOW else num_states for group in bounded))
 

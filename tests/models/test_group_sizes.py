@@ -107,6 +107,23 @@ def test_no_division_takes_more_than_there_is(
             assert group.keep is not Keep.WINDOW or count <= counts[0] or not counts[0]
 
 
+@given(
+    st.sampled_from([16, 64, 320]),
+    st.sampled_from([16, 64, 320]),
+    st.integers(1, 64 * 1024),
+    st.integers(1, 8192),
+    st.integers(0, 2048),
+)
+def test_a_window_holds_the_longest_context_or_the_largest_step(
+    whole_kib: int, window_kib: int, kib: int, step_tokens: int, asked: int
+) -> None:
+    """A request that no window has room for would be admitted again and again."""
+    window = GroupSize(Keep.WINDOW, window_kib * 1024, 512)
+    load = Load(32, step_tokens, 32_768, asked)
+    first, count = group_blocks([GroupSize(Keep.ALL, whole_kib * 1024), window], BLOCK_SIZE, kib * 1024, load)
+    assert count >= min(first, 512 // BLOCK_SIZE + 2 + -(-step_tokens // BLOCK_SIZE) + 1)
+
+
 @pytest.mark.parametrize("case", ["gemma2", "ministral", "cohere2", "exaone4"])
 def test_layers_with_a_window_are_a_group_of_their_own(tmp_path: Path, case: str) -> None:
     config = read_decoder_config(save_tiny(case, tmp_path))

@@ -303,7 +303,7 @@ class BlockManager:
             held.extend(self._share(pool.cache.block_of(hashes[number])) for number in needed)
 
     def _share(self, block: int | None) -> int:
-        if block is None or self._state[block] not in (_BlockState.IDLE, _BlockState.HELD):
+        if block is None or block < 0 or self._state[block] not in (_BlockState.IDLE, _BlockState.HELD):
             raise EngineError(f"KV block {block} is shared but holds nothing")
         if self._state[block] == _BlockState.IDLE:
             self._cache_of(block).wake(block)
