@@ -76,6 +76,12 @@ class StateRuns:
     """Whether every run has exactly one token."""
 
 
+def check_states(states: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless each block has an fp32 state of ``shape``, whose heads are contiguous."""
+    if states.shape[1:] != shape or states.dtype is not torch.float32 or not states[0, 0].is_contiguous():
+        raise ValueError(f"fp32 states of {shape} are wanted, and there are {states.dtype} {tuple(states.shape)}")
+
+
 class BlockFormat(enum.IntEnum):
     """A number format of weights in blocks, by the number that GGUF files give it.
 

@@ -54,7 +54,7 @@ class LongScaling:
 
 @dataclass(frozen=True, slots=True)
 class PartialScaling:
-    """Of the frequencies of a whole head, the first ``part`` stay, divided by ``factor``, and the others are 0."""
+    """The first ``part`` of a whole head's frequencies stay, divided by ``factor``, and the others are 0."""
 
     part: float
     factor: float = 1.0

@@ -99,9 +99,9 @@ class DecodeInputs:
     token_ids: torch.Tensor
     positions: torch.Tensor
     attention: tuple[DecodeBlocks, ...]
-    """Of each group of keys and values that has layers."""
+    """Each group of keys and values that has layers has one."""
     states: tuple[StateRuns, ...]
-    """Of each group of states."""
+    """Each group of states has one."""
 
 
 class Graph(Protocol):

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.contract import StateRuns, check_states
 from pdserve_kernels.cpu.library import CConv, CDelta, CRuns, CScan, Library
 
 
@@ -23,7 +23,7 @@ def causal_conv(
     """Computes ``reference.causal_conv`` in bf16 or fp32."""
     tokens, heads, channels = x.shape
     width = weight.shape[0]
-    _check_state(state, (heads, width - 1, channels))
+    check_states(state, (heads, width - 1, channels))
     x = x.contiguous()
     weight = _like(x, weight, (width, heads, channels))
     bias = None if bias is None else _like(x, bias, (heads, channels))
@@ -53,7 +53,7 @@ def gated_delta_rule(
     """Computes ``reference.gated_delta_rule`` in bf16 or fp32."""
     tokens, heads, _ = qkv.shape
     group, key_dim, value_dim = state.shape[2:]
-    _check_state(state, (heads, group, key_dim, value_dim))
+    check_states(state, (heads, group, key_dim, value_dim))
     qkv = qkv.contiguous()
     if qkv.shape[2] != 2 * key_dim + group * value_dim:
         raise ValueError(f"a state of {tuple(state.shape)} was given {tuple(qkv.shape)}")
@@ -85,7 +85,7 @@ def mamba2_scan(
     """Computes ``reference.mamba2_scan`` in bf16 or fp32."""
     tokens, groups, width = xbc.shape
     heads, head_dim, size = state.shape[2:]
-    _check_state(state, (groups, heads, head_dim, size))
+    check_states(state, (groups, heads, head_dim, size))
     xbc = xbc.contiguous()
     if width != heads * head_dim + 2 * size:
         raise ValueError(f"a state of {tuple(state.shape)} was given {tuple(xbc.shape)}")
@@ -118,11 +118,6 @@ def _runs(runs: StateRuns, state: torch.Tensor, tokens: int) -> CRuns:
         block_stride=state.stride(0),
         head_stride=state.stride(1),
     )
-
-
-def _check_state(state: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if state.shape[1:] != shape or state.dtype is not torch.float32 or not state[0, 0].is_contiguous():
-        raise ValueError(f"fp32 states of {shape} are wanted, and there are {state.dtype} {tuple(state.shape)}")
 
 
 def _like(x: torch.Tensor, weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

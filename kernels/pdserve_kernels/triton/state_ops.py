@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.contract import StateRuns, check_states
 
 TOKENS_AT_ONCE = 32
 """The tokens of a long run that a program convolves together."""
@@ -104,7 +104,7 @@ def causal_conv(
     """Computes ``reference.causal_conv``."""
     _, heads, channels = x.shape
     width = len(weight)
-    _check_state(state, (heads, width - 1, channels))
+    check_states(state, (heads, width - 1, channels))
     x = x.contiguous()
     out = torch.empty_like(x)
     if out.numel():
@@ -185,7 +185,7 @@ def gated_delta_rule(
     """Computes ``reference.gated_delta_rule``."""
     tokens, heads, _ = qkv.shape
     group, keys, values = state.shape[2:]
-    _check_state(state, (heads, group, keys, values))
+    check_states(state, (heads, group, keys, values))
     out = torch.empty((tokens, heads, group, values), dtype=qkv.dtype, device=qkv.device)
     if out.numel():
         block = min(VALUES_AT_ONCE, triton.next_power_of_2(values))
@@ -209,11 +209,6 @@ def gated_delta_rule(
             block,
         )
     return out
-
-
-def _check_state(state: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if state.shape[1:] != shape or state.dtype is not torch.float32 or not state[0, 0].is_contiguous():
-        raise ValueError(f"fp32 states of {shape} are wanted, and there are {state.dtype} {tuple(state.shape)}")
 
 
 @triton.jit

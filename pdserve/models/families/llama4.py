@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from pdserve.errors import ModelError
-from pdserve.models.families.settings import FULL, HEAD_NORMS, NONE, QKVO, Count, FamilySettings, gated
+from pdserve.models.families.settings import FULL, HEAD_NORMS, NONE, QKVO, Count, FamilySettings, check_experts, gated
 from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
@@ -59,11 +59,8 @@ class Llama4Settings(FamilySettings, kw_only=True):
         super().check()
         if self.no_rope_layers and len(self.no_rope_layers) < self.num_hidden_layers:
             raise ModelError(f"no_rope_layers has to say of each of {self.num_hidden_layers} layers if it turns heads")
-        if self.with_experts() and not 0 < self.num_experts_per_tok <= self.num_local_experts:
-            raise ModelError(
-                f"{self.num_experts_per_tok} experts a token (num_experts_per_tok) cannot be chosen from "
-                f"{self.num_local_experts} (num_local_experts)"
-            )
+        if self.with_experts():
+            check_experts(self.num_experts_per_tok, self.num_local_experts)
 
     def channels(self) -> int:
         return self.intermediate_size_mlp

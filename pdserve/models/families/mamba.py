@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pdserve.errors import ModelError
 from pdserve.models.families.llama import GraniteMoeSettings
-from pdserve.models.families.settings import FULL, Count, FamilySettings, gated
+from pdserve.models.families.settings import FULL, Count, FamilySettings, check_experts, gated
 from pdserve.models.recipe import (
     Activation,
     AttentionRecipe,
@@ -63,11 +63,8 @@ class GraniteHybridSettings(GraniteMoeSettings, kw_only=True):
     def check(self) -> None:
         super().check()
         check_steps(self.time_step_limit)
-        if self.num_local_experts and not 0 < self.num_experts_per_tok <= self.num_local_experts:
-            raise ModelError(
-                f"{self.num_experts_per_tok} experts a token (num_experts_per_tok) cannot be chosen from "
-                f"{self.num_local_experts} (num_local_experts)"
-            )
+        if self.num_local_experts:
+            check_experts(self.num_experts_per_tok, self.num_local_experts)
         if self.position_embedding_type not in (None, "nope", "rope"):
             raise ModelError(f"position_embedding_type {self.position_embedding_type!r} is not supported")
         self.kinds()

@@ -79,6 +79,14 @@ class RotarySettings(msgspec.Struct, kw_only=True):
     sliding_attention: RotarySettings | None = None
 
 
+def check_experts(chosen: int, count: int) -> None:
+    """Raises ModelError if so many experts a token cannot be chosen from ``count``."""
+    if not 0 < chosen <= count:
+        raise ModelError(
+            f"{chosen} experts a token (num_experts_per_tok) cannot be chosen from {count} (num_local_experts)"
+        )
+
+
 def gated(prefix: str, channels: int, *, biased: bool = False) -> MlpRecipe:
     """Returns a gated part whose tensors, named ``prefix``, have the usual names."""
     gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
