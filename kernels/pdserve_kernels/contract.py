@@ -157,6 +157,11 @@ class Linear(Protocol):
         """Maps ``[tokens, in]`` to ``[tokens, out]``."""
 
 
+class HeadLinear(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, heads, in]`` to ``[tokens, heads, out]``."""
+
+
 class BlockLinear(Linear, Protocol):
     """The product with a weight that stays in blocks, in bf16."""
 
@@ -198,8 +203,9 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """Stores the new keys and values, then attends causally to each row's context.
 
-        ``query`` is ``[tokens, heads, head_dim]``, and ``key_value`` is ``[2, tokens, kv_heads, head_dim]``, or None if
-        the keys and values of this layer are stored already. The result has the shape of ``query``. With a ``window``,
+        ``query`` is ``[tokens, heads, head_dim]``, and ``key_value`` is ``[2, tokens, kv_heads, head_dim]``, or
+        ``[1, ...]`` if keys have the values in them, or None if the keys and values of this layer are stored already.
+        The result is ``[tokens, heads, value_dim]``. With a ``window``,
         a token sees itself and the ``window - 1`` tokens before it; if it is ``chunked``, contexts are cut every
         ``window`` tokens, and a token sees no token before the last cut. ``sinks``, fp32 ``[heads]``, are scores of
         one more key for each query head, which has no value: it takes a part of the weights.
@@ -232,6 +238,9 @@ class Kernels(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Returns the product with a weight ``[out, in]``, which never changes and may be kept in another order."""
+
+    def head_linear(self, weight: torch.Tensor) -> HeadLinear:
+        """Returns the product of each head with its own of the weights ``[heads, out, in]``, which never change."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 

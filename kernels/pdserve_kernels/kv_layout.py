@@ -3,7 +3,8 @@
 Each rank has one tensor for each group of layers. That of keys and values is ``[num_blocks, kv_heads, num_layers, 2,
 block_size, head_dim]``. A block is one contiguous range of bytes over all layers (one message on the wire), and a head
 is a contiguous part of it. The tile of one block, head, layer, and key or value, ``[block_size, head_dim]``, is
-contiguous, too: it is one *row* of the tile view.
+contiguous, too: it is one *row* of the tile view. Where a value is a part of its key, as in latent attention, there
+are no tiles of values, and the dimension of 2 is one of 1.
 """
 
 from __future__ import annotations
@@ -22,17 +23,28 @@ class KvLayout:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+    shared_channels: int = 0
+    """The first so many channels of a key are its value, and only keys are stored; 0 if values are stored, too."""
+
+    @property
+    def tiles_a_layer(self) -> int:
+        """The tiles that a layer has of one head of a block: of keys and of values, or of keys alone."""
+        return 1 if self.shared_channels else 2
+
+    @property
+    def value_dim(self) -> int:
+        """The channels of a value."""
+        return self.shared_channels or self.head_dim
 
     @property
     def block_bytes(self) -> int:
         """The bytes of one block over all layers and heads."""
-        elements = self.kv_heads * self.num_layers * 2 * self.block_size * self.head_dim
+        elements = self.kv_heads * self.num_layers * self.tiles_a_layer * self.block_size * self.head_dim
         return elements * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """Returns a zeroed cache of ``num_blocks`` blocks."""
-        shape = (num_blocks, self.kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=device)
+        return torch.zeros(self._shape(num_blocks), dtype=self.dtype, device=device)
 
     def over(self, memory: memoryview) -> torch.Tensor:
         """Returns a cache in ``memory``, of as many blocks as it holds."""
@@ -40,8 +52,7 @@ class KvLayout:
 
     def view(self, memory: torch.Tensor, num_blocks: int) -> torch.Tensor:
         """Returns the cache of ``num_blocks`` in ``memory``, uint8 ``[num_blocks * block_bytes]``."""
-        shape = (num_blocks, self.kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
-        return memory.view(self.dtype).view(shape)
+        return memory.view(self.dtype).view(self._shape(num_blocks))
 
     def tiles(self, cache: torch.Tensor) -> torch.Tensor:
         """Returns the cache as ``[rows, block_size * head_dim]``: a row for each (block, head, layer, key or value)."""
@@ -54,10 +65,13 @@ class KvLayout:
     def tile_rows(self, blocks: torch.Tensor) -> torch.Tensor:
         """Returns, as ``[kv_heads, ...]``, the rows of layer 0's key tiles of all heads of ``blocks``, ``[...]``.
 
-        Add 1 for the value tile, and ``2 * layer`` for another layer.
+        Add ``tiles_a_layer - 1`` for the value tile, and ``tiles_a_layer * layer`` for another layer.
         """
         heads = torch.arange(self.kv_heads, device=blocks.device).view(-1, *([1] * blocks.dim()))
-        return (blocks.unsqueeze(0) * self.kv_heads + heads) * (2 * self.num_layers)
+        return (blocks.unsqueeze(0) * self.kv_heads + heads) * (self.tiles_a_layer * self.num_layers)
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (num_blocks, self.kv_heads, self.num_layers, self.tiles_a_layer, self.block_size, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

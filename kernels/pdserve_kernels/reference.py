@@ -22,6 +22,11 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
+def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiplies each head of ``[tokens, heads, in]`` by its own of the weights ``[heads, out, in]``."""
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Applies rotary position embedding (Su et al., 2021), which rotates the halves against each other.
 
@@ -62,14 +67,15 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def kv_write(
     cache: torch.Tensor, layout: KvLayout, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Stores ``key`` and ``value``, ``[tokens, kv_heads, head_dim]``.
+    """Stores ``key`` and ``value``, ``[tokens, kv_heads, head_dim]``, or keys alone if these have the values in them.
 
     ``slots`` has ``block * block_size + offset`` of each token.
     """
     for i, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, layout.block_size)
         cache[block, :, layer, 0, offset] = key[i]
-        cache[block, :, layer, 1, offset] = value[i]
+        if not layout.shared_channels:
+            cache[block, :, layer, 1, offset] = value[i]
 
 
 def paged_attention(
@@ -89,14 +95,15 @@ def paged_attention(
     """Computes causal grouped-query attention of one request's newest tokens over its paged context.
 
     ``query`` is ``[new_tokens, heads, head_dim]``, the last ``new_tokens`` of ``context_len``, whose keys and values
-    are in the cache already. Returns the same shape. ``scale`` is ``head_dim ** -0.5`` if not given; with a ``window``,
-    a token sees itself and the ``window - 1`` before it, or, if it is ``chunked``, those from the last multiple of
-    ``window`` on; with a ``cap``, a score ``x`` becomes ``cap * tanh(x / cap)``.
+    are in the cache already. Returns ``[new_tokens, heads, value_dim]``. ``scale`` is ``head_dim ** -0.5`` if not
+    given; with a ``window``, a token sees itself and the ``window - 1`` before it, or, if it is ``chunked``, those from
+    the last multiple of ``window`` on; with a ``cap``, a score ``x`` becomes ``cap * tanh(x / cap)``.
     ``sinks``, ``[heads]``, are scores of one more key without a value.
     """
     new, heads, head_dim = query.shape
     tiles = cache[blocks, :, layer].float()
-    keys, values = tiles.permute(2, 1, 0, 3, 4).reshape(2, layout.kv_heads, -1, head_dim)[:, :, :context_len]
+    stored = tiles.permute(2, 1, 0, 3, 4).reshape(layout.tiles_a_layer, layout.kv_heads, -1, head_dim)
+    keys, values = stored[0, :, :context_len], stored[-1, :, :context_len, : layout.value_dim]
     group = heads // layout.kv_heads
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = torch.einsum("qhd,hkd->hqk", query.float(), keys) * (head_dim**-0.5 if scale is None else scale)

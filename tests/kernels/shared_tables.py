@@ -24,7 +24,7 @@ def check_shared_table(
     before[blocks.pop()] = float("nan")
     heads, scale = layout.kv_heads * group, layout.head_dim**-0.5
     query = torch.randn(new, heads, layout.head_dim).to(device, layout.dtype)
-    key_value = torch.randn(2, new, layout.kv_heads, layout.head_dim).to(device, layout.dtype)
+    key_value = torch.randn(layout.tiles_a_layer, new, layout.kv_heads, layout.head_dim).to(device, layout.dtype)
     rows = [AttentionRow(1, past + i + 1, blocks) for i in range(new)]
 
     def attend(cache: torch.Tensor, some: slice, key_value: torch.Tensor = key_value) -> torch.Tensor:

@@ -218,9 +218,65 @@ def test_attention_of_a_step(
     assert cache[poison].isnan().all()
 
 
+@st.composite
+def latent_layouts(draw: st.DrawFn) -> KvLayout:
+    """Draws layouts whose keys have the values in them, DeepSeek's shape among them."""
+    rank, rest = draw(st.sampled_from([(2, 2), (20, 4), (64, 16), (512, 64), (512, 64)]))
+    block_size = draw(st.sampled_from([1, 4, 16, 32]))
+    return KvLayout(1, draw(st.integers(1, 2)), block_size, rank + rest, draw(DTYPES), rank)
+
+
+@settings(max_examples=examples(30))
+@given(latent_layouts(), st.data(), st.sampled_from([1, 2, 5, 16, 20]), st.none() | st.integers(1, 300), SEEDS)
+def test_attention_to_keys_that_have_the_values_in_them(
+    kernels: Kernels, layout: KvLayout, data: st.DataObject, heads: int, window: int | None, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    rows, dtype, scale = data.draw(steps(layout.block_size)), layout.dtype, layout.head_dim**-0.5
+    cache = torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
+    expected = cache.clone()
+    held = [left_out(row, layout.block_size, window) for row in rows]
+    owned = {block for row in held for block in row.blocks}
+    poison = [block for block in range(NUM_BLOCKS) if block not in owned]
+    cache[poison] = float("nan")
+    tokens = sum(row.new_tokens for row in rows)
+    query, key = torch.randn(tokens, heads, layout.head_dim).to(dtype), torch.randn(1, tokens, 1, layout.head_dim)
+    key = key.to(dtype)
+    slots = torch.tensor(
+        [
+            row.blocks[at // layout.block_size] * layout.block_size + at % layout.block_size
+            for row in rows
+            for at in range(row.context_len - row.new_tokens, row.context_len)
+        ]
+    )
+    attention = kernels.plan_attention(layout, cache, held, heads, scale)
+    for layer in range(layout.num_layers):
+        reference.kv_write(expected, layout, layer, slots, key[0], key[0])
+        got = attention(layer, query, key, window)
+        assert torch.equal(cache[list(owned)], expected[list(owned)])
+        close(got, plain_attention(layout, expected, rows, query, layer, scale, window, None, False, None), dtype, 3)
+        assert torch.equal(attention(layer, query, None, window), got)
+    assert cache[poison].isnan().all()
+
+
+@many
+@given(st.integers(1, 20), st.integers(1, 5), st.sampled_from([2, 6, 64]), st.sampled_from([3, 33, 64]), DTYPES, SEEDS)
+def test_each_head_is_multiplied_by_its_own_weight(
+    kernels: Kernels, tokens: int, heads: int, inner: int, outer: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(tokens, heads, inner).to(dtype), torch.randn(heads, outer, inner).to(dtype)
+    linear = kernels.head_linear(weight)
+    got = linear(x)
+    close(got, torch.einsum("thi,hoi->tho", x.double(), weight.double()), dtype, scale=1 + inner**0.5)
+    if isinstance(kernels, CompiledKernels) and isinstance(kernels.linear(weight[0]), CompiledLinear):
+        assert torch.equal(torch.cat([linear(row[None]) for row in x]), got)
+
+
 @many
 @given(
-    layouts(), st.sampled_from([1, 2, 3, 4, 7]), st.integers(0, 40) | st.integers(0, 600), st.integers(1, 20),
+    layouts() | latent_layouts(),
+    st.sampled_from([1, 2, 3, 4, 7]), st.integers(0, 40) | st.integers(0, 600), st.integers(1, 20),
     st.none() | st.integers(1, 300), SEEDS,
 )  # fmt: skip
 def test_rows_that_share_a_block_table(

@@ -196,6 +196,21 @@ def test_attention_with_sinks(launches: list[Launch]) -> None:
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
 
 
+@pytest.mark.parametrize("heads", [128, pytest.param(20, marks=pytest.mark.nightly)])
+def test_latent_attention(launches: list[Launch], heads: int) -> None:
+    layout = KvLayout(1, 61, 16, 576, torch.bfloat16, 512)
+    attend_to_latents([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], layout, heads)
+    built = check(launches)
+    assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_kv_write_kernel"} == built.keys()
+    assert "mma" in built["_decode_kernel"].asm["ptx"]
+
+
+def attend_to_latents(rows: list[AttentionRow], layout: KvLayout, heads: int) -> None:
+    cache, tokens = layout.allocate(13, torch.device("cpu")), sum(row.new_tokens for row in rows)
+    query, key = (torch.empty(tokens, count, layout.head_dim, dtype=layout.dtype) for count in (heads, 1))
+    TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)(1, query, key[None])
+
+
 @pytest.mark.parametrize(
     ("capability", "head_dim", "dtype", "prefill_keys", "decode_keys"),
     [

@@ -51,6 +51,7 @@ class CompiledAttention:
             layers=layout.num_layers,
             block_size=layout.block_size,
             head_dim=layout.head_dim,
+            tiles=layout.tiles_a_layer,
             scale=scale,
             cap=cap or 0.0,
         )
@@ -72,8 +73,12 @@ class CompiledAttention:
         if key_value is None:
             tokens = CTokens(query=query.data_ptr(), query_stride=self._heads * layout.head_dim)
             return self._run(tokens, layer, window, chunked, sinks)
+        if len(key_value) != layout.tiles_a_layer:
+            raise ValueError(
+                f"attention wants {layout.tiles_a_layer} of keys and values, and was given {len(key_value)}"
+            )
         key_value = key_value.contiguous()
-        key, value = self._checked(key_value[0], layout.kv_heads), self._checked(key_value[1], layout.kv_heads)
+        key, value = self._checked(key_value[0], layout.kv_heads), self._checked(key_value[-1], layout.kv_heads)
         tokens = CTokens(
             query=query.data_ptr(),
             key=key.data_ptr(),
@@ -133,7 +138,7 @@ class CompiledAttention:
             sinks = _contiguous(sinks, (self._heads,), torch.float32)
             tokens.sinks = sinks.data_ptr()
         self._attend(self._bf16, self._step_at, ctypes.addressof(tokens))
-        return out
+        return out[..., : layout.value_dim] if layout.shared_channels else out
 
     def _checked(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         return _contiguous(x, (self._num_tokens, heads, self._layout.head_dim), self._layout.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from pdserve.compiled_library import built_library
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow, BlockLinear, BlockWeight, Linear, UnreadWeight
+from pdserve_kernels.contract import AttentionRow, BlockLinear, BlockWeight, HeadLinear, Linear, UnreadWeight
 from pdserve_kernels.cpu import compiled_states
 from pdserve_kernels.cpu.compiled_attention import CompiledAttention
 from pdserve_kernels.cpu.compiled_block_linear import CompiledBlockLinear
@@ -62,6 +63,16 @@ class CompiledLinear:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledHeadLinear:
+    """Satisfies ``contract.HeadLinear``. A token's result does not depend on the other tokens."""
+
+    heads: tuple[Linear, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([linear(x[:, head]) for head, linear in enumerate(self.heads)], 1)
+
+
 def fits(library: Library, weight: torch.Tensor | UnreadWeight) -> bool:
     """Returns whether the compiled kernel computes with this weight on this CPU."""
     return library.linear_columns > 0 and weight.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] % 2 == 0
@@ -97,6 +108,9 @@ class CompiledKernels:
         if fits(self._library, weight):
             return CompiledLinear(self._library, self.memory, weight, bias)
         return PackedLinear(weight.read(), bias)
+
+    def head_linear(self, weight: torch.Tensor) -> HeadLinear:
+        return CompiledHeadLinear(tuple(self.linear(each) for each in weight))
 
     def unread_table(self, weight: UnreadWeight) -> torch.Tensor:
         def copy(to: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ class CStep(ctypes.Structure):
         ("tables", _POINTER),
         ("rows", _POINTER),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_singles", "num_tokens")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "heads", "layers", "block_size", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "heads", "layers", "block_size", "head_dim", "tiles")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     )

@@ -14,12 +14,13 @@ product of 1 to 16 rows takes about half the time: on one core, a SmolLM2-135M s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow, HeadNorms, check_window, widest_window
+from pdserve_kernels.contract import AttentionRow, HeadLinear, HeadNorms, check_window, widest_window
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -34,13 +35,13 @@ class KvWrite:
         self._rows = layout.tokens(cache)
         blocks = slots // layout.block_size
         key_tiles = layout.tile_rows(blocks).T
-        tiles = torch.stack((key_tiles, key_tiles + 1))
+        tiles = torch.stack([key_tiles + tile for tile in range(layout.tiles_a_layer)])
         offsets = (slots % layout.block_size).view(1, -1, 1)
         self._index = (tiles * layout.block_size + offsets).reshape(-1)
 
     def __call__(self, layer: int, key_value: torch.Tensor) -> None:
-        """Stores ``key_value``, ``[2, tokens, kv_heads, head_dim]``."""
-        first = 2 * layer * self._layout.block_size
+        """Stores ``key_value``, ``[2, tokens, kv_heads, head_dim]``, or ``[1, ...]`` without values."""
+        first = self._layout.tiles_a_layer * layer * self._layout.block_size
         self._rows[first:].index_copy_(0, self._index, key_value.reshape(-1, self._layout.head_dim))
 
 
@@ -73,7 +74,7 @@ class DecodeAttention:
             # A row is padded with a block of its own: masked values are multiplied, and NaN of others would spread.
             places[used:] = row.blocks[0]
         keys = layout.tile_rows(table).transpose(0, 1)
-        self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
+        self._index = _tiles_of_all(layout, keys).to(cache.device)
         self._context = blocks * layout.block_size
         size = gathered_size(layout, rows)
         room = cache.new_empty(size) if room is None else room[:size]
@@ -92,14 +93,15 @@ class DecodeAttention:
         chunked: bool = False,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Maps ``query``, ``[requests, heads, head_dim]``, to the same shape."""
+        """Maps ``query``, ``[requests, heads, head_dim]``, to ``[requests, heads, value_dim]``."""
         layout = self._layout
-        torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
-        keys, values = self._gathered.view(2, -1, self._context, layout.head_dim).unbind(0)
+        torch.index_select(self._tiles[layout.tiles_a_layer * layer :], 0, self._index, out=self._gathered)
+        stored = self._gathered.view(layout.tiles_a_layer, -1, self._context, layout.head_dim)
+        keys, values = stored[0], stored[-1, ..., : layout.value_dim]
         rows = query.reshape(-1, self._group, layout.head_dim)
         by_row = None if sinks is None else sinks.view(-1, self._group, 1).repeat(self._requests, 1, 1)
         mask = self._mask(window, chunked=chunked)
-        return _attend(rows, keys, values, mask, self._scale, self._cap, by_row).view(query.shape)
+        return _attend(rows, keys, values, mask, self._scale, self._cap, by_row).view(*query.shape[:2], -1)
 
     def _mask(self, window: int | None, *, chunked: bool) -> torch.Tensor:
         """Returns what is added to the scores, ``[requests * kv_heads, group, context]``."""
@@ -117,7 +119,12 @@ class DecodeAttention:
 def gathered_size(layout: KvLayout, rows: Sequence[AttentionRow]) -> int:
     """Returns how many elements a ``DecodeAttention`` of these rows gathers: each has as many blocks as the longest."""
     context = max(_blocks_of(row, layout.block_size) for row in rows) * layout.block_size
-    return 2 * layout.kv_heads * len(rows) * context * layout.head_dim
+    return layout.tiles_a_layer * layout.kv_heads * len(rows) * context * layout.head_dim
+
+
+def _tiles_of_all(layout: KvLayout, keys: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of layer 0's tiles, those of keys first, for the rows of its key tiles."""
+    return torch.stack([keys + tile for tile in range(layout.tiles_a_layer)]).reshape(-1)
 
 
 def _blocks_of(row: AttentionRow, block_size: int) -> int:
@@ -143,8 +150,7 @@ class PrefillAttention:
         self._first = span.first_block * layout.block_size
         self._context = span.context_len - self._first
         blocks = torch.tensor(span.blocks[: _blocks_of(span, layout.block_size)])
-        keys = layout.tile_rows(blocks)
-        self._index = torch.stack((keys, keys + 1)).reshape(-1).to(cache.device)
+        self._index = _tiles_of_all(layout, layout.tile_rows(blocks)).to(cache.device)
         self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
         self._scale, self._cap = scale, cap
         self._query_at = torch.arange(span.context_len - span.new_tokens, span.context_len).unsqueeze(1)
@@ -159,18 +165,18 @@ class PrefillAttention:
         chunked: bool = False,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Maps ``query``, ``[new_tokens, heads, head_dim]``, to the same shape."""
+        """Maps ``query``, ``[new_tokens, heads, head_dim]``, to ``[new_tokens, heads, value_dim]``."""
         layout = self._layout
-        torch.index_select(self._tiles[2 * layer :], 0, self._index, out=self._gathered)
-        context = self._gathered.view(2, layout.kv_heads, -1, layout.head_dim)[:, :, : self._context]
-        keys, values = context.unbind(0)
+        torch.index_select(self._tiles[layout.tiles_a_layer * layer :], 0, self._index, out=self._gathered)
+        context = self._gathered.view(layout.tiles_a_layer, layout.kv_heads, -1, layout.head_dim)
+        keys, values = context[0, :, : self._context], context[-1, :, : self._context, : layout.value_dim]
         new = query.shape[0]
         by_head = query.view(new, layout.kv_heads, self._group, layout.head_dim).permute(1, 2, 0, 3)
         rows = by_head.reshape(layout.kv_heads, self._group * new, layout.head_dim)
         mask = self._mask(window, chunked=chunked).expand(layout.kv_heads, -1, -1)
         by_row = None if sinks is None else sinks.view(-1, self._group, 1).repeat_interleave(new, 1)
         out = _attend(rows, keys, values, mask, self._scale, self._cap, by_row)
-        heads_first = out.view(layout.kv_heads * self._group, new, layout.head_dim)
+        heads_first = out.view(layout.kv_heads * self._group, new, layout.value_dim)
         return heads_first.transpose(0, 1)
 
     def _mask(self, window: int | None, *, chunked: bool) -> torch.Tensor:
@@ -233,7 +239,7 @@ class TorchAttention:
         spans = rows[len(singles) :]
         if any(row.new_tokens == 1 for row in spans):
             raise ValueError("rows with one token must come before rows with several")
-        self._kv_heads = layout.kv_heads
+        self._kv_heads, self._value_dim = layout.kv_heads, layout.value_dim
         self._widest = widest_window(rows, layout.block_size)
         self._write = KvWrite(layout, cache, _slots(rows, layout.block_size).to(cache.device))
         self._parts: list[tuple[slice | torch.Tensor, DecodeAttention | PrefillAttention]] = []
@@ -266,7 +272,7 @@ class TorchAttention:
             self._write(layer, key_value)
         if len(self._parts) == 1:
             return self._parts[0][1](layer, query, window, chunked=chunked, sinks=sinks)
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], self._value_dim)
         for where, attend in self._parts:
             out[where] = attend(layer, query[where], window, chunked=chunked, sinks=sinks)
         return out
@@ -361,6 +367,9 @@ class TorchKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias)
+
+    def head_linear(self, weight: torch.Tensor) -> HeadLinear:
+        return partial(reference.head_linear, weight=weight)
 
     def plan_attention(
         self,

@@ -32,6 +32,7 @@ def _kv_write_kernel(
     HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
@@ -43,10 +44,11 @@ def _kv_write_kernel(
     column = tl.arange(0, BLOCK_DIM)[None, :]
     inside = (head < KV_HEADS) & (column < HEAD_DIM)
     keys = tl.load(key + token * key_token_stride + head * key_head_stride + column, mask=inside)
-    values = tl.load(value + token * value_token_stride + head * value_head_stride + column, mask=inside)
     target = tiles + (slot // BLOCK_SIZE) * BLOCK_STRIDE + head * HEAD_STRIDE + (slot % BLOCK_SIZE) * HEAD_DIM + column
     tl.store(target, keys, mask=inside)
-    tl.store(target + BLOCK_SIZE * HEAD_DIM, values, mask=inside)
+    if VALUES:
+        values = tl.load(value + token * value_token_stride + head * value_head_stride + column, mask=inside)
+        tl.store(target + BLOCK_SIZE * HEAD_DIM, values, mask=inside)
 
 
 def kv_write(
@@ -73,6 +75,7 @@ def kv_write(
         tiles.stride(1),
         layout.block_size,
         layout.head_dim,
+        not layout.shared_channels,
         triton.next_power_of_2(layout.kv_heads),
         triton.next_power_of_2(layout.head_dim),
     )

@@ -71,6 +71,15 @@ PROGRAMS_PER_PROCESSOR = 4
 
 MAX_SPLITS = 128
 
+MOST_WIDE_HEADS = 16
+"""The heads of latent attention of one program, whose sums have 512 numbers each."""
+
+WIDE_LINES = 32
+"""The rows of a program's products in latent attention of several tokens."""
+
+WIDE = 256
+"""Sums of more numbers are spread over twice as many threads."""
+
 
 def tiles_to_try(keys: int, stages: int) -> Iterator[tuple[int, int]]:
     """Yields numbers of keys and of stages of a loop's pipeline, from the most shared memory to the least."""
@@ -142,8 +151,11 @@ def _decode_kernel(
     CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     TILE: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -152,7 +164,7 @@ def _decode_kernel(
     member = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_DIM)
     head = kv_head * GROUP + member
-    rows = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    rows = (member < GROUP)[:, None] & (column < VALUE_DIM)[None, :]
 
     context = tl.load(context_lens + request)
     # A row of padding has no context, and so no newest token.
@@ -163,9 +175,12 @@ def _decode_kernel(
     begin = first_tile + split * each
     end = tl.minimum(begin + each, end_tile)
 
-    queries = tl.load(
-        query + request * query_row_stride + head[:, None] * query_head_stride + column[None, :], mask=rows, other=0.0
-    )
+    start = query + request * query_row_stride + head[:, None] * query_head_stride
+    queries = tl.load(start + column[None, :], mask=rows, other=0.0)
+    if SHARED:
+        rest = VALUE_DIM + tl.arange(0, BLOCK_REST)
+        more = (member < GROUP)[:, None] & (rest < HEAD_DIM)[None, :]
+        rest_of_queries = tl.load(start + rest[None, :], mask=more, other=0.0)
     table = blocks + tl.load(block_starts + request)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -178,12 +193,19 @@ def _decode_kernel(
         seen = (token >= oldest) & (token < context)
         block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         address = tiles + block * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
-        loaded = seen[:, None] & (column < HEAD_DIM)[None, :]
+        loaded = seen[:, None] & (column < VALUE_DIM)[None, :]
         # Hidden tokens are read as 0: a NaN in memory that is not this request's must not be multiplied.
         keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
-        values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
-        scores = bounded(scores, CAP)
+        if SHARED:
+            values = keys
+        else:
+            values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if SHARED:
+            also = seen[:, None] & (rest < HEAD_DIM)[None, :]
+            rest_of_keys = tl.load(address[:, None] + rest[None, :], mask=also, other=0.0)
+            scores += tl.dot(rest_of_queries, tl.trans(rest_of_keys), input_precision="ieee")
+        scores = bounded(scores * scale_log2, CAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, highest, total, acc = softmax_step(scores, highest, total, acc)
         acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
@@ -193,14 +215,14 @@ def _decode_kernel(
     none = total == 0
     some = tl.where(none, 1.0, total)
     if SPLITS == 1:
-        target = out + (request * KV_HEADS * GROUP + head[:, None]) * HEAD_DIM + column[None, :]
+        target = out + (request * KV_HEADS * GROUP + head[:, None]) * VALUE_DIM + column[None, :]
         tl.store(target, (acc / some[:, None]).to(out.dtype.element_ty), mask=rows)
     else:
         part = (request * KV_HEADS * GROUP + head) * SPLITS + split
         lse = tl.where(none, float("-inf"), highest + tl.log2(some))
         tl.store(partial_lse + part, lse, mask=member < GROUP)
         tl.store(
-            partial + part[:, None] * HEAD_DIM + column[None, :], acc / some[:, None], mask=rows & (total > 0)[:, None]
+            partial + part[:, None] * VALUE_DIM + column[None, :], acc / some[:, None], mask=rows & (total > 0)[:, None]
         )
 
 
@@ -253,21 +275,21 @@ def decode_attention(
     """Computes ``reference.paged_attention`` of one token for each row of ``tables``, 0 for rows without a context.
 
     ``query`` is ``[rows, heads, head_dim]`` with a dense last dimension. ``splits`` is a power of two
-    (``decode_splits``). ``out`` has the shape of ``query`` and is contiguous.
+    (``decode_splits``). ``out``, ``[rows, heads, value_dim]``, is contiguous.
     """
     requests, heads, head_dim = query.shape
     if not requests:
         return
-    group = heads // layout.kv_heads
-    tiles = cache[:, :, layer]
-    block_dim = max(16, triton.next_power_of_2(head_dim))
+    programs, group = programs_of_heads(layout, heads)
+    tiles, value_dim = cache[:, :, layer], layout.value_dim
+    block_dim = max(16, triton.next_power_of_2(value_dim))
     partial, partial_lse = out, out
     if splits > 1:
-        partial = torch.empty(requests, heads, splits, head_dim, dtype=torch.float32, device=query.device)
+        partial = torch.empty(requests, heads, splits, value_dim, dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(requests, heads, splits, dtype=torch.float32, device=query.device)
     _launch(
         _decode_kernel,
-        (requests, layout.kv_heads, splits),
+        (requests, programs, splits),
         (
             query,
             tiles,
@@ -283,29 +305,49 @@ def decode_attention(
             scale * LOG2_E.value,
         ),
         (
-            layout.kv_heads,
+            programs,
             group,
             head_dim,
             layout.block_size,
             tiles.stride(0),
-            tiles.stride(1),
+            0 if layout.shared_channels else tiles.stride(1),
             (cap or 0.0) * LOG2_E.value,
             window or 0,
             chunked,
             sinks is not None,
             splits,
+            value_dim,
+            bool(layout.shared_channels),
             max(16, triton.next_power_of_2(group)),
             block_dim,
+            _block_rest(layout),
             TILE,
         ),
         stages=3,
-        warps=4,
+        warps=8 if block_dim > WIDE else 4,
     )
     if splits > 1:
         some = out if sinks is None else sinks
         _combine_kernel[(requests * heads,)](
-            partial, partial_lse, some, out, heads, head_dim, sinks is not None, splits, block_dim
+            partial, partial_lse, some, out, heads, value_dim, sinks is not None, splits, block_dim
         )
+
+
+def programs_of_heads(layout: KvLayout, heads: int) -> tuple[int, int]:
+    """Returns how many programs share a rank's query heads, and the heads of one.
+
+    A program has the heads of one KV head. Those of latent attention are too many, and too wide, for one.
+    """
+    if not layout.shared_channels:
+        return layout.kv_heads, heads // layout.kv_heads
+    group = next(count for count in range(min(heads, MOST_WIDE_HEADS), 0, -1) if heads % count == 0)
+    return heads // group, group
+
+
+def _block_rest(layout: KvLayout) -> int:
+    """Returns the channels that a program takes of those of a key that are not its value's."""
+    channels: int = triton.next_power_of_2(layout.head_dim - layout.value_dim)
+    return max(16, channels)
 
 
 def decode_splits(requests: int, kv_heads: int, max_context: int, processors: int) -> int:
@@ -321,6 +363,7 @@ def decode_splits(requests: int, kv_heads: int, max_context: int, processors: in
 @triton.jit
 def _attend_tiles(
     queries,
+    rest_of_queries,
     position,
     tiles,
     table,
@@ -339,10 +382,14 @@ def _attend_tiles(
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     MASKED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     TILE: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_DIM)
+    rest = VALUE_DIM + tl.arange(0, BLOCK_REST)
     for tile in range(begin, end):
         token = tile * TILE + tl.arange(0, TILE)
         inside = token < context
@@ -351,17 +398,24 @@ def _attend_tiles(
             inside = inside & (token >= oldest)
         block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         address = tiles + block * BLOCK_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
-        loaded = inside[:, None] & (column < HEAD_DIM)[None, :]
+        loaded = inside[:, None] & (column < VALUE_DIM)[None, :]
         keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
-        scores = bounded(scores, CAP)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if SHARED:
+            also = inside[:, None] & (rest < HEAD_DIM)[None, :]
+            rest_of_keys = tl.load(address[:, None] + rest[None, :], mask=also, other=0.0)
+            scores += tl.dot(rest_of_queries, tl.trans(rest_of_keys), input_precision="ieee")
+        scores = bounded(scores * scale_log2, CAP)
         if MASKED:
             seen = (token[None, :] <= position[:, None]) & inside[None, :]
             if WINDOW:
                 seen = seen & (token[None, :] >= first_seen(position, WINDOW, CHUNKED)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         weights, highest, total, acc = softmax_step(scores, highest, total, acc)
-        values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
+        if SHARED:
+            values = keys
+        else:
+            values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
         acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return highest, total, acc
 
@@ -392,8 +446,11 @@ def _prefill_kernel(
     CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     TILE: tl.constexpr,
 ):
     work = tl.program_id(0)
@@ -409,13 +466,15 @@ def _prefill_kernel(
     new = first_new + line // GROUP
     head = kv_head * GROUP + line % GROUP
     column = tl.arange(0, BLOCK_DIM)
-    valid = ((line < BLOCK_Q * GROUP) & (new < new_tokens))[:, None] & (column < HEAD_DIM)[None, :]
+    lines = (line < BLOCK_Q * GROUP) & (new < new_tokens)
+    valid = lines[:, None] & (column < VALUE_DIM)[None, :]
     token = (query_start + new).to(tl.int64)
-    queries = tl.load(
-        query + token[:, None] * query_token_stride + head[:, None] * query_head_stride + column[None, :],
-        mask=valid,
-        other=0.0,
-    )
+    start = query + token[:, None] * query_token_stride + head[:, None] * query_head_stride
+    queries = tl.load(start + column[None, :], mask=valid, other=0.0)
+    rest_of_queries = queries
+    if SHARED:
+        rest = VALUE_DIM + tl.arange(0, BLOCK_REST)
+        rest_of_queries = tl.load(start + rest[None, :], mask=lines[:, None] & (rest < HEAD_DIM)[None, :], other=0.0)
     first_position = context - new_tokens + first_new
     # Lines beyond the tile's last token read what that one reads. They are not stored.
     position = context - new_tokens + tl.minimum(new, new_tokens - 1)
@@ -438,14 +497,16 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
     keys = tiles + kv_head * HEAD_STRIDE
     highest, total, acc = _attend_tiles(
-        queries, position, keys, table, context, scale_log2, oldest, begin, masked_from, highest, total, acc,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, False, BLOCK_DIM, TILE,
+        queries, rest_of_queries, position, keys, table, context, scale_log2, oldest, begin, masked_from, highest,
+        total, acc, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, False, VALUE_DIM, SHARED, BLOCK_DIM,
+        BLOCK_REST, TILE,
     )  # fmt: skip
     highest, total, acc = _attend_tiles(
-        queries, position, keys, table, context, scale_log2, oldest, masked_from, end, highest, total, acc,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, True, BLOCK_DIM, TILE,
+        queries, rest_of_queries, position, keys, table, context, scale_log2, oldest, masked_from, end, highest,
+        total, acc, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, True, VALUE_DIM, SHARED, BLOCK_DIM,
+        BLOCK_REST, TILE,
     )  # fmt: skip
-    target = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + column[None, :]
+    target = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * VALUE_DIM + column[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=valid)
 
 
@@ -465,15 +526,15 @@ def prefill_attention(
     """Computes ``reference.paged_attention`` for each row of ``tables``.
 
     ``query`` is ``[tokens, heads, head_dim]``, the rows' new tokens one after another, with a dense last dimension.
-    ``out`` has its shape and is contiguous.
+    ``out``, ``[tokens, heads, value_dim]``, is contiguous.
     """
     _, heads, head_dim = query.shape
-    group = heads // layout.kv_heads
+    programs, group = programs_of_heads(layout, heads)
     tiles = cache[:, :, layer]
-    lines = lines_per_program(group, layout.dtype)
+    lines = lines_per_program(group, layout)
     _launch(
         _prefill_kernel,
-        (len(tables.tile_rows), layout.kv_heads),
+        (len(tables.tile_rows), programs),
         (
             query,
             tiles,
@@ -490,19 +551,22 @@ def prefill_attention(
             scale * LOG2_E.value,
         ),
         (
-            layout.kv_heads,
+            programs,
             group,
             head_dim,
             layout.block_size,
             tiles.stride(0),
-            tiles.stride(1),
+            0 if layout.shared_channels else tiles.stride(1),
             (cap or 0.0) * LOG2_E.value,
             window or 0,
             chunked,
             sinks is not None,
             tables.tile_size,
+            layout.value_dim,
+            bool(layout.shared_channels),
             lines,
-            max(16, triton.next_power_of_2(head_dim)),
+            max(16, triton.next_power_of_2(layout.value_dim)),
+            _block_rest(layout),
             _keys_per_tile(layout.dtype),
         ),
         stages=2,
@@ -510,9 +574,10 @@ def prefill_attention(
     )
 
 
-def lines_per_program(group: int, dtype: torch.dtype) -> int:
-    """Returns the number of rows of a program's products, each of which is one query head of one token."""
-    return max(_keys_per_tile(dtype) * 2, 1 << (group - 1).bit_length())
+def lines_per_program(group: int, layout: KvLayout) -> int:
+    """Returns the number of rows of a program's products, each of which is one of ``group`` query heads of a token."""
+    usual = WIDE_LINES if layout.shared_channels else _keys_per_tile(layout.dtype) * 2
+    return max(usual, 1 << (group - 1).bit_length())
 
 
 def _keys_per_tile(dtype: torch.dtype) -> int:

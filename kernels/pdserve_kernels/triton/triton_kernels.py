@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from pdserve_kernels import reference
 from pdserve_kernels.contract import (
     Attention,
     AttentionRow,
     DecodeTables,
+    HeadLinear,
     HeadNorms,
     Linear,
     check_window,
@@ -23,7 +25,13 @@ from pdserve_kernels.contract import (
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
 from pdserve_kernels.triton.cache_ops import kv_write, store_projected
-from pdserve_kernels.triton.paged_attention import decode_attention, decode_splits, lines_per_program, prefill_attention
+from pdserve_kernels.triton.paged_attention import (
+    decode_attention,
+    decode_splits,
+    lines_per_program,
+    prefill_attention,
+    programs_of_heads,
+)
 from pdserve_kernels.triton.state_ops import causal_conv, gated_delta_rule, mamba2_scan
 from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
 
@@ -67,7 +75,7 @@ class TritonAttention:
     ) -> torch.Tensor:
         """See ``contract.Attention``."""
         if key_value is not None:
-            kv_write(self._cache, self._layout, layer, self._slots, key_value[0], key_value[1])
+            kv_write(self._cache, self._layout, layer, self._slots, key_value[0], key_value[-1])
         return self._attend(layer, query, window, chunked, sinks)
 
     def from_projection(
@@ -90,7 +98,7 @@ class TritonAttention:
         self, layer: int, query: torch.Tensor, window: int | None, chunked: bool, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         check_window(window, self._widest)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = torch.empty(*query.shape[:2], self._layout.value_dim, dtype=query.dtype, device=query.device)
         count = len(self._singles.context_lens)
         decode_attention(
             query[:count],
@@ -143,6 +151,9 @@ class TritonKernels:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return functools.partial(F.linear, weight=weight, bias=bias)
 
+    def head_linear(self, weight: torch.Tensor) -> HeadLinear:
+        return functools.partial(reference.head_linear, weight=weight)
+
     def plan_attention(
         self,
         layout: KvLayout,
@@ -152,11 +163,11 @@ class TritonKernels:
         scale: float,
         cap: float | None = None,
     ) -> Attention:
-        group = heads // layout.kv_heads
-        tile_size = lines_per_program(group, layout.dtype) // group
+        programs, group = programs_of_heads(layout, heads)
+        tile_size = lines_per_program(group, layout) // group
         plan = plan_step(rows, layout.block_size, tile_size, cache.device)
         longest = max((row.context_len for row in rows[: plan.singles]), default=1)
-        splits = decode_splits(plan.singles, layout.kv_heads, longest, self._processors)
+        splits = decode_splits(plan.singles, programs, longest, self._processors)
         widest = widest_window(rows, layout.block_size)
         return TritonAttention(layout, cache, plan.slots, plan.decode, plan.spans, scale, cap, splits, widest)
 
@@ -171,5 +182,5 @@ class TritonKernels:
         max_context: int,
         cap: float | None = None,
     ) -> Attention:
-        splits = decode_splits(len(slots), layout.kv_heads, max_context, self._processors)
+        splits = decode_splits(len(slots), programs_of_heads(layout, heads)[0], max_context, self._processors)
         return TritonAttention(layout, cache, slots, tables, None, scale, cap, splits)

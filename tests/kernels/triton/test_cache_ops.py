@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,9 +33,10 @@ def random_cache(layout: KvLayout) -> torch.Tensor:
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(layouts(), st.data(), SEEDS)
-def test_kv_write(layout: KvLayout, data: st.DataObject, seed: int) -> None:
+@given(layouts(), st.sampled_from([0, 0, 2]), st.data(), SEEDS)
+def test_kv_write(layout: KvLayout, shared: int, data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)
+    layout = replace(layout, shared_channels=shared)
     slots = data.draw(
         st.lists(st.integers(0, NUM_BLOCKS * layout.block_size - 1), unique=True, max_size=8), label="slots"
     )

@@ -37,12 +37,15 @@ class Step:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> KvLayout:
+    head_dim = draw(st.sampled_from([2, 10, 16, 33, 64]))
+    shared = draw(st.sampled_from([0, 0, head_dim // 2, head_dim - 1]))
     return KvLayout(
-        kv_heads=draw(st.integers(1, 2)),
+        kv_heads=1 if shared else draw(st.integers(1, 2)),
         num_layers=2,
         block_size=draw(st.sampled_from([1, 3, 4, 16, 64])),
-        head_dim=draw(st.sampled_from([2, 10, 16, 33, 64])),
+        head_dim=head_dim,
         dtype=draw(PRODUCT_DTYPES),
+        shared_channels=shared,
     )
 
 
@@ -72,8 +75,10 @@ def step(
     cap: float | None = None,
     chunked: bool = False,
     sunk: bool = False,
+    group: int = 2,
+    shared: int = 0,
 ) -> Step:
-    return Step(KvLayout(1, 2, block_size, 16, torch.float32), 2, rows, window, 1, cap, chunked, sunk)
+    return Step(KvLayout(1, 2, block_size, 16, torch.float32, shared), group, rows, window, 1, cap, chunked, sunk)
 
 
 def check(case: Step, seed: int, processors: int) -> None:
@@ -105,7 +110,7 @@ def check(case: Step, seed: int, processors: int) -> None:
     tokens = sum(row.new_tokens for row in rows)
     # The query is a view, as the rotary embedding's output is: keys follow in the same rows.
     query = torch.randn(tokens, heads + 1, layout.head_dim).to(layout.dtype)
-    key_value = torch.randn(2, tokens, layout.kv_heads, layout.head_dim).to(layout.dtype)
+    key_value = torch.randn(layout.tiles_a_layer, tokens, layout.kv_heads, layout.head_dim).to(layout.dtype)
     moved = cache.to(DEVICE, copy=True)
     moved[spoilt] = float("nan")
     scale = layout.head_dim**-0.5
@@ -124,7 +129,7 @@ def check(case: Step, seed: int, processors: int) -> None:
             row.blocks[position // layout.block_size] * layout.block_size + position % layout.block_size
             for position in range(row.context_len - row.new_tokens, row.context_len)
         ]
-        key, value = key_value[:, mine]
+        key, value = key_value[0, mine], key_value[-1, mine]
         reference.kv_write(cache, layout, case.layer, torch.tensor(slots), key, value)
         blocks = list(row.blocks[:-1])
         # The reference also multiplies masked values, so its cache must have no NaN.
@@ -161,6 +166,8 @@ def check(case: Step, seed: int, processors: int) -> None:
 @example(step([(1, 150)], sunk=True), 0)
 @example(step([(129, 129)], block_size=64), 0)
 @example(step([(1, 150), (40, 110)], cap=0.5), 0)
+@example(step([(1, 64), (1, 150), (40, 110)], group=40, shared=12), 0)
+@example(step([(1, 64), (1, 150), (40, 110)], group=5, shared=10, window=32, sunk=True), 0)
 def test_a_step(case: Step, seed: int) -> None:
     check(case, seed, processors=2)
 
@@ -196,7 +203,7 @@ def test_a_long_context_in_parts(processors: int, window: int | None) -> None:
 @pytest.mark.parametrize("processors", [1, 2, 64])
 def test_rows_that_share_a_block_table(processors: int, window: int | None) -> None:
     torch.manual_seed(processors)
-    layout = KvLayout(2, 2, 16, 32, torch.float32)
+    layout = KvLayout(2, 2, 16, 32, torch.float32) if processors == 1 else KvLayout(1, 2, 16, 32, torch.float32, 24)
     kernels = TritonKernels(processors)
     # With more processors a context is cut into more parts, and into fewer if there are more rows.
     assert check_shared_table(kernels, layout, 3, past=150, new=7, window=window, device=DEVICE) <= 1e-5

@@ -9,11 +9,12 @@ inline constexpr long kMaxHeadDim = 1024;
 
 // A step is planned once, for all layers. Rows with one new token come first.
 struct Step {
-  void* cache;            // [blocks, kv_heads, layers, 2, block_size, head_dim]
+  void* cache;            // [blocks, kv_heads, layers, tiles, block_size, head_dim]
   const int32_t* tables;  // the rows' block ids, one row after the other
   const int32_t* rows;    // [num_rows][4]: new tokens, context length, first token in the step, first id in tables
   int64_t num_rows, num_singles, num_tokens;
   int64_t kv_heads, heads, layers, block_size, head_dim;
+  int64_t tiles;  // 2, one of keys and one of values, or 1 if whole keys are the values
   float scale;
   float cap;  // a scaled score x becomes cap * tanh(x / cap); 0 if scores have no bound
 };
@@ -42,11 +43,15 @@ inline Row row_of(const Step& step, long i) {
   return {row[0], row[1], row[2], step.tables + row[3]};
 }
 
-// Returns the key tile of one block. The value tile follows it.
+// Returns the key tile of one block.
 template <class T>
 T* tile_of(const Step& step, long block, long kv_head, long layer) {
-  return (T*)step.cache + ((block * step.kv_heads + kv_head) * step.layers + layer) * 2 * step.block_size * step.head_dim;
+  const long tile = ((block * step.kv_heads + kv_head) * step.layers + layer) * step.tiles;
+  return (T*)step.cache + tile * step.block_size * step.head_dim;
 }
+
+// Returns how many elements a value lies behind its key.
+inline long to_value(const Step& step) { return (step.tiles - 1) * step.block_size * step.head_dim; }
 
 inline long first_visible(const Tokens& tokens, long position) {
   if (!tokens.window || position < tokens.window) return 0;

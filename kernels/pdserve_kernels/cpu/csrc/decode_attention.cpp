@@ -142,7 +142,7 @@ struct Part {
         wide[h][v + 1] = q.odd;
       }
     }
-    const long tile = step.block_size * dim();
+    const long tile = to_value(step);
     fetch(key_at(low), std::min(high - low, step.block_size) * dim());
     each_tile([&](long i, const T* key, long count) {
       const long next = low + i + count;
@@ -234,10 +234,10 @@ struct Part {
     if constexpr (kVectors && std::is_same_v<T, Bf16>) return even_odd(query, acc, top, total);
 #endif
     alignas(64) float scores[kPart * kSlots + kLanes];
-    const long tile = step.block_size * dim();
+    const long tile = to_value(step);
     each_tile([&](long i, const T* key, long count) {
       const long next = low + i + count;
-      if (next < high) fetch(key_at(next), tile);
+      if (next < high) fetch(key_at(next), step.block_size * dim());
       fetch(key + tile, count * dim());
       score(query, key, count, scores + i * kSlots);
     });
@@ -308,7 +308,10 @@ void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query
     const T* q = query + (row.first_token * step.heads + kv_head * group) * dim;
     float* acc = partial + item * size;
     float* top = acc + group * nv * kLanes;
-    const auto run = dim == 64 ? part<T, 64 / kLanes> : dim == 128 ? part<T, 128 / kLanes> : part<T, 0>;
+    const auto run = dim == 64    ? part<T, 64 / kLanes>
+                     : dim == 128 ? part<T, 128 / kLanes>
+                     : dim == 576 ? part<T, 576 / kLanes>
+                                  : part<T, 0>;
     run(step, row, kv_head, tokens.layer, low, high, q, group, (Lanes*)acc, top, top + group);
   });
   each(step.num_singles, [&](long i) {

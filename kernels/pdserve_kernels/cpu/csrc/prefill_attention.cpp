@@ -71,7 +71,7 @@ void lay_out(const Step& step, const Row& row, long layer, long kv_head, long lo
   for (long c = hidden; c < count; c++) {
     const long position = low + first + c;
     tiles[c] = tile_of<T>(step, row.blocks[position / step.block_size], kv_head, layer) + position % step.block_size * dim;
-    value_tiles[c] = tiles[c] + step.block_size * dim;
+    value_tiles[c] = tiles[c] + to_value(step);
   }
   if (!hidden && count == kColumns && dim % kColumns == 0) {
     for (long d = 0; d < dim; d += 4 * kP) {

@@ -49,7 +49,7 @@ void token(const Step& step, const Tokens& tokens, long t, long block, long offs
   for (long h = 0; h < step.kv_heads; h++) {
     T* tile = tile_of<T>(step, block, h, tokens.layer) + offset * dim;
     head(key + h * dim, (const T*)tokens.key_norm, tokens.eps, cos, sin, dim, tile);
-    std::memcpy(tile + step.block_size * dim, value + h * dim, dim * sizeof(T));
+    if (step.tiles > 1) std::memcpy(tile + to_value(step), value + h * dim, dim * sizeof(T));
   }
 }
 
