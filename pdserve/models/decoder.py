@@ -14,6 +14,7 @@ from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.attention import SelfAttention
 from pdserve.models.parts.experts import BesideExperts, Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
+from pdserve.models.parts.latent import LatentAttention
 from pdserve.models.parts.layer_ends import LayerEnd, PerLayerInputs, load_layer_end
 from pdserve.models.parts.mixers import Mixer, build_mixer
 from pdserve.models.parts.norms import LoadedNorm, load_norm
@@ -141,7 +142,8 @@ class RecipeDecoder:
 
 def _positions_of(config: FamilyConfig, part: AttentionRecipe) -> tuple[Rotary | None, QueryScale | None, int]:
     """Returns what tells a layer's kind of positions: how heads turn, and how many channels they have."""
-    return part.rotary, part.query_scale, config.of_layer(part).head_dim
+    channels = config.of_layer(part).head_dim if part.latent is None else part.latent.turned
+    return part.rotary, part.query_scale, channels
 
 
 class _Parts:
@@ -166,7 +168,8 @@ class _Parts:
         recipe = config.recipe.layers[index]
         attend, mix = None, None
         if recipe.attention is not None and (place := self._places.attention[index]) is not None:
-            part = SelfAttention(config, building, recipe.attention, prefix, place.index)
+            kind = SelfAttention if recipe.attention.latent is None else LatentAttention
+            part = kind(config, building, recipe.attention, prefix, place.index)
             table = self._kinds.index(_positions_of(config, recipe.attention))
             attend = _Attend(part, table, self._of_attention.index(place.group))
         if recipe.mixer is not None and (place := self._places.states[index]) is not None:
@@ -258,7 +261,7 @@ def _layer(
 class _Attend:
     """A layer's attention."""
 
-    attend: SelfAttention
+    attend: SelfAttention | LatentAttention
     table: int
     group: int
 

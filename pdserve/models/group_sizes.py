@@ -41,7 +41,7 @@ def group_sizes(config: DecoderConfig, item_bytes: int, block_size: int) -> tupl
     found = []
     for group in layer_groups(config).groups:
         numbers = group.layers * max(1, group.heads) * group.numbers
-        each = STATE_BYTES if group.keep is Keep.LATEST else 2 * block_size * item_bytes
+        each = STATE_BYTES if group.keep is Keep.LATEST else group.stored * block_size * item_bytes
         found.append(GroupSize(group.keep, numbers * each, group.window))
     return tuple(found)
 

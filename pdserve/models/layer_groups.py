@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
@@ -25,6 +25,13 @@ class LayerGroup:
     """The channels of a head, or the numbers of one unit of a state."""
     window: int = 0
     """As in ``GroupSpec``."""
+    shared_channels: int = 0
+    """As in ``KvLayout``."""
+
+    @property
+    def stored(self) -> int:
+        """What is stored of a token and head: a key and a value, or a key alone."""
+        return 1 if self.shared_channels else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class _Kind:
     numbers: int
     window: int = 0
     """0 for layers that see all."""
+    shared_channels: int = 0
 
 
 def layer_groups(config: DecoderConfig) -> LayerGroups:
@@ -79,7 +87,7 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
             keep, window, name = Keep.ALL, 0, "whole contexts"
         elif any(group.window == window for group in groups):
             name += f", {kind.heads} heads of {kind.numbers}"
-        groups.append(LayerGroup(name, keep, len(having), kind.heads, kind.numbers, window))
+        groups.append(LayerGroup(name, keep, len(having), kind.heads, kind.numbers, window, kind.shared_channels))
     for index, source in enumerate(_sources(config)):
         if source is not None:
             attention[index] = attention[source]
@@ -117,13 +125,14 @@ def _seen(config: DecoderConfig) -> list[_Kind | None]:
             found.append(None)
         else:
             own = config.of_layer(part)
-            found.append(_Kind(own.kv_heads, own.head_dim, window or 0))
+            shared = 0 if part.latent is None else part.latent.rank
+            found.append(_Kind(own.kv_heads, own.head_dim, window or 0, shared))
     whole = next((kind for kind in found if kind is not None and not kind.window), None)
     # A window that no context fills is none, unless its layers would not fit those that see whole contexts.
     wide = {kind for kind in found if kind is not None and kind.window >= config.max_positions}
     if whole is None and len({(kind.heads, kind.numbers) for kind in wide}) > 1:
         return found
-    alike = {kind: _Kind(kind.heads, kind.numbers) for kind in wide}
+    alike = {kind: replace(kind, window=0) for kind in wide}
     alike = {kind: plainer for kind, plainer in alike.items() if whole in (None, plainer)}
     return [alike.get(kind, kind) if kind is not None else None for kind in found]
 

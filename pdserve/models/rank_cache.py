@@ -28,7 +28,8 @@ def _kv_layout(group: LayerGroup, heads: int, dtype: Dtype, block_size: int, tp:
         # A model of states only has no heads that ranks would split.
         return KvLayout(1, 0, block_size, 1, TORCH_DTYPES[dtype])
     mine = kv_share(tp, heads, group.heads)
-    return KvLayout(mine.stop - mine.start, group.layers, block_size, group.numbers, TORCH_DTYPES[dtype])
+    held = mine.stop - mine.start
+    return KvLayout(held, group.layers, block_size, group.numbers, TORCH_DTYPES[dtype], group.shared_channels)
 
 
 def _state_layout(group: LayerGroup, tp: TpGroup) -> StateLayout:
@@ -50,7 +51,8 @@ def compared_groups(config: DecoderConfig, dtype: Dtype, block_size: int) -> tup
 def _spec(group: LayerGroup, dtype: Dtype, block_size: int) -> GroupSpec:
     numbers, name = group.layers * group.numbers * STATE_BYTES, Dtype.FP32.short
     if group.keep is not Keep.LATEST:
-        numbers, name = group.layers * 2 * block_size * group.numbers * TORCH_DTYPES[dtype].itemsize, dtype.short
+        stored = group.stored * block_size * group.numbers
+        numbers, name = group.layers * stored * TORCH_DTYPES[dtype].itemsize, dtype.short
     return GroupSpec(group.name, group.keep, group.layers, group.heads, numbers, name, group.window)
 
 

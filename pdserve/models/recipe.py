@@ -148,6 +148,36 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentRecipe:
+    """Keys and values that come from one short vector of a token, which all heads share, and which alone is kept.
+
+    The projection ``key`` of the attention leads to a token's latent and to the part of its key that is turned;
+    ``value`` leads from a latent to each head's part of the key that is not turned, and its value.
+    """
+
+    rank: int
+    """The channels of a latent."""
+    plain: int
+    """The channels of a head's key that do not know positions."""
+    turned: int
+    """Those that do, which heads share."""
+    value: int
+    """The channels of a head's value."""
+    norm: Norm
+    """The norm of latents, those of queries included."""
+    query_rank: int = 0
+    """The channels of the vector that queries come from; 0 if they come from the layer's input."""
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    key_norm: str = "self_attn.kv_a_layernorm"
+
+    @property
+    def channels(self) -> int:
+        """The channels that are kept of a token."""
+        return self.rank + self.turned
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionRecipe:
     """One layer's attention. Names are those of tensors, within the layer and without ``.weight`` or ``.bias``."""
 
@@ -181,6 +211,8 @@ class AttentionRecipe:
     """The normalisation of each value head, without weights."""
     transposed: bool = False
     """Whether the checkpoint has the weights as ``[in, out]``."""
+    latent: LatentRecipe | None = None
+    """How keys and values come from latents, if they do."""
     gated: bool = False
     """Whether ``query`` has a gate behind each head's query, whose sigmoid the head's output is multiplied by."""
 

@@ -31,10 +31,7 @@ from pdserve.models.table import FAMILIES
 NOT_YET: dict[str, str] = {
     model_type: missing
     for missing, model_types in {
-        "latent attention": (
-            *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "longcat_flash"),
-            *("minicpm3", "mistral4", "sarvam_mla", "youtu"),
-        ),
+        "two attentions a layer": ("longcat_flash",),
         "sparse attention": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl"),
         "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
         "states": (
@@ -93,7 +90,11 @@ def served_families() -> list[ServedFamily]:
 def not_yet(model_type: str) -> str:
     """Says what is missing for a family; nothing if that is not known."""
     missing = NOT_YET.get(model_type, "")
-    return f"{missing} {'are' if missing.endswith('s') else 'is'} not served yet" if missing else ""
+    return (
+        f"{missing} {'are' if missing.endswith('s') or missing.startswith('two') else 'is'} not served yet"
+        if missing
+        else ""
+    )
 
 
 def _joined(words: Iterable[str]) -> str:
@@ -114,6 +115,8 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
     first = parts[0]
     if len(parts) < len(layers):
         yield f"attention {_share(layers, len(parts))}"
+    if first.latent is not None:
+        yield "latents"
     if first.gated:
         yield "gated heads"
     windows = sum(part.window is not None for part in parts)
@@ -132,7 +135,8 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
         yield "bounded scores"
     if first.query_scale is not None:
         yield "queries scaled by position"
-    if not (mixers or windows or first.fused or first.biased or first.norms or cap or first.query_scale):
+    plain = first.latent is None and not (windows or first.fused or first.biased or first.norms or first.query_scale)
+    if plain and not mixers and cap is None:
         yield "as Llama"
 
 

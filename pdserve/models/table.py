@@ -8,6 +8,16 @@ import msgspec
 
 from pdserve.errors import ModelError
 from pdserve.models.families.cohere import Cohere2Settings, CohereSettings
+from pdserve.models.families.deepseek import (
+    AxK1Settings,
+    DeepseekV2Settings,
+    DeepseekV3Settings,
+    Glm4MoeLiteSettings,
+    MiniCpm3Settings,
+    Mistral4Settings,
+    SarvamMlaSettings,
+    YoutuSettings,
+)
 from pdserve.models.families.ernie import ErnieMoeSettings, ErnieSettings
 from pdserve.models.families.exaone import Exaone4Settings, ExaoneSettings
 from pdserve.models.families.gemma import Gemma2Settings, Gemma3Settings, GemmaSettings, VaultGemmaSettings
@@ -93,6 +103,13 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "granitemoehybrid": GraniteHybridSettings,
     "bamba": BambaSettings,
     "nemotron_h": NemotronHSettings,
+    "deepseek_v2": DeepseekV2Settings,
+    "deepseek_v3": DeepseekV3Settings,
+    "glm4_moe_lite": Glm4MoeLiteSettings,
+    "axk1": AxK1Settings,
+    "sarvam_mla": SarvamMlaSettings,
+    "minicpm3": MiniCpm3Settings,
+    "youtu": YoutuSettings,
     "gemma": GemmaSettings,
     "gemma2": Gemma2Settings,
     "gemma3_text": Gemma3Settings,
@@ -167,6 +184,7 @@ TEXT_PARTS: dict[str, type[FamilySettings]] = {
     "qwen3_vl_moe_text": Qwen3VlMoeTextSettings,
     "glm4v_text": Glm4vTextSettings,
     "glm4v_moe_text": Glm4vMoeTextSettings,
+    "mistral4": Mistral4Settings,
 }
 """The settings of families that there are within composite models alone."""
 
@@ -190,6 +208,7 @@ COMPOSITES: dict[str, Composite] = {
     "qwen3_vl_moe": Composite("qwen3_vl_moe_text", tied=False),
     "qwen3_5": Composite("qwen3_5_text", tied=False),
     "qwen3_5_moe": Composite("qwen3_5_moe_text", tied=False),
+    "kimi_k25": Composite("deepseek_v3", tied=True),
     "glm4v": Composite("glm4v_text"),
     "glm4v_moe": Composite("glm4v_moe_text"),
 }
@@ -198,6 +217,8 @@ COMPOSITES: dict[str, Composite] = {
 
 def family_of(model_type: str, layer_types: object) -> str:
     """Returns the family of a configuration with these two settings."""
+    if model_type == "kimi_k2":
+        return "deepseek_v3"
     # transformers, too, takes a Mistral whose file names kinds of layers for a Ministral.
     return "ministral" if model_type == "mistral" and layer_types is not None else model_type
 

@@ -27,6 +27,7 @@ FEW, MANY = 8, 400
 PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (5, 37, 100)]
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
 CASES = (
+    "deepseek-v3",
     "glm4-moe",
     "cohere2",
     "gemma2",
@@ -40,8 +41,8 @@ CASES = (
     "qwen3-next",
 )
 """Norms before, beside, behind and around the parts; windows by layer; fused, transposed and permuted weights; biases;
-experts, and one that every token is sent to; learned positions; bounded scores; chunks; layers with other heads, or
-with the keys and values of earlier ones; sinks; states; layers of one part."""
+experts, and one that every token is sent to; latents, which each rank has whole; learned positions; bounded scores;
+chunks; layers with other heads, or with the keys and values of earlier ones; sinks; states; layers of one part."""
 
 
 class Stream:

@@ -18,7 +18,7 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import COMPOSITES
 from tests.models.greedy import small_runner
 from tests.models.test_families import PROMPT
-from tests.models.tiny_families import DEEPSEEK_EXPERTS, DELTA, EXPERTS, GEMMA4, HEADS, LLAMA4
+from tests.models.tiny_families import DEEPSEEK_EXPERTS, DELTA, EXPERTS, GEMMA4, GROWING, HEADS, LLAMA4, MLA
 from tests.tiny_models import SHAPE, WINDOW
 
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -37,6 +37,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "mistral3",
         SHAPE | {"model_type": "mistral", "sliding_window": None},
         {"model_type": "pixtral"} | VISION,
+    ),
+    "mistral4": (
+        "mistral3",
+        MLA | {"model_type": "mistral4", "n_group": 2, "topk_group": 1, "rope_parameters": GROWING},
+        {"model_type": "pixtral"} | VISION,
+    ),
+    "kimi-k25": (
+        "kimi_k25",
+        MLA | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "tie_word_embeddings": True},
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     ),
     "llama4": (
         "llama4",
@@ -109,6 +119,11 @@ def save(case: str, folder: Path, **changes: object) -> Path:
             torch.nn.init.normal_(tensor.data, 0, 0.4)
     model.tie_weights()
     model.save_pretrained(folder)
+    if kind == "kimi_k25":
+        # transformers reads the names of real files, and writes layers under another one.
+        file = folder / "model.safetensors"
+        tensors = {name.replace("model.blocks.", "model.layers."): each for name, each in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
     return folder
 
 

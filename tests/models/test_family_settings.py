@@ -197,6 +197,7 @@ SHARED: list[dict[str, Any]] = [
     SMALL | {"tie_word_embeddings": False, "eos_token_id": 7, "max_position_embeddings": 77},
 ]
 NO_OWN_DEFAULT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4_moe": {"head_dim": 128},
     "gptj": {"rotary_dim": 8},
@@ -218,7 +219,13 @@ def test_what_a_file_leaves_out_has_the_value_of_transformers(tmp_path: Path, fa
             *(hf.vocab_size, hf.hidden_size, hf.num_hidden_layers),
         )
         assert (found.heads, found.max_positions) == (heads, hf.max_position_embeddings)
-        assert found.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // heads)
+        latents = [part.latent for part in found.recipe.attention if part.latent is not None]
+        if latents:
+            assert (latents[0].rank, latents[0].plain) == (hf.kv_lora_rank, hf.qk_nope_head_dim)
+            assert (latents[0].turned, latents[0].value) == (hf.qk_rope_head_dim, hf.v_head_dim)
+            assert found.head_dim == hf.kv_lora_rank + hf.qk_rope_head_dim
+        else:
+            assert found.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // heads)
         assert found.eos_token_ids == {token_id for token_id in ids if token_id is not None}
         assert found.recipe.tied == bool(hf.tie_word_embeddings)
         parameters = getattr(hf, "rope_parameters", None) or {}
@@ -268,7 +275,7 @@ def test_a_sarvam_has_other_names_for_three_settings() -> None:
 WITHOUT_EFFECT = {
     *("attention_dropout", "initializer_range", "output_router_logits", "router_aux_loss_coef"),  # for training
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "hidden_dropout", "embedding_dropout", "layerdrop"),
-    *("residual_dropout", "classifier_dropout", "router_jitter_noise", "init_std"),
+    *("residual_dropout", "classifier_dropout", "router_jitter_noise", "init_std", "embedding_initializer_range"),
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # softmax is always taken in fp32
     *("num_mtp_layers", "is_decoder", "eod_token_id", "sep_token_id"),  # nothing of these is in a plain answer

@@ -17,6 +17,7 @@ from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.group_sizes import GroupSize, Load, group_blocks, group_sizes, prompt_bytes
 from pdserve.models.layer_groups import Place, layer_groups
 from pdserve.models.rank_cache import rank_sizes
+from pdserve.models.tp.shares import Alone
 from pdserve.wire.cache_groups import Keep
 from tests.models.tiny_families import save_tiny
 from tests.tiny_models import WINDOW as TOKENS
@@ -44,6 +45,24 @@ def test_a_model_of_alternating_windows_holds_contexts_of_nearly_twice_the_lengt
     # 8 requests of 34 blocks, one step, as much for transfers, and a quarter more for the prefix cache.
     assert window == 723
     assert whole * WHOLE.block_bytes + window * WINDOW.block_bytes <= memory
+
+
+class Ranks(Alone):
+    """The first of some ranks, which computes nothing."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def test_latents_are_kept_once_for_all_heads_and_on_every_rank(tmp_path: Path) -> None:
+    config = read_decoder_config(save_tiny("deepseek-v3", tmp_path))
+    (group,) = layer_groups(config).groups
+    assert (group.keep, group.layers, group.heads, group.numbers) == (Keep.ALL, 3, 1, 20 + 4)
+    (size,) = group_sizes(config, 4, BLOCK_SIZE)
+    # One key of each token and layer, which has the value in it.
+    assert size.block_bytes == 3 * (20 + 4) * BLOCK_SIZE * 4
+    for ranks in (1, 2, 3):
+        assert rank_sizes(config, Dtype.FP32, BLOCK_SIZE, Ranks(ranks)) == (size,)
 
 
 def test_little_memory_is_divided_evenly_and_holds_what_it_held_before() -> None:

@@ -82,6 +82,17 @@ NEMOTRON_H: dict[str, Any] = SHAPE | {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 36,
 }
+MLA: dict[str, Any] = HEADS | DEEPSEEK_EXPERTS
+MLA |= {"num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 14, "v_head_dim": 10}
+MLA |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+DEEP_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", LLAMA4 | {"rope_parameters": LLAMA3_ROPE, "num_experts_per_tok": 2}),
     "llama4-dense": ("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False}),
@@ -151,6 +162,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "sarvam-moe": ("sarvam_moe", HEADS | DEEPSEEK_EXPERTS | {"head_dim": 12, "use_qkv_bias": True, "num_experts": 8}),
     "solar-open": ("solar_open", SHAPE | DEEPSEEK_EXPERTS),
+    "deepseek-v2": ("deepseek_v2", MLA | {"first_k_dense_replace": 1, "n_shared_experts": 2, "q_lora_rank": None}),
+    "deepseek-v2-yarn": (
+        "deepseek_v2",
+        MLA | {"attention_bias": True, "mlp_bias": True, "routed_scaling_factor": 2.5, "rope_parameters": DEEP_YARN},
+    ),
+    "deepseek-v3": ("deepseek_v3", MLA | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        MLA | {"n_group": 1, "topk_group": 1, "rope_parameters": DEEP_YARN, "rope_interleave": False},
+    ),
+    "glm4-moe-lite": ("glm4_moe_lite", MLA | {"attention_bias": True}),
+    "axk1": ("axk1", MLA | {"n_group": 2, "topk_group": 1}),
+    "sarvam-mla": ("sarvam_mla", MLA | {"q_lora_rank": None}),
+    "minicpm3": ("minicpm3", MLA | {"dim_model_base": 20, "tie_word_embeddings": False}),
+    "youtu": ("youtu", MLA | {"attention_bias": True}),
     "olmo": ("olmo", HEADS),
     "olmo2": ("olmo2", HEADS),
     "olmo3": ("olmo3", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),

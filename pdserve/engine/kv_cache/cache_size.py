@@ -113,6 +113,10 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
     """Returns how many numbers of the model's kind one token's queries, keys, values and results are at once."""
     # Ranks may share KV heads, so each holds at least one.
     heads, kv_heads = -(-decoder.heads // ranks), -(-decoder.kv_heads // ranks)
+    if recipe is not None and recipe.latent is not None:
+        latent = recipe.latent
+        own = 2 * (latent.plain + latent.turned) + 3 * latent.channels + 2 * latent.rank + 2 * latent.value
+        return heads * own + 3 * latent.channels + 2 * latent.query_rank
     # A gate is there as it is, and once more as the factor of the result.
     gates = 2 * heads if recipe is not None and recipe.gated else 0
     if recipe is None or not recipe.norms_apart:

@@ -23,7 +23,15 @@ RENAMED = (
 )
 """See ``ModelRecipe.renamed``."""
 _PARTS = (
-    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "image_newline"),
+    *(
+        "visual.",
+        "vision_tower.",
+        "vision_model.",
+        "multi_modal_projector.",
+        "mm_projector.",
+        "connector.",
+        "image_newline",
+    ),
     *("audio_tower.", "embed_vision.", "embed_audio."),
 )
 UNUSED = (*_PARTS, *(f"model.{part}" for part in _PARTS), "talker.", "token2wav.")

@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from pdserve.errors import ModelError
+from pdserve.models.families.deepseek import routed
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
@@ -20,8 +21,6 @@ from pdserve.models.families.settings import (
     SLIDING,
     Count,
     FamilySettings,
-    gated,
-    gated_expert,
     windows_of,
 )
 from pdserve.models.recipe import (
@@ -33,7 +32,6 @@ from pdserve.models.recipe import (
     MlpRecipe,
     ModelRecipe,
     NormOrder,
-    Scoring,
 )
 
 GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
@@ -101,23 +99,7 @@ class Glm4MoeSettings(FamilySettings, kw_only=True):
         return replace(super().attention(index), norms=norms)
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
-        if index < self.first_k_dense_replace:
-            return self.mlp()
-        channels = self.moe_intermediate_size
-        return ExpertsRecipe(
-            self.n_routed_experts,
-            self.num_experts_per_tok,
-            gated_expert(channels),
-            scoring=Scoring.SIGMOID,
-            normalised=self.norm_topk_prob,
-            correction="mlp.gate.e_score_correction_bias",
-            precise_router=True,
-            groups=self.n_group,
-            chosen_groups=self.topk_group,
-            scale=self.routed_scaling_factor,
-            smallest_sum=1e-20,
-            shared=gated("mlp.shared_experts", channels * self.n_shared_experts),
-        )
+        return self.mlp() if index < self.first_k_dense_replace else routed(self)
 
     def recipe(self) -> ModelRecipe:
         # Behind the last layer, some checkpoints have one that drafts tokens.

@@ -251,6 +251,9 @@ class FamilySettings(msgspec.Struct, kw_only=True):
         for own in (self, *given, *kinds):
             if own is not None and own.partial_rotary_factor not in (None, 1.0) and not self.partly_turned:
                 raise ModelError("partial_rotary_factor, positions in a part of each head, is not supported")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ModelError(f"{self.num_attention_heads} heads cannot share {self.hidden_size} hidden channels")
         if self.head_size() % 2:

@@ -1,0 +1,432 @@
+"""DeepSeek V2 and V3, and families with their attention: keys and values of all heads come from one latent a token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from pdserve.errors import ModelError
+from pdserve.models.families.settings import (
+    NONE,
+    Count,
+    FamilySettings,
+    RotarySettings,
+    gated,
+    gated_expert,
+)
+from pdserve.models.recipe import (
+    AttentionRecipe,
+    ExpertsRecipe,
+    FeedForwardRecipe,
+    LatentRecipe,
+    LayerRecipe,
+    ModelRecipe,
+    Norm,
+    NormOrder,
+    QueryScale,
+    Rotary,
+    Scoring,
+)
+
+LATENT_EPS = 1e-6
+"""That of the norms of latents, whatever that of the other norms is."""
+KEY, VALUE, OUT = "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"
+DENSE, SPARSE = "dense", "sparse"
+
+
+class RoutedSettings(Protocol):
+    """The settings of DeepSeek V3's experts, as many families have them."""
+
+    @property
+    def n_routed_experts(self) -> int: ...
+    @property
+    def n_shared_experts(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def routed_scaling_factor(self) -> float: ...
+    @property
+    def n_group(self) -> int: ...
+    @property
+    def topk_group(self) -> int: ...
+    @property
+    def norm_topk_prob(self) -> bool: ...
+
+
+def routed(settings: RoutedSettings) -> ExpertsRecipe:
+    """Returns DeepSeek V3's experts: chosen by corrected scores, in groups, beside a shared one."""
+    channels = settings.moe_intermediate_size
+    return ExpertsRecipe(
+        settings.n_routed_experts,
+        settings.num_experts_per_tok,
+        gated_expert(channels),
+        scoring=Scoring.SIGMOID,
+        normalised=settings.norm_topk_prob,
+        correction="mlp.gate.e_score_correction_bias",
+        precise_router=True,
+        groups=settings.n_group,
+        chosen_groups=settings.topk_group,
+        scale=settings.routed_scaling_factor,
+        smallest_sum=1e-20,
+        shared=gated("mlp.shared_experts", channels * settings.n_shared_experts),
+    )
+
+
+class LatentSettings(FamilySettings, kw_only=True):
+    """A family with latent attention."""
+
+    kv_lora_rank: Count = 512
+    q_lora_rank: Count | None = 1536
+    qk_nope_head_dim: Count = 128
+    qk_rope_head_dim: Count = 64
+    v_head_dim: Count = 128
+    rope_interleave: bool = True
+
+    def head_size(self) -> int:
+        """Returns the channels that the cache has of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def kv_heads(self) -> int:
+        # Each head has keys and values of its own, whatever the setting says, and all of them come from one latent.
+        return 1
+
+    def turned_channels(self) -> int | None:
+        return None
+
+    def rotary(self) -> Rotary:
+        return replace(super().rotary(), interleaved=self.rope_interleave)
+
+    def attention_scale(self) -> float:
+        scale: float = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        given = self.scaling()
+        if (given.rope_type or given.type or "default") == "default" or not given.mscale_all_dim:
+            return scale
+        if given.factor is None or given.factor <= 1:
+            return scale
+        magnitude = 0.1 * given.mscale_all_dim * math.log(given.factor) + 1.0
+        return scale * magnitude * magnitude
+
+    def scaling(self) -> RotarySettings:
+        """Returns what the file says of rotary frequencies."""
+        empty = RotarySettings()
+        return self.rope_scaling if self.rope_scaling not in (None, empty) else self.rope_parameters or empty
+
+    def attention(self, index: int) -> AttentionRecipe:
+        rank = self.q_lora_rank or 0
+        latent = LatentRecipe(
+            self.kv_lora_rank,
+            self.qk_nope_head_dim,
+            self.qk_rope_head_dim,
+            self.v_head_dim,
+            Norm(LATENT_EPS),
+            rank,
+        )
+        biased = frozenset({latent.query_down, KEY, OUT}) if self.attention_bias else NONE
+        query = "self_attn.q_b_proj" if rank else "self_attn.q_proj"
+        return AttentionRecipe(
+            self.rotary_of_layer(index), query=query, key=KEY, value=VALUE, out=OUT, biased=biased, latent=latent
+        )
+
+    def _check_heads(self) -> None:
+        if self.qk_rope_head_dim % 2 or self.head_size() % 2:
+            raise ModelError(
+                f"a latent of {self.kv_lora_rank} channels and {self.qk_rope_head_dim} turned ones is not supported; "
+                "both numbers have to be even"
+            )
+
+
+class YoutuSettings(LatentSettings, kw_only=True):
+    models: ClassVar[str] = "Youtu LLM 2B"
+    vocab_size: Count = 128_256
+    hidden_size: Count = 2048
+    intermediate_size: Count = 6144
+    num_attention_heads: Count = 16
+    max_position_embeddings: Count = 131_072
+    eos_token_id: int | list[int] | None = 128_001
+    tie_word_embeddings: bool = True
+
+
+class MiniCpm3Settings(LatentSettings, kw_only=True):
+    """Embedding, residuals and logits have factors. Halves of the turned channels are turned against each other."""
+
+    models: ClassVar[str] = "MiniCPM 3 4B"
+    vocab_size: Count = 73_448
+    hidden_size: Count = 2560
+    intermediate_size: Count = 6400
+    num_hidden_layers: Count = 62
+    num_attention_heads: Count = 40
+    max_position_embeddings: Count = 32_768
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    kv_lora_rank: Count = 256
+    q_lora_rank: Count | None = 768
+    qk_nope_head_dim: Count = 64
+    qk_rope_head_dim: Count = 32
+    v_head_dim: Count | None = None  # type: ignore[assignment]  # a share of the hidden channels unless a file says it
+    rope_interleave: bool = False
+    scale_emb: float = 12.0
+    scale_depth: float | None = 1.4
+    dim_model_base: Count | None = 256
+
+    def __post_init__(self) -> None:
+        self.v_head_dim = self.v_head_dim or self.hidden_size // self.num_attention_heads
+
+    def layer(self, index: int) -> LayerRecipe:
+        depth = self.num_hidden_layers**0.5
+        return replace(super().layer(index), residual_scale=(self.scale_depth or depth) / depth)
+
+    def recipe(self) -> ModelRecipe:
+        factor = 1.0 if self.dim_model_base is None else self.dim_model_base / self.hidden_size
+        return replace(super().recipe(), embedding_scale=self.scale_emb, logits_scale=factor)
+
+
+class DeepseekV2Settings(LatentSettings, kw_only=True):
+    """Experts are chosen by softmax, V2's from groups, beside shared ones."""
+
+    models: ClassVar[str] = "DeepSeek V2, V2 Lite, V2.5, Coder V2"
+    vocab_size: Count = 102_400
+    num_hidden_layers: Count = 32
+    max_position_embeddings: Count = 2048
+    rope_interleave: bool = True
+    moe_intermediate_size: Count = 1407
+    n_routed_experts: Count = 64
+    n_shared_experts: Count = 2
+    num_experts_per_tok: Count | None = None
+    routed_scaling_factor: float = 1.0
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    topk_method: str | None = "greedy"
+    norm_topk_prob: bool | None = False
+    scoring_func: str = "softmax"
+    moe_layer_freq: int = 1
+    first_k_dense_replace: int = 0
+
+    def check(self) -> None:
+        super().check()
+        _check_routing(self.scoring_func, "softmax", self.moe_layer_freq)
+        if self.norm_topk_prob:
+            raise ModelError("norm_topk_prob of a DeepSeek V2, weights of experts with a sum of one, is not supported")
+        if self.topk_method != "greedy":
+            raise ModelError(f"topk_method {self.topk_method!r} is not supported; supported: 'greedy'")
+        if self.num_experts_per_tok is None and self.first_k_dense_replace < self.num_hidden_layers:
+            raise ModelError("num_experts_per_tok, the number of experts of a token, is missing")
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if index < self.first_k_dense_replace:
+            return self.mlp()
+        channels = self.moe_intermediate_size
+        return ExpertsRecipe(
+            self.n_routed_experts,
+            self.num_experts_per_tok or 1,
+            gated_expert(channels),
+            precise_router=True,
+            scale=self.routed_scaling_factor,
+            shared=gated("mlp.shared_experts", channels * self.n_shared_experts, biased=self.mlp_bias),
+        )
+
+
+class DeepseekV3Settings(LatentSettings, kw_only=True):
+    """Experts are chosen by corrected scores, from groups, beside a shared one. The first layers have none."""
+
+    models: ClassVar[str] = "DeepSeek V3, R1, V3.1, Kimi K2"
+    vocab_size: Count = 129_280
+    hidden_size: Count = 7168
+    intermediate_size: Count = 18_432
+    num_hidden_layers: Count = 61
+    num_attention_heads: Count = 128
+    max_position_embeddings: Count = 4096
+    eos_token_id: int | list[int] | None = 1
+    moe_intermediate_size: Count = 2048
+    n_routed_experts: Count = 256
+    n_shared_experts: Count = 1
+    num_experts_per_tok: Count = 8
+    routed_scaling_factor: float = 2.5
+    n_group: Count = 8
+    topk_group: Count = 4
+    norm_topk_prob: bool = True
+    scoring_func: str = "sigmoid"
+    moe_layer_freq: int = 1
+    first_k_dense_replace: int = 3
+
+    def check(self) -> None:
+        super().check()
+        _check_routing(self.scoring_func, "sigmoid", self.moe_layer_freq)
+
+    def kinds(self) -> list[str]:
+        """Returns for each layer whether its feed-forward part is one, or of experts."""
+        dense = self.first_k_dense_replace
+        return [DENSE if index < dense else SPARSE for index in range(self.num_hidden_layers)]
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return self.mlp() if self.kinds()[index] == DENSE else routed(self)
+
+    def recipe(self) -> ModelRecipe:
+        # Behind the last layer, some checkpoints have one that drafts tokens.
+        return replace(super().recipe(), unused=(f"model.layers.{self.num_hidden_layers}.",))
+
+
+class SarvamMlaSettings(DeepseekV3Settings, kw_only=True):
+    models: ClassVar[str] = "Sarvam 105B"
+    vocab_size: Count = 262_144
+    hidden_size: Count = 4096
+    intermediate_size: Count = 16_384
+    num_hidden_layers: Count = 32
+    num_attention_heads: Count = 64
+    n_routed_experts: Count = 128
+    q_lora_rank: Count | None = None
+    n_group: Count = 1
+    topk_group: Count = 1
+    first_k_dense_replace: int = 1
+    num_experts: Count | None = None
+    num_shared_experts: Count | None = None
+
+    def __post_init__(self) -> None:
+        self.n_routed_experts = self.num_experts or self.n_routed_experts
+        self.n_shared_experts = self.num_shared_experts or self.n_shared_experts
+
+
+class Glm4MoeLiteSettings(DeepseekV3Settings, kw_only=True):
+    models: ClassVar[str] = "GLM 4.7 Flash"
+    vocab_size: Count = 154_880
+    hidden_size: Count = 2048
+    intermediate_size: Count = 10_240
+    num_hidden_layers: Count = 47
+    num_attention_heads: Count = 20
+    max_position_embeddings: Count = 202_752
+    rms_norm_eps: float = 1e-5
+    moe_intermediate_size: Count = 1536
+    n_routed_experts: Count = 64
+    num_experts_per_tok: Count = 4
+    routed_scaling_factor: float = 1.8
+    q_lora_rank: Count | None = 768
+    qk_nope_head_dim: Count = 192
+    v_head_dim: Count = 256
+    n_group: Count = 1
+    topk_group: Count = 1
+    first_k_dense_replace: int = 1
+    mlp_layer_types: list[str] | None = None
+
+    def check(self) -> None:
+        super().check()
+        kinds = self.kinds()
+        if len(kinds) != self.num_hidden_layers or not set(kinds) <= {DENSE, SPARSE}:
+            raise ModelError(f"mlp_layer_types must be {DENSE!r} or {SPARSE!r} for each of the layers")
+
+    def kinds(self) -> list[str]:
+        return super().kinds() if self.mlp_layer_types is None else self.mlp_layer_types
+
+
+class AxK1Settings(Glm4MoeLiteSettings, kw_only=True):
+    """The outputs of experts are normalised."""
+
+    models: ClassVar[str] = "A.X K1"
+    vocab_size: Count = 163_840
+    hidden_size: Count = 7168
+    intermediate_size: Count = 18_432
+    num_hidden_layers: Count = 61
+    num_attention_heads: Count = 64
+    max_position_embeddings: Count = 32_768
+    rms_norm_eps: float = 1e-6
+    eos_token_id: int | list[int] | None = 163_691
+    moe_intermediate_size: Count = 2048
+    n_routed_experts: Count = 192
+    num_experts_per_tok: Count = 8
+    routed_scaling_factor: float = 2.5
+    q_lora_rank: Count | None = 1536
+    qk_nope_head_dim: Count = 128
+    v_head_dim: Count = 128
+    n_group: Count = 8
+    topk_group: Count = 4
+    moe_layer_freq: int = 1
+
+    def check(self) -> None:
+        super().check()
+        if self.q_lora_rank is None:
+            raise ModelError("q_lora_rank, the channels that queries come from, is missing")
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = super().layer(index)
+        if self.kinds()[index] == DENSE:
+            return layer
+        before, feed = layer.norms
+        return replace(layer, norms=(before, "", feed, "post_mlp_layernorm"), order=NormOrder.SANDWICH)
+
+
+class Mistral4Settings(LatentSettings, kw_only=True):
+    """Mistral 4: experts are chosen by softmax, and queries grow with their positions."""
+
+    models: ClassVar[str] = "Mistral Small 4"
+    partly_turned: ClassVar[bool] = True
+    vocab_size: Count = 131_072
+    hidden_size: Count = 4096
+    intermediate_size: Count = 12_288
+    num_hidden_layers: Count = 36
+    max_position_embeddings: Count = 1_048_576
+    kv_lora_rank: Count = 256
+    q_lora_rank: Count | None = 1024
+    qk_nope_head_dim: Count = 64
+    moe_intermediate_size: Count = 2048
+    n_routed_experts: Count = 128
+    n_shared_experts: Count = 1
+    num_experts_per_tok: Count = 4
+    routed_scaling_factor: float = 1.0
+    n_group: Count = 1
+    topk_group: Count = 1
+    norm_topk_prob: bool = True
+    first_k_dense_replace: int = 0
+    rope_parameters: RotarySettings | None = msgspec.field(
+        default_factory=lambda: RotarySettings(
+            rope_type="yarn",
+            rope_theta=10_000.0,
+            factor=128.0,
+            original_max_position_embeddings=8192,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+        )
+    )
+
+    def attention(self, index: int) -> AttentionRecipe:
+        given = self.scaling()
+        beta, step = given.llama_4_scaling_beta, given.original_max_position_embeddings
+        if beta is None or step is None:
+            raise ModelError("rope_parameters need llama_4_scaling_beta and original_max_position_embeddings")
+        return replace(super().attention(index), query_scale=QueryScale(beta, step))
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if index < self.first_k_dense_replace:
+            return self.mlp()
+        channels = self.moe_intermediate_size
+        expert = replace(gated_expert(channels), fused="mlp.experts.{}.gate_up_proj")
+        return ExpertsRecipe(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            expert,
+            normalised=self.norm_topk_prob,
+            groups=self.n_group,
+            chosen_groups=self.topk_group,
+            scale=self.routed_scaling_factor,
+            smallest_sum=1e-20,
+            shared=gated("mlp.shared_experts", channels * self.n_shared_experts),
+            stacked=(
+                ("mlp.experts.gate_up_proj", "mlp.experts.{}.gate_up_proj.weight"),
+                ("mlp.experts.down_proj", "mlp.experts.{}.down_proj.weight"),
+            ),
+        )
+
+
+def _check_routing(given: str, known: str, every: int) -> None:
+    """Raises ModelError if experts are chosen in another way, or in other layers, than the family's."""
+    if given != known:
+        raise ModelError(f"scoring_func {given!r} is not supported; supported: {known!r}")
+    if every != 1:
+        raise ModelError(
+            f"moe_layer_freq {every} is not supported; supported: 1, experts in every layer after the first"
+        )

@@ -1,0 +1,110 @@
+"""Computes latent attention (DeepSeek-V2, 2024): all heads' keys and values come from one short vector of a token.
+
+Only this latent is kept, with the part of the key that is turned by its position, which heads share. So the cache has
+one key of ``rank + turned`` channels a token, whose first ``rank`` are its value, and every rank has the whole of it.
+The products that would expand latents to keys and values are applied to queries and results instead: attention to all
+heads is attention to that one key.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.checkpoint.weights import ALL
+from pdserve.models.parts.norms import LoadedNorm, load_norm
+from pdserve.models.parts.projections import Building, Projection, RowParallel, SideBySide, column_parallel
+from pdserve.models.parts.rotary import PositionTables, channel_order
+from pdserve.models.recipe import AttentionRecipe
+from pdserve.models.tp.shares import share, spread
+from pdserve_kernels.contract import Attention, HeadLinear, Linear
+
+
+class LatentAttention:
+    """The latent attention of the layer that is ``index`` of its cache group."""
+
+    def __init__(
+        self, config: FamilyConfig, building: Building, recipe: AttentionRecipe, prefix: str, index: int
+    ) -> None:
+        """Takes the layer's tensors, whose names begin with ``prefix``."""
+        assert recipe.latent is not None
+        self._latent = latent = recipe.latent
+        self._index, self._kernels = index, building.kernels
+        heads = share(building.tp, config.heads, "attention heads")
+        self._heads = heads.stop - heads.start
+        order = channel_order(recipe.rotary, latent.turned)
+        turned = tuple(range(latent.turned)) if order is None else order
+        key = _key(recipe, prefix, turned)
+        query = _query(config, recipe, prefix, heads, turned)
+        self._query_norm: LoadedNorm | None = None
+        self._query_up: Linear | None = None
+        if latent.query_rank:
+            down = Projection(prefix + latent.query_down, latent.query_rank, ALL, latent.query_down in recipe.biased)
+            self._inner = _side_by_side(building, config.hidden_size, down, key)
+            self._query_norm = load_norm(building, latent.norm, prefix + latent.query_norm, latent.query_rank)
+            self._query_up = column_parallel(building, latent.query_rank, [query])
+        else:
+            self._inner = _side_by_side(building, config.hidden_size, query, key)
+        self._norm = load_norm(building, latent.norm, prefix + latent.key_norm, latent.rank)
+        self._keys, self._values = _expansion(config, building, recipe, prefix, heads)
+        whole = (config.hidden_size, config.heads * latent.value)
+        biased = recipe.out in recipe.biased
+        self._out = RowParallel(building, prefix + recipe.out, whole, spread(heads, latent.value), biased=biased)
+
+    def __call__(self, x: torch.Tensor, tables: PositionTables, attention: Attention) -> torch.Tensor:
+        """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
+        sizes, tokens, heads = self._latent, x.shape[0], self._heads
+        inner = self._inner(x)
+        widths = [inner.shape[1] - sizes.channels, sizes.rank, sizes.turned]
+        query, latent, shared = torch.split(inner, widths, 1)
+        if self._query_norm is not None and self._query_up is not None:
+            query = self._query_up(self._query_norm(query.contiguous()))
+        plain, turned = torch.split(query.reshape(tokens, heads, -1), [sizes.plain, sizes.turned], -1)
+        rotated = self._kernels.rotary(torch.cat((turned, shared.unsqueeze(1)), 1), tables.cos, tables.sin)
+        queries = torch.cat((self._keys(plain), rotated[:, :heads]), -1)
+        if tables.query_scale is not None:
+            queries = queries * tables.query_scale
+        key = torch.cat((self._norm(latent.contiguous()), rotated[:, heads]), -1)
+        attended = attention(self._index, queries, key.view(1, tokens, 1, -1))
+        return self._out(self._values(attended).reshape(tokens, -1))
+
+
+def _key(recipe: AttentionRecipe, prefix: str, turned: tuple[int, ...]) -> Projection:
+    """Returns the projection to a token's latent and to the part of its key that is turned."""
+    latent = recipe.latent
+    assert latent is not None
+    rows = (*range(latent.rank), *(latent.rank + channel for channel in turned))
+    return Projection(prefix + recipe.key, len(rows), rows, recipe.key in recipe.biased)
+
+
+def _query(
+    config: FamilyConfig, recipe: AttentionRecipe, prefix: str, heads: slice, turned: tuple[int, ...]
+) -> Projection:
+    """Returns the projection to this rank's queries."""
+    latent = recipe.latent
+    assert latent is not None
+    size = latent.plain + latent.turned
+    each = (*range(latent.plain), *(latent.plain + channel for channel in turned))
+    rows = tuple(head * size + channel for head in range(heads.start, heads.stop) for channel in each)
+    return Projection(prefix + recipe.query, config.heads * size, rows, recipe.query in recipe.biased)
+
+
+def _side_by_side(building: Building, inputs: int, first: Projection, second: Projection) -> Linear:
+    """Returns both projections as one product, unless only one of them has a bias."""
+    if first.biased == second.biased:
+        return column_parallel(building, inputs, [first, second])
+    return SideBySide(tuple(column_parallel(building, inputs, [each]) for each in (first, second)))
+
+
+def _expansion(
+    config: FamilyConfig, building: Building, recipe: AttentionRecipe, prefix: str, heads: slice
+) -> tuple[HeadLinear, HeadLinear]:
+    """Returns what maps a head's query to one of latents, and what maps a mean of latents to the head's value."""
+    latent = recipe.latent
+    assert latent is not None
+    size = latent.plain + latent.value
+    shape = (config.heads * size, latent.rank)
+    weight = building.checkpoint.take(f"{prefix}{recipe.value}.weight", shape, rows=spread(heads, size))
+    keys, values = torch.split(weight.view(-1, size, latent.rank), [latent.plain, latent.value], 1)
+    kernels = building.kernels
+    return kernels.head_linear(keys.transpose(1, 2).contiguous()), kernels.head_linear(values.contiguous())
