@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from pdserve_kernels.contract import HeadNorms, StateRuns
 from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.routing import GroupScore, Routing, Scoring
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -234,3 +235,40 @@ def mamba2_scan(
             out[at] = (matrix * read[at, :, None, None, :]).sum(-1) + skip.unsqueeze(-1) * x[at]
         state[destination] = matrix
     return out
+
+
+def route(
+    logits: torch.Tensor, rule: Routing, correction: torch.Tensor | None = None, factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the fp32 weights and the indexes of each token's experts, both ``[tokens, chosen]``.
+
+    ``logits`` is ``[tokens, experts]``. ``correction``, ``[experts]``, is added to the scores by which experts are
+    chosen. The weights are multiplied by ``factors``, ``[experts]``, at the end.
+    """
+    match rule.scoring:
+        case Scoring.SOFTMAX:
+            scores = logits.softmax(-1, dtype=torch.float32)
+        case Scoring.SOFTMAX_OF_CHOSEN | Scoring.SIGMOID_OF_CHOSEN:
+            scores = logits.float()
+        case Scoring.SIGMOID:
+            scores = logits.float().sigmoid()
+    compared = scores if correction is None else scores + correction
+    if rule.groups > 1:
+        grouped = compared.view(len(compared), rule.groups, -1)
+        best = grouped.topk(2 if rule.group_score is GroupScore.TWO_BEST else 1, -1).values.sum(-1)
+        chosen = best.topk(rule.chosen_groups, -1).indices
+        barred = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, value=False)
+        compared = grouped.masked_fill(barred.unsqueeze(-1), float("-inf")).flatten(1)
+    experts = compared.topk(rule.chosen, -1).indices
+    weights = scores.gather(-1, experts)
+    if rule.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights = weights.softmax(-1)
+    if rule.scoring is Scoring.SIGMOID_OF_CHOSEN:
+        weights = weights.sigmoid()
+    if rule.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + rule.smallest_sum)
+    if rule.scale != 1.0:
+        weights = weights * rule.scale
+    if factors is not None:
+        weights = weights * factors[experts]
+    return weights, experts

@@ -10,6 +10,8 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve_kernels.routing import GroupScore, Routing, Scoring
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -252,19 +254,6 @@ class MlpRecipe:
     """Whether the checkpoint has the weights as ``[in, out]``."""
 
 
-class Scoring(enum.Enum):
-    """How a router's outputs become the weights of experts."""
-
-    SOFTMAX = "softmax"
-    """Softmax over all experts, of which the largest are chosen."""
-    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
-    """The largest are chosen, and softmax is taken over these."""
-    SIGMOID = "sigmoid"
-    """Sigmoid of each output, of which the largest are chosen."""
-    SIGMOID_OF_CHOSEN = "sigmoid_of_chosen"
-    """The largest are chosen, and sigmoid is taken of these, so that no two are equal because both are almost 1."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertsRecipe:
     """A feed-forward part of many experts, of which each token is sent to a few."""
@@ -286,7 +275,8 @@ class ExpertsRecipe:
     """Whether the router computes in fp32 whatever the numbers of the model."""
     groups: int = 1
     chosen_groups: int = 1
-    """Experts are chosen from so many of ``groups`` equal groups: those whose two best experts score highest."""
+    """Experts are chosen from so many of ``groups`` equal groups: those with the highest ``group_score``."""
+    group_score: GroupScore = GroupScore.TWO_BEST
     scale: float = 1.0
     """What the weights are multiplied by."""
     weighs_inputs: bool = False
@@ -308,6 +298,20 @@ class ExpertsRecipe:
     """One expert in files that have no tensors of all experts, if there are such files."""
     turned_by_shape: bool = False
     """Whether a transposed expert may be stored as ``[out, in]`` too, which the shape of its fused tensor says."""
+
+    @property
+    def routing(self) -> Routing:
+        """The rule by which experts are chosen and weighed."""
+        return Routing(
+            self.chosen,
+            self.scoring,
+            self.normalised,
+            self.smallest_sum,
+            self.scale,
+            self.groups,
+            self.chosen_groups,
+            self.group_score,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from pdserve.models.recipe import (
     NormKind,
     NormOrder,
     NormScope,
-    Scoring,
     ShortConvRecipe,
 )
 from pdserve.models.table import FAMILIES
+from pdserve_kernels.routing import Scoring
 
 NOT_YET: dict[str, str] = {
     model_type: missing

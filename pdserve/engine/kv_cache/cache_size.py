@@ -30,7 +30,6 @@ from pdserve.models.recipe import (
     LayerRecipe,
     MlpBesideExperts,
     MlpRecipe,
-    Scoring,
 )
 from pdserve.models.runner import SCORED_LOGITS
 from pdserve.models.sizes import (
@@ -43,6 +42,7 @@ from pdserve.models.sizes import (
     gpu_share,
 )
 from pdserve.wire.cache_groups import Keep
+from pdserve_kernels.routing import Scoring
 
 log = logging.getLogger(__name__)
 

@@ -38,9 +38,9 @@ from pdserve.models.recipe import (
     MlpRecipe,
     ModelRecipe,
     Rotary,
-    Scoring,
 )
 from pdserve.models.table import FAMILIES, settings_from_values
+from pdserve_kernels.routing import Scoring
 
 ROTARY_DIVISORS = "rope_freqs.weight"
 """The tensor with the divisor of each rotary frequency: Llama 3's scaling, in numbers."""

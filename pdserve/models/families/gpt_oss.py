@@ -24,8 +24,8 @@ from pdserve.models.recipe import (
     FeedForwardRecipe,
     MlpRecipe,
     Rotary,
-    Scoring,
 )
+from pdserve_kernels.routing import Scoring
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 

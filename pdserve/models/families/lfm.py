@@ -16,9 +16,9 @@ from pdserve.models.recipe import (
     MlpRecipe,
     ModelRecipe,
     Norm,
-    Scoring,
     ShortConvRecipe,
 )
+from pdserve_kernels.routing import Scoring
 
 CONV = "conv"
 

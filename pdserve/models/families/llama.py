@@ -34,8 +34,8 @@ from pdserve.models.recipe import (
     NormOrder,
     QueryScale,
     Rotary,
-    Scoring,
 )
+from pdserve_kernels.routing import Scoring
 
 
 class LlamaSettings(FamilySettings, kw_only=True):

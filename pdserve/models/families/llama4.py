@@ -17,8 +17,8 @@ from pdserve.models.recipe import (
     Norm,
     QueryScale,
     Rotary,
-    Scoring,
 )
+from pdserve_kernels.routing import Scoring
 
 CHUNKED = "chunked_attention"
 EXPERTS = ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj")

@@ -18,8 +18,8 @@ from pdserve.models.recipe import (
     MlpRecipe,
     ModelRecipe,
     Rotary,
-    Scoring,
 )
+from pdserve_kernels.routing import Scoring
 
 LINEAR, MOE, MLP = "linear_attention", "moe", "mlp"
 OLDER = {"mamba": LINEAR, "attention": FULL}

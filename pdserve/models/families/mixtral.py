@@ -13,8 +13,8 @@ from pdserve.models.recipe import (
     HeadNorm,
     MlpRecipe,
     NormScope,
-    Scoring,
 )
+from pdserve_kernels.routing import Scoring
 
 EXPERT = ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2")
 ROUTER = "block_sparse_moe.gate"

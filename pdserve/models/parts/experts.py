@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from pdserve.models.parts.feed_forward import Mlp, activation_of, inner_projections
 from pdserve.models.parts.norms import LoadedNorm, RmsNorm, load_norm
 from pdserve.models.parts.projections import Building, column_parallel
-from pdserve.models.recipe import ExpertsRecipe, MlpBesideExperts, MlpRecipe, Norm, Scoring
+from pdserve.models.recipe import ExpertsRecipe, MlpBesideExperts, MlpRecipe, Norm
 from pdserve.models.tp.shares import share
+from pdserve_kernels import reference
 from pdserve_kernels.contract import Linear
 
 
@@ -37,7 +38,7 @@ class Experts:
         self._correction = (
             checkpoint.take(
                 f"{prefix}{recipe.correction}", recipe.correction_shape or (recipe.count,), dtype=torch.float32
-            )
+            ).flatten()
             if recipe.correction
             else None
         )
@@ -89,40 +90,8 @@ class Experts:
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the weights and the indexes of each token's experts, both ``[tokens, chosen]``."""
-        recipe, logits = self._recipe, self._router(x)
-        match recipe.scoring:
-            case Scoring.SOFTMAX:
-                scores = logits.softmax(-1, dtype=torch.float32)
-            case Scoring.SOFTMAX_OF_CHOSEN | Scoring.SIGMOID_OF_CHOSEN:
-                scores = logits.float()
-            case Scoring.SIGMOID:
-                scores = logits.float().sigmoid()
-        if self._correction is None and recipe.groups == 1:
-            weights, experts = scores.topk(recipe.chosen, -1)
-        else:
-            experts = self._chosen(scores if self._correction is None else scores + self._correction.flatten())
-            weights = scores.gather(-1, experts)
-        if recipe.scoring is Scoring.SOFTMAX_OF_CHOSEN:
-            weights = weights.softmax(-1)
-        if recipe.scoring is Scoring.SIGMOID_OF_CHOSEN:
-            weights = weights.sigmoid()
-        if recipe.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + recipe.smallest_sum)
-        if recipe.scale != 1.0:
-            weights = weights * recipe.scale
-        if self._factors is not None:
-            weights = weights * self._factors[experts]
+        weights, experts = reference.route(self._router(x), self._recipe.routing, self._correction, self._factors)
         return weights.to(x.dtype), experts
-
-    def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the experts with the highest scores, in the groups with the highest ones."""
-        recipe = self._recipe
-        if recipe.groups > 1:
-            grouped = scores.view(len(scores), recipe.groups, -1)
-            best = grouped.topk(2, -1).values.sum(-1).topk(recipe.chosen_groups, -1).indices
-            barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
-            scores = grouped.masked_fill(barred.unsqueeze(-1), float("-inf")).flatten(1)
-        return scores.topk(recipe.chosen, -1).indices
 
 
 class BesideExperts:

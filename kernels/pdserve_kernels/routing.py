@@ -1,0 +1,50 @@
+"""Says how the outputs of a router become the experts of a token and their weights. It needs no torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Scoring(enum.Enum):
+    """How a router's outputs become the weights of experts."""
+
+    SOFTMAX = "softmax"
+    """Softmax over all experts, of which the largest are chosen."""
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+    """The largest are chosen, and softmax is taken over these."""
+    SIGMOID = "sigmoid"
+    """Sigmoid of each output, of which the largest are chosen."""
+    SIGMOID_OF_CHOSEN = "sigmoid_of_chosen"
+    """The largest are chosen, and sigmoid is taken of these, so that no two are equal because both are almost 1."""
+
+
+class GroupScore(enum.Enum):
+    """By what groups of experts are chosen, of the scores with their correction."""
+
+    TWO_BEST = "two_best"
+    """The sum of the two highest, as in DeepSeek-V3."""
+    BEST = "best"
+    """The highest, as in DeepSeek-V2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The rule by which a token's experts are chosen and weighed.
+
+    The scores, plus a correction for each expert if there is one, are compared: first those of ``groups`` equal groups
+    of experts, of which ``chosen_groups`` stay, and then those of the experts in these. The weights are the scores of
+    the chosen ones without the correction, divided by their sum if they are ``normalised``, and then scaled.
+    """
+
+    chosen: int
+    """The experts of each token."""
+    scoring: Scoring = Scoring.SOFTMAX
+    normalised: bool = False
+    smallest_sum: float = 0.0
+    """What is added to the sum by which weights are divided."""
+    scale: float = 1.0
+    """What the weights are multiplied by."""
+    groups: int = 1
+    chosen_groups: int = 1
+    group_score: GroupScore = GroupScore.TWO_BEST
