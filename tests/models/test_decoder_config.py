@@ -122,6 +122,7 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("deepseek_v3", SMALL | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("deepseek_v2", SMALL | {"norm_topk_prob": True}, "norm_topk_prob of a DeepSeek V2"),
         ("deepseek_v2", SMALL | {"topk_method": "other"}, "topk_method 'other' is not supported"),
+        ("deepseek_v2", SMALL | {"topk_method": "group_limited_greedy"}, "n_group and topk_group, the groups"),
         ("deepseek_v2", SMALL, "num_experts_per_tok, the number of experts of a token, is missing"),
         ("minicpm3", SMALL | {"qk_rope_head_dim": 5}, "both numbers have to be even"),
         ("glm4_moe_lite", SMALL | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 'dense' or 'sparse'"),

@@ -165,7 +165,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", MLA | {"first_k_dense_replace": 1, "n_shared_experts": 2, "q_lora_rank": None}),
     "deepseek-v2-yarn": (
         "deepseek_v2",
-        MLA | {"attention_bias": True, "mlp_bias": True, "routed_scaling_factor": 2.5, "rope_parameters": DEEP_YARN},
+        MLA
+        | {"attention_bias": True, "mlp_bias": True, "routed_scaling_factor": 2.5, "rope_parameters": DEEP_YARN}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
     "deepseek-v3": ("deepseek_v3", MLA | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}),
     "deepseek-v3-yarn": (

@@ -28,13 +28,15 @@ from pdserve.models.recipe import (
     NormOrder,
     QueryScale,
     Rotary,
-    Scoring,
 )
+from pdserve_kernels.routing import GroupScore, Scoring
 
 LATENT_EPS = 1e-6
 """That of the norms of latents, whatever that of the other norms is."""
 KEY, VALUE, OUT = "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"
 DENSE, SPARSE = "dense", "sparse"
+METHODS = ("greedy", "group_limited_greedy")
+"""How a DeepSeek V2 chooses experts: from all, or from some groups of them."""
 
 
 class RoutedSettings(Protocol):
@@ -211,8 +213,10 @@ class DeepseekV2Settings(LatentSettings, kw_only=True):
         _check_routing(self.scoring_func, "softmax", self.moe_layer_freq)
         if self.norm_topk_prob:
             raise ModelError("norm_topk_prob of a DeepSeek V2, weights of experts with a sum of one, is not supported")
-        if self.topk_method != "greedy":
-            raise ModelError(f"topk_method {self.topk_method!r} is not supported; supported: 'greedy'")
+        if self.topk_method not in METHODS:
+            raise ModelError(f"topk_method {self.topk_method!r} is not supported; supported: {', '.join(METHODS)}")
+        if self.topk_method == METHODS[1] and (self.n_group is None or self.topk_group is None):
+            raise ModelError("n_group and topk_group, the groups of experts and how many are chosen, are missing")
         if self.num_experts_per_tok is None and self.first_k_dense_replace < self.num_hidden_layers:
             raise ModelError("num_experts_per_tok, the number of experts of a token, is missing")
 
@@ -220,11 +224,15 @@ class DeepseekV2Settings(LatentSettings, kw_only=True):
         if index < self.first_k_dense_replace:
             return self.mlp()
         channels = self.moe_intermediate_size
+        grouped = self.topk_method == METHODS[1]
         return ExpertsRecipe(
             self.n_routed_experts,
             self.num_experts_per_tok or 1,
             gated_expert(channels),
             precise_router=True,
+            groups=(self.n_group or 1) if grouped else 1,
+            chosen_groups=(self.topk_group or 1) if grouped else 1,
+            group_score=GroupScore.BEST,
             scale=self.routed_scaling_factor,
             shared=gated("mlp.shared_experts", channels * self.n_shared_experts, biased=self.mlp_bias),
         )

@@ -33,7 +33,6 @@ from pdserve.models.recipe import (
     ModelRecipe,
     NormOrder,
 )
-from pdserve_kernels.routing import Scoring
 
 GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
