@@ -161,6 +161,9 @@ class HeadLinear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps ``[tokens, heads, in]`` to ``[tokens, heads, out]``."""
 
+    def of_one(self, x: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Maps ``[tokens, in]``, which these heads share, to ``[tokens, len(heads), out]``."""
+
 
 class BlockLinear(Linear, Protocol):
     """The product with a weight that stays in blocks, in bf16."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -23,9 +25,18 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
-def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiplies each head of ``[tokens, heads, in]`` by its own of the weights ``[heads, out, in]``."""
-    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+@dataclass(frozen=True, slots=True)
+class HeadLinear:
+    """Satisfies ``contract.HeadLinear``, with weights ``[heads, out, in]``."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
+
+    def of_one(self, x: torch.Tensor, heads: slice) -> torch.Tensor:
+        some = self.weight[heads]
+        return F.linear(x, some.flatten(0, 1)).view(len(x), *some.shape[:2])
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

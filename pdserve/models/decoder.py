@@ -166,12 +166,16 @@ class _Parts:
         """Returns what lets the tokens of a layer see others: attention, a mixer or both; None if it has neither."""
         config, building, prefix = self._config, self._building, self.prefix(index)
         recipe = config.recipe.layers[index]
-        attend, mix = None, None
+        attend: Part | None = None
+        mix: Part | None = None
         if recipe.attention is not None and (place := self._places.attention[index]) is not None:
-            kind = SelfAttention if recipe.attention.latent is None else LatentAttention
-            part = kind(config, building, recipe.attention, prefix, place.index)
             table = self._kinds.index(_positions_of(config, recipe.attention))
-            attend = _Attend(part, table, self._of_attention.index(place.group))
+            group = self._of_attention.index(place.group)
+            built = (config, building, recipe.attention, prefix, place.index)
+            if recipe.attention.latent is None:
+                attend = _Attend(SelfAttention(*built), table, group)
+            else:
+                attend = _AttendToLatents(LatentAttention(*built), table, group)
         if recipe.mixer is not None and (place := self._places.states[index]) is not None:
             mixer = build_mixer(config, building, recipe.mixer, prefix, index)
             mix = _Mix(mixer, self._of_states.index(place.group), place.index)
@@ -261,12 +265,24 @@ def _layer(
 class _Attend:
     """A layer's attention."""
 
-    attend: SelfAttention | LatentAttention
+    attend: SelfAttention
     table: int
     group: int
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         return self.attend(x, step.tables[self.table], step.cache.attention[self.group])
+
+
+@dataclass(frozen=True, slots=True)
+class _AttendToLatents:
+    """A layer's latent attention."""
+
+    attend: LatentAttention
+    table: int
+    group: int
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.attend(x, step.tables[self.table], step.cache.latents[self.group])
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +302,8 @@ class _Mix:
 class _Both:
     """Attention and a mixer beside each other."""
 
-    attend: _Attend
-    mix: _Mix
+    attend: Part
+    mix: Part
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         return self.attend(x, step) + self.mix(x, step)

@@ -19,14 +19,23 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.models.backend import CPU
-from pdserve.models.checkpoint.decoder_config import DecoderConfig
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
+from pdserve.models.latent_plan import LatentStep, plan_latents
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import TORCH_DTYPES, KvGroup, RankCache, StateGroup, state_runs
 from pdserve.models.step_cache import StepCache, StepStates
 from pdserve.models.tp.shares import ALONE, TpGroup, share
-from pdserve_kernels.contract import AttentionRow, BlockKernels, DecodeTables, GraphKernels, Kernels, StateRuns
+from pdserve_kernels.contract import (
+    Attention,
+    AttentionRow,
+    BlockKernels,
+    DecodeTables,
+    GraphKernels,
+    Kernels,
+    StateRuns,
+)
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.host_copies import Numbers, block_ids, joined, packed, packed_starts, to_device
 
@@ -289,6 +298,7 @@ class ModelRunner:
         heads = share(tp, config.heads, "attention heads") if self.cache.attention else range(0)
         self._heads = heads.stop - heads.start
         self._scale, self._cap = config.attention_scale, config.attention_cap
+        self._latent = config.latent if isinstance(config, FamilyConfig) else None
         self._max_model_len = max_model_len
         self._scored_rows = max(1, SCORED_LOGITS // config.vocab_size)
         self._kernels = kernels
@@ -346,20 +356,24 @@ class ModelRunner:
 
     def _planned(self, rows: Sequence[StepRow]) -> StepCache:
         """Returns the cache as these rows use it."""
-        attention = []
-        for group in self.cache.attention:
+        kernels, groups = self._kernels, self.cache.attention
+        attention, latents = list[Attention](), list[LatentStep]()
+        for group in groups:
             spans = _spans(group, rows)
-            attention.append(
-                self._kernels.plan_attention(group.layout, group.cache, spans, self._heads, self._scale, self._cap)
-            )
+            if self._latent is None:
+                attention.append(
+                    kernels.plan_attention(group.layout, group.cache, spans, self._heads, self._scale, self._cap)
+                )
+            else:
+                latents.append(plan_latents(kernels, group, spans, self._heads, self._scale, self._latent))
         if not self.cache.states:
-            return StepCache(attention)
+            return StepCache(attention, (), latents)
         lengths = [len(row.token_ids) for row in rows]
         states = []
         for kept in self.cache.states:
             runs = state_runs(lengths, [row.table(kept.number) for row in rows], kept, self.kv_cache.device)
             states.append(StepStates(kept.layers, runs))
-        return StepCache(attention, states)
+        return StepCache(attention, states, latents)
 
     def _scored_places(self, rows: Sequence[StepRow]) -> Iterator[torch.Tensor]:
         """Yields the places of scored tokens in the step, in pieces that are the same on every rank."""
@@ -381,7 +395,7 @@ class ModelRunner:
         cache = self.cache
 
         def compute(inputs: DecodeInputs) -> torch.Tensor:
-            attention = [
+            planned = [
                 kernels.plan_decode(
                     group.layout,
                     group.cache,
@@ -394,8 +408,11 @@ class ModelRunner:
                 )
                 for group, blocks in zip(cache.attention, inputs.attention, strict=True)
             ]
+            attention, latents = planned, list[LatentStep]()
+            if self._latent is not None:
+                attention, latents = [], [LatentStep(each, None) for each in planned]
             states = [StepStates(kept.layers, runs) for kept, runs in zip(cache.states, inputs.states, strict=True)]
-            hidden = self._decoder.forward(inputs.token_ids, inputs.positions, StepCache(attention, states))
+            hidden = self._decoder.forward(inputs.token_ids, inputs.positions, StepCache(attention, states, latents))
             return self._decoder.logits(hidden)
 
         self._graphs = DecodeGraphs(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pdserve.models.latent_plan import LatentStep
 from pdserve_kernels.contract import Attention, StateRuns
 
 
@@ -27,3 +28,5 @@ class StepCache:
     """The attention of each group of keys and values that has layers, in the order of the groups."""
     states: Sequence[StepStates] = ()
     """Each group of states, in the order of the groups."""
+    latents: Sequence[LatentStep] = ()
+    """Latent attention of each group, in place of ``attention``, for a model that has it."""

@@ -72,6 +72,9 @@ class CompiledHeadLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([linear(x[:, head]) for head, linear in enumerate(self.heads)], 1)
 
+    def of_one(self, x: torch.Tensor, heads: slice) -> torch.Tensor:
+        return torch.stack([linear(x) for linear in self.heads[heads]], 1)
+
 
 def fits(library: Library, weight: torch.Tensor | UnreadWeight) -> bool:
     """Returns whether the compiled kernel computes with this weight on this CPU."""

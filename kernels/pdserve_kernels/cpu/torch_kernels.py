@@ -14,7 +14,6 @@ product of 1 to 16 rows takes about half the time: on one core, a SmolLM2-135M s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -369,7 +368,7 @@ class TorchKernels:
         return PackedLinear(weight, bias)
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
-        return partial(reference.head_linear, weight=weight)
+        return reference.HeadLinear(weight)
 
     def plan_attention(
         self,

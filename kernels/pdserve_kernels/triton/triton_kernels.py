@@ -152,7 +152,7 @@ class TritonKernels:
         return functools.partial(F.linear, weight=weight, bias=bias)
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
-        return functools.partial(reference.head_linear, weight=weight)
+        return reference.HeadLinear(weight)
 
     def plan_attention(
         self,

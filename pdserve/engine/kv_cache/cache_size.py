@@ -22,6 +22,7 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConf
 from pdserve.models.checkpoint.weight_form import model_size_of, weight_bytes
 from pdserve.models.checkpoint.weights import parameters
 from pdserve.models.group_sizes import GroupSize, Load, group_blocks
+from pdserve.models.latent_plan import expanded_bytes
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
     Activation,
@@ -71,6 +72,8 @@ def workspace_bytes(
     scoring = scored * SCORING_BYTES_PER_LOGIT + logits_bytes(1, scored, dtype, ranks)
     sampling = sampling_bytes(rows, decoder.vocab_size)
     beside = max(scoring, sampling, rows * block_bytes)
+    if isinstance(decoder, FamilyConfig) and decoder.latent is not None:
+        beside += expanded_bytes(decoder.latent, decoder.max_positions, dtype.itemsize)
     return LIBRARY_BYTES + recorded + step_bytes(decoder, dtype, ranks, tokens, rows) + beside
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pdserve.models.recipe import AttentionRecipe, ExpertsRecipe, LongScaling, MlpBesideExperts, ModelRecipe
+from pdserve.models.recipe import (
+    AttentionRecipe,
+    ExpertsRecipe,
+    LatentRecipe,
+    LongScaling,
+    MlpBesideExperts,
+    ModelRecipe,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,6 +62,11 @@ class FamilyConfig(DecoderConfig):
         if (dim, kv_heads) == (self.head_dim, self.kv_heads):
             return self
         return replace(self, head_dim=dim, kv_heads=kv_heads)
+
+    @property
+    def latent(self) -> LatentRecipe | None:
+        """How keys and values come from latents, if they do. All layers have the same."""
+        return next((part.latent for part in self.recipe.attention), None)
 
     @property
     def experts(self) -> ExpertsRecipe | None:

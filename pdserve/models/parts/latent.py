@@ -3,7 +3,7 @@
 Only this latent is kept, with the part of the key that is turned by its position, which heads share. So the cache has
 one key of ``rank + turned`` channels a token, whose first ``rank`` are its value, and every rank has the whole of it.
 The products that would expand latents to keys and values are applied to queries and results instead: attention to all
-heads is attention to that one key.
+heads is attention to that one key. Rows of many tokens take less time with expanded contexts (``latent_plan``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL
+from pdserve.models.latent_plan import LatentStep
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building, Projection, RowParallel, SideBySide, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
@@ -46,12 +47,12 @@ class LatentAttention:
         else:
             self._inner = _side_by_side(building, config.hidden_size, query, key)
         self._norm = load_norm(building, latent.norm, prefix + latent.key_norm, latent.rank)
-        self._keys, self._values = _expansion(config, building, recipe, prefix, heads)
+        self._keys, self._values, self._expansion = _products(config, building, recipe, prefix, heads)
         whole = (config.hidden_size, config.heads * latent.value)
         biased = recipe.out in recipe.biased
         self._out = RowParallel(building, prefix + recipe.out, whole, spread(heads, latent.value), biased=biased)
 
-    def __call__(self, x: torch.Tensor, tables: PositionTables, attention: Attention) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, tables: PositionTables, step: LatentStep) -> torch.Tensor:
         """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
         sizes, tokens, heads = self._latent, x.shape[0], self._heads
         inner = self._inner(x)
@@ -61,12 +62,29 @@ class LatentAttention:
             query = self._query_up(self._query_norm(query.contiguous()))
         plain, turned = torch.split(query.reshape(tokens, heads, -1), [sizes.plain, sizes.turned], -1)
         rotated = self._kernels.rotary(torch.cat((turned, shared.unsqueeze(1)), 1), tables.cos, tables.sin)
-        queries = torch.cat((self._keys(plain), rotated[:, :heads]), -1)
+        turned = rotated[:, :heads]
         if tables.query_scale is not None:
-            queries = queries * tables.query_scale
-        key = torch.cat((self._norm(latent.contiguous()), rotated[:, heads]), -1)
-        attended = attention(self._index, queries, key.view(1, tokens, 1, -1))
-        return self._out(self._values(attended).reshape(tokens, -1))
+            plain, turned = plain * tables.query_scale, turned * tables.query_scale
+        key = torch.cat((self._norm(latent.contiguous()), rotated[:, heads]), -1).view(1, tokens, 1, -1)
+        if step.direct is None:
+            values = self._direct(plain, turned, key, step.attention)
+        else:
+            values = plain.new_empty(tokens, heads, sizes.value)
+            if step.attention is not None:
+                own = step.direct
+                values[own] = self._direct(plain[own], turned[own], key[:, own], step.attention)
+            for row in step.expanded:
+                query = torch.cat((plain[row.tokens], turned[row.tokens]), -1)
+                values[row.tokens] = row(self._index, query, key[:, row.tokens], self._expansion)
+        return self._out(values.reshape(tokens, -1))
+
+    def _direct(
+        self, plain: torch.Tensor, turned: torch.Tensor, key: torch.Tensor, attention: Attention | None
+    ) -> torch.Tensor:
+        """Returns the values of heads, ``[tokens, heads, value]``, by attention to latents."""
+        assert attention is not None, "a step has rows"
+        queries = torch.cat((self._keys(plain), turned), -1)
+        return self._values(attention(self._index, queries, key))
 
 
 def _key(recipe: AttentionRecipe, prefix: str, turned: tuple[int, ...]) -> Projection:
@@ -96,15 +114,22 @@ def _side_by_side(building: Building, inputs: int, first: Projection, second: Pr
     return SideBySide(tuple(column_parallel(building, inputs, [each]) for each in (first, second)))
 
 
-def _expansion(
+def _products(
     config: FamilyConfig, building: Building, recipe: AttentionRecipe, prefix: str, heads: slice
-) -> tuple[HeadLinear, HeadLinear]:
-    """Returns what maps a head's query to one of latents, and what maps a mean of latents to the head's value."""
+) -> tuple[HeadLinear, HeadLinear, HeadLinear]:
+    """Returns the products of each head: of its query to one of latents, of a mean of latents to its value, and of a
+    latent to its key and its value.
+    """
     latent = recipe.latent
     assert latent is not None
     size = latent.plain + latent.value
     shape = (config.heads * size, latent.rank)
     weight = building.checkpoint.take(f"{prefix}{recipe.value}.weight", shape, rows=spread(heads, size))
-    keys, values = torch.split(weight.view(-1, size, latent.rank), [latent.plain, latent.value], 1)
+    weight = weight.view(-1, size, latent.rank)
+    keys, values = torch.split(weight, [latent.plain, latent.value], 1)
     kernels = building.kernels
-    return kernels.head_linear(keys.transpose(1, 2).contiguous()), kernels.head_linear(values.contiguous())
+    return (
+        kernels.head_linear(keys.transpose(1, 2).contiguous()),
+        kernels.head_linear(values.contiguous()),
+        kernels.head_linear(weight),
+    )

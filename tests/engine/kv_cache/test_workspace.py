@@ -26,12 +26,14 @@ from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import build_decoder
+from pdserve.models.latent_plan import LatentStep
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
 from pdserve.models.recipe import (
     DeltaNetRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    LatentRecipe,
     Mamba2Recipe,
     MixerRecipe,
     MlpBesideExperts,
@@ -42,7 +44,8 @@ from pdserve.models.recipe import (
 from pdserve.models.step_cache import StepCache, StepStates
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve_kernels.contract import Linear, StateRuns, UnreadWeight
+from pdserve_kernels import reference
+from pdserve_kernels.contract import HeadLinear, Linear, StateRuns, UnreadWeight
 from tests.engine.live_bytes import LiveBytes
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import save_tiny_model
@@ -116,7 +119,7 @@ class GpuMemory:
     """Takes the memory that the Triton kernels take, which have no tensors in between."""
 
     def __init__(self, decoder: FamilyConfig, ranks: int) -> None:
-        self._heads = decoder.heads // ranks
+        self._heads, self._latent = decoder.heads // ranks, decoder.latent
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return partial(torch.nn.functional.linear, weight=weight, bias=bias)
@@ -148,8 +151,11 @@ class GpuMemory:
     def mamba2_scan(self, xbc: torch.Tensor, steps: torch.Tensor, *others: torch.Tensor | StateRuns) -> torch.Tensor:
         return xbc.new_empty((*steps.shape, MAMBA.head_dim))
 
+    def head_linear(self, weight: torch.Tensor) -> HeadLinear:
+        return reference.HeadLinear(weight)
+
     def __call__(self, layer: int, query: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        return torch.empty_like(query)
+        return torch.empty_like(query) if self._latent is None else torch.empty_like(query[..., : self._latent.rank])
 
 
 TOKENS, ROWS = 2048, 256
@@ -165,6 +171,10 @@ MIXERS: dict[type[MixerRecipe], MixerRecipe] = {
     )
 }
 """What stands for mixers of its kind, as wide as those of large models."""
+
+
+LATENT = LatentRecipe(rank=512, plain=128, turned=64, value=128, norm=Norm(1e-6), query_rank=1536)
+"""What stands for the latents of a model, those of DeepSeek V3."""
 
 
 def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
@@ -188,7 +198,12 @@ def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
     kind = MlpRecipe if config.experts is None else (ExpertsRecipe, MlpBesideExperts)
     of_kind = [(layer, part) for layer in config.recipe.layers if isinstance(part := layer.feed_forward, kind)]
     layers = [
-        replace(layer, feed_forward=widened(part), mixer=layer.mixer and MIXERS[type(layer.mixer)])
+        replace(
+            layer,
+            attention=layer.attention and replace(layer.attention, latent=layer.attention.latent and LATENT),
+            feed_forward=widened(part),
+            mixer=layer.mixer and MIXERS[type(layer.mixer)],
+        )
         for layer, part in of_kind
     ]
     windows, inputs = config.windows[: len(layers)], config.recipe.per_layer
@@ -273,6 +288,14 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {"hidden_size": 2048, "intermediate_size": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64},
     ),
+    "latents 671B": (
+        "deepseek-v3",
+        {"hidden_size": 7168, "intermediate_size": 18_432, "heads": 128, "kv_heads": 1, "head_dim": 576},
+    ),
+    "latents": (
+        "youtu",
+        {"hidden_size": 2048, "intermediate_size": 6144, "heads": 16, "kv_heads": 1, "head_dim": 576},
+    ),
     "parallel": (
         "falcon",
         {"hidden_size": 4544, "intermediate_size": 18_176, "heads": 71, "kv_heads": 1, "head_dim": 64},
@@ -282,6 +305,7 @@ EXPERTS = {
     "delta nets 80B": (512, 512),
     "shared expert 20k": (2560, 20_480),
     "groups 110B": (1408, 1408),
+    "latents 671B": (2048, 2048),
     "narrow experts": (512, 1024),
     "weighed inputs": (8192, 8192),
 }
@@ -314,7 +338,8 @@ def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: 
             if group.keep is Keep.LATEST
         ]
         attention = [kernels] * (len(groups) - len(states))
-        model.logits(model.forward(ids, ids, StepCache(attention, states))[:ROWS])
+        latents = [LatentStep(each, None) for each in attention]
+        model.logits(model.forward(ids, ids, StepCache(attention, states, latents))[:ROWS])
     counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS)
     assert counted / 4 < live.peak <= counted
 
