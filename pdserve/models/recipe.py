@@ -377,6 +377,8 @@ class DeltaNetRecipe:
     """The norm of each value head, whose output is multiplied by ``silu(gate)``."""
     inner: tuple[str, ...] = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
     """The projections to queries, keys, values and gates, and to betas and steps, both by key head; or four apart."""
+    tiled: bool = False
+    """Whether ``out`` takes the first value head of every key head first, then the second of every one, and so on."""
     conv: str = "linear_attn.conv1d"
     step_bias: str = "linear_attn.dt_bias"
     log_rate: str = "linear_attn.A_log"

@@ -21,6 +21,9 @@ from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from safetensors.numpy import load_file
 
+from tests.models.tiny_families import FULL
+from tests.tiny_models import SHAPE
+
 SIGMOID = ExpertGatingFuncType.SIGMOID
 
 
@@ -36,6 +39,9 @@ class Converted:
 FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}
 CHUNKS_OF_LLAMA4: dict[str, Any] = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
 CHUNKS_OF_LLAMA4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+ALL_SEE: dict[str, Any] = {"layer_types": [FULL] * 3, "num_experts_per_tok": 0}
+DENSE_CHANNELS: dict[str, Any] = {"shared_intermediate_size": SHAPE["intermediate_size"]}
+"""A dense Granite 4 has this setting twice, and llama.cpp reads the other one."""
 CONVERTED: dict[str, list[Converted]] = {
     "arcee": [Converted("arcee", {})],
     "chatglm": [Converted("glm", {})],
@@ -58,12 +64,19 @@ CONVERTED: dict[str, list[Converted]] = {
     "gpt-oss": [Converted("gpt-oss", {})],
     "gpt2": [Converted("gpt2", {})],
     "gptneox": [Converted("gpt-neox", {}), Converted("gpt-neox-sequential", {})],
-    "granite": [Converted("granite", {})],
+    "granite": [Converted("granite", {}), Converted("granitemoehybrid-dense", ALL_SEE | DENSE_CHANNELS)],
+    "granitehybrid": [
+        Converted("granitemoehybrid", {}),
+        Converted("granitemoehybrid-dense", DENSE_CHANNELS | {"position_embedding_type": "nope"}),
+        Converted("bamba", {}),
+    ],
     "granitemoe": [Converted("granitemoe", {}), Converted("granitemoe-shared", {})],
     "hunyuan-dense": [Converted("hunyuan", {}), Converted("hunyuan-alpha", {})],
     "hunyuan-moe": [Converted("hunyuan-moe", {})],
     "internlm2": [Converted("llama", {})],
     "jais2": [Converted("jais2", {})],
+    "lfm2": [Converted("lfm2", {}), Converted("lfm2-biased", {})],
+    "lfm2moe": [Converted("lfm2-moe", {})],
     "llama": [Converted("mixtral", {}), Converted("internlm3", {})],
     "llama4": [
         Converted("llama4", CHUNKS_OF_LLAMA4),
@@ -71,13 +84,18 @@ CONVERTED: dict[str, list[Converted]] = {
     ],
     "minimax-m2": [Converted("minimax-m2", {})],
     "nemotron": [Converted("nemotron", {})],
+    "nemotron_h": [Converted("nemotron-h", {"layers_block_type": ["linear_attention", "mlp", FULL]})],
+    "nemotron_h_moe": [Converted("nemotron-h", {"layers_block_type": ["linear_attention", "moe", FULL]})],
     "olmo": [Converted("olmo", {})],
     "olmo2": [Converted("olmo2", {}), Converted("olmo3", {})],
     "olmoe": [Converted("olmoe", {})],
     "phi2": [Converted("phi", {})],
     "phi3": [Converted("phi3", {}), Converted("phi3-window", {}), Converted("phi3-long", {})],
     "qwen2moe": [Converted("qwen2-moe", {"mlp_only_layers": []})],
+    "qwen35": [Converted("qwen3-5", {}), Converted("qwen3-5", {"linear_num_value_heads": 2})],
+    "qwen35moe": [Converted("qwen3-5-moe", {})],
     "qwen3moe": [Converted("qwen3-moe", {"mlp_only_layers": []})],
+    "qwen3next": [Converted("qwen3-next", {})],
     "seed_oss": [Converted("seed-oss", {})],
     "smollm3": [Converted("smollm3", FOUR_LAYERS | {"no_rope_layers": None})],
     "stablelm": [Converted("stablelm", {}), Converted("stablelm-parallel", {})],
@@ -86,23 +104,41 @@ CONVERTED: dict[str, list[Converted]] = {
 }
 """The cases of each architecture. Those of Llama, Qwen 2, Qwen 3 and Gemma 3 are in ``test_gguf_tensors``, too."""
 
-PERMUTED = ("arcee", "granite", "granitemoe", "internlm2", "llama", "olmo", "smollm3")
+PERMUTED: tuple[str, ...] = (
+    "arcee",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "internlm2",
+    "llama",
+    "nemotron_h",
+    "nemotron_h_moe",
+)
+PERMUTED += ("olmo", "smollm3")
 """The architectures whose rotation turns neighbouring channels, and whose checkpoints turn halves of a head."""
-SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
+GRANITES = ("granite", "granitehybrid", "granitemoe")
+NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
+QWENS = ("qwen35", "qwen35moe", "qwen3next")
+KEPT = ("shortconv.conv.weight", "ssm_a", "ssm_conv1d.weight", "ssm_d", "ssm_norm.weight")
+"""The ends of the names of tensors of two dimensions that stay fp32."""
 
 
 def save_converted(
     folder: Path,
     path: Path,
     arch: str,
-    extra: Callable[[GGUFWriter], None] | None = None,
+    extra: Callable[[GGUFWriter], object] | None = None,
     quantized: GGMLQuantizationType | None = None,
     which: str = "",
+    *,
+    together: bool = False,
 ) -> Path:
     """Saves the checkpoint in ``folder`` as a GGUF file of ``arch``.
 
     ``extra`` adds to its settings. All matrices but routers have the format ``quantized`` if ``which`` is in their
-    names, and all else is fp32.
+    names, and all else is fp32. With ``together``, projections of a delta net stay as the checkpoint has them, as in
+    files of the first version.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, arch)
@@ -112,11 +148,12 @@ def save_converted(
     names = get_tensor_name_map({name: key for key, name in MODEL_ARCH_NAMES.items()}[arch], _layers(config))
     tensors = dict(load_file(folder / "model.safetensors"))
     for name, tensor in _stacked(tensors).items():
-        for renamed, changed in _changed(name, tensor, config, arch):
+        kept = together and name.endswith("in_proj_qkvz.weight")
+        for renamed, changed in [(name, tensor)] if kept else _changed(name, tensor, config, arch):
             known = renamed.startswith("blk.")
             found = renamed if known else names.get_name(renamed, try_suffixes=(".weight", ".bias"))
             assert found is not None, renamed
-            matrix = changed.ndim > 1 and "gate_inp" not in found and not found.endswith(".bias")
+            matrix = changed.ndim > 1 and "gate_inp" not in found and not found.endswith((".bias", *KEPT))
             if quantized is not None and matrix and which in found:
                 writer.add_tensor(found, quantize(np.ascontiguousarray(changed), quantized), raw_dtype=quantized)
             else:
@@ -137,7 +174,7 @@ def save_converted(
 
 
 def _layers(config: dict[str, Any]) -> int:
-    return int(_first(config, "num_hidden_layers", "n_layer"))
+    return len(config.get("layers_block_type") or ()) or int(_first(config, "num_hidden_layers", "n_layer"))
 
 
 def _first(config: dict[str, Any], *names: str) -> Any:
@@ -166,7 +203,8 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
     writer.add_context_length(_first(config, "max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
     channels = _first(config, "ffn_hidden_size", "intermediate_size_mlp", "intermediate_size", "n_inner")
-    writer.add_feed_forward_length(channels or 4 * hidden)
+    if arch != "qwen35moe":
+        writer.add_feed_forward_length(channels or 4 * hidden)
     writer.add_head_count(_first(config, "num_attention_heads", "n_head"))
     writer.add_head_count_kv(_kv_heads(config))
     writer.add_eos_token_id(2)
@@ -187,12 +225,18 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(name) is not None:
             getattr(writer, f"add_{name}")(config[name])
-    if arch.startswith("granite"):
+    if arch in GRANITES and config["model_type"] != "bamba":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
     if arch == "gemma4":
         _add_gemma4(writer, config)
+    if arch in QWENS:
+        _add_delta_net(writer, config, arch)
+    if arch in ("lfm2", "lfm2moe"):
+        _add_lfm2(writer, config, arch)
+    if config["model_type"] in ("bamba", "granitemoehybrid", "nemotron_h"):
+        _add_mamba(writer, config, arch)
     if "use_parallel_residual" in config:
         writer.add_parallel_residual(config["use_parallel_residual"])
 
@@ -214,6 +258,54 @@ def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if config["use_double_wide_mlp"]:
         channels = config["intermediate_size"]
         writer.add_feed_forward_length([channels] * (len(windows) - shared) + [2 * channels] * shared)
+
+
+def _add_delta_net(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    writer.add_full_attention_interval(config["layer_types"].index(FULL) + 1)
+    if arch != "qwen3next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def _add_lfm2(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_head_count_kv([_kv_heads(config) if kind == FULL else 0 for kind in config["layer_types"]])
+    if arch == "lfm2" and config["block_auto_adjust_ff_dim"]:
+        channels = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+        multiple = config["block_multiple_of"]
+        writer.add_feed_forward_length(-(-channels // multiple) * multiple)
+
+
+def _add_mamba(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    layers = range(_layers(config))
+    kinds = _first(config, "layers_block_type", "layer_types")
+    seeing = [kinds[i] in (FULL, "attention") if kinds else i in config["attn_layer_indices"] for i in layers]
+    heads = _first(config, "mamba_n_heads", "mamba_num_heads")
+    inner = heads * config["mamba_head_dim"] if arch in NEMOTRONS else config["mamba_expand"] * config["hidden_size"]
+    writer.add_ssm_conv_kernel(_first(config, "conv_kernel", "mamba_d_conv"))
+    writer.add_ssm_state_size(_first(config, "ssm_state_size", "mamba_d_state"))
+    writer.add_ssm_group_count(_first(config, "n_groups", "mamba_n_groups"))
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_head_count_kv([_kv_heads(config) if each else 0 for each in seeing])
+    writer.add_rope_dimension_count(_head_dim(config) // (2 if config["model_type"] == "bamba" else 1))
+    positions = config["model_type"] == "bamba" or arch == "granite"
+    writer.add_rope_scaling_finetuned(positions)
+    if not positions:
+        writer.add_context_length(2**20)
+    if (shared := config.get("shared_intermediate_size")) is not None:
+        writer.add_expert_shared_feed_forward_length(shared)
+    if arch in NEMOTRONS:
+        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+        kind = "moe" if arch == "nemotron_h_moe" else "mlp"
+        channels = config["moe_intermediate_size" if kind == "moe" else "intermediate_size"]
+        writer.add_feed_forward_length([channels if each == kind else 0 for each in kinds])
 
 
 def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
@@ -260,7 +352,7 @@ def _add_windows(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
 
 def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     count = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if count is None or not config.get("enable_moe_block", True):
+    if count is None or not config.get("enable_moe_block", True) or arch == "nemotron_h":
         return
     writer.add_expert_count(count)
     writer.add_expert_used_count(_first(config, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"))
@@ -277,16 +369,18 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
     if shared := _first(config, "shared_expert_intermediate_size", "shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
-    if (dense := _first(config, "first_k_dense_replace", "moe_layer_start_index")) is not None:
+    if arch == "nemotron_h_moe":
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+    if (dense := _first(config, "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")) is not None:
         writer.add_leading_dense_block_count(dense)
     if arch == "ernie4_5-moe":
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
-    if arch in ("glm4moe", "dots1"):
+    if arch in ("glm4moe", "dots1", "nemotron_h_moe"):
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    if arch in ("glm4moe", "dots1", "minimax-m2"):
+    if arch in ("glm4moe", "dots1", "lfm2moe", "minimax-m2"):
         writer.add_expert_gating_func(SIGMOID)
 
 
@@ -299,6 +393,7 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if matched := single.fullmatch(name):
             # The converter gives those of a Mixtral the names of Llama's own files.
             stem = matched[1].replace("block_sparse_moe", "mlp") if matched[3] in ("w1", "w2", "w3") else matched[1]
+            stem = stem.replace("feed_forward", "mlp").replace("mixer", "mlp").replace("backbone.", "model.")
             part = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(matched[3], matched[3])
             groups.setdefault(f"{stem}.{part}.weight", []).append((int(matched[2]), tensor))
         else:
@@ -311,14 +406,20 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -> list[tuple[str, np.ndarray]]:
     """Returns a tensor as the converter writes it."""
     head_dim, hidden = _head_dim(config), tensor.shape[-1]
-    if "e_score_correction_bias" in name:
-        return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor.reshape(-1))]
+    found = re.search(r"layers\.(\d+)\.", name)
+    block = f"blk.{found[1]}." if found is not None else ""
+    for given, stored in (("e_score_correction_bias", "e_score_correction.bias"), ("expert_bias", "expert_bias.bias")):
+        if name.endswith(given):
+            return [(name.replace(given, stored), tensor.reshape(-1))]
+    if any(part in name for part in (".linear_attn.", ".mamba.", ".conv.")) or _of_mixer(name, config):
+        return _changed_mixer(name, block, tensor, config, arch)
+    dense = not config.get("num_local_experts", 1)
     if name.endswith("input_linear.weight"):
-        kind = "exps" if tensor.ndim == 3 else "shexp"
+        kind = "_exps" if tensor.ndim == 3 else "" if dense else "_shexp"
         gate, up = np.split(tensor, 2, axis=-2)
-        layer = re.search(r"layers\.(\d+)\.", name)
-        assert layer is not None
-        return [(f"blk.{layer[1]}.ffn_{part}_{kind}.weight", each) for part, each in (("gate", gate), ("up", up))]
+        return [(f"{block}ffn_{part}{kind}.weight", each) for part, each in (("gate", gate), ("up", up))]
+    if dense and name.endswith("shared_mlp.output_linear.weight"):
+        return [(f"{block}ffn_down.weight", tensor)]
     if arch == "gpt-oss" and name.endswith("sinks"):
         return [(f"{name}.weight", tensor)]
     if arch == "gpt-oss" and ".experts." in name:
@@ -359,3 +460,49 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
         thirds = groups[:, :each], groups[:, each : each + 1], groups[:, each + 1 :]
         tensor = np.concatenate([part.reshape(-1, hidden) for part in thirds])
     return [(name, tensor)]
+
+
+def _of_mixer(name: str, config: dict[str, Any]) -> bool:
+    """Returns whether a tensor of a layer of one part is of its Mamba."""
+    found = re.search(r"layers\.(\d+)\.mixer\.", name)
+    return found is not None and config["layers_block_type"][int(found[1])] == "linear_attention"
+
+
+def _changed_mixer(
+    name: str, block: str, tensor: np.ndarray, config: dict[str, Any], arch: str
+) -> list[tuple[str, np.ndarray]]:
+    """Returns a tensor of a layer with a state as the converter writes it."""
+    if arch in ("qwen35", "qwen35moe"):
+        tensor = _tiled(name, tensor, config)
+    if name.endswith("A_log"):
+        tensor = -np.exp(tensor)
+    if "conv" in name and tensor.ndim == 3:
+        tensor = tensor.squeeze(1)
+    if name.endswith("dt_bias"):
+        name = name.replace("dt_bias", "dt_proj.bias")
+    if arch not in QWENS and name.endswith(("A_log", ".D")):
+        tensor = tensor.reshape(-1, 1)
+    if arch not in QWENS and name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        tensor = tensor.reshape(_first(config, "n_groups", "mamba_n_groups"), -1)
+    if not name.endswith("in_proj_qkvz.weight"):
+        return [(name, tensor)]
+    heads, keys = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+    by_head = tensor.reshape(heads, -1, tensor.shape[-1])
+    parts = np.split(by_head, np.cumsum([keys, keys, values]), axis=1)
+    query, key, value, gate = (part.reshape(-1, tensor.shape[-1]) for part in parts)
+    return [(f"{block}attn_qkv.weight", np.concatenate([query, key, value])), (f"{block}attn_gate.weight", gate)]
+
+
+def _tiled(name: str, tensor: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Returns a tensor of a delta net with the first value head of each key head first, then the second of each."""
+    heads, group = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    if name.endswith("linear_attn.norm.weight"):
+        return tensor
+    if name.endswith("out_proj.weight"):
+        by_head = tensor.reshape(len(tensor), heads, group, -1)
+        return by_head.swapaxes(1, 2).reshape(tensor.shape)
+    before = 2 * heads * config["linear_key_head_dim"] if name.endswith(("in_proj_qkv.weight", "conv1d.weight")) else 0
+    values = tensor[before:]
+    turned = values.reshape(heads, group, -1).swapaxes(0, 1).reshape(values.shape)
+    return np.concatenate([tensor[:before], turned])

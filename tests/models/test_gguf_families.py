@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,6 +19,7 @@ from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
+from pdserve.models.checkpoint.gguf_file import read_gguf
 from pdserve.models.recipe import YarnScaling
 from pdserve.models.runner import StepRow
 from pdserve.settings import cache_folder
@@ -25,7 +27,9 @@ from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.models.converted_gguf import CONVERTED, Converted, save_converted
 from tests.models.greedy import greedy_tokens, small_runner
 from tests.models.grouped_runner import GroupedRunner
-from tests.models.tiny_families import CASES, save_tiny
+from tests.models.rank_program import Case
+from tests.models.test_tensor_parallel import computed
+from tests.models.tiny_families import CASES, FULL, save_tiny
 from tests.tiny_models import Reference, reference_logits, save_tiny_model
 
 PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
@@ -50,7 +54,7 @@ def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, arch: str
     assert greedy_tokens(runner, PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
 
 
-REFUSED: list[tuple[str, str, Callable[[GGUFWriter], None], str]] = [
+REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
     ("glm4moe", "glm4-moe", lambda file: file.add_expert_gating_func(SOFTMAX), r"glm4moe\.expert_gating_func .* is 1"),
     ("llama", "mixtral", lambda file: file.add_expert_weights_scale(2.5), r"llama\.expert_weights_scale .* is 2\.5"),
     ("dots1", "dots1", lambda file: file.add_sliding_window(5), r"dots1\.attention\.sliding_window 5"),
@@ -74,12 +78,37 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], None], str]] = [
     ("hunyuan-moe", "hunyuan-moe", lambda file: file.add_expert_shared_count(2), r"hunyuan-moe\.expert_shared_count 2"),
     ("granite", "granite", lambda file: file.add_uint32("granite.new_part", 7), r"granite\.new_part 7"),
     ("phi3", "phi3", lambda file: file.add_value_length(20), r"phi3\.attention\.value_length .* is 20; only 10"),
+    ("arcee", "arcee", lambda file: file.add_head_count_kv([2, 0, 2]), r"arcee\..*head_count_kv .* has \[0, 2\]"),
+    ("granitehybrid", "bamba", lambda file: file.add_rope_dimension_count(20), r"dimension_count .* is 20; only 10"),
+    ("granitehybrid", "bamba", lambda file: file.add_residual_scale(0.5), r"granitehybrid\.residual_scale 0\.5"),
+    (
+        "granitehybrid",
+        "granitemoehybrid",
+        lambda file: file.add_head_count_kv(2),
+        r"granitehybrid\..*head_count_kv .* is '2'; list is needed",
+    ),
+    (
+        "granitehybrid",
+        "granitemoehybrid",
+        lambda file: file.kv_data[0].pop("granitehybrid.rope.scaling.finetuned"),
+        r"granitehybrid\.rope\.scaling\.finetuned .* is missing",
+    ),
+    ("lfm2", "lfm2", lambda file: file.add_rope_dimension_sections([2, 2, 1, 0]), r"lfm2\.rope\.dimension_sections"),
+    (
+        "nemotron_h_moe",
+        "nemotron-h",
+        lambda file: file.add_layer_norm_eps(1e-3),
+        r"rms_epsilon .* is 9.*e-06, but nemotron_h_moe\.attention\.layer_norm_epsilon is 0\.001",
+    ),
+    ("nemotron_h_moe", "nemotron-h", lambda file: file.add_moe_latent_size(8), r"nemotron_h_moe\.moe_latent_size 8"),
+    ("qwen3next", "qwen3-next", lambda file: file.add_ssm_inner_size(71), r"103 convolved channels, .* have 104"),
+    ("qwen35", "qwen3-5", lambda file: file.add_ssm_time_step_rank(5), r"inner_size 72 .* over 5 heads"),
 ]
 
 
 @pytest.mark.parametrize(("arch", "case", "extra", "message"), REFUSED, ids=[each[3] for each in REFUSED])
 def test_a_setting_that_is_not_computed_is_refused(
-    tmp_path: Path, arch: str, case: str, extra: Callable[[GGUFWriter], None], message: str
+    tmp_path: Path, arch: str, case: str, extra: Callable[[GGUFWriter], object], message: str
 ) -> None:
     folder = save_tiny(case, tmp_path / "folder")
     with pytest.raises(ModelError, match=message):
@@ -131,11 +160,14 @@ def test_layers_that_draft_tokens_are_left_alone(tmp_path: Path) -> None:
     small_runner(path)
 
 
+BLOCK_SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+BLOCK_SHAPE |= {"intermediate_size": 96}
+
+
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0])
 def test_experts_stay_in_blocks(tmp_path: Path, kind: GGMLQuantizationType) -> None:
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    shape |= {"intermediate_size": 96, "moe_intermediate_size": 32}
-    folder = save_tiny_model("qwen3-moe", tmp_path / "folder", **shape, mlp_only_layers=[])  # type: ignore[arg-type]
+    shape: dict[str, Any] = BLOCK_SHAPE | {"moe_intermediate_size": 32, "mlp_only_layers": []}
+    folder = save_tiny_model("qwen3-moe", tmp_path / "folder", **shape)
     path = save_converted(folder, tmp_path / "tiny.gguf", "qwen3moe", quantized=kind)
     kernels, config = CompiledKernels(cache_folder(os.environ)), read_family_config(path)
     original = CompiledKernels.unread_linear
@@ -148,6 +180,73 @@ def test_experts_stay_in_blocks(tmp_path: Path, kind: GGMLQuantizationType) -> N
     assert not torch.equal(kept, plain)
     # Inputs are rounded to bytes, as in ``test_block_weights``.
     assert (kept - plain).norm() / plain.norm() < 0.2
+
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any], set[tuple[int, int]]]] = {
+    "qwen35moe": (
+        "qwen3-5-moe",
+        {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        {(8, 64), (1, 64)},
+    ),
+    "granitehybrid": (
+        "granitemoehybrid",
+        {"mamba_n_heads": 4, "mamba_d_head": 32, "shared_intermediate_size": 64},
+        {(4, 64)},
+    ),
+    "nemotron_h_moe": (
+        "nemotron-h",
+        {"mamba_head_dim": 32, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64}
+        | {"layers_block_type": ["linear_attention", "moe", FULL]},
+        set(),
+    ),
+    "lfm2": ("lfm2", {"block_multiple_of": 32}, set()),
+}
+"""The case of each kind of state, its shape, and the shapes of its routers in bf16, which have no blocks."""
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_layers_with_a_state_stay_in_blocks(tmp_path: Path, arch: str) -> None:
+    case, shape, routers = HYBRIDS[arch]
+    folder = save_tiny(case, tmp_path / "folder", **BLOCK_SHAPE, **shape)
+    path = save_converted(folder, tmp_path / "tiny.gguf", arch, quantized=GGMLQuantizationType.Q8_0)
+    kernels, config = CompiledKernels(cache_folder(os.environ)), read_family_config(path)
+    original = CompiledKernels.unread_linear
+    with patch.object(CompiledKernels, "unread_linear", autospec=True, side_effect=original) as dequantised:
+        in_blocks = GroupedRunner(path, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
+    assert {call.args[1].shape for call in dequantised.call_args_list} == routers
+    widened = GroupedRunner(path, config, Dtype.BF16, 4, 32, 128, kernels)
+    kept, plain = (each.run([StepRow(PROMPT, 0, range(16), True)]).clone() for each in (in_blocks, widened))
+    assert not torch.equal(kept, plain)
+    # Inputs are rounded to bytes, as in ``test_block_weights``.
+    assert (kept - plain).norm() / plain.norm() < 0.2
+
+
+def test_projections_that_are_together_are_taken_apart(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3-next", tmp_path / "folder")
+    path = save_converted(folder, tmp_path / "tiny.gguf", "qwen3next", together=True)
+    assert "blk.0.ssm_in.weight" in read_gguf(path).tensors
+    assert greedy_tokens(small_runner(path), PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
+
+
+def test_layers_that_keep_a_state_may_be_named_one_by_one(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3-5", tmp_path / "folder")
+
+    def extra(file: GGUFWriter) -> None:
+        file.add_array("qwen35.attention.recurrent_layers", [True, False, True])
+        file.add_full_attention_interval(3)
+
+    path = save_converted(folder, tmp_path / "tiny.gguf", "qwen35", extra)
+    assert greedy_tokens(small_runner(path), PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
+
+
+@pytest.mark.integration
+def test_ranks_take_the_value_heads_of_their_key_heads(tmp_path: Path) -> None:
+    """A rank's inputs of the projection behind a delta net are several parts of a row."""
+    path = save_converted(save_tiny("qwen3-5", tmp_path / "folder"), tmp_path / "tiny.gguf", "qwen35")
+    alone, split = computed([Case(str(path), size, [PROMPT[:6], PROMPT[3:20]], 5) for size in (1, 2)])
+    assert not alone.error
+    assert split == alone
 
 
 def test_every_architecture_has_a_case() -> None:

@@ -23,12 +23,26 @@ class Architecture:
     """The family of a file that has experts, if that is another one."""
     with_windows: str = ""
     """The family of a file that has a sliding window, if that is another one."""
+    with_positions: str = ""
+    """The family of a file whose attention knows positions, if that is another one; ``KNOWS_POSITIONS`` says which."""
     permuted: bool = False
     """Whether the rows of queries and keys are stored so that the two halves of each head alternate."""
     shifted_norms: bool = False
     """Whether norms are stored as they are applied, where the checkpoint has their difference from one."""
     norms: tuple[str, ...] = ()
     """The names of a layer's norms, if they are not the usual ones for their number and order."""
+    last_norm: str = "output_norm"
+    """The name of the norm before the head."""
+    tiled: bool = False
+    """Whether value heads of a delta net are stored as the first of each key head, then the second of each."""
+    all_experts: bool = False
+    """Whether every layer has experts, so that a file may lack ``feed_forward_length``."""
+    required: tuple[str, ...] = ()
+    """Keys of layers with a state, without which these have no size."""
+    of_layers: tuple[str, ...] = ()
+    """Keys with a number for each layer, which is 0 for a layer without the part that it is of."""
+    unread: tuple[str, ...] = ()
+    """What keys begin with that belong to parts which no layer has: their tensors would be refused."""
     settings: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
     """Settings of the family that files have no key for."""
     rounded_ramps: bool = True
@@ -39,7 +53,15 @@ class Architecture:
     @property
     def families(self) -> frozenset[str]:
         """The families that files of this architecture may have."""
-        return frozenset({self.family, self.with_experts, self.with_windows} - {""})
+        return frozenset({self.family, self.with_experts, self.with_windows, self.with_positions} - {""})
+
+
+STATE_SPACE = tuple(
+    f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+)
+SHORT_CONV = ("shortconv.l_cache",)
+KV_HEADS, CHANNELS = "attention.head_count_kv", "feed_forward_length"
+BEFORE_BOTH = ("attn_norm", "post_attention_norm")
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -57,20 +79,41 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture("gemma3_text", shifted_norms=True),
     "gemma4": Architecture("gemma4_text"),
     "glm4": Architecture("glm4"),
-    "glm4moe": Architecture("glm4_moe", norms=("attn_norm", "post_attention_norm")),
-    "gpt-oss": Architecture("gpt_oss", norms=("attn_norm", "post_attention_norm"), rounded_ramps=False),
+    "glm4moe": Architecture("glm4_moe", norms=BEFORE_BOTH),
+    "gpt-oss": Architecture("gpt_oss", norms=BEFORE_BOTH, rounded_ramps=False),
     "gpt2": Architecture("gpt2"),
     "gptneox": Architecture("gpt_neox"),
-    "granite": Architecture("granite", permuted=True),
-    "granitemoe": Architecture("granitemoeshared", permuted=True),
+    # A Granite 4 without layers that have a state is written so, and says of how many numbers these would be.
+    "granite": Architecture("granite", permuted=True, unread=("ssm.",)),
+    "granitehybrid": Architecture(
+        "granitemoehybrid", with_positions="bamba", permuted=True, required=STATE_SPACE, of_layers=(KV_HEADS,)
+    ),
+    "granitemoe": Architecture("granitemoeshared", permuted=True, unread=("ssm.",)),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", only={"expert_shared_count": 1}),
     "internlm2": Architecture("llama", permuted=True),
     "jais2": Architecture("jais2"),
+    # The file counts channels as they are, and the checkpoint before they are adjusted.
+    "lfm2": Architecture(
+        "lfm2",
+        last_norm="token_embd_norm",
+        settings={"block_auto_adjust_ff_dim": False},
+        required=SHORT_CONV,
+        of_layers=(KV_HEADS,),
+    ),
+    "lfm2moe": Architecture("lfm2_moe", last_norm="token_embd_norm", required=SHORT_CONV, of_layers=(KV_HEADS,)),
     "llama": Architecture("llama", with_experts="mixtral", permuted=True),
     "llama4": Architecture("llama4_text"),
     "minimax-m2": Architecture("minimax_m2"),
     "nemotron": Architecture("nemotron", shifted_norms=True),
+    "nemotron_h": Architecture("nemotron_h", permuted=True, required=STATE_SPACE, of_layers=(KV_HEADS, CHANNELS)),
+    "nemotron_h_moe": Architecture(
+        "nemotron_h",
+        permuted=True,
+        required=STATE_SPACE,
+        of_layers=(KV_HEADS, CHANNELS),
+        only={"expert_shared_count": 1},
+    ),
     "olmo": Architecture(
         "olmo", permuted=True, only={"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 0.0}
     ),
@@ -81,8 +124,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe"),
     "qwen3": Architecture("qwen3"),
+    "qwen35": Architecture("qwen3_5_text", shifted_norms=True, norms=BEFORE_BOTH, tiled=True, required=STATE_SPACE),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        shifted_norms=True,
+        norms=BEFORE_BOTH,
+        tiled=True,
+        all_experts=True,
+        required=STATE_SPACE,
+    ),
     "qwen3moe": Architecture("qwen3_moe", settings={"norm_topk_prob": True}),
-    "seed_oss": Architecture("seed_oss", norms=("attn_norm", "post_attention_norm")),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        shifted_norms=True,
+        norms=BEFORE_BOTH,
+        settings={"norm_topk_prob": True},
+        all_experts=True,
+        required=STATE_SPACE,
+    ),
+    "seed_oss": Architecture("seed_oss", norms=BEFORE_BOTH),
     "smollm3": Architecture("smollm3", permuted=True),
     "stablelm": Architecture("stablelm"),
     "starcoder": Architecture("gpt_bigcode"),
@@ -107,17 +167,27 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_shared_feed_forward_length": (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
     "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
     "expert_weights_norm": ("norm_topk_prob",),
     "expert_weights_scale": ("routed_scaling_factor",),
     "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size"),
     "final_logit_softcapping": ("final_logit_softcapping",),
+    "full_attention_interval": ("full_attention_interval",),
     "interleave_moe_layer_step": ("moe_layer_interval", "interleave_moe_layer_step"),
-    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     "logit_scale": ("logits_scaling", "logit_scale"),
     "residual_scale": ("residual_multiplier",),
     "rope.freq_base_swa": ("rope_local_base_freq",),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"),
+    "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
+    "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
+    "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
     "use_parallel_residual": ("use_parallel_residual",),
 }
 """The settings that a key sets: those of these names that the family has. A key that sets none is not supported."""
@@ -173,7 +243,15 @@ OF_UNLIKE_HEADS = frozenset(
 )
 """Keys of windows in a Gemma 4, whose other layers have heads of another size."""
 
-OUTER = {"token_embd": "embedding", "output_norm": "last_norm", "output": "head"}
+COMPUTED: dict[str, tuple[str, ...]] = {
+    "attention.recurrent_layers": ("full_attention_interval",),
+    "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
+}
+"""Keys that ``gguf_hybrids`` reads, for families that have one of these settings."""
+KNOWS_POSITIONS = "rope.scaling.finetuned"
+"""The key of a hybrid that says whether attention knows positions. It has no effect elsewhere."""
+
+OUTER = {"token_embd": "embedding", "output": "head"}
 """The fields of a ``ModelRecipe`` that have the names of a file's tensors."""
 NORMS = {
     NormOrder.PRE: ("attn_norm", "ffn_norm"),

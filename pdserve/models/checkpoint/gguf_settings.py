@@ -14,8 +14,10 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.gguf_architectures import (
     ARCHITECTURES,
     ATTENTION,
+    COMPUTED,
     EPSILONS,
     FEED_FORWARD,
+    KNOWS_POSITIONS,
     NEUTRAL,
     OF_UNLIKE_HEADS,
     PART_OF_EXPERTS,
@@ -28,6 +30,8 @@ from pdserve.models.checkpoint.gguf_architectures import (
     Architecture,
 )
 from pdserve.models.checkpoint.gguf_file import GgufFile
+from pdserve.models.checkpoint.gguf_hybrids import hybrid_settings, layer_count, with_one_number
+from pdserve.models.checkpoint.gguf_mixers import stored_mixer
 from pdserve.models.families.settings import FULL, SLIDING, FamilySettings
 from pdserve.models.recipe import (
     AttentionRecipe,
@@ -91,11 +95,8 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
             f"{file.key('attention.value_length')} of {file.path} is {found}; only {head_dim} is supported"
         )
     width = file.own("rope.dimension_count", int, head_dim)
-    if width != head_dim and not FAMILIES[family].partly_turned:
-        key = file.key("rope.dimension_count")
-        raise ModelError(f"{key} of {file.path} is {width}; only the head size, {head_dim}, is supported")
-    # A family rounds down.
-    turned = 1.0 if width == head_dim else (width + 0.5) / head_dim
+    # A family rounds down, and one that turns whole heads is checked below.
+    turned = (width + 0.5) / head_dim if width != head_dim and FAMILIES[family].partly_turned else 1.0
     names = _names_of(family)
     values: dict[str, Any] = dict(architecture_of(file).settings)
     values |= {
@@ -117,6 +118,7 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
         **_windows(file, names),
         **_by_tensors(file, family, hidden // heads),
         **(_gemma4(given) if family == "gemma4_text" else {}),
+        **hybrid_settings(given, family),
     }
     try:
         settings = settings_from_values(family, {names[name]: value for name, value in values.items()})
@@ -127,12 +129,12 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
 
 
 def _evened(file: GgufFile) -> GgufFile:
-    """Returns the file with one number for all layers where a Gemma 4 has those of single layers or kinds of layers.
+    """Returns the file with one number for all layers where there is one for each layer or kind of layers.
 
-    The number is that of layers with a window. ``_gemma4`` reads the others.
+    The number of a Gemma 4 is that of layers with a window, and ``_gemma4`` reads the others. Raises ModelError.
     """
     if file.architecture != "gemma4":
-        return file
+        return with_one_number(file, architecture_of(file).of_layers)
     changed = dict(file.metadata)
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         if file.key(f"{key}_swa") in changed:
@@ -209,7 +211,11 @@ def check_keys(file: GgufFile) -> str:
         family = known.with_experts
     if known.with_windows and file.own("attention.sliding_window", int, 0) > 0:
         family = known.with_windows
-    for key in REQUIRED + (REQUIRED_OF_EXPERTS if experts else ()):
+    if known.with_positions and file.own(KNOWS_POSITIONS, bool):
+        family = known.with_positions
+    for key in (*REQUIRED, *known.required, *(REQUIRED_OF_EXPERTS if experts else ())):
+        if known.all_experts and key == "feed_forward_length" and file.key(key) not in file.metadata:
+            continue
         if file.own(key, int) < 1:
             raise ModelError(f"{file.key(key)} of {file.path} is {file.own(key, int)}")
     if not any(file.own(key, float, 0.0) for key in EPSILONS):
@@ -234,27 +240,24 @@ def _is_known(file: GgufFile, key: str, family: str) -> bool:
         return False
     if key == "attention.sliding_window" and "sliding_window" not in names:
         return not 0 < file.own(key, int) < file.own("context_length", int)
-    if family == "gemma4_text" and key in OF_UNLIKE_HEADS:
+    known = architecture_of(file)
+    if (family == "gemma4_text" and key in OF_UNLIKE_HEADS) or key.startswith(known.unread):
         return True
+    if key == "rope.dimension_sections":
+        return FAMILIES[family].three_axes
     if key == "rope.freq_base_swa" and file.metadata[file.key(key)] == file.metadata.get(file.key("rope.freq_base")):
         return True
     if key == "attention.sliding_window_pattern" and "layer_types" not in names:
         return False
     if key in READ_OTHERWISE or key in WITHOUT_EFFECT or key in _EXPERT_CHECKS or _is_neutral(file, key):
         return True
-    only = architecture_of(file).only
-    if key in only:
-        return math.isclose(file.own(key, float), float(str(only[key])), rel_tol=1e-6)
-    return any(name in names for name in SETTINGS.get(key, ()))
+    if key in known.only:
+        return math.isclose(file.own(key, float), float(str(known.only[key])), rel_tol=1e-6)
+    return any(name in names for table in (SETTINGS, COMPUTED) for name in table.get(key, ()))
 
 
 def _is_neutral(file: GgufFile, key: str) -> bool:
     return file.metadata.get(file.key(key)) in NEUTRAL.get(key, ())
-
-
-def layer_count(file: GgufFile) -> int:
-    """Returns the number of layers, without those behind the last that draft tokens."""
-    return file.own("block_count", int) - file.own("nextn_predict_layers", int, 0)
 
 
 def _head_dim(file: GgufFile) -> int:
@@ -383,6 +386,7 @@ def _check_read(file: GgufFile, settings: FamilySettings) -> None:
         raise ModelError(
             f"{file.key('attention.head_count_kv')} of {file.path} is {kv_heads}, not {settings.kv_heads()}"
         )
+    _check_turned(file, settings)
     window = file.own("attention.sliding_window", int, 0)
     if 0 < window < settings.max_position_embeddings and window not in settings.windows():
         raise ModelError(
@@ -397,6 +401,19 @@ def _check_read(file: GgufFile, settings: FamilySettings) -> None:
             continue
         if found != (computed := of_recipe(experts)):
             raise ModelError(f"{file.key(key)} of {file.path} is {found}; this family computes {computed}")
+
+
+def _check_turned(file: GgufFile, settings: FamilySettings) -> None:
+    """Raises ModelError if the family turns another part of heads than the file says."""
+    if file.architecture == "gemma4":
+        return
+    head_dim = settings.head_size()
+    width = file.own("rope.dimension_count", int, head_dim)
+    layers = (settings.layer(index).attention for index in range(settings.num_hidden_layers))
+    rotary = next((part.rotary for part in layers if part is not None and part.rotary is not None), None)
+    if rotary is not None and width != (turned := rotary.width or head_dim):
+        key = file.key("rope.dimension_count")
+        raise ModelError(f"{key} of {file.path} is {width}; only {turned}, of {head_dim} channels, is supported")
 
 
 # ------------------------------------------------------------ recipe
@@ -414,9 +431,11 @@ def gguf_recipe(file: GgufFile, settings: FamilySettings) -> ModelRecipe:
 
 
 def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float, ...]) -> LayerRecipe:
-    attention, part = layer.attention, layer.feed_forward
+    attention, part, mixer = layer.attention, layer.feed_forward, layer.mixer
     if attention is not None:
         attention = _attention(file, block, attention, divisors)
+    if mixer is not None:
+        mixer = stored_mixer(file, block, mixer, architecture_of(file))
     if isinstance(part, MlpRecipe):
         part = _mlp(file, block, part)
     elif isinstance(part, MlpBesideExperts):
@@ -429,8 +448,8 @@ def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float
         expert = replace(expert, fused="", gate=GATE, up=UP) if expert.fused else expert
         expert = replace(expert, biased=_biased(file, block, expert, _names_with(PART_OF_EXPERTS)))
         shared = None if part.shared is None else _mlp(file, block, part.shared, PART_OF_SHARED)
-        part = replace(part, expert=expert, shared=shared, stacked=())
-    return replace(layer, attention=attention, feed_forward=part)
+        part = replace(part, expert=expert, shared=shared, stacked=(), apart=None)
+    return replace(layer, attention=attention, feed_forward=part, mixer=mixer)
 
 
 def _attention(file: GgufFile, block: str, attention: AttentionRecipe, divisors: tuple[float, ...]) -> AttentionRecipe:

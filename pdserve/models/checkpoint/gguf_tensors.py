@@ -27,6 +27,7 @@ from pdserve.models.checkpoint.gguf_architectures import (
     Architecture,
 )
 from pdserve.models.checkpoint.gguf_file import GgufFile, GgufTensor, is_gguf, read_gguf
+from pdserve.models.checkpoint.gguf_mixers import MixerTensor, gated_norm, mixer_tensors
 from pdserve.models.checkpoint.gguf_settings import (
     LONG_FACTORS,
     ROTARY_DIVISORS,
@@ -54,17 +55,14 @@ class GgufTensors:
         file = read_gguf(path)
         _, settings = gguf_settings(file)
         known, recipe = architecture_of(file), gguf_recipe(file, settings)
-        self._shifted, self._head_dim = known.shifted_norms, settings.head_size()
         self._tensors = gguf_tensors(file, recipe)
-        self._interleaved: frozenset[str] = frozenset()
+        mixing = list(_mixer_tensors(file, recipe))
+        self._rows = _rows_of_mixers(file, mixing)
+        """The stored row of each row, for tensors whose rows have another order, or are some of those of a tensor."""
+        self._rates = frozenset(name for name, _, tensor in mixing if tensor.rate)
+        self._shifted = _shifted(self._tensors, recipe) if known.shifted_norms else frozenset[str]()
         if known.permuted:
-            each = ((index, layer.attention) for index, layer in enumerate(recipe.layers))
-            self._interleaved = frozenset(
-                f"{recipe.layer_prefix}{index}.{name}."
-                for index, part in each
-                if part is not None
-                for name in (part.query, part.key)
-            )
+            self._rows |= self._permuted(recipe, settings.head_size())
         try:
             self._mapped = [MappedFile(part) for part in file.parts]
         except (OSError, ValueError) as exc:
@@ -76,11 +74,13 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``weights.TensorFiles``."""
-        return self._tensors[name].shape
+        shape = self._tensors[name].shape
+        return shape if name not in self._rows else (len(self._rows[name]), *shape[1:])
 
     def nbytes(self, name: str) -> int:
         """See ``weights.TensorFiles``."""
-        return self._stored(name, self._tensors[name]).nbytes
+        stored = self._stored(name, self._tensors[name])
+        return stored.nbytes if name not in self._rows else len(self._rows[name]) * stored.shape[1]
 
     def unstack(self, name: str, names: Iterable[str]) -> None:
         """See ``weights.TensorFiles``."""
@@ -103,9 +103,8 @@ class GgufTensors:
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """See ``weights.TensorFiles``."""
         stored = self._stored(name, self._tensors[name])
-        wanted = np.arange(stored.shape[0])[rows]
-        if self._interleaves(name):
-            wanted = self._interleaving(name, stored.shape[0])[rows]
+        order = self._rows.get(name)
+        wanted = (np.arange(stored.shape[0]) if order is None else order)[rows]
         kind = GGMLQuantizationType(self._tensors[name].kind)
         each = max(1, AT_ONCE // self._tensors[name].shape[-1])
         parts = [self._plain(name, stored[wanted[i : i + each]], kind) for i in range(0, len(wanted), each)]
@@ -121,7 +120,8 @@ class GgufTensors:
         if first % found.elements or end % found.elements:
             return None
         stored = self._stored(name, tensor)
-        mine = stored[self._interleaving(name, stored.shape[0])[rows]] if self._interleaves(name) else stored[rows]
+        order = self._rows.get(name)
+        mine = stored[rows] if order is None else stored[order[rows]]
         if not len(mine) or end <= first:
             return None
         part = slice(first // found.elements * found.block_bytes, end // found.elements * found.block_bytes)
@@ -139,9 +139,6 @@ class GgufTensors:
             return None
         found = BlockFormat(tensor.kind)
         return None if tensor.shape[1] % found.elements else found
-
-    def _interleaves(self, name: str) -> bool:
-        return f"{name.rpartition('.')[0]}." in self._interleaved
 
     def _stored(self, name: str, tensor: GgufTensor) -> np.ndarray:
         """Returns a tensor's bytes as ``[rows, bytes of a row]``. Each element of a vector is a row."""
@@ -166,16 +163,74 @@ class GgufTensors:
         except NotImplementedError as exc:
             raise ModelError(f"tensor {name!r} of {self._path} is in {kind.name}, which is not supported") from exc
         tensor = torch.from_numpy(plain)
-        if self._shifted and name.endswith("norm.weight"):
+        if name in self._shifted:
             # GGUF stores norm weights as they are applied, transformers stores their difference from one.
             tensor = tensor - 1
-        return tensor.flatten() if len(self._tensors[name].shape) == 1 else tensor
+        if name in self._rates:
+            tensor = (-tensor).log()
+        return tensor.reshape(len(stored), *self._tensors[name].shape[1:])
 
-    def _interleaving(self, name: str, rows: int) -> np.ndarray:
-        """Returns the stored row of each row. GGUF interleaves the two halves of each head of a Llama."""
-        if rows % self._head_dim:
-            raise ModelError(f"tensor {name!r} of {self._path} has {rows} rows, not whole heads of {self._head_dim}")
-        return np.arange(rows).reshape(-1, self._head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    def _permuted(self, recipe: ModelRecipe, head_dim: int) -> dict[str, np.ndarray]:
+        """Returns the stored row of each row of queries and keys. GGUF interleaves the two halves of each head."""
+        found: dict[str, np.ndarray] = {}
+        orders: dict[int, np.ndarray] = {}
+        for name in _queries_and_keys(recipe):
+            if name not in self._tensors:
+                continue
+            rows = self._tensors[name].shape[0]
+            if rows % head_dim:
+                raise ModelError(f"tensor {name!r} of {self._path} has {rows} rows, not whole heads of {head_dim}")
+            if rows not in orders:
+                orders[rows] = np.arange(rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+            found[name] = orders[rows]
+        return found
+
+
+def _queries_and_keys(recipe: ModelRecipe) -> Iterator[str]:
+    for index, layer in enumerate(recipe.layers):
+        if layer.attention is not None:
+            for name in (layer.attention.query, layer.attention.key):
+                yield from (f"{recipe.layer_prefix}{index}.{name}.{kind}" for kind in ("weight", "bias"))
+
+
+def _mixer_tensors(file: GgufFile, recipe: ModelRecipe) -> Iterator[tuple[str, str, MixerTensor]]:
+    """Returns the tensors of mixers that the file has: each one's name by the recipe and there, and how it is."""
+    for index, layer in enumerate(recipe.layers):
+        block, prefix = f"blk.{index}.", f"{recipe.layer_prefix}{index}."
+        for tensor in mixer_tensors(file, block, layer.mixer) if layer.mixer is not None else ():
+            if block + tensor.stored in file.tensors:
+                yield prefix + tensor.name, block + tensor.stored, tensor
+
+
+def _rows_of_mixers(file: GgufFile, mixing: Iterable[tuple[str, str, MixerTensor]]) -> dict[str, np.ndarray]:
+    """Returns the stored row of each row of those tensors whose rows are in another order.
+
+    Raises ModelError if a tensor of the file has other rows than these.
+    """
+    found: dict[str, np.ndarray] = {}
+    counts: dict[str, int] = {}
+    orders: dict[tuple[int, ...], np.ndarray] = {}
+    for name, stored, tensor in mixing:
+        if tensor.rows:
+            if tensor.rows not in orders:
+                orders[tensor.rows] = np.array(tensor.rows)
+            found[name] = orders[tensor.rows]
+            counts[stored] = counts.get(stored, 0) + len(tensor.rows)
+    for stored, count in counts.items():
+        if file.tensors[stored].shape[0] != count:
+            rows = file.tensors[stored].shape[0]
+            raise ModelError(f"tensor {stored!r} of {file.path} has {rows} rows; its settings need {count}")
+    return found
+
+
+def _shifted(names: Iterable[str], recipe: ModelRecipe) -> frozenset[str]:
+    """Returns the norms that are stored as they are applied."""
+    kept = {
+        f"{recipe.layer_prefix}{index}.{gated_norm(layer.mixer)}.weight"
+        for index, layer in enumerate(recipe.layers)
+        if layer.mixer is not None
+    }
+    return frozenset(name for name in names if name.endswith("norm.weight")) - kept
 
 
 def stays_in_blocks(path: Path, model: ModelConfig, *, kernels: bool) -> bool:
@@ -195,7 +250,7 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
     A tensor without such a name keeps its own, which is then reported as unknown.
     """
     known = architecture_of(file)
-    names = {part: getattr(recipe, name) for part, name in OUTER.items()}
+    names = {part: getattr(recipe, name) for part, name in OUTER.items()} | {known.last_norm: recipe.last_norm}
     if recipe.positions is not None:
         names["position_embd"] = recipe.positions.name
     if recipe.per_layer is not None:
@@ -207,15 +262,18 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
         whole |= {block + part: prefix + name for part, name in _whole_names(layer).items()}
     drafting = tuple(f"blk.{index}." for index in range(len(recipe.layers), file.own("block_count", int)))
     found: dict[str, GgufTensor] = {}
+    mixing: set[str] = set()
+    for name, stored, part_of_mixer in _mixer_tensors(file, recipe):
+        mixing.add(stored)
+        found[name] = _shaped(file.tensors[stored], part_of_mixer.shape)
     for name, tensor in file.tensors.items():
-        if name in OF_POSITIONS or (drafting and name.startswith(drafting)):
+        if name in OF_POSITIONS or name in mixing or (drafting and name.startswith(drafting)):
             continue
         part, _, kind = name.rpartition(".")
         if name in whole:
             found[whole[name]] = tensor
         elif part.endswith(".exp_probs_b") and part in names:
-            shape = _correction_shape(recipe, part)
-            found[names[part]] = replace(tensor, shape=shape) if prod(shape) == prod(tensor.shape) else tensor
+            found[names[part]] = _shaped(tensor, _correction_shape(recipe, part))
         elif part.endswith(PART_OF_EXPERTS) and part in names and len(tensor.shape) == (2 if kind == "bias" else 3):
             for expert, each in enumerate(_unstacked(file.path, name, tensor)):
                 found[f"{names[part].replace('{}', str(expert))}.{kind}"] = each
@@ -270,6 +328,11 @@ def _whole_names(layer: LayerRecipe) -> dict[str, str]:
         names["ffn_gate_inp.scale"] = layer.feed_forward.router_weights
         names["ffn_down_exps.scale"] = layer.feed_forward.experts.factors
     return names
+
+
+def _shaped(tensor: GgufTensor, shape: tuple[int, ...]) -> GgufTensor:
+    """Returns the tensor in this shape, if that is one of as many numbers."""
+    return replace(tensor, shape=shape) if shape and prod(shape) == prod(tensor.shape) else tensor
 
 
 def _correction_shape(recipe: ModelRecipe, name: str) -> tuple[int, ...]:

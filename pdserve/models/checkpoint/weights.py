@@ -21,6 +21,8 @@ from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 Rows = slice | tuple[int, ...]
 """The rows of a tensor: some that follow each other, or their numbers."""
+Columns = slice | tuple[slice, ...]
+"""The columns of a tensor: some that follow each other, or several such parts."""
 ALL = slice(None)
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 """The last part of the names of tables in older exports, which the configuration's settings give, too."""
@@ -129,7 +131,7 @@ class Checkpoint:
         name: str,
         shape: tuple[int, ...],
         rows: Rows = ALL,
-        columns: slice = ALL,
+        columns: Columns = ALL,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Returns a tensor, or a part of it, on the device of this checkpoint. Only that part is read.
@@ -147,10 +149,10 @@ class Checkpoint:
         """Does what ``take`` does, and returns None for a tensor that is missing or was taken before."""
         return self.take(name, shape, rows, columns) if name in self._left else None
 
-    def take_unread(self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: slice = ALL) -> UnreadWeight:
+    def take_unread(self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: Columns = ALL) -> UnreadWeight:
         """Does what ``take`` does for a tensor of two dimensions, which is read later."""
         stored = self._claim(name, shape)
-        found = (_count(rows, shape[0]), _count(columns, shape[1]))
+        found = (_count(rows, shape[0]), _columns_count(columns, shape[1]))
 
         def read() -> torch.Tensor:
             return self._loaded(stored, rows, columns)
@@ -172,7 +174,7 @@ class Checkpoint:
         return UnreadWeight(_key(stored, rows, columns), found, self.dtype, read)
 
     def take_blocks(
-        self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: slice = ALL
+        self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: Columns = ALL
     ) -> BlockWeight | None:
         """Returns a tensor, or a part of it, as blocks.
 
@@ -184,13 +186,14 @@ class Checkpoint:
             return None
         self._check_shape(name, stored, shape)
         self._make_room()
-        parts = [self._files.read_blocks(stored, span, columns) for span in _spans(rows)]
+        spans, widths = _spans(rows), _widths(columns)
+        parts = [self._files.read_blocks(stored, span, width) for span in spans for width in widths]
         found = [part for part in parts if part is not None]
         if not found or len(found) < len(parts):
             return None
         del self._left[name]
         self._reading.add(sum(part.blocks.nbytes for part in found))
-        blocks = _picked(_joined([part.blocks for part in found]), rows)
+        blocks = _picked(_joined_by([part.blocks for part in found], len(widths)), rows)
         return replace(found[0], blocks=blocks, key=_key(stored, rows, columns))
 
     def unstack(self, name: str, pattern: str, count: int) -> None:
@@ -213,7 +216,7 @@ class Checkpoint:
         self._files.unstack(stored, parts := [f"{stored}[{index}]" for index in range(count)])
         self._left |= dict(zip(names, parts, strict=True))
 
-    def _loaded(self, stored: str, rows: Rows, columns: slice, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _loaded(self, stored: str, rows: Rows, columns: Columns, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a part of a tensor, which is only counted if it is to have no memory."""
         dtype = dtype or self.dtype
         whole = self._files.shape(stored)
@@ -222,9 +225,10 @@ class Checkpoint:
             self._reading.expected += nbytes
             return _part_without_memory(whole, rows, columns, dtype)
         self._make_room()
-        parts = [self._files.read(stored, span, columns, dtype).to(self.device) for span in _spans(rows)]
+        spans, widths = _spans(rows), _widths(columns)
+        parts = [self._files.read(stored, span, each, dtype).to(self.device) for span in spans for each in widths]
         self._reading.add(nbytes)
-        return _picked(_joined(parts), rows)
+        return _picked(_joined_by(parts, len(widths)), rows)
 
     def _make_room(self) -> None:
         if self._reading.held >= DROPPED_AT:
@@ -293,10 +297,22 @@ def unknown_tensors(path: Path, names: Iterable[str]) -> str:
     return f"{path} has {count} that this architecture lacks and nothing would read: {some}"
 
 
-def _part_without_memory(shape: tuple[int, ...], rows: Rows, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+def joined_columns(parts: Iterable[slice]) -> Columns:
+    """Returns columns that consist of these parts, in this order; one part if each begins where the one before ends."""
+    found: list[slice] = []
+    for part in parts:
+        if found and found[-1].stop == part.start:
+            found[-1] = slice(found[-1].start, part.stop)
+        else:
+            found.append(part)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _part_without_memory(shape: tuple[int, ...], rows: Rows, columns: Columns, dtype: torch.dtype) -> torch.Tensor:
     found = (_count(rows, shape[0]), *shape[1:]) if shape else shape
-    whole = torch.empty(found, dtype=dtype, device="meta")
-    return whole if columns == ALL else whole[:, columns]
+    if columns != ALL:
+        found = (found[0], _columns_count(columns, shape[1]))
+    return torch.empty(found, dtype=dtype, device="meta")
 
 
 def _spans(rows: Rows) -> list[slice]:
@@ -312,6 +328,15 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _joined_by(parts: list[torch.Tensor], widths: int) -> torch.Tensor:
+    """Returns the tensor that consists of these parts, of which ``widths`` at a time have the same rows."""
+    return _joined([_beside(parts[i : i + widths]) for i in range(0, len(parts), widths)])
+
+
+def _beside(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
 def _picked(spans: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Returns ``rows`` of what was read of their spans, in the order of ``rows``."""
     if isinstance(rows, slice):
@@ -321,22 +346,31 @@ def _picked(spans: torch.Tensor, rows: Rows) -> torch.Tensor:
     return spans if order == list(range(len(spans))) else spans[torch.tensor(order, device=spans.device)]
 
 
-def _part_of(shape: tuple[int, ...], rows: Rows, columns: slice) -> int:
+def _part_of(shape: tuple[int, ...], rows: Rows, columns: Columns) -> int:
     """Returns how many numbers of a tensor of ``shape`` are in some rows and columns."""
     if not shape:
         return 1
-    return _count(rows, shape[0]) * (math.prod(shape[1:]) if columns == ALL else _count(columns, shape[1]))
+    return _count(rows, shape[0]) * (math.prod(shape[1:]) if columns == ALL else _columns_count(columns, shape[1]))
+
+
+def _widths(columns: Columns) -> tuple[slice, ...]:
+    return (columns,) if isinstance(columns, slice) else columns
+
+
+def _columns_count(columns: Columns, of: int) -> int:
+    return sum(_count(width, of) for width in _widths(columns))
 
 
 def _count(rows: Rows, of: int) -> int:
     return len(range(*rows.indices(of))) if isinstance(rows, slice) else len(rows)
 
 
-def _key(name: str, rows: Rows, columns: slice) -> str:
+def _key(name: str, rows: Rows, columns: Columns) -> str:
+    widths = "+".join(f"{width.start}:{width.stop}" for width in _widths(columns))
     if isinstance(rows, slice):
-        return f"{name}[{rows.start}:{rows.stop},{columns.start}:{columns.stop}]"
+        return f"{name}[{rows.start}:{rows.stop},{widths}]"
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
-    return f"{name}[{digest},{columns.start}:{columns.stop}]"
+    return f"{name}[{digest},{widths}]"
 
 
 def parameters(path: Path) -> int:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.checkpoint.weights import Columns, joined_columns
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.recipe import DeltaNetRecipe
 from pdserve.models.tp.shares import share, spread
@@ -39,7 +40,7 @@ class DeltaNet:
         self._step_bias, self._rate = of_heads(recipe.step_bias), -of_heads(recipe.log_rate).exp()
         self._norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (recipe.value_dim,))
         out = (hidden, recipe.value_heads * recipe.value_dim)
-        self._out = RowParallel(building, prefix + recipe.out, out, spread(values, recipe.value_dim), biased=False)
+        self._out = RowParallel(building, prefix + recipe.out, out, _out_columns(recipe, keys), biased=False)
 
     def __call__(self, x: torch.Tensor, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
         recipe, tokens, heads = self._recipe, x.shape[0], self._heads
@@ -64,7 +65,8 @@ class DeltaNet:
         rows = found.reshape(-1, recipe.value_dim)
         normed = self._kernels.rms_norm(rows, self._norm, self._eps)
         gated = normed.float() * F.silu(gate.reshape(rows.shape).float())
-        return self._out(gated.to(x.dtype).view(tokens, -1))
+        by_head = gated.to(x.dtype).view(tokens, heads, recipe.group, recipe.value_dim)
+        return self._out((by_head.transpose(1, 2) if recipe.tiled else by_head).reshape(tokens, -1))
 
 
 def _projections(recipe: DeltaNetRecipe, prefix: str, heads: range, values: slice) -> list[Projection]:
@@ -89,6 +91,15 @@ def _projections(recipe: DeltaNetRecipe, prefix: str, heads: range, values: slic
         Projection(prefix + beta, recipe.value_heads, values),
         Projection(prefix + step, recipe.value_heads, values),
     ]
+
+
+def _out_columns(recipe: DeltaNetRecipe, keys: slice) -> Columns:
+    """Returns the inputs of ``out`` that the value heads of these key heads give, in the order of the checkpoint."""
+    if not recipe.tiled:
+        return spread(slice(keys.start * recipe.group, keys.stop * recipe.group), recipe.value_dim)
+    starts = range(0, recipe.value_heads, recipe.heads)
+    parts = (spread(slice(start + keys.start, start + keys.stop), recipe.value_dim) for start in starts)
+    return joined_columns(parts)
 
 
 def _conv_channels(recipe: DeltaNetRecipe, head: int) -> list[int]:

@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.weights import ALL, Checkpoint, Rows
+from pdserve.models.checkpoint.weights import ALL, Checkpoint, Columns, Rows
 from pdserve.models.tp.shares import TpGroup
 from pdserve_kernels.contract import (
     BlockKernels,
@@ -40,10 +40,11 @@ class Building:
         return Building(self.checkpoint.unread(), TorchKernels(), self.tp)
 
     def weight(
-        self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: slice = ALL, *, transposed: bool = False
+        self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: Columns = ALL, *, transposed: bool = False
     ) -> UnreadWeight | BlockWeight:
         """Takes a weight ``[out, in]`` in the form in which it is multiplied. See ``Checkpoint.take``."""
         if transposed:
+            assert isinstance(columns, slice), "no transposed weight has its inputs in another order"
             return self.checkpoint.take_transposed(name, shape, rows, columns)
         if self.block_kernels is not None:
             blocks = self.checkpoint.take_blocks(name, shape, rows, columns)
@@ -139,7 +140,7 @@ class RowParallel:
         building: Building,
         name: str,
         shape: tuple[int, int],
-        columns: slice,
+        columns: Columns,
         *,
         biased: bool,
         transposed: bool = False,
