@@ -84,7 +84,7 @@ CONVERTED: dict[str, list[Converted]] = {
     ],
     "minimax-m2": [Converted("minimax-m2", {})],
     "nemotron": [Converted("nemotron", {})],
-    "nemotron_h": [Converted("nemotron-h", {"layers_block_type": ["linear_attention", "mlp", FULL]})],
+    "nemotron_h": [Converted("nemotron-h", {"layers_block_type": ["linear_attention", "mlp", FULL], "head_dim": 12})],
     "nemotron_h_moe": [Converted("nemotron-h", {"layers_block_type": ["linear_attention", "moe", FULL]})],
     "olmo": [Converted("olmo", {})],
     "olmo2": [Converted("olmo2", {}), Converted("olmo3", {})],
@@ -294,7 +294,9 @@ def _add_mamba(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     writer.add_ssm_inner_size(inner)
     writer.add_ssm_time_step_rank(heads)
     writer.add_head_count_kv([_kv_heads(config) if each else 0 for each in seeing])
-    writer.add_rope_dimension_count(_head_dim(config) // (2 if config["model_type"] == "bamba" else 1))
+    # A Nemotron-H turns nothing, and some files of it have this number, and not the channels of a head.
+    width = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(width // (2 if config["model_type"] == "bamba" else 1))
     positions = config["model_type"] == "bamba" or arch == "granite"
     writer.add_rope_scaling_finetuned(positions)
     if not positions:

@@ -14,7 +14,7 @@ from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf_tensors import GgufTensors, stays_in_blocks
-from pdserve.models.checkpoint.weights import ALL, Checkpoint
+from pdserve.models.checkpoint.weights import ALL, Checkpoint, joined_columns
 from pdserve.models.decoder import build_decoder
 from pdserve.models.parts.projections import Building, Projection, SideBySide, column_parallel
 from pdserve.models.runner import ModelRunner, StepRow
@@ -135,6 +135,28 @@ def test_ranks_take_blocks_where_these_divide(tmp_path: Path, kernels: CompiledK
         total += building.linear(weight)(x[:, mine].contiguous()).float()
     wanted = x.float() @ GgufTensors(path).read("model.layers.0.mlp.down_proj.weight", ALL, ALL, torch.float32).T
     assert (total - wanted).norm() / wanted.norm() < 0.02
+
+
+def test_columns_of_several_parts_are_beside_each_other(tmp_path: Path, kernels: CompiledKernels) -> None:
+    folder = save_tiny_model("llama", tmp_path / "model", **SHAPE)
+    path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", quantized=Q8_0, widths=(64, 96))
+    name, shape, rows = "model.layers.0.mlp.down_proj.weight", (64, 96), (5, 9, 8)
+    whole = GgufTensors(path).read(name, ALL, ALL, torch.float32)
+    parts, odd = (slice(64, 96), slice(0, 32)), (slice(50, 60), slice(0, 7))
+    weight = Building(Checkpoint(path, torch.bfloat16), kernels, Unsummed(0, 1), kernels).weight(
+        name, shape, columns=parts
+    )
+    assert isinstance(weight, BlockWeight)
+    x = torch.randn(4, 64).bfloat16()
+    wanted = x.float() @ torch.cat([whole[:, part] for part in parts], 1).T
+    assert (kernels.block_linear(weight)(x) - wanted).norm() / wanted.norm() < 0.02
+    assert Checkpoint(path, torch.bfloat16).take_blocks(name, shape, columns=odd) is None
+    checkpoint = Checkpoint(path, torch.float32)
+    without_memory = checkpoint.unread().take(name, shape, rows=rows, columns=odd)
+    found = checkpoint.take(name, shape, rows=rows, columns=odd)
+    assert without_memory.shape == found.shape
+    assert torch.equal(found, torch.cat([whole[list(rows), part] for part in odd], 1))
+    assert joined_columns([slice(0, 4), slice(4, 9)]) == slice(0, 9)
 
 
 def test_when_blocks_are_kept(tmp_path: Path) -> None:

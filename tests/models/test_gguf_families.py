@@ -160,6 +160,21 @@ def test_layers_that_draft_tokens_are_left_alone(tmp_path: Path) -> None:
     small_runner(path)
 
 
+def test_lists_of_layers_have_those_that_draft_tokens_too(tmp_path: Path) -> None:
+    kinds = ["linear_attention", "moe", FULL]
+    folder = save_tiny("nemotron-h", tmp_path / "folder", layers_block_type=kinds)
+
+    def extra(file: GGUFWriter) -> None:
+        file.add_block_count(len(kinds) + 1)
+        file.add_nextn_predict_layers(1)
+        file.add_head_count_kv([0, 0, 2, 2])
+        file.add_feed_forward_length([0, 24, 0, 24])
+        file.add_tensor("blk.3.nextn.eh_proj.weight", np.ones((60, 120), np.float32))
+
+    path = save_converted(folder, tmp_path / "tiny.gguf", "nemotron_h_moe", extra)
+    assert greedy_tokens(small_runner(path), PROMPT, 4) == Reference(folder, 4).answer(PROMPT)
+
+
 BLOCK_SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 BLOCK_SHAPE |= {"intermediate_size": 96}
 
