@@ -16,10 +16,14 @@ from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
+from gguf import GGUFWriter
 
+from pdserve.models.checkpoint.demo import packaged_gguf
+from pdserve.models.checkpoint.gguf_file import read_gguf
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, start_node
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid, kill
+from tests.models.converted_gguf import save_converted
 from tests.models.tiny_families import save_tiny
 from tests.tiny_models import VOCAB_SIZE, Reference
 
@@ -43,6 +47,22 @@ CASES = (
 """Norms before, beside, behind and around the parts; windows by layer; fused, transposed and permuted weights; biases;
 experts, and one that every token is sent to; latents, which each rank has whole; learned positions; bounded scores;
 chunks; layers with other heads, or with the keys and values of earlier ones; sinks; states; layers of one part."""
+
+
+FILES = {"qwen3-5": "qwen35"}
+"""The cases that are served from a GGUF file, and its architecture: value heads are in another order there."""
+
+
+def add_tokenizer(writer: GGUFWriter) -> None:
+    """Adds the demo model's, as other cases have it."""
+    found = read_gguf(packaged_gguf()).metadata
+    writer.add_tokenizer_model(str(found["tokenizer.ggml.model"]))
+    writer.add_tokenizer_pre(str(found["tokenizer.ggml.pre"]))
+    for name in ("tokens", "merges", "token_type"):
+        key = f"tokenizer.ggml.{name}"
+        values = found[key]
+        assert isinstance(values, list)
+        writer.add_array(key, values)
 
 
 class Stream:
@@ -72,7 +92,9 @@ class Stream:
         return next(node for node in self._running.decode if node.name == name)
 
 
-@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES[1:])])
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in (*CASES[1:], *FILES))]
+)
 def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
     demo_model: Path, tmp_path: Path, case: str
 ) -> None:
@@ -81,6 +103,8 @@ def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
         shutil.copy(path, model)
     reference = Reference(model, MANY)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
+    if case in FILES:
+        model = save_converted(model, tmp_path / "tiny.gguf", FILES[case], add_tokenizer)
     with ExitStack() as stack:
         running = stack.enter_context(cluster(model, *FLAGS))
         flags = (*FLAGS, "--tensor-parallel-size", "2")
