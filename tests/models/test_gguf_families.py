@@ -76,6 +76,12 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
         r"starcoder\..*head_count_kv .* is 6",
     ),
     ("hunyuan-moe", "hunyuan-moe", lambda file: file.add_expert_shared_count(2), r"hunyuan-moe\.expert_shared_count 2"),
+    (
+        "granite",
+        "granite",
+        lambda file: file.add_rope_scaling_finetuned(value=False),
+        r"granite\.rope\.scaling\.finetuned False",
+    ),
     ("granite", "granite", lambda file: file.add_uint32("granite.new_part", 7), r"granite\.new_part 7"),
     ("phi3", "phi3", lambda file: file.add_value_length(20), r"phi3\.attention\.value_length .* is 20; only 10"),
     ("arcee", "arcee", lambda file: file.add_head_count_kv([2, 0, 2]), r"arcee\..*head_count_kv .* has \[0, 2\]"),

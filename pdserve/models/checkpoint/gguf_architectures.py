@@ -60,6 +60,8 @@ STATE_SPACE = tuple(
     f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
 )
 SHORT_CONV = ("shortconv.l_cache",)
+KNOWS_POSITIONS = "rope.scaling.finetuned"
+"""The key of a Granite that says whether attention knows positions. It has no effect elsewhere."""
 KV_HEADS, CHANNELS = "attention.head_count_kv", "feed_forward_length"
 BEFORE_BOTH = ("attn_norm", "post_attention_norm")
 
@@ -84,11 +86,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture("gpt2"),
     "gptneox": Architecture("gpt_neox"),
     # A Granite 4 without layers that have a state is written so, and says of how many numbers these would be.
-    "granite": Architecture("granite", permuted=True, unread=("ssm.",)),
+    "granite": Architecture("granite", permuted=True, unread=("ssm.",), only={KNOWS_POSITIONS: 1}),
     "granitehybrid": Architecture(
         "granitemoehybrid", with_positions="bamba", permuted=True, required=STATE_SPACE, of_layers=(KV_HEADS,)
     ),
-    "granitemoe": Architecture("granitemoeshared", permuted=True, unread=("ssm.",)),
+    "granitemoe": Architecture("granitemoeshared", permuted=True, unread=("ssm.",), only={KNOWS_POSITIONS: 1}),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", only={"expert_shared_count": 1}),
     "internlm2": Architecture("llama", permuted=True),
@@ -248,8 +250,6 @@ COMPUTED: dict[str, tuple[str, ...]] = {
     "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
 }
 """Keys that ``gguf_hybrids`` reads, for families that have one of these settings."""
-KNOWS_POSITIONS = "rope.scaling.finetuned"
-"""The key of a hybrid that says whether attention knows positions. It has no effect elsewhere."""
 
 OUTER = {"token_embd": "embedding", "output": "head"}
 """The fields of a ``ModelRecipe`` that have the names of a file's tensors."""

@@ -249,10 +249,10 @@ def _is_known(file: GgufFile, key: str, family: str) -> bool:
         return True
     if key == "attention.sliding_window_pattern" and "layer_types" not in names:
         return False
-    if key in READ_OTHERWISE or key in WITHOUT_EFFECT or key in _EXPERT_CHECKS or _is_neutral(file, key):
-        return True
     if key in known.only:
         return math.isclose(file.own(key, float), float(str(known.only[key])), rel_tol=1e-6)
+    if key in READ_OTHERWISE or key in WITHOUT_EFFECT or key in _EXPERT_CHECKS or _is_neutral(file, key):
+        return True
     return any(name in names for table in (SETTINGS, COMPUTED) for name in table.get(key, ()))
 
 
