@@ -172,6 +172,10 @@ class LatentRecipe:
     query_down: str = "self_attn.q_a_proj"
     query_norm: str = "self_attn.q_a_layernorm"
     key_norm: str = "self_attn.kv_a_layernorm"
+    key_up: str = ""
+    """The tensor that leads from each head's part of the key that is not turned to a latent, if ``value`` is in two."""
+    value_up: str = ""
+    """The other one, which leads from a latent to each head's value."""
 
     @property
     def channels(self) -> int:

@@ -21,7 +21,7 @@ from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from safetensors.numpy import load_file
 
-from tests.models.tiny_families import FULL
+from tests.models.tiny_families import DEEP_YARN, FULL
 from tests.tiny_models import SHAPE
 
 SIGMOID = ExpertGatingFuncType.SIGMOID
@@ -47,6 +47,13 @@ CONVERTED: dict[str, list[Converted]] = {
     "chatglm": [Converted("glm", {})],
     "cohere2": [Converted("cohere2", FOUR_LAYERS)],
     "command-r": [Converted("cohere", {}), Converted("cohere-normed", {})],
+    "deepseek2": [
+        Converted("deepseek-v2", {"n_routed_experts": 6}),
+        Converted("deepseek-v2-yarn", {"mlp_bias": False, "rope_parameters": DEEP_YARN | {"mscale": 1.2}}),
+        Converted("deepseek-v3", {"rope_parameters": DEEP_YARN | {"mscale": 1.2}}),
+        Converted("glm4-moe-lite", {}),
+        Converted("youtu", {}),
+    ],
     "dots1": [Converted("dots1", {})],
     "ernie4_5": [Converted("ernie", {}), Converted("ernie-biased", {})],
     "ernie4_5-moe": [Converted("ernie-moe", {})],
@@ -137,8 +144,8 @@ def save_converted(
     """Saves the checkpoint in ``folder`` as a GGUF file of ``arch``.
 
     ``extra`` adds to its settings. All matrices but routers have the format ``quantized`` if ``which`` is in their
-    names, and all else is fp32. With ``together``, projections of a delta net stay as the checkpoint has them, as in
-    files of the first version.
+    names, and all else is fp32. With ``together``, projections of a delta net and from latents stay as the checkpoint
+    has them, as in files of the first version.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, arch)
@@ -148,7 +155,7 @@ def save_converted(
     names = get_tensor_name_map({name: key for key, name in MODEL_ARCH_NAMES.items()}[arch], _layers(config))
     tensors = dict(load_file(folder / "model.safetensors"))
     for name, tensor in _stacked(tensors).items():
-        kept = together and name.endswith("in_proj_qkvz.weight")
+        kept = together and name.endswith(("in_proj_qkvz.weight", "kv_b_proj.weight"))
         for renamed, changed in [(name, tensor)] if kept else _changed(name, tensor, config, arch):
             known = renamed.startswith("blk.")
             found = renamed if known else names.get_name(renamed, try_suffixes=(".weight", ".bias"))
@@ -217,6 +224,8 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_layer_norm_eps(eps)
     if arch == "olmo":
         writer.add_layer_norm_eps(1e-5)
+    if arch == "deepseek2":
+        _add_latents(writer, config)
     _add_rotary(writer, config, arch)
     _add_windows(writer, config, arch)
     _add_experts(writer, config, arch)
@@ -239,6 +248,40 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         _add_mamba(writer, config, arch)
     if "use_parallel_residual" in config:
         writer.add_parallel_residual(config["use_parallel_residual"])
+
+
+def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    turned = config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length(config["kv_lora_rank"] + turned)
+    writer.add_value_length(config["kv_lora_rank"])
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(turned)
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    sparse = config.get("n_routed_experts") is not None
+    kinds = config.get("mlp_layer_types") or []
+    dense = kinds.count("dense") or config.get("first_k_dense_replace", 0 if sparse else config["num_hidden_layers"])
+    writer.add_leading_dense_block_count(dense)
+    writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    writer.add_expert_shared_count(config.get("n_shared_experts", 0))
+    if not sparse:
+        return
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["model_type"] != "deepseek_v2":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(SIGMOID)
+    if (groups := config["n_group"]) is not None:
+        writer.add_expert_group_count(groups)
+        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -415,6 +458,13 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
             return [(name.replace(given, stored), tensor.reshape(-1))]
     if any(part in name for part in (".linear_attn.", ".mamba.", ".conv.")) or _of_mixer(name, config):
         return _changed_mixer(name, block, tensor, config, arch)
+    if name.endswith("kv_b_proj.weight"):
+        plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
+        both = tensor.reshape(-1, plain + value, hidden)
+        return [
+            (name.replace("kv_b_proj", "k_b_proj"), both[:, :plain].swapaxes(1, 2)),
+            (name.replace("kv_b_proj", "v_b_proj"), both[:, plain:]),
+        ]
     dense = not config.get("num_local_experts", 1)
     if name.endswith("input_linear.weight"):
         kind = "_exps" if tensor.ndim == 3 else "" if dense else "_shexp"

@@ -55,6 +55,10 @@ def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, arch: str
 
 
 REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
+    ("deepseek2", "deepseek-v3", lambda file: file.add_key_length(30), "is not 24, what is kept of a token"),
+    ("deepseek2", "deepseek-v3", lambda file: file.add_head_count_kv(6), "attention.head_count_kv of .* is 6, not 1"),
+    ("deepseek2", "deepseek-v3", lambda file: file.add_key_length_mla(4), "heads of 4 channels, of which 4 are turned"),
+    ("deepseek2", "deepseek-v3", lambda file: file.add_attn_temperature_scale(0.1), "attention.temperature_scale"),
     ("glm4moe", "glm4-moe", lambda file: file.add_expert_gating_func(SOFTMAX), r"glm4moe\.expert_gating_func .* is 1"),
     ("llama", "mixtral", lambda file: file.add_expert_weights_scale(2.5), r"llama\.expert_weights_scale .* is 2\.5"),
     ("dots1", "dots1", lambda file: file.add_sliding_window(5), r"dots1\.attention\.sliding_window 5"),
@@ -259,6 +263,39 @@ def test_layers_that_keep_a_state_may_be_named_one_by_one(tmp_path: Path) -> Non
 
     path = save_converted(folder, tmp_path / "tiny.gguf", "qwen35", extra)
     assert greedy_tokens(small_runner(path), PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
+
+
+def older(writer: GGUFWriter) -> None:
+    """Gives each head a key and a value, as files did at first. These also say nothing of groups and sigmoids."""
+    writer.add_head_count_kv(6)
+    writer.add_key_length(10)
+    writer.add_value_length(10)
+    for key in ("attention.key_length_mla", "attention.value_length_mla", "expert_gating_func"):
+        del writer.kv_data[0][f"deepseek2.{key}"]
+
+
+def test_files_of_latents_that_give_each_head_a_key(tmp_path: Path) -> None:
+    folder = save_tiny("deepseek-v3", tmp_path / "folder")
+    path = save_converted(folder, tmp_path / "tiny.gguf", "deepseek2", older, together=True)
+    assert "blk.0.attn_kv_b.weight" in read_gguf(path).tensors
+    assert greedy_tokens(small_runner(path), PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
+
+
+def test_older_files_without_groups_have_none_unless_their_model_does(tmp_path: Path) -> None:
+    def without_groups(writer: GGUFWriter) -> None:
+        del writer.kv_data[0]["deepseek2.expert_group_count"], writer.kv_data[0]["deepseek2.expert_group_used_count"]
+
+    folder = save_tiny("deepseek-v3", tmp_path / "folder", n_group=1, topk_group=1)
+    path = save_converted(folder, tmp_path / "tiny.gguf", "deepseek2", without_groups)
+    assert greedy_tokens(small_runner(path), PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
+
+    def of_deepseek(writer: GGUFWriter) -> None:
+        without_groups(writer)
+        writer.add_expert_count(256)
+
+    path = save_converted(folder, tmp_path / "large.gguf", "deepseek2", of_deepseek)
+    with pytest.raises(ModelError, match="does not say in which groups its 256 experts are"):
+        read_family_config(path)
 
 
 @pytest.mark.integration

@@ -82,9 +82,9 @@ NEMOTRON_H: dict[str, Any] = SHAPE | {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 36,
 }
-MLA: dict[str, Any] = HEADS | DEEPSEEK_EXPERTS
-MLA |= {"num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 14, "v_head_dim": 10}
-MLA |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+LATENTS: dict[str, Any] = HEADS | {"num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 14, "v_head_dim": 10}
+LATENTS |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+MLA: dict[str, Any] = LATENTS | DEEPSEEK_EXPERTS
 DEEP_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -177,8 +177,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("glm4_moe_lite", MLA | {"attention_bias": True}),
     "axk1": ("axk1", MLA | {"n_group": 2, "topk_group": 1}),
     "sarvam-mla": ("sarvam_mla", MLA | {"q_lora_rank": None}),
-    "minicpm3": ("minicpm3", MLA | {"dim_model_base": 20, "tie_word_embeddings": False}),
-    "youtu": ("youtu", MLA | {"attention_bias": True}),
+    "minicpm3": ("minicpm3", LATENTS | {"dim_model_base": 20, "tie_word_embeddings": False}),
+    "youtu": ("youtu", LATENTS | {"attention_bias": True}),
     "olmo": ("olmo", HEADS),
     "olmo2": ("olmo2", HEADS),
     "olmo3": ("olmo3", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),

@@ -25,6 +25,10 @@ class Architecture:
     """The family of a file that has a sliding window, if that is another one."""
     with_positions: str = ""
     """The family of a file whose attention knows positions, if that is another one; ``KNOWS_POSITIONS`` says which."""
+    with_sigmoids: str = ""
+    """The family of a file whose experts are chosen by sigmoids, if that is another one."""
+    latents: bool = False
+    """Whether keys and values come from latents. ``gguf_latents`` reads such files."""
     permuted: bool = False
     """Whether the rows of queries and keys are stored so that the two halves of each head alternate."""
     shifted_norms: bool = False
@@ -53,7 +57,8 @@ class Architecture:
     @property
     def families(self) -> frozenset[str]:
         """The families that files of this architecture may have."""
-        return frozenset({self.family, self.with_experts, self.with_windows, self.with_positions} - {""})
+        others = {self.with_experts, self.with_sigmoids, self.with_windows, self.with_positions}
+        return frozenset({self.family, *others} - {""})
 
 
 STATE_SPACE = tuple(
@@ -71,6 +76,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "chatglm": Architecture("glm"),
     "cohere2": Architecture("cohere2"),
     "command-r": Architecture("cohere"),
+    "deepseek2": Architecture("youtu", with_experts="deepseek_v2", with_sigmoids="deepseek_v3", latents=True),
     "dots1": Architecture("dots1"),
     "ernie4_5": Architecture("ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5_moe"),
@@ -155,6 +161,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
     "attention.scale": ("attention_multiplier",),
@@ -246,10 +253,13 @@ OF_UNLIKE_HEADS = frozenset(
 """Keys of windows in a Gemma 4, whose other layers have heads of another size."""
 
 COMPUTED: dict[str, tuple[str, ...]] = {
+    "attention.key_length_mla": ("kv_lora_rank",),
+    "attention.q_lora_rank": ("kv_lora_rank",),
+    "attention.value_length_mla": ("kv_lora_rank",),
     "attention.recurrent_layers": ("full_attention_interval",),
     "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
 }
-"""Keys that ``gguf_hybrids`` reads, for families that have one of these settings."""
+"""Keys that ``gguf_hybrids`` and ``gguf_latents`` read, for families that have one of these settings."""
 
 OUTER = {"token_embd": "embedding", "output": "head"}
 """The fields of a ``ModelRecipe`` that have the names of a file's tensors."""

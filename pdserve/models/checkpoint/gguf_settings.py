@@ -31,6 +31,13 @@ from pdserve.models.checkpoint.gguf_architectures import (
 )
 from pdserve.models.checkpoint.gguf_file import GgufFile
 from pdserve.models.checkpoint.gguf_hybrids import hybrid_settings, layer_count, with_one_number
+from pdserve.models.checkpoint.gguf_latents import (
+    check_latents,
+    latent_family,
+    latent_scaling,
+    latent_settings,
+    stored_latents,
+)
 from pdserve.models.checkpoint.gguf_mixers import stored_mixer
 from pdserve.models.families.settings import FULL, SLIDING, FamilySettings
 from pdserve.models.recipe import (
@@ -61,6 +68,8 @@ SCORINGS = {
     Scoring.SOFTMAX_OF_CHOSEN: 3,
 }
 """The values of ``expert_gating_func``."""
+OF_EXPERTS = ("expert_shared_count", "leading_dense_block_count")
+"""Keys that the files of dense models with latent attention have, too."""
 UNNORMED_EXPERTS = 128
 """A Llama 4 with so many experts, Maverick, does not normalise queries and keys; no key says so."""
 
@@ -84,13 +93,13 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
     given, file = file, _evened(file)
     family = check_keys(file)
     hidden, heads = file.own("embedding_length", int), file.own("attention.head_count", int)
-    head_dim = _head_dim(file)
+    head_dim, latents = _head_dim(file), architecture_of(file).latents
     if head_dim < 2 or head_dim % 2:
         raise ModelError(f"{file.path} has {heads} heads of {head_dim} for {hidden} hidden channels")
     layers = layer_count(file)
     if layers > len(file.tensors):
         raise ModelError(f"{file.path} has {layers} layers, but only {len(file.tensors)} tensors")
-    if (found := file.own("attention.value_length", int, head_dim)) != head_dim:
+    if not latents and (found := file.own("attention.value_length", int, head_dim)) != head_dim:
         raise ModelError(
             f"{file.key('attention.value_length')} of {file.path} is {found}; only {head_dim} is supported"
         )
@@ -119,6 +128,7 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
         **_by_tensors(file, family, hidden // heads),
         **(_gemma4(given) if family == "gemma4_text" else {}),
         **hybrid_settings(given, family),
+        **(latent_settings(file, family) if latents else {}),
     }
     try:
         settings = settings_from_values(family, {names[name]: value for name, value in values.items()})
@@ -213,6 +223,8 @@ def check_keys(file: GgufFile) -> str:
         family = known.with_windows
     if known.with_positions and file.own(KNOWS_POSITIONS, bool):
         family = known.with_positions
+    if known.latents:
+        family = latent_family(file, known)
     for key in (*REQUIRED, *known.required, *(REQUIRED_OF_EXPERTS if experts else ())):
         if known.all_experts and key == "feed_forward_length" and file.key(key) not in file.metadata:
             continue
@@ -242,6 +254,9 @@ def _is_known(file: GgufFile, key: str, family: str) -> bool:
         return not 0 < file.own(key, int) < file.own("context_length", int)
     known = architecture_of(file)
     if (family == "gemma4_text" and key in OF_UNLIKE_HEADS) or key.startswith(known.unread):
+        return True
+    if known.latents and (key == "rope.scaling.yarn_log_multiplier" or (key in OF_EXPERTS and "n_group" not in names)):
+        # Where there are experts without a place for them, their tensors have none either.
         return True
     if key == "rope.dimension_sections":
         return FAMILIES[family].three_axes
@@ -346,6 +361,8 @@ def _rotary(file: GgufFile) -> dict[str, Any]:
         parameters["truncate"] = architecture_of(file).rounded_ramps
         for name in ("beta_fast", "beta_slow"):
             parameters[name] = file.metadata.get(file.key(f"rope.scaling.yarn_{name}"))
+        if architecture_of(file).latents:
+            parameters |= latent_scaling(file)
     return parameters
 
 
@@ -382,11 +399,15 @@ _UNSAID: dict[str, tuple[int, ...]] = {"expert_gating_func": (0,), "expert_weigh
 def _check_read(file: GgufFile, settings: FamilySettings) -> None:
     """Raises ModelError if a setting of the file is not what its family computes."""
     kv_heads = file.own("attention.head_count_kv", int, settings.num_attention_heads)
-    if settings.kv_heads() != kv_heads:
+    latents = architecture_of(file).latents
+    if latents:
+        check_latents(file, settings.num_attention_heads)
+    elif settings.kv_heads() != kv_heads:
         raise ModelError(
             f"{file.key('attention.head_count_kv')} of {file.path} is {kv_heads}, not {settings.kv_heads()}"
         )
-    _check_turned(file, settings)
+    if not latents:
+        _check_turned(file, settings)
     window = file.own("attention.sliding_window", int, 0)
     if 0 < window < settings.max_position_embeddings and window not in settings.windows():
         raise ModelError(
@@ -432,7 +453,9 @@ def gguf_recipe(file: GgufFile, settings: FamilySettings) -> ModelRecipe:
 
 def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float, ...]) -> LayerRecipe:
     attention, part, mixer = layer.attention, layer.feed_forward, layer.mixer
-    if attention is not None:
+    if attention is not None and attention.latent is not None:
+        attention = stored_latents(file, block, attention)
+    elif attention is not None:
         attention = _attention(file, block, attention, divisors)
     if mixer is not None:
         mixer = stored_mixer(file, block, mixer, architecture_of(file))

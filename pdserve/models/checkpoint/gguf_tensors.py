@@ -27,6 +27,7 @@ from pdserve.models.checkpoint.gguf_architectures import (
     Architecture,
 )
 from pdserve.models.checkpoint.gguf_file import GgufFile, GgufTensor, is_gguf, read_gguf
+from pdserve.models.checkpoint.gguf_latents import latent_tensors
 from pdserve.models.checkpoint.gguf_mixers import MixerTensor, gated_norm, mixer_tensors
 from pdserve.models.checkpoint.gguf_settings import (
     LONG_FACTORS,
@@ -260,6 +261,7 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
         block, prefix = f"blk.{index}.", f"{recipe.layer_prefix}{index}."
         names |= {block + part: prefix + name for part, name in _layer_names(layer, known).items()}
         whole |= {block + part: prefix + name for part, name in _whole_names(layer).items()}
+    in_heads = dict(_tensors_in_heads(recipe, file.own("attention.head_count", int)))
     drafting = tuple(f"blk.{index}." for index in range(len(recipe.layers), file.own("block_count", int)))
     found: dict[str, GgufTensor] = {}
     mixing: set[str] = set()
@@ -272,6 +274,8 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
         part, _, kind = name.rpartition(".")
         if name in whole:
             found[whole[name]] = tensor
+        elif part in in_heads:
+            found[f"{names[part]}.{kind}"] = _shaped(tensor, in_heads[part])
         elif part.endswith(".exp_probs_b") and part in names:
             found[names[part]] = _shaped(tensor, _correction_shape(recipe, part))
         elif part.endswith(PART_OF_EXPERTS) and part in names and len(tensor.shape) == (2 if kind == "bias" else 3):
@@ -289,7 +293,9 @@ def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
     attention, part = layer.attention, layer.feed_forward
     usual = NORMS[layer.order][: len(layer.norms)]
     names = dict(zip(known.norms if len(known.norms) == len(usual) else usual, layer.norms, strict=True))
-    if attention is not None:
+    if attention is not None and attention.latent is not None:
+        names |= latent_tensors(attention)
+    elif attention is not None:
         names |= {key: getattr(attention, name) for key, name in ATTENTION.items() if getattr(attention, name)}
     if attention is not None and attention.norms is not None:
         names |= {"attn_q_norm": attention.norms.query, "attn_k_norm": attention.norms.key}
@@ -310,6 +316,15 @@ def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
     if part.shared_gate:
         names["ffn_gate_inp_shexp"] = part.shared_gate
     return names
+
+
+def _tensors_in_heads(recipe: ModelRecipe, heads: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Returns the file's names of tensors with a dimension of heads, and their shape as matrices."""
+    for index, layer in enumerate(recipe.layers):
+        latent = None if layer.attention is None else layer.attention.latent
+        if latent is not None and latent.key_up:
+            yield f"blk.{index}.attn_k_b", (heads * latent.rank, latent.plain)
+            yield f"blk.{index}.attn_v_b", (heads * latent.value, latent.rank)
 
 
 def _mlp_names(part: MlpRecipe, end: str = "") -> dict[str, str]:

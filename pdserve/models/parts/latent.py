@@ -122,14 +122,26 @@ def _products(
     """
     latent = recipe.latent
     assert latent is not None
-    size = latent.plain + latent.value
-    shape = (config.heads * size, latent.rank)
-    weight = building.checkpoint.take(f"{prefix}{recipe.value}.weight", shape, rows=spread(heads, size))
-    weight = weight.view(-1, size, latent.rank)
-    keys, values = torch.split(weight, [latent.plain, latent.value], 1)
+
+    def taken(name: str, size: int, inputs: int) -> torch.Tensor:
+        """Returns this rank's heads, ``[heads, size, inputs]``."""
+        shape = (config.heads * size, inputs)
+        weight = building.checkpoint.take(f"{prefix}{name}.weight", shape, rows=spread(heads, size))
+        return weight.view(-1, size, inputs)
+
+    if latent.key_up:
+        queries, values = (
+            taken(latent.key_up, latent.rank, latent.plain),
+            taken(latent.value_up, latent.value, latent.rank),
+        )
+        weight = torch.cat((queries.transpose(1, 2), values), 1)
+    else:
+        weight = taken(recipe.value, latent.plain + latent.value, latent.rank)
+        keys, values = torch.split(weight, [latent.plain, latent.value], 1)
+        queries = keys.transpose(1, 2)
     kernels = building.kernels
     return (
-        kernels.head_linear(keys.transpose(1, 2).contiguous()),
+        kernels.head_linear(queries.contiguous()),
         kernels.head_linear(values.contiguous()),
         kernels.head_linear(weight),
     )

@@ -1,0 +1,124 @@
+"""Reads what the GGUF files of models with latent attention have otherwise: settings, and names of tensors.
+
+llama.cpp's converter has written such files in two ways. In the older one each head has a key and a value, and one
+tensor leads to both. In the newer one there is one key head, of the size of what is kept of a token, and that tensor is
+two, one of which is transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.gguf_architectures import Architecture
+from pdserve.models.checkpoint.gguf_file import GgufFile
+from pdserve.models.recipe import AttentionRecipe
+
+SIGMOID = 2
+"""The value of ``expert_gating_func``."""
+CORRECTION = ".exp_probs_b.bias"
+"""The end of the name of a tensor by which experts are chosen in families that take sigmoids alone."""
+GROUPED_EXPERTS = 256
+"""A DeepSeek V3 has so many, in groups, which its older files do not say."""
+TENSORS = {
+    "attn_q_a": "query_down",
+    "attn_q_a_norm": "query_norm",
+    "attn_kv_a_norm": "key_norm",
+    "attn_k_b": "key_up",
+    "attn_v_b": "value_up",
+}
+"""The fields of a ``LatentRecipe``."""
+OF_ATTENTION = {"attn_q": "query", "attn_kv_a_mqa": "key", "attn_kv_b": "value", "attn_output": "out"}
+"""The fields of an ``AttentionRecipe``."""
+KEY_UP, VALUE_UP = "self_attn.k_b_proj", "self_attn.v_b_proj"
+MSCALE = 0.1
+"""What ``rope.scaling.yarn_log_multiplier`` is for a setting ``mscale_all_dim`` of 1."""
+
+
+def latent_family(file: GgufFile, known: Architecture) -> str:
+    """Returns the family of a file of an architecture with latents, by how it chooses experts."""
+    if not file.own("expert_count", int, 0):
+        return known.family
+    kind = file.own("expert_gating_func", int, 0)
+    corrected = any(name.endswith(CORRECTION) for name in file.tensors)
+    return known.with_sigmoids if kind == SIGMOID or (not kind and corrected) else known.with_experts
+
+
+def latent_settings(file: GgufFile, family: str) -> dict[str, Any]:
+    """Returns the settings of latents, and those of experts that a file may leave out. Raises ModelError."""
+    turned, value, key = (file.own(name, int) for name in ("rope.dimension_count", *_sizes(file)))
+    found: dict[str, Any] = {
+        "q_lora_rank": file.own("attention.q_lora_rank", int, 0) or None,
+        "qk_nope_head_dim": key - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": value,
+    }
+    if key <= turned:
+        raise ModelError(f"{file.path} has heads of {key} channels, of which {turned} are turned")
+    kept = file.own("attention.kv_lora_rank", int) + turned
+    if _is_new(file) and file.own("attention.key_length", int) != kept:
+        raise ModelError(f"{file.key('attention.key_length')} of {file.path} is not {kept}, what is kept of a token")
+    experts = file.own("expert_count", int, 0)
+    if not experts:
+        return found
+    groups = file.own("expert_group_count", int, 0)
+    if groups == 0 and experts == GROUPED_EXPERTS:
+        raise ModelError(
+            f"{file.path} does not say in which groups its {experts} experts are ({file.key('expert_group_count')}); "
+            "a newer file of the model does"
+        )
+    found |= {
+        "n_group": groups or 1,
+        "topk_group": file.own("expert_group_used_count", int, 0) or 1,
+        "norm_topk_prob": file.own("expert_weights_norm", bool, False),
+        "routed_scaling_factor": file.own("expert_weights_scale", float, 0.0) or 1.0,
+    }
+    if family == "deepseek_v2":
+        found["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+    return found
+
+
+def latent_scaling(file: GgufFile) -> dict[str, float]:
+    """Returns the settings of yarn by which attention to longer contexts is sharper."""
+    factor = round(file.own("rope.scaling.yarn_log_multiplier", float, 0.0) / MSCALE, 6)
+    return {"mscale": factor, "mscale_all_dim": factor} if factor else {}
+
+
+def check_latents(file: GgufFile, heads: int) -> None:
+    """Raises ModelError if the file has other key heads than its tensors mean."""
+    wanted = 1 if _is_new(file) else heads
+    if (found := file.own("attention.head_count_kv", int, heads)) != wanted:
+        raise ModelError(f"{file.key('attention.head_count_kv')} of {file.path} is {found}, not {wanted}")
+
+
+def stored_latents(file: GgufFile, block: str, attention: AttentionRecipe) -> AttentionRecipe:
+    """Returns a layer's attention with what the file says by its tensors."""
+    latent = attention.latent
+    assert latent is not None
+    if f"{block}attn_k_b.weight" in file.tensors:
+        latent = replace(latent, key_up=KEY_UP, value_up=VALUE_UP)
+    names = latent_tensors(replace(attention, latent=latent))
+    biased = frozenset(name for key, name in names.items() if f"{block}{key}.bias" in file.tensors)
+    return replace(attention, latent=latent, biased=biased)
+
+
+def latent_tensors(attention: AttentionRecipe) -> dict[str, str]:
+    """Returns the recipe's names of a layer's tensors, by the file's names."""
+    latent = attention.latent
+    assert latent is not None
+    names = {key: getattr(latent, name) for key, name in TENSORS.items() if getattr(latent, name)}
+    names |= {key: getattr(attention, name) for key, name in OF_ATTENTION.items()}
+    if latent.query_rank:
+        names["attn_q_b"] = names.pop("attn_q")
+    return names
+
+
+def _is_new(file: GgufFile) -> bool:
+    return file.key("attention.key_length_mla") in file.metadata
+
+
+def _sizes(file: GgufFile) -> tuple[str, str]:
+    """Returns the keys of a head's value and of its key."""
+    end = "_mla" if _is_new(file) else ""
+    return f"attention.value_length{end}", f"attention.key_length{end}"
