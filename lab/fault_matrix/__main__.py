@@ -15,11 +15,11 @@ import tempfile
 from pathlib import Path
 
 from lab.fault_matrix.figures import put_cell
+from lab.fault_matrix.models import LLAMA, MODELS, saved
 from lab.fault_matrix.stages import Stages
 from lab.fault_matrix.table import TESTED
 from pdserve.settings import cache_folder
 from tests.demo_folder import demo_folder
-from tests.hosts.cluster import tiny_model
 from tests.hosts.namespaces import why_impossible
 
 
@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.fault_matrix", description=__doc__)
     parser.add_argument("--repeats", type=int, default=1, help="each cell is played this often")
     parser.add_argument("--json", type=Path, help="the seconds are put into this file")
+    parser.add_argument("--model", choices=MODELS, default=LLAMA.name, help="a model of windows or states, or none")
     parser.add_argument("--only", nargs="+", default=[""], help="only cells whose names have one of these in them")
     parser.add_argument("--add", action="store_true", help="what the file has of a cell is kept")
     parser.add_argument("--logs", type=Path, help="the logs of clusters in which a cell failed are kept here")
@@ -35,11 +36,11 @@ def main() -> int:
         parser.error(reason)
     failed = 0
     cells = [cell for cell in TESTED if any(part in cell.name for part in options.only)]
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        model = root / "model"
-        model.mkdir()
-        tiny_model(demo_folder(cache_folder(os.environ)), model)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        folder = root / "model"
+        folder.mkdir()
+        model = saved(MODELS[options.model], demo_folder(cache_folder(os.environ)), folder)
         with Stages(model, lambda: Path(tempfile.mkdtemp(dir=root))) as stages:
             for cell in cells:
                 seconds: list[float] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lab.fault_matrix.stage import ANSWER_S, ENGINE_SILENCE_MS, Server, Stage
+from lab.fault_matrix.stage import ANSWER_S, ENGINE_SILENCE_MS, KNOWN_PORTS, Server, Stage
 from tests.cluster.nodes import MODEL, http
 from tests.eventually import eventually
 
@@ -90,6 +90,25 @@ def is_slow(stage: Stage, server: Server) -> Callable[[], None]:
         eventually(lambda: sum(path.delayed for path in paths) > delayed, "frames are late")
 
     return check
+
+
+class CorruptBlock:
+    """A byte of a block changes on its way to a decode node."""
+
+    def __init__(self, stage: Stage, prefill: Server, decode: Server) -> None:
+        self._decode = decode
+        # Blocks are on their way, so the node may notice the wrong one as soon as there is one.
+        self._before = self._noticed()
+        path = stage.network.wire.path(prefill.name, decode.name)
+        self._corruption = path.corrupt(spared=KNOWN_PORTS)
+
+    def check(self) -> None:
+        """Checks that the decode node has noticed it."""
+        eventually(lambda: self._corruption.done, "a byte is changed")
+        eventually(lambda: self._noticed() > self._before, "the decode node has noticed the wrong block")
+
+    def _noticed(self) -> float:
+        return self._decode.metric("kv_transfer_failures_total", reason="corrupt")
 
 
 class FullDisk:

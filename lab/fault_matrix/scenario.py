@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lab.fault_matrix.client import Client
 from lab.fault_matrix.effects import (
+    CorruptBlock,
     FullDisk,
     hears_nothing,
     hung,
@@ -25,9 +26,9 @@ from lab.fault_matrix.effects import (
     was_killed,
 )
 from lab.fault_matrix.engine_program import HOLD, POISON, POISONED_POSITION
-from lab.fault_matrix.stage import KV_CACHE_MIB, MAX_IN_FLIGHT, Server, Stage, children_of
+from lab.fault_matrix.models import BLOCK_SIZE
+from lab.fault_matrix.stage import MAX_IN_FLIGHT, Server, Stage, children_of
 from lab.fault_matrix.table import Cell, Fault, Phase, Promise, Victim
-from pdserve.config import CacheConfig
 from pdserve_proxy.continuation.losses import MAX_LOSSES
 from tests.eventually import eventually
 from tests.tiny_models import VOCAB_SIZE, Reference
@@ -37,13 +38,8 @@ SOME_TOKENS = 5
 SILENCE_S = 1.5
 """A client that may ask another proxy gives the first one up after so many seconds of silence."""
 SLOW_S = 0.04
-BLOCK_SIZE = CacheConfig().block_size
-BLOCK_BYTES = BLOCK_SIZE * 4 * 2 * 2 * 32 * 4
-"""The bytes of a block of the model: tokens, layers, KV heads, keys and values, head size, fp32."""
-SOME_BYTES = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_BYTES // 3
 BLOCKS = -(-PROMPT_TOKENS // BLOCK_SIZE)
 """The blocks of a prompt."""
-NODE_BLOCKS = KV_CACHE_MIB * 2**20 // BLOCK_BYTES
 HOGS = MAX_IN_FLIGHT
 
 
@@ -182,7 +178,7 @@ class Scenario:
             case Phase.PREFILL:
                 return self._held(HELD_AT_ONCE)
             case Phase.TRANSFER:
-                return self._held(HELD_IN_THE_END, SOME_BYTES)
+                return self._held(HELD_IN_THE_END, BLOCKS * self._stage.model.block_bytes // 3)
             case Phase.DECODE:
                 return self._decoding()
             case Phase.DRAIN if self._role() == "prefill":
@@ -297,9 +293,7 @@ class Scenario:
             case Fault.CORRUPT:
                 assert scene.prefill is not None
                 assert scene.decode is not None
-                path = wire.path(scene.prefill.name, scene.decode.name)
-                path.corrupt = True
-                self._undo.callback(_was_corrupted, scene.decode, _corrupt(scene.decode))
+                self._undo.callback(CorruptBlock(self._stage, scene.prefill, scene.decode).check)
             case Fault.OUT_OF_KV:
                 # A node that drains gets no more requests: the one to which the answer goes does.
                 drains = self._cell.phase is Phase.DRAIN
@@ -329,7 +323,7 @@ class Scenario:
 
     def _wants_too_much(self, node: Server) -> bool:
         under_way = [proxy.metric("proxy_node_requests_in_flight", node=node.name) for proxy in self._stage.proxies]
-        return BLOCKS * sum(under_way) > NODE_BLOCKS
+        return BLOCKS * sum(under_way) > self._stage.model.blocks
 
     @property
     def _of_rank(self) -> bool:
@@ -446,14 +440,6 @@ def _oom_score(pid: int) -> int:
 def _go_on(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
-
-
-def _corrupt(node: Server) -> float:
-    return node.metric("kv_transfer_failures_total", reason="corrupt")
-
-
-def _was_corrupted(node: Server, before: float) -> None:
-    eventually(lambda: _corrupt(node) > before, "the decode node has noticed the wrong block")
 
 
 def _restore_file_size(pid: int, before: tuple[int, int]) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab.fault_matrix.engine_program import CLOSED
+from lab.fault_matrix.models import MAX_REQUESTS, STEP_TOKENS, Saved
 from pdserve.process import PARENT_PID_ENV, parse_listening
-from tests.cluster.nodes import MODEL, http, one_core, sample
+from tests.cluster.nodes import MODEL, groups_are_free, http, one_core, sample
 from tests.eventually import eventually
 from tests.hosts.namespaces import Host, Network, network
 from tests.processes import SECRET, alive, clean_environ
@@ -22,16 +23,19 @@ from tests.processes import SECRET, alive, clean_environ
 PROXIES = ("proxy-0", "proxy-1")
 CLIENT = "client"
 MAX_IN_FLIGHT = 8
-KV_CACHE_MIB = 6
 ENGINE_SILENCE_MS = 2000
+PROXY_PORT, PROXY_CONTROL_PORT, NODE_PORT, TRANSFER_PORT = 8000, 8100, 9000, 9100
+KNOWN_PORTS = (PROXY_PORT, PROXY_CONTROL_PORT, NODE_PORT, TRANSFER_PORT)
+"""All that listens but UCX, over which blocks come."""
 NODE_FLAGS = (
-    *("--dtype", "fp32", "--kv-cache-mib", str(KV_CACHE_MIB), "--max-num-batched-tokens", "128", "--max-num-seqs", "8"),
+    *("--dtype", "fp32", "--max-num-batched-tokens", str(STEP_TOKENS), "--max-num-seqs", str(MAX_REQUESTS)),
     *("--prefix-cache", "off", "--disaggregation", "always", "--kv-overlap", "on", "--ucx-tls", "tcp"),
     *("--transfer-lease-ms", "1500", "--transfer-heartbeat-ms", "200", "--tp-timeout-ms", "2000"),
     *("--engine-silence-ms", str(ENGINE_SILENCE_MS)),
 )
 PROXY_FLAGS = (
-    *("--heartbeat-ms", "300", "--max-in-flight", str(MAX_IN_FLIGHT), "--port", "8000", "--control-port", "8100"),
+    *("--heartbeat-ms", "300", "--max-in-flight", str(MAX_IN_FLIGHT)),
+    *("--port", str(PROXY_PORT), "--control-port", str(PROXY_CONTROL_PORT)),
 )
 END_S = 20.0
 ANSWER_S = 5.0
@@ -125,7 +129,7 @@ class Server:
 class Stage:
     """Two proxies, four nodes, and the network between them. Only the client's host reaches their URLs."""
 
-    model: Path
+    model: Saved
     folder: Path
     network: Network
     ranks: int
@@ -156,12 +160,13 @@ class Stage:
         self.servers[name] = Server(name, host, role, process, past_boot=past)
 
     def _node_flags(self, name: str, address: str) -> list[str]:
-        proxies = [f"tcp://{self.network.hosts[proxy].address}:8100" for proxy in PROXIES]
+        proxies = [f"tcp://{self.network.hosts[proxy].address}:{PROXY_CONTROL_PORT}" for proxy in PROXIES]
         to_proxies = [word for proxy in proxies for word in ("--proxy", proxy)]
         ranks = ["--tensor-parallel-size", str(self.ranks)] if self.ranks > 1 else list(one_core(int(name[-1])))
-        own = ["--name", name, "--host", address, "--port", "9000", "--model", str(self.model)]
-        transfer = ["--transfer-host", address, "--transfer-port", "9100"]
-        return [*own, *transfer, "--served-model-name", MODEL, *to_proxies, *NODE_FLAGS, *ranks]
+        cache = ["--kv-cache-mib", str(self.model.model.kv_cache_mib)]
+        own = ["--name", name, "--host", address, "--port", str(NODE_PORT), "--model", str(self.model.folder)]
+        transfer = ["--transfer-host", address, "--transfer-port", str(TRANSFER_PORT)]
+        return [*own, *transfer, "--served-model-name", MODEL, *to_proxies, *NODE_FLAGS, *cache, *ranks]
 
     def until_known(self) -> None:
         """Waits until both proxies know every node as it is now, and no other."""
@@ -219,6 +224,8 @@ class Stage:
                 return False
             if node.metric("kv_cache_usage_perc") or node.metric("quarantined_blocks"):
                 return False
+            if not groups_are_free(node.url):
+                return False
             # A cell finds the node of its request by a change of this count. If an older request ended at that
             # moment, the count would not change.
             if any(proxy.metric("proxy_node_requests_in_flight", node=node.name) for proxy in self.proxies):
@@ -242,7 +249,7 @@ def answers(proxy: Server) -> bool:
 
 
 @contextmanager
-def stage(model: Path, folder: Path, *, ranks: int = 1) -> Iterator[Stage]:
+def stage(model: Saved, folder: Path, *, ranks: int = 1) -> Iterator[Stage]:
     """Yields a running cluster. The thread that uses it is on the client's host."""
     nodes = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     with network(CLIENT, *PROXIES, *nodes) as joined, joined.hosts[CLIENT].inside():

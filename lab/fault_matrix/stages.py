@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lab.fault_matrix.client import NEW_TOKENS
+from lab.fault_matrix.models import Saved
 from lab.fault_matrix.scenario import Answers, play
 from lab.fault_matrix.stage import Stage, stage
 from lab.fault_matrix.table import Cell, Victim
@@ -16,11 +17,11 @@ from tests.tiny_models import Reference
 class Stages:
     """One stage at a time. Used as a context manager."""
 
-    def __init__(self, model: Path, folders: Callable[[], Path]) -> None:
+    def __init__(self, model: Saved, folders: Callable[[], Path]) -> None:
         """``folders`` makes a new folder."""
         self._model = model
         self._folders = folders
-        self._answers = Answers(Reference(model, NEW_TOKENS))
+        self._answers = Answers(Reference(model.folder, NEW_TOKENS))
         self._open = ExitStack()
         self._ranks = 0
         self._stage: Stage | None = None

@@ -68,6 +68,13 @@ def sample(url: str, name: str, **labels: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def groups_are_free(url: str) -> bool:
+    """Returns whether a node's windows and states are all free. A model without any has no such metric."""
+    found = re.findall(r"^pdserve_cache_group_(free_)?blocks(\{\S+) (\S+)$", http(url + "/metrics").body.decode(), re.M)
+    free, every = ({group: n for which, group, n in found if which == wanted} for wanted in ("free_", ""))
+    return free == every
+
+
 class Log(Protocol):
     """What a process has written."""
 
@@ -115,7 +122,7 @@ class ServedNode:
     @property
     def idle(self) -> bool:
         """Whether the node has no requests and all of its blocks are free."""
-        return all(
+        return groups_are_free(self.url) and all(
             self.metric(name) == 0
             for name in (
                 "num_requests_running",

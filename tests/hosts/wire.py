@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 _ALL_PROTOCOLS = 0x0003
@@ -31,7 +31,76 @@ _TO_MANY = 1
 """The bit of an address's first byte that says that it is that of several hosts."""
 _FRAMES_AT_ONCE = 64
 _FULL_FRAME = 1_400
+_ETHERNET_BYTES = 14
+_IP_AT = _VNET_HDR_BYTES + _ETHERNET_BYTES
+_IPV4, _TCP, _SYN = 0x0800, 6, 2
+_NUMBERS = 1 << 32
+"""TCP numbers the bytes of a stream modulo this."""
 SETTLE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a frame has of a TCP stream. The number of its beginning counts as a byte."""
+
+    ports: tuple[int, int]
+    """Those of the source and of the target."""
+    number: int
+    """The number of its first byte."""
+    size: int
+    at: int
+    """Where in the frame its bytes begin."""
+    begins: bool
+
+    @property
+    def end(self) -> int:
+        return (self.number + self.size) % _NUMBERS
+
+
+def segment_of(frame: bytes) -> Segment | None:
+    """Returns what a frame, with its virtual network header, has of a TCP stream over IPv4; None for any other."""
+    if len(frame) < _IP_AT + 40 or int.from_bytes(frame[_IP_AT - 2 : _IP_AT]) != _IPV4 or frame[_IP_AT + 9] != _TCP:
+        return None
+    tcp = _IP_AT + (frame[_IP_AT] & 15) * 4
+    at = tcp + (frame[tcp + 12] >> 4) * 4
+    begins = bool(frame[tcp + 13] & _SYN)
+    size = begins + _IP_AT + int.from_bytes(frame[_IP_AT + 2 : _IP_AT + 4]) - at
+    ports = (int.from_bytes(frame[tcp : tcp + 2]), int.from_bytes(frame[tcp + 2 : tcp + 4]))
+    return Segment(ports, int.from_bytes(frame[tcp + 4 : tcp + 8]), size, at, begins)
+
+
+def _is_behind(number: int, other: int) -> bool:
+    """Whether ``number`` is ``other`` or comes after it in a stream."""
+    return (number - other) % _NUMBERS < _NUMBERS // 2
+
+
+class Corruption:
+    """One byte of one TCP stream, which is changed each time that it is sent.
+
+    It is a byte that has not been sent before: so the receiver gets no other one in its place, whatever is lost and
+    sent again. Frames carry no checksum that would tell: a network card would set it.
+    """
+
+    def __init__(self, spared: Collection[int]) -> None:
+        """Streams from or to the ports ``spared`` are left alone."""
+        self._spared = frozenset(spared)
+        self._ports: tuple[int, int] | None = None
+        self._number = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether a byte was changed."""
+        return self._ports is not None
+
+    def applied(self, frame: bytes, segment: Segment, *, is_new: bool) -> bytes:
+        """Returns a frame as it is to be passed on. ``is_new`` says that nothing of it was sent before."""
+        if self._ports is None and is_new and segment.size > _FULL_FRAME and self._spared.isdisjoint(segment.ports):
+            self._ports, self._number = segment.ports, (segment.number + segment.size // 2) % _NUMBERS
+        offset = (self._number - segment.number) % _NUMBERS
+        if segment.ports != self._ports or offset >= segment.size:
+            return frame
+        at = segment.at + offset
+        return frame[:at] + bytes([frame[at] ^ 0x10]) + frame[at + 1 :]
 
 
 @dataclass(slots=True)
@@ -52,10 +121,27 @@ class Path:
     """The number of frames that were delayed since the start."""
     cut_at: float = math.inf
     """The value of ``passed`` at which the path is cut."""
-    corrupt: bool = False
-    """Whether a byte of the next full frame is changed. Its checksum is not looked at: a network card would set it."""
+    corruption: Corruption | None = None
     was_cut: threading.Event = field(default_factory=threading.Event)
     """This event is set when ``passed`` has reached ``cut_at``."""
+    _ends: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The number behind the last byte that was sent of each TCP stream, by its ports."""
+
+    def corrupt(self, spared: Collection[int] = ()) -> Corruption:
+        """Has a byte be changed that is sent from now on, in no stream from or to the ports ``spared``."""
+        self.corruption = Corruption(spared)
+        return self.corruption
+
+    def carried(self, frame: bytes) -> bytes:
+        """Returns a frame that passes as it arrives."""
+        segment = segment_of(frame)
+        if segment is None:
+            return frame
+        end = segment.number if segment.begins else self._ends.get(segment.ports)
+        is_new = end is not None and _is_behind(segment.number, end)
+        if end is None or _is_behind(segment.end, end):
+            self._ends[segment.ports] = segment.end
+        return frame if self.corruption is None else self.corruption.applied(frame, segment, is_new=is_new)
 
     def cut_after(self, size: int) -> None:
         """Cuts the path after this many more bytes have passed."""
@@ -63,7 +149,7 @@ class Path:
         self.cut_at = self.passed + size
 
     def mend(self) -> None:
-        self.cut_at, self.cut, self.loss, self.delay_s, self.corrupt = math.inf, False, 0.0, 0.0, False
+        self.cut_at, self.cut, self.loss, self.delay_s, self.corruption = math.inf, False, 0.0, 0.0, None
 
     def passes(self, size: int, dice: random.Random) -> bool:
         """Decides whether a frame of this size passes, and counts it."""
@@ -183,10 +269,7 @@ class Wire:
         if not path.passes(len(frame), self._dice):
             path.lost_own += not frame[_VNET_HDR_BYTES] & _TO_MANY
             return
-        if path.corrupt and len(frame) > _FULL_FRAME:
-            path.corrupt = False
-            middle = len(frame) // 2
-            frame = frame[:middle] + bytes([frame[middle] ^ 0x10]) + frame[middle + 1 :]
+        frame = path.carried(frame)
         if path.delay_s:
             path.delayed += 1
             heapq.heappush(self._delayed, (time.monotonic() + path.delay_s, next(self._numbers), target, frame))

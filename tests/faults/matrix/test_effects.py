@@ -15,6 +15,7 @@ import pytest
 from lab.fault_matrix import effects
 from lab.fault_matrix.effects import hears_nothing, is_slow, is_still_stopped, kills, stops
 from lab.fault_matrix.figures import Figures, put_cell, read_figures
+from lab.fault_matrix.models import LLAMA, Saved
 from lab.fault_matrix.stage import Logged, Server, Stage
 from tests.eventually import eventually
 from tests.hosts.conftest import possible
@@ -48,7 +49,7 @@ def test_a_host_that_hears_something_was_not_cut_off(
     with network("a", "b") as joined:
         a, b = joined.hosts.values()
         process = Logged(["true"], tmp_path / "log")
-        stage = Stage(tmp_path, tmp_path, joined, 1, {"b": Server("b", b, "proxy", process)})
+        stage = Stage(Saved(LLAMA, tmp_path, 1, 1), tmp_path, joined, 1, {"b": Server("b", b, "proxy", process)})
         with bound(b) as heard, bound(a) as said:
             # The first datagram also has the hosts ask for each other's hardware addresses.
             said.sendto(b"1", heard.getsockname())

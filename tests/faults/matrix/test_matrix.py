@@ -1,30 +1,46 @@
-"""One test for each cell of the table of faults."""
+"""One test for each cell of the table of faults, and some of them with models of windows and of states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from lab.fault_matrix.models import LLAMA, MODELS, saved
 from lab.fault_matrix.stages import Stages
 from lab.fault_matrix.table import TESTED, Cell
-from tests.hosts.cluster import tiny_model
 from tests.hosts.conftest import possible
 
 __all__ = ["possible"]
 
+IN_EVERY_RUN = {
+    "hybrid": ("killed-decode_node-decode", "corrupt_block-prefill_node-transfer"),
+    "windowed": ("killed-decode_node-decode",),
+}
+"""The cells of models with cache groups that are played in every test run. All others of these models are nightly."""
+
+
+def cells(model: str) -> Sequence[object]:
+    found = []
+    for cell in TESTED:
+        nightly = cell.nightly if model == LLAMA.name else cell.name not in IN_EVERY_RUN[model]
+        marks = [pytest.mark.nightly] if nightly else []
+        found.append(pytest.param(model, cell, id=f"{model}-{cell.name}", marks=marks))
+    return found
+
 
 @pytest.fixture(scope="module")
-def stages(possible: None, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    model = tiny_model(demo_model, tmp_path_factory.mktemp("tiny"))
+def stages(
+    request: pytest.FixtureRequest, possible: None, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stages]:
+    model = saved(MODELS[request.param], demo_model, tmp_path_factory.mktemp("tiny"))
     with Stages(model, lambda: tmp_path_factory.mktemp("stage")) as made:
         yield made
 
 
 @pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, id=cell.name, marks=[pytest.mark.nightly] if cell.nightly else []) for cell in TESTED],
+    ("stages", "cell"), [*cells(LLAMA.name), *cells("hybrid"), *cells("windowed")], indirect=["stages"]
 )
 def test_cell(stages: Stages, cell: Cell) -> None:
     stages.play(cell)

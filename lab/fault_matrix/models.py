@@ -1,0 +1,81 @@
+"""The models with which the cells are played: one of whole contexts, one with windows, one with states."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdserve.config import CacheConfig
+from pdserve.machine.memory import MIB
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.group_sizes import Load, group_blocks, group_sizes
+from tests.hosts.cluster import tiny_model
+from tests.models.tiny_families import FULL, SLIDING, save_tiny
+
+MAX_REQUESTS = 8
+STEP_TOKENS = 128
+CONTEXT = 2048
+BLOCK_SIZE = CacheConfig().block_size
+_FP32_BYTES = 4
+_STATE = "linear_attention"
+_WINDOWED: Mapping[str, object] = {"sliding_window": 64, "layer_types": [SLIDING, FULL] * 2}
+_HYBRID: Mapping[str, object] = {
+    "layer_types": [_STATE, FULL] * 2,
+    # A state takes as much as the blocks of 56 tokens.
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+
+
+@dataclass(frozen=True)
+class MatrixModel:
+    """A model that computes almost instantly, though its prompts have much KV cache."""
+
+    name: str
+    kv_cache_mib: int
+    """So much that four of the long prompts do not fit into a node."""
+    case: str = ""
+    """Its family's case among those of the tests; empty for a Llama."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def save(self, demo_model: Path, folder: Path) -> Path:
+        """Saves the model in ``folder``, with the demo model's tokenizer, and returns the folder."""
+        if not self.case:
+            return tiny_model(demo_model, folder)
+        shape = {"num_hidden_layers": 4, "head_dim": 32, "max_position_embeddings": CONTEXT}
+        save_tiny(self.case, folder, **shape, **self.settings)
+        for path in (*demo_model.glob("*token*.json"), *demo_model.glob("chat_template*")):
+            shutil.copy(path, folder)
+        return folder
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model that is saved, and what the whole contexts of a node have of its cache."""
+
+    model: MatrixModel
+    folder: Path
+    block_bytes: int
+    blocks: int
+
+
+def saved(model: MatrixModel, demo_model: Path, folder: Path) -> Saved:
+    model.save(demo_model, folder)
+    groups = group_sizes(read_decoder_config(folder), _FP32_BYTES, BLOCK_SIZE)
+    load = Load(MAX_REQUESTS, STEP_TOKENS, CONTEXT)
+    blocks, *_ = group_blocks(groups, BLOCK_SIZE, model.kv_cache_mib * MIB, load)
+    return Saved(model, folder, groups[0].block_bytes, blocks)
+
+
+LLAMA = MatrixModel("llama", 6)
+MODELS = {
+    model.name: model
+    for model in (
+        LLAMA,
+        MatrixModel("hybrid", 6, "qwen3-next", _HYBRID),
+        MatrixModel("windowed", 5, "gemma2", _WINDOWED),
+        MatrixModel("gpt-oss", 5, "gpt-oss", _WINDOWED),
+    )
+}
