@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.group_sizes import Load, group_blocks, group_sizes
 from tests.hosts.cluster import tiny_model
-from tests.models.tiny_families import FULL, SLIDING, save_tiny
+from tests.models.tiny_families import FULL, SLIDING, save_tiny_chat_family
 
 MAX_REQUESTS = 8
 STEP_TOKENS = 128
@@ -45,10 +44,7 @@ class MatrixModel:
         if not self.case:
             return tiny_model(demo_model, folder)
         shape = {"num_hidden_layers": 4, "head_dim": 32, "max_position_embeddings": CONTEXT}
-        save_tiny(self.case, folder, **shape, **self.settings)
-        for path in (*demo_model.glob("*token*.json"), *demo_model.glob("chat_template*")):
-            shutil.copy(path, folder)
-        return folder
+        return save_tiny_chat_family(demo_model, self.case, folder, **shape, **self.settings)
 
 
 @dataclass(frozen=True)

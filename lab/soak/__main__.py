@@ -15,13 +15,19 @@ from pathlib import Path
 
 from lab.soak.plot import write_plot
 from lab.soak.report import SoakReport, read, show, to_report, write
-from lab.soak.run import Soak, SoakPlan, run_soak
+from lab.soak.run import SOAK_MODELS, Soak, SoakPlan, run_soak
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=SoakPlan.minutes, help="how long the load goes on")
     parser.add_argument("--seed", type=int, default=SoakPlan.seed, help="decides requests, clients and faults")
+    parser.add_argument(
+        "--model",
+        choices=SOAK_MODELS,
+        default=SoakPlan.model,
+        help="what is served: a model of states, windows, or none",
+    )
     parser.add_argument("--clients", type=int, default=SoakPlan.clients, help="so many ask at once")
     parser.add_argument(
         "--fault-every-s", type=float, default=SoakPlan.fault_pause_s, help="the mean pause before a fault"
@@ -41,7 +47,14 @@ def main() -> int:
     if options.plot_again is not None:
         write_plot(read(options.plot_again), options.plot)
         return 0
-    plan = SoakPlan(options.minutes, options.seed, options.clients, options.fault_every_s, options.rest_every_s)
+    plan = SoakPlan(
+        options.minutes,
+        options.seed,
+        options.clients,
+        options.fault_every_s,
+        options.rest_every_s,
+        model=options.model,
+    )
     soak = Soak(plan)
     try:
         _run(soak, options.keep)

@@ -86,6 +86,17 @@ class Outcome(enum.Enum):
     LOST = "lost"
 
 
+_LOOKED_AT = {
+    "/v1/models": 200,
+    "/metrics": 200,
+    "/instances": 200,
+    "/status": 401,
+    "/health": 200,
+    "/server_info": 200,
+}
+"""What describes the cluster, and the status that a client gets. Admins alone see the requests of all clients."""
+
+
 class Cause(enum.Enum):
     """Why a client had to ask again. The promise of the pages allows these, and no others."""
 
@@ -444,12 +455,12 @@ class Client:
 
     async def _look(self, session: aiohttp.ClientSession) -> Outcome:
         """Asks for what describes the cluster."""
-        path = self._dice.choice(("/v1/models", "/metrics", "/instances", "/status", "/health", "/server_info"))
+        path, status = self._dice.choice(list(_LOOKED_AT.items()))
         door, since = self._door(), time.monotonic()
         try:
             async with session.get(door.url + path, headers={"authorization": f"Bearer {self._key}"}) as response:
                 await response.read()
-                if response.status != 200 and not (response.status == 503 and self._disturbed(since)):
+                if response.status != status and not (response.status == 503 and self._disturbed(since)):
                     raise Unpromised(f"GET {path} has status {response.status}")
         except (aiohttp.ClientError, OSError) as exc:
             if not self._faults.hit(door.name, since):

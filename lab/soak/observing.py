@@ -37,6 +37,8 @@ class Inside(msgspec.Struct, frozen=True):
     """Requests that have not ended."""
     blocks_used: float = 0
     """The share of KV blocks in use."""
+    group_blocks_used: float = 0
+    """The blocks in use of windows and states."""
     blocks_quarantined: float = 0
     kept_answers: float = 0
     journal_bytes: float = 0
@@ -71,6 +73,8 @@ _SUMMED: Mapping[str, str] = {
 }
 
 
+_OF_GROUPS: Mapping[str, int] = {"pdserve_cache_group_blocks": 1, "pdserve_cache_group_free_blocks": -1}
+"""Only nodes whose model has windows or states show these. All blocks less those that are free are in use."""
 _OF_PROXY = frozenset(name for name in _SUMMED if name.startswith("pdserve_proxy_"))
 _OF_NODE = _SUMMED.keys() - _OF_PROXY
 
@@ -88,6 +92,8 @@ def read_inside(metrics: str, part: Part) -> Inside | None:
             if name in _SUMMED:
                 seen.add(name)
                 sums[_SUMMED[name]] += float(value)
+            elif name in _OF_GROUPS:
+                sums["group_blocks_used"] += _OF_GROUPS[name] * float(value)
     return Inside(**sums) if seen >= (_OF_PROXY if part is Part.PROXY else _OF_NODE) else None
 
 

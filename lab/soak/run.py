@@ -28,11 +28,7 @@ from tests.processes import clean_environ
 
 VOCABULARY = 49_152
 LAYERS = 12
-FLAGS = (
-    *("--dtype", "fp32", "--max-model-len", "1024", "--disaggregation", "always"),
-    # A hundred blocks: a few long requests fill them, so that others wait, are preempted or move away.
-    *("--kv-cache-mib", "3", "--max-num-seqs", "16"),
-)
+FLAGS = ("--dtype", "fp32", "--max-model-len", "1024", "--disaggregation", "always", "--max-num-seqs", "16")
 CROWDS = 3
 """So often the reference node answers everything beside other requests."""
 MOST_UNSTEADY = 20
@@ -42,6 +38,24 @@ RETURNED_S = REST_S + 1.0
 """By then each engine that rests has given its free memory back."""
 IDLE_S = 60.0
 """At a rest everything has to be idle within this time, and ``KEEP_ANSWERS_S`` more."""
+
+
+@dataclass(frozen=True)
+class SoakModel:
+    """A random model, with the demo model's tokenizer, and steps of a few milliseconds."""
+
+    kv_cache_mib: int
+    """A hundred blocks: a few long requests fill them, so that others wait, are preempted or move away."""
+    case: str = ""
+    """Its family's case among those of the tests; empty for a Llama."""
+    layers: tuple[str, ...] = ()
+
+
+SOAK_MODELS = {
+    "llama": SoakModel(3),
+    "hybrid": SoakModel(3, "qwen3-next", ("linear_attention", "full_attention") * 3),
+    "windowed": SoakModel(4, "gemma2", ("sliding_attention", "full_attention") * 3),
+}
 
 
 class SoakError(Exception):
@@ -60,6 +74,8 @@ class SoakPlan:
     rest_every_s: float = 300.0
     each: int = 4
     """Requests of each kind in the catalogue."""
+    model: str = "llama"
+    """One of ``SOAK_MODELS``."""
 
 
 @dataclass
@@ -93,19 +109,24 @@ class Soak:
     began: float = 0.0
 
 
-def save_model(folder: Path) -> Path:
-    """Saves the model of soaks: random, with the demo model's tokenizer, and steps of a few milliseconds."""
+def save_model(folder: Path, kind: str) -> Path:
+    """Saves one of ``SOAK_MODELS``."""
     # The imports are here because they load torch.
     from transformers.utils.logging import disable_progress_bar
 
     from pdserve.engine.runner_loading import cpu_kernels
+    from tests.models.tiny_families import save_tiny_chat_family
     from tests.tiny_models import save_tiny_chat_model
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     cache = cache_folder(os.environ)
     cpu_kernels(CpuKernels.AUTO, cache)
-    shape = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}
-    return save_tiny_chat_model(demo_folder(cache), folder / "model", **shape)
+    model, path = SOAK_MODELS[kind], folder / "model"
+    shape = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048}
+    if not model.case:
+        return save_tiny_chat_model(demo_folder(cache), path, num_hidden_layers=LAYERS, **shape)
+    layers = {"num_hidden_layers": len(model.layers), "layer_types": list(model.layers)}
+    return save_tiny_chat_family(demo_folder(cache), model.case, path, **shape, **layers)
 
 
 async def run_soak(soak: Soak, folder: Path) -> None:
@@ -121,12 +142,13 @@ async def run_soak(soak: Soak, folder: Path) -> None:
 
 async def _run_all(soak: Soak, folder: Path) -> None:
     plan = soak.plan
-    model = await asyncio.to_thread(save_model, folder)
+    model = await asyncio.to_thread(save_model, folder, plan.model)
     asks = catalogue(plan.seed, VOCABULARY, plan.each)
-    references = await reference_answers(model, asks, folder)
+    flags = (*FLAGS, "--kv-cache-mib", str(SOAK_MODELS[plan.model].kv_cache_mib))
+    references = await reference_answers(model, asks, folder, flags)
     soak.asks, soak.unsteady = len(references.answers), len(references.unsteady)
     _say(f"{soak.asks} reference answers")
-    cluster = SoakCluster(folder, model, FLAGS)
+    cluster = SoakCluster(folder, model, flags)
     async with aiohttp.ClientSession() as session:
         try:
             await cluster.start(session)
@@ -149,12 +171,12 @@ class References:
     depends on its order, and that on the batch; a drawn token whose place is just between two can become the other."""
 
 
-async def reference_answers(model: Path, asks: Sequence[Ask], folder: Path) -> References:
+async def reference_answers(model: Path, asks: Sequence[Ask], folder: Path, node_flags: Sequence[str]) -> References:
     """Returns what one undisturbed node answers to each request, alone, and which of them it answers otherwise beside
     others. Raises SoakError if it does not answer, or if more are unsteady than chance allows: that is a defect.
     """
     core = str(min(os.sched_getaffinity(0)))
-    flags = ("--model", str(model), "--served-model-name", MODEL, "--port", "0", "--cores", core, *FLAGS)
+    flags = ("--model", str(model), "--served-model-name", MODEL, "--port", "0", "--cores", core, *node_flags)
     log = (folder / "reference.log").open("w")
     server = ServerProcess(
         "reference",

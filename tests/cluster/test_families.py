@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import urllib.request
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, start_node
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid, kill
 from tests.models.converted_gguf import save_converted
-from tests.models.tiny_families import save_tiny
+from tests.models.tiny_families import save_tiny_chat_family
 from tests.tiny_models import VOCAB_SIZE, Reference
 
 FEW, MANY = 8, 400
@@ -98,9 +97,7 @@ class Stream:
 def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
     demo_model: Path, tmp_path: Path, case: str
 ) -> None:
-    model = save_tiny(case, tmp_path)
-    for path in (*demo_model.glob("*token*.json"), *demo_model.glob("chat_template*")):
-        shutil.copy(path, model)
+    model = save_tiny_chat_family(demo_model, case, tmp_path)
     reference = Reference(model, MANY)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
     if case in FILES:

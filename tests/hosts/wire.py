@@ -124,12 +124,13 @@ class Path:
     corruption: Corruption | None = None
     was_cut: threading.Event = field(default_factory=threading.Event)
     """This event is set when ``passed`` has reached ``cut_at``."""
+    _corrupted_from: int = 0
     _ends: dict[tuple[int, int], int] = field(default_factory=dict)
     """The number behind the last byte that was sent of each TCP stream, by its ports."""
 
-    def corrupt(self, spared: Collection[int] = ()) -> Corruption:
-        """Has a byte be changed that is sent from now on, in no stream from or to the ports ``spared``."""
-        self.corruption = Corruption(spared)
+    def corrupt(self, spared: Collection[int] = (), after: int = 0) -> Corruption:
+        """Has a byte be changed after this many more bytes, in no stream from or to the ports ``spared``."""
+        self.corruption, self._corrupted_from = Corruption(spared), self.passed + after
         return self.corruption
 
     def carried(self, frame: bytes) -> bytes:
@@ -138,7 +139,7 @@ class Path:
         if segment is None:
             return frame
         end = segment.number if segment.begins else self._ends.get(segment.ports)
-        is_new = end is not None and _is_behind(segment.number, end)
+        is_new = end is not None and _is_behind(segment.number, end) and self.passed > self._corrupted_from
         if end is None or _is_behind(segment.end, end):
             self._ends[segment.ports] = segment.end
         return frame if self.corruption is None else self.corruption.applied(frame, segment, is_new=is_new)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -270,6 +271,14 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
         elif tensor.is_floating_point() and (name.endswith(("bias", "scale", "layer_scalar")) or "norm" in name):
             torch.nn.init.uniform_(tensor.data, 0.5, 1.5)
     model.save_pretrained(folder)
+    return folder
+
+
+def save_tiny_chat_family(tokenizer: Path, case: str, folder: Path, **changes: object) -> Path:
+    """Saves what ``save_tiny`` does, with the tokenizer and chat template in the folder ``tokenizer``."""
+    save_tiny(case, folder, **changes)
+    for path in (*tokenizer.glob("*token*.json"), *tokenizer.glob("chat_template*")):
+        shutil.copy(path, folder)
     return folder
 
 
