@@ -14,6 +14,7 @@ from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import (
     Digests,
+    EngineSpec,
     Examine,
     Examined,
     Hello,
@@ -158,14 +159,14 @@ class FakePrefill(FakePeer):
         self.finish()
         self.announce(request, index, block)
 
-    def welcome(self) -> Hello:
+    def welcome(self, spec: EngineSpec = SPEC) -> Hello:
         hello = self.next(Hello)
         self.link.connect(hello.rank_addresses)
-        self.send(Welcome(self.boot_id, SPEC, [self.link.address]))
+        self.send(Welcome(self.boot_id, spec, [self.link.address]))
         return hello
 
-    def welcome_and_take(self) -> PrefillRequest:
-        self.welcome()
+    def welcome_and_take(self, spec: EngineSpec = SPEC) -> PrefillRequest:
+        self.welcome(spec)
         return self.next(PrefillRequest)
 
 
@@ -193,8 +194,8 @@ class FakeDecode(FakePeer):
             self.peer = self.next(Examined).boot_id
         return self.sealer.seal(message, self.peer)
 
-    def greet(self) -> Welcome:
-        self.send(Hello(self.boot_id, SPEC, [self.link.address]))
+    def greet(self, spec: EngineSpec = SPEC) -> Welcome:
+        self.send(Hello(self.boot_id, spec, [self.link.address]))
         welcome = self.next(Welcome)
         self.link.connect(welcome.rank_addresses)
         return welcome
