@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -20,6 +21,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+
+from tests.processes import alive
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 NEEDED = "TESTS_NEED_CHROMIUM"
@@ -171,13 +174,29 @@ async def chromium_page() -> AsyncIterator[Page]:
                     yield page
                     listening.cancel()
         finally:
-            with suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), STOP_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+            await end_group(process)
+
+
+async def end_group(process: asyncio.subprocess.Process) -> None:
+    """Ends a process that leads a group, and all of the group: a browser has children, and may be a script's child."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+    async with asyncio.timeout(STOP_S):
+        while True:
+            if not any(map(alive, group_members(process.pid))):
+                return
+            await asyncio.sleep(0.02)
+
+
+def group_members(group: int) -> list[int]:
+    """Returns the processes of a group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                found.append(int(stat.parent.name))
+    return found
 
 
 async def _port(file: Path) -> int:
