@@ -70,9 +70,16 @@ def sample(url: str, name: str, **labels: str) -> float:
 
 def groups_are_free(url: str) -> bool:
     """Returns whether a node's windows and states are all free. A model without any has no such metric."""
-    found = re.findall(r"^pdserve_cache_group_(free_)?blocks(\{\S+) (\S+)$", http(url + "/metrics").body.decode(), re.M)
-    free, every = ({group: n for which, group, n in found if which == wanted} for wanted in ("free_", ""))
-    return free == every
+    every, free = (group_samples(url, name) for name in ("cache_group_blocks", "cache_group_free_blocks"))
+    return every == free
+
+
+def group_samples(url: str, name: str) -> dict[str, float]:
+    """Returns a metric of each cache group of a node that is no whole contexts, by the group's name."""
+    metrics = http(url + "/metrics").body.decode()
+    return {
+        group: float(value) for group, value in re.findall(rf'^pdserve_{name}{{group="(.+)"}} (\S+)$', metrics, re.M)
+    }
 
 
 class Log(Protocol):

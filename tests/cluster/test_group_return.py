@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http
+from tests.cluster.nodes import MODEL, Cluster, Node, cluster, group_samples, http
 from tests.cluster.test_role_switch import Clients, command, roles, under_load
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid, kill
@@ -150,7 +150,7 @@ def test_what_windows_and_states_have_is_returned_and_goes_on_elsewhere(
 ) -> None:
     model = save_tiny_chat_family(demo_model, case, tmp_path)
     with cluster(model, *FLAGS, decode=2) as running:
-        assert all("pdserve_cache_group_blocks{" in http(node.url + "/metrics").body.decode() for node in running.nodes)
+        assert all(group_samples(node.url, "cache_group_free_blocks") for node in running.nodes)
         next_turns_are_the_same(running)
         nodes_change_their_roles(running)
         a_lost_node_is_missed_by_nobody(running)

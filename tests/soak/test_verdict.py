@@ -177,6 +177,9 @@ vllm:num_requests_running{engine="0"} 2.0
     assert found is not None
     assert found == Inside(requests=3, blocks_used=0.25, blocks_quarantined=3, kept_answers=4)
     assert not found.idle
+    grouped = f'{metrics}pdserve_cache_group_blocks{{group="window 5"}} 90.0\n'
+    grouped += 'pdserve_cache_group_free_blocks{group="window 5"} 88.0\n'
+    assert read_inside(grouped, Part.DECODE) == msgspec.structs.replace(found, group_blocks_used=2)
     quiet = read_inside("pdserve_proxy_requests_in_flight 0\npdserve_proxy_journal_bytes 0\n", Part.PROXY)
     assert quiet is not None
     assert quiet.idle
