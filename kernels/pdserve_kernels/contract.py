@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from pdserve_kernels.activations import Activation
 from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,51 @@ class UnreadWeight:
     read: Callable[[], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of one expert, each in the form in which it is multiplied."""
+
+    inner: tuple[UnreadWeight | BlockWeight, ...]
+    """Gates and then ups, ``[2 * channels, hidden]``, as one weight or two; or ups alone, ``[channels, hidden]``."""
+    down: UnreadWeight | BlockWeight
+    """``[hidden, channels]``"""
+    inner_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsForm:
+    """What the experts of a layer have in common, and how rows are sent to them."""
+
+    count: int
+    hidden: int
+    channels: int
+    """Those of each expert on this rank."""
+    dtype: torch.dtype
+    """The numbers of the rows, and of weights that are not in blocks."""
+    routing: Routing
+    activation: Activation
+    gated: bool
+    """Whether an expert has gates."""
+    weighs_inputs: bool = False
+    """Whether what goes into an expert is multiplied by its weight, and not what comes out."""
+    correction: torch.Tensor | None = None
+    """fp32 ``[count]``: what is added to the scores by which experts are chosen."""
+    factors: torch.Tensor | None = None
+    """``[count]``: what the weights of experts are multiplied by in the end."""
+
+
+class Experts(Protocol):
+    """The experts of one layer, of which each row is sent to a few."""
+
+    def __call__(self, x: torch.Tensor, logits: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes ``reference.experts``: the weighted sum of the experts that a router's ``logits`` choose.
+
+        ``x`` is ``[rows, hidden]``, ``logits`` ``[rows, count]``, of its numbers or fp32. ``beside``, of the shape of
+        ``x``, is added to the sum. Returns the shape of ``x``. A row with a logit that is NaN has a result of NaN.
+        """
+
+
 class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps ``[tokens, in]`` to ``[tokens, out]``."""
@@ -244,6 +291,12 @@ class Kernels(Protocol):
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         """Returns the product of each head with its own of the weights ``[heads, out, in]``, which never change."""
+
+    def experts(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> Experts:
+        """Returns the operation with these experts, which are ``form.count``, in the order of their numbers.
+
+        Weights come in blocks only to a set that has ``BlockKernels``.
+        """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 

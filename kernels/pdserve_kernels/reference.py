@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from pdserve_kernels.contract import HeadNorms, StateRuns
+from pdserve_kernels.activations import CLAMPED_AT, CLAMPED_SLOPE, Activation
+from pdserve_kernels.contract import ExpertsForm, HeadNorms, StateRuns
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.routing import GroupScore, Routing, Scoring
 
@@ -74,6 +76,34 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Returns ``gelu(gate) * up`` for ``[tokens, 2 * width]``, with the tanh approximation of gelu."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
+_ALONE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: _gelu_tanh,
+    Activation.RELU: F.relu,
+    Activation.RELU_SQUARED: _relu_squared,
+}
+
+
+def activated(inner: torch.Tensor, activation: Activation, *, gated: bool) -> torch.Tensor:
+    """Returns ``activation(gate) * up`` for ``[tokens, 2 * width]``, or without gates ``activation(inner)``."""
+    if not gated:
+        return _ALONE[activation](inner)
+    gate, up = inner.chunk(2, -1)
+    if activation is Activation.CLAMPED_SILU:
+        gate, up = gate.clamp(max=CLAMPED_AT), up.clamp(-CLAMPED_AT, CLAMPED_AT)
+        return (up + 1) * (gate * torch.sigmoid(gate * CLAMPED_SLOPE))
+    return _ALONE[activation](gate) * up
 
 
 def kv_write(
@@ -283,3 +313,35 @@ def route(
     if factors is not None:
         weights = weights * factors[experts]
     return weights, experts
+
+
+Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""The weights of an expert, ``[inner, hidden]`` and ``[hidden, channels]``, and their biases."""
+
+
+def experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    form: ExpertsForm,
+    weights: Sequence[Dense],
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the weighted sum of each row's chosen experts, and of what is ``beside`` them.
+
+    All is computed in fp32, and the result is rounded to the numbers of ``x``, ``[rows, hidden]``.
+    """
+    factors, chosen = route(logits, form.routing, form.correction, form.factors)
+    out = torch.zeros_like(x, dtype=torch.float32) if beside is None else beside.float()
+    for number, (inner, down, inner_bias, down_bias) in enumerate(weights):
+        rows, places = (chosen == number).nonzero(as_tuple=True)
+        weight, given = factors[rows, places].unsqueeze(1), x[rows].float()
+        if form.weighs_inputs:
+            given = given * weight
+        middle = activated(_product(given, inner, inner_bias), form.activation, gated=form.gated)
+        result = _product(middle, down, down_bias)
+        out = out.index_add(0, rows, result if form.weighs_inputs else result * weight)
+    return out.to(x.dtype)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight.float(), None if bias is None else bias.float())

@@ -48,3 +48,13 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     group_score: GroupScore = GroupScore.TWO_BEST
+
+    def check(self, experts: int) -> None:
+        """Raises ValueError if the rule cannot choose among so many experts."""
+        if not 0 < self.chosen_groups <= self.groups or experts % self.groups:
+            raise ValueError(f"{experts} experts are not {self.groups} equal groups to choose {self.chosen_groups} of")
+        size = experts // self.groups
+        if not 0 < self.chosen <= self.chosen_groups * size:
+            raise ValueError(f"{self.chosen} experts cannot be chosen from {self.chosen_groups * size}")
+        if self.groups > 1 and self.group_score is GroupScore.TWO_BEST and size < 2:
+            raise ValueError(f"groups of {size} experts have no two best")

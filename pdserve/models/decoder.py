@@ -82,11 +82,12 @@ def _fallback_decoder(config: FallbackConfig, building: Building, dtype: torch.d
 class RecipeDecoder:
     """Satisfies ``Decoder``."""
 
+    capturable = True
+
     def __init__(self, config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
         """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
         checkpoint, recipe = building.checkpoint, config.recipe
         checkpoint.unwrap(recipe.renamed, recipe.unused, recipe.unused_ends)
-        self.capturable = recipe.capturable
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = VocabParallelEmbedding(building, recipe.embedding, shape)
         # The factor is rounded like the weights, because models are trained with the rounded one.

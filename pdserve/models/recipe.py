@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve_kernels.activations import Activation
 from pdserve_kernels.routing import GroupScore, Routing, Scoring
 
 
@@ -102,20 +103,6 @@ class Norm:
     """What is added to the weights of the checkpoint."""
     weighted: bool = True
     biased: bool = False
-
-
-CLAMPED_SLOPE, CLAMPED_AT = 1.702, 7.0
-
-
-class Activation(enum.Enum):
-    SILU = "silu"
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    RELU = "relu"
-    RELU_SQUARED = "relu_squared"
-    XIELU = "xielu"
-    CLAMPED_SILU = "clamped_silu"
-    """``gate * sigmoid(CLAMPED_SLOPE * gate) * (up + 1)``, of a gate up to ``CLAMPED_AT``, and an up within it."""
 
 
 class Fusion(enum.Enum):
@@ -256,6 +243,10 @@ class MlpRecipe:
     """Those of the names above that have a bias."""
     transposed: bool = False
     """Whether the checkpoint has the weights as ``[in, out]``."""
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.gate or self.fused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,8 +560,3 @@ class ModelRecipe:
     def attention(self) -> list[AttentionRecipe]:
         """The attention of those layers that have some."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a step does the same operations for all inputs, so that a recorded one may be replayed."""
-        return not any(isinstance(layer.feed_forward, ExpertsRecipe | MlpBesideExperts) for layer in self.layers)

@@ -320,8 +320,7 @@ class ModelRunner:
 
         Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on the device
         of the cache and valid until the next call; on ranks other than 0 ``[that number, 0]``. Does not wait for a GPU
-        to have computed them; only a layer of experts waits in between (``TpGroup.read``). Raises RankLost if another
-        rank does not compute the same.
+        to have computed them. Raises RankLost if another rank does not compute the same.
         """
         self._tp.begin_step()
         if self._graphs is not None and score is None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
 from pdserve.models.recipe import (
-    Activation,
     DeltaNetRecipe,
     FeedForwardRecipe,
     LayerRecipe,
@@ -26,6 +25,7 @@ from pdserve.models.recipe import (
     ShortConvRecipe,
 )
 from pdserve.models.table import FAMILIES
+from pdserve_kernels.activations import Activation
 from pdserve_kernels.routing import Scoring
 
 NOT_YET: dict[str, str] = {

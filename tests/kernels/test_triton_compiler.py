@@ -5,7 +5,7 @@ The launches are recorded instead of made, and the recorded launches are compile
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from pdserve_kernels.contract import AttentionRow, HeadNorms
+from pdserve_kernels.activations import Activation
+from pdserve_kernels.contract import AttentionRow, ExpertsForm, ExpertWeights, HeadNorms, UnreadWeight
 from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.routing import Routing, Scoring
 from pdserve_kernels.triton import paged_attention
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
@@ -50,7 +52,9 @@ class Launch:
 
     @property
     def constants(self) -> dict[str, Any]:
-        return {param.name: self.arguments[param.name] for param in self.kernel.params if param.is_constexpr}
+        """What the kernel is compiled for: Triton takes None for a constant, too."""
+        found = {param.name: self.arguments[param.name] for param in self.kernel.params if param.is_constexpr}
+        return found | {name: None for name, value in self.arguments.items() if value is None}
 
     def build(self) -> Any:
         """Compiles the kernel to machine code."""
@@ -260,6 +264,86 @@ def test_programs_fit_the_shared_memory_of_each_kind_of_gpu(
     kernels.rotary(width.view(3, -1, head_dim), width[:, : head_dim // 2], width[:, : head_dim // 2])
     kernels.silu_and_mul(width)
     assert len(needs) == 8
+
+
+def launch_experts(form: ExpertsForm, rows: int, *, biased: bool) -> None:
+    """Launches what a step does with experts. No numbers of these tensors can be read, so nothing waits for them."""
+    meta = torch.device("meta")
+
+    def weight(outer: int, inner: int) -> UnreadWeight:
+        made = torch.empty(outer, inner, dtype=form.dtype, device=meta)
+        return UnreadWeight("", (outer, inner), form.dtype, lambda: made)
+
+    inner = (2 if form.gated else 1) * form.channels
+    bias = torch.empty(inner, dtype=form.dtype, device=meta) if biased else None
+    own = ExpertWeights((weight(inner, form.hidden),), weight(form.hidden, form.channels), bias)
+    x = torch.empty(rows, form.hidden, dtype=form.dtype, device=meta)
+    logits = torch.empty(rows, form.count, dtype=torch.float32, device=meta)
+    TritonKernels(PROCESSORS).experts(form, [own] * form.count)(x, logits, None if biased else x)
+
+
+MOE_30B = ExpertsForm(128, 2048, 768, torch.bfloat16, Routing(8, normalised=True), Activation.SILU, gated=True)
+GPT_OSS = replace(MOE_30B, count=32, hidden=2880, channels=2880, activation=Activation.CLAMPED_SILU)
+GPT_OSS = replace(GPT_OSS, routing=Routing(4, Scoring.SOFTMAX_OF_CHOSEN))
+V3 = Routing(8, Scoring.SIGMOID, normalised=True, smallest_sum=1e-20, scale=2.5, groups=8, chosen_groups=4)
+DEEPSEEK = replace(MOE_30B, count=256, hidden=7168, channels=2048, routing=V3)
+DEEPSEEK = replace(DEEPSEEK, correction=torch.empty(256, device="meta"))
+NEMOTRON = replace(MOE_30B, activation=Activation.RELU_SQUARED, gated=False)
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "biased"),
+    [
+        pytest.param(MOE_30B, 1, False, marks=pytest.mark.nightly),
+        (GPT_OSS, 64, True),
+        (DEEPSEEK, 4096, False),
+        pytest.param(NEMOTRON, 64, False, marks=pytest.mark.nightly),
+        pytest.param(replace(MOE_30B, dtype=torch.float32), 4096, False, marks=pytest.mark.nightly),
+    ],
+    ids=["Qwen3 30B", "gpt-oss", "DeepSeek-V3", "Nemotron-H", "Qwen3 30B in fp32"],
+)
+def test_experts(launches: list[Launch], form: ExpertsForm, rows: int, biased: bool) -> None:
+    launch_experts(form, rows, biased=biased)
+    built = check(launches)
+    assert built.keys() == {
+        "_route_kernel",
+        "_count_kernel",
+        "_place_kernel",
+        "_inner_kernel",
+        "_outer_kernel",
+        "_sum_kernel",
+    }
+    if form.dtype is torch.bfloat16:
+        assert all("mma" in built[name].asm["ptx"] for name in ("_inner_kernel", "_outer_kernel"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        pytest.param(80, torch.bfloat16, marks=pytest.mark.nightly),
+        (86, torch.bfloat16),
+        pytest.param(89, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(90, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(100, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(120, torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(86, torch.float32, marks=pytest.mark.nightly),
+    ],
+)
+def test_experts_fit_the_shared_memory_of_each_kind_of_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: int, dtype: torch.dtype
+) -> None:
+    limit, fitting = SHARED_MEMORY[capability] * 1024, set[str]()
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        needed = Launch(self, dict(zip(self.arg_names, args, strict=True)), options).shared_memory(capability)
+        if needed > limit:
+            raise OutOfResources(needed, limit, "shared memory")
+        fitting.add(self.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(paged_attention, "_fitting", {})
+    launch_experts(replace(MOE_30B, dtype=dtype), 4096, biased=False)
+    assert {"_inner_kernel", "_outer_kernel"} <= fitting
 
 
 def test_a_launch_that_fits_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

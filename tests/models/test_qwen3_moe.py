@@ -13,7 +13,7 @@ from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.parts.experts import Experts
 from pdserve.models.parts.projections import Building
-from pdserve.models.tp.shares import ALONE, Alone, TpGroup
+from pdserve.models.tp.shares import Alone, TpGroup
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import save_tiny_model
 
@@ -33,9 +33,6 @@ class Unsummed:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("experts gather nothing")
-
-    def read(self, values: torch.Tensor) -> list[int]:
-        return ALONE.read(values)
 
     def finish_step(self) -> None:
         pass

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
-from pdserve.models.recipe import ExpertsRecipe
 from pdserve.models.runner import ModelRunner, StepRow
-from pdserve.models.tp.shares import Alone
 from pdserve.settings import cache_folder
+from pdserve_kernels.contract import ExpertsForm, ExpertWeights
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
@@ -182,27 +182,21 @@ def test_a_request_that_is_not_finite_does_not_spoil_its_neighbours(make_runner:
     assert bool(runner.run(rows).isfinite().all())
 
 
-class Counted(Alone):
-    """A rank that counts how often a step waits for the device. No number can be read of tensors without memory."""
+class NoValues(TorchKernels):
+    """Kernels of a device whose numbers nobody can read. There, experts are one operation, as on a GPU."""
 
-    def __init__(self) -> None:
-        self.reads = 0
-
-    def read(self, values: torch.Tensor) -> list[int]:
-        self.reads += 1
-        return [1] * len(values)
+    def experts(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> Any:
+        list(weights)
+        return lambda x, logits, beside: torch.empty_like(x)
 
 
-def test_a_step_asks_its_device_for_nothing_but_through_the_group_of_ranks(folder: Path) -> None:
+def test_a_step_asks_its_device_for_nothing(folder: Path) -> None:
     """A wait for the device is one for the other ranks, which only the group can end. A meta tensor has no numbers."""
-    group, config = Counted(), read_family_config(folder)
-    meta = torch.device("meta")
-    runner = GroupedRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 256, TorchKernels(), device=meta, tp=group)
+    config, meta = read_family_config(folder), torch.device("meta")
+    runner = GroupedRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 256, NoValues(), device=meta)
     rows = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True, range(2))]
     pieces: list[torch.Tensor] = []
     logits = runner.run(rows, score=pieces.append)
     assert [tuple(computed.shape) for computed in (logits, *pieces)] == [(2, VOCAB_SIZE), (2, VOCAB_SIZE)]
     runner.copy_blocks([1, 2], [3, 4])
     runner.clear([5])
-    sparse = [layer for layer in config.recipe.layers if isinstance(layer.feed_forward, ExpertsRecipe)]
-    assert group.reads == len(sparse)

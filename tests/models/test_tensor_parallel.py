@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import TpBackend
 from pdserve.errors import ModelError
-from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share, vocab_part, vocab_share
+from pdserve.models.tp.shares import TpGroup, kv_share, share, vocab_part, vocab_share
 from tests.models.rank_program import Case, Result
 from tests.processes import lean_torch_command
 from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_model
@@ -42,9 +42,6 @@ class Place:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
-
-    def read(self, values: torch.Tensor) -> list[int]:
-        return ALONE.read(values)
 
     def finish_step(self) -> None:
         pass

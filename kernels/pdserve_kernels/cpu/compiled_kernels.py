@@ -7,7 +7,7 @@ the set of plain torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,24 @@ import torch
 
 from pdserve.compiled_library import built_library
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow, BlockLinear, BlockWeight, HeadLinear, Linear, UnreadWeight
+from pdserve_kernels.contract import (
+    AttentionRow,
+    BlockLinear,
+    BlockWeight,
+    Experts,
+    ExpertsForm,
+    ExpertWeights,
+    HeadLinear,
+    Linear,
+    UnreadWeight,
+)
 from pdserve_kernels.cpu import compiled_states
 from pdserve_kernels.cpu.compiled_attention import CompiledAttention
 from pdserve_kernels.cpu.compiled_block_linear import CompiledBlockLinear
+from pdserve_kernels.cpu.compiled_experts import CompiledExperts, computes
 from pdserve_kernels.cpu.lent_cores import LentCores, forget_engine
 from pdserve_kernels.cpu.library import CPU_KERNELS, Library
+from pdserve_kernels.cpu.looped_experts import LoopedExperts
 from pdserve_kernels.cpu.torch_kernels import PackedLinear
 from pdserve_kernels.cpu.weight_memory import FilledMemory, WeightMemory
 from pdserve_kernels.kv_layout import KvLayout
@@ -127,6 +139,17 @@ class CompiledKernels:
     def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> BlockLinear:
         return CompiledBlockLinear(self._library, self.memory, weight, bias)
 
+    def experts(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> Experts:
+        if computes(self._library, form):
+            return CompiledExperts(self._library, self.memory, form, weights)
+
+        def linear(weight: UnreadWeight | BlockWeight, bias: torch.Tensor | None) -> Linear:
+            if isinstance(weight, BlockWeight):
+                return self.block_linear(weight, bias)
+            return self.unread_linear(weight, bias)
+
+        return LoopedExperts(form, weights, linear)
+
     def lent_cores(self, words: memoryview, engine: int, own: Sequence[int]) -> LentCores:
         """Lends this engine's cores ``own`` from now on, and computes on those that others lend. See ``LentCores``."""
         return LentCores(self._library, words, engine, own)
@@ -192,8 +215,8 @@ class CompiledKernels:
 def _packers_digest() -> str:
     """Returns a digest of the Python code that packs. The library's name stands for the C++."""
     digest = hashlib.sha256()
-    for source in (Path(__file__), Path(__file__).with_name("compiled_block_linear.py")):
-        digest.update(source.read_bytes())
+    for name in ("compiled_kernels.py", "compiled_block_linear.py", "compiled_experts.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:16]
 
 

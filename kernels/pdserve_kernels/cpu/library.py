@@ -122,6 +122,54 @@ class CScan(ctypes.Structure):
     )
 
 
+class CExpertWeight(ctypes.Structure):
+    """The structure ``ExpertWeight`` of csrc/experts.h."""
+
+    _fields_ = (("panels", _POINTER), ("format", ctypes.c_int64))
+
+
+class CExpert(ctypes.Structure):
+    """The structure ``Expert`` of csrc/experts.h."""
+
+    _fields_ = (
+        *((name, CExpertWeight) for name in ("gate", "up", "down")),
+        *((name, _POINTER) for name in ("gate_bias", "up_bias", "down_bias")),
+    )
+
+
+class CExperts(ctypes.Structure):
+    """The structure ``Experts`` of csrc/experts.h."""
+
+    _fields_ = (
+        ("experts", _POINTER),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "channels", "chosen")),
+        ("activation", ctypes.c_int32),
+        ("weighs_inputs", ctypes.c_int32),
+    )
+
+
+class CRouter(ctypes.Structure):
+    """The structure ``Router`` of csrc/experts.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("experts", "chosen", "groups", "chosen_groups")),
+        *((name, ctypes.c_int32) for name in ("scoring", "normalised", "two_best")),
+        ("smallest_sum", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("correction", _POINTER),
+        ("factors", _POINTER),
+    )
+
+
+class CExpertRows(ctypes.Structure):
+    """The structure ``ExpertRows`` of csrc/experts.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "chosen", "weights", "beside", "out")),
+        ("rows", ctypes.c_int64),
+    )
+
+
 _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, ctypes.c_float, _LONG, _LONG, _POINTER, _POINTER],
     "pdserve_act_and_mul": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER],
@@ -131,6 +179,8 @@ _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_pack_blocks": [_INT, _POINTER, _POINTER, _LONG, _LONG],
     "pdserve_block_linear": [_INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
     "pdserve_block_rows": [_INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER],
+    "pdserve_experts": [_INT, _POINTER, _POINTER],
+    "pdserve_route": [_INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER],
     "pdserve_attend": [_INT, _POINTER, _POINTER],
     "pdserve_causal_conv": [_INT, _POINTER, _POINTER],
     "pdserve_gated_delta_rule": [_INT, _POINTER, _POINTER],
@@ -173,6 +223,8 @@ class Library:
         self.pack_blocks = library.pdserve_pack_blocks
         self.block_linear = library.pdserve_block_linear
         self.block_rows = library.pdserve_block_rows
+        self.experts = library.pdserve_experts
+        self.route = library.pdserve_route
         self.attend = library.pdserve_attend
         self.causal_conv = library.pdserve_causal_conv
         self.gated_delta_rule = library.pdserve_gated_delta_rule

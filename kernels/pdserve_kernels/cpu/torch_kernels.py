@@ -13,13 +13,24 @@ product of 1 to 16 rows takes about half the time: on one core, a SmolLM2-135M s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow, HeadLinear, HeadNorms, check_window, widest_window
+from pdserve_kernels.contract import (
+    AttentionRow,
+    BlockWeight,
+    ExpertsForm,
+    ExpertWeights,
+    HeadLinear,
+    HeadNorms,
+    UnreadWeight,
+    check_window,
+    widest_window,
+)
+from pdserve_kernels.cpu.looped_experts import LoopedExperts
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -369,6 +380,14 @@ class TorchKernels:
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         return reference.HeadLinear(weight)
+
+    def experts(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> LoopedExperts:
+        def linear(weight: UnreadWeight | BlockWeight, bias: torch.Tensor | None) -> PackedLinear:
+            if isinstance(weight, BlockWeight):
+                raise TypeError("the set of plain torch does not multiply from blocks")
+            return PackedLinear(weight.read(), bias)
+
+        return LoopedExperts(form, weights, linear)
 
     def plan_attention(
         self,

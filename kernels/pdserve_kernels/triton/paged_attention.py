@@ -14,7 +14,7 @@ like the new keys.
 
 How many keys a program holds in shared memory depends on the head size, the number format and how the compiler arranges
 the products for a kind of GPU. GPUs differ in how much there is: 227 KiB for a program, or 99. So a launch takes the
-largest tile of keys that fits (``_launch``).
+largest tile of keys that fits (``launch_fitting``).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _fitting: dict[Hashable, int] = {}
 """Which of its tiles each kernel was launched with last, for each GPU and all that the kernel is compiled for."""
 
 
-def _launch(
+def launch_fitting(
     kernel: Any,
     grid: tuple[int, ...],
     arguments: tuple[Any, ...],
@@ -287,7 +287,7 @@ def decode_attention(
     if splits > 1:
         partial = torch.empty(requests, heads, splits, value_dim, dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(requests, heads, splits, dtype=torch.float32, device=query.device)
-    _launch(
+    launch_fitting(
         _decode_kernel,
         (requests, programs, splits),
         (
@@ -532,7 +532,7 @@ def prefill_attention(
     programs, group = programs_of_heads(layout, heads)
     tiles = cache[:, :, layer]
     lines = lines_per_program(group, layout)
-    _launch(
+    launch_fitting(
         _prefill_kernel,
         (len(tables.tile_rows), programs),
         (

@@ -132,7 +132,7 @@ def _silu_and_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
     inside = column < WIDTH
     gate = tl.load(gate_up + token * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * WIDTH + column, (gate * _sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * WIDTH + column, (gate * sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -144,11 +144,11 @@ def _gelu_and_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
     up = tl.load(gate_up + token * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     # (1 + tanh(z)) / 2 is sigmoid(2 z).
     curved = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + token * WIDTH + column, (gate * _sigmoid(curved) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * WIDTH + column, (gate * sigmoid(curved) * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     # The exponential is that of -|x|, which cannot overflow.
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)

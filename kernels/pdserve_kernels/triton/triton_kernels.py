@@ -6,7 +6,7 @@ The attention of one layer takes one launch that stores, one for the single toke
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from pdserve_kernels.contract import (
     Attention,
     AttentionRow,
     DecodeTables,
+    ExpertsForm,
+    ExpertWeights,
     HeadLinear,
     HeadNorms,
     Linear,
@@ -25,6 +27,7 @@ from pdserve_kernels.contract import (
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
 from pdserve_kernels.triton.cache_ops import kv_write, store_projected
+from pdserve_kernels.triton.expert_ops import TritonExperts
 from pdserve_kernels.triton.paged_attention import (
     decode_attention,
     decode_splits,
@@ -153,6 +156,9 @@ class TritonKernels:
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         return reference.HeadLinear(weight)
+
+    def experts(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> TritonExperts:
+        return TritonExperts(form, weights)
 
     def plan_attention(
         self,

@@ -25,7 +25,6 @@ from pdserve.models.group_sizes import GroupSize, Load, group_blocks
 from pdserve.models.latent_plan import expanded_bytes
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
-    Activation,
     AttentionRecipe,
     FeedForwardRecipe,
     LayerRecipe,
@@ -43,7 +42,7 @@ from pdserve.models.sizes import (
     gpu_share,
 )
 from pdserve.wire.cache_groups import Keep
-from pdserve_kernels.routing import Scoring
+from pdserve_kernels.activations import Activation
 
 log = logging.getLogger(__name__)
 
@@ -148,23 +147,22 @@ def _feed_numbers(decoder: DecoderConfig, recipe: FeedForwardRecipe, ranks: int)
         return max(_feed_numbers(decoder, recipe.mlp, ranks) + decoder.hidden_size, experts)
     if isinstance(recipe, MlpRecipe):
         return _INNER_NUMBERS.get(recipe.activation, 4) * -(-recipe.channels // ranks)
-    # All tokens may be sent to one expert. Its result is there as it is, and weighed; or what goes into it is.
-    expert, given = -(-recipe.expert.channels // ranks), 2 if recipe.weighs_inputs else 1
-    inner = _feed_numbers(decoder, recipe.expert, ranks) + given * decoder.hidden_size
-    routed = max(inner, expert + 2 * decoder.hidden_size)
+    # What each chosen expert makes of a token is there, in between and in the end.
+    routed = recipe.chosen * (-(-recipe.expert.channels // ranks) + decoder.hidden_size)
     if recipe.shared is None:
         return routed
-    return max(routed, _feed_numbers(decoder, recipe.shared, ranks) + decoder.hidden_size, 3 * decoder.hidden_size)
+    # The result of the shared expert is there beside, and once more while a gate weighs it.
+    shared = _feed_numbers(decoder, recipe.shared, ranks) + 2 * decoder.hidden_size
+    return max(routed + decoder.hidden_size, shared)
 
 
 def _routing_bytes(recipe: FeedForwardRecipe) -> int:
-    """Returns the bytes of what a router gives each expert and each chosen one, and of where the chosen ones are."""
+    """Returns the bytes of a router's outputs, of the chosen experts and weights, and of the tiles of sorted rows."""
     if isinstance(recipe, MlpRecipe):
         return 0
     if isinstance(recipe, MlpBesideExperts):
         return _routing_bytes(recipe.experts)
-    scores = 3 if recipe.scoring is Scoring.SOFTMAX and not recipe.correction else 6
-    return recipe.count * scores * _FP32_BYTES + recipe.chosen * 8 * _INDEX_BYTES
+    return recipe.count * _FP32_BYTES + recipe.chosen * 6 * _FP32_BYTES
 
 
 def cache_bytes(

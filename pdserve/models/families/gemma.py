@@ -22,7 +22,8 @@ from pdserve.models.families.settings import (
     rotary_of,
     windows_of,
 )
-from pdserve.models.recipe import Activation, LayerRecipe, MlpRecipe, ModelRecipe, Norm, NormOrder, Rotary
+from pdserve.models.recipe import LayerRecipe, MlpRecipe, ModelRecipe, Norm, NormOrder, Rotary
+from pdserve_kernels.activations import Activation
 
 FOUR_NORMS = (
     "input_layernorm",

@@ -25,7 +25,6 @@ from pdserve.models.families.settings import (
     windows_of,
 )
 from pdserve.models.recipe import (
-    Activation,
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
@@ -40,6 +39,7 @@ from pdserve.models.recipe import (
     PerLayerInput,
     Rotary,
 )
+from pdserve_kernels.activations import Activation
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 """The tensors ``[experts, out, in]`` of all experts of a layer."""

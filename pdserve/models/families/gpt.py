@@ -10,7 +10,6 @@ import msgspec
 from pdserve.errors import ModelError
 from pdserve.models.families.settings import ACTIVATIONS, NONE, QKV, QKVO, Count, FamilySettings
 from pdserve.models.recipe import (
-    Activation,
     AttentionRecipe,
     Fusion,
     HeadNorm,
@@ -23,6 +22,7 @@ from pdserve.models.recipe import (
     NormOrder,
     Rotary,
 )
+from pdserve_kernels.activations import Activation
 
 GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 

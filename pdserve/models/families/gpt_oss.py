@@ -16,15 +16,13 @@ from pdserve.models.families.settings import (
     windows_of,
 )
 from pdserve.models.recipe import (
-    CLAMPED_AT,
-    CLAMPED_SLOPE,
-    Activation,
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
     MlpRecipe,
     Rotary,
 )
+from pdserve_kernels.activations import CLAMPED_AT, CLAMPED_SLOPE, Activation
 from pdserve_kernels.routing import Scoring
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

@@ -22,7 +22,6 @@ from pdserve.models.families.settings import (
     windows_of,
 )
 from pdserve.models.recipe import (
-    Activation,
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
@@ -35,6 +34,7 @@ from pdserve.models.recipe import (
     QueryScale,
     Rotary,
 )
+from pdserve_kernels.activations import Activation
 from pdserve_kernels.routing import Scoring
 
 

@@ -9,7 +9,6 @@ from pdserve.errors import ModelError
 from pdserve.models.families.llama import GraniteMoeSettings
 from pdserve.models.families.settings import FULL, Count, FamilySettings, check_experts, gated
 from pdserve.models.recipe import (
-    Activation,
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
@@ -19,6 +18,7 @@ from pdserve.models.recipe import (
     ModelRecipe,
     Rotary,
 )
+from pdserve_kernels.activations import Activation
 from pdserve_kernels.routing import Scoring
 
 LINEAR, MOE, MLP = "linear_attention", "moe", "mlp"

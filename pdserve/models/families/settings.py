@@ -15,7 +15,6 @@ import msgspec
 
 from pdserve.errors import ModelError
 from pdserve.models.recipe import (
-    Activation,
     AttentionRecipe,
     FeedForwardRecipe,
     HeadNorm,
@@ -30,6 +29,7 @@ from pdserve.models.recipe import (
     Rotary,
     YarnScaling,
 )
+from pdserve_kernels.activations import Activation
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SELF_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

@@ -2,61 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
-from pdserve.models.parts.feed_forward import Mlp, activation_of, inner_projections
+from pdserve.errors import ModelError
+from pdserve.models.parts.feed_forward import Mlp, inner_projections
 from pdserve.models.parts.norms import LoadedNorm, RmsNorm, load_norm
-from pdserve.models.parts.projections import Building, column_parallel
+from pdserve.models.parts.projections import Building, column_weights
 from pdserve.models.recipe import ExpertsRecipe, MlpBesideExperts, MlpRecipe, Norm
 from pdserve.models.tp.shares import share
-from pdserve_kernels import reference
-from pdserve_kernels.contract import Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Expert:
-    """One expert, with this rank's part of its channels."""
-
-    inner: Linear
-    down: Linear
+from pdserve_kernels.contract import ExpertsForm, ExpertWeights
 
 
 class Experts:
-    """All experts of a layer and their router. Only the experts that a step's tokens are sent to are computed."""
+    """All experts of a layer and their router, with this rank's part of the channels of each."""
 
     def __init__(self, hidden_size: int, building: Building, recipe: ExpertsRecipe, prefix: str) -> None:
-        """Takes the tensors whose names begin with ``prefix``."""
+        """Takes the tensors whose names begin with ``prefix``. Raises ModelError if the rule cannot choose experts."""
         checkpoint = building.checkpoint
-        self._recipe, self._tp = recipe, building.tp
+        self._tp, self._precise = building.tp, recipe.precise_router
         precise = torch.float32 if recipe.precise_router else None
         router = checkpoint.take(f"{prefix}{recipe.router}.weight", (recipe.count, hidden_size), dtype=precise)
-        bias = checkpoint.take(f"{prefix}{recipe.router}.bias", (recipe.count,)) if recipe.router_biased else None
-        self._router = _Precise(router) if recipe.precise_router else building.kernels.linear(router, bias)
-        self._correction = (
-            checkpoint.take(
-                f"{prefix}{recipe.correction}", recipe.correction_shape or (recipe.count,), dtype=torch.float32
-            ).flatten()
-            if recipe.correction
-            else None
-        )
-        self._factors = checkpoint.take(f"{prefix}{recipe.factors}", (recipe.count,)) if recipe.factors else None
-        expert = recipe.expert
-        if recipe.apart is not None and not any(checkpoint.has(prefix + whole) for whole, _ in recipe.stacked):
-            expert = recipe.apart
-        else:
-            for whole, each in recipe.stacked:
-                checkpoint.unstack(prefix + whole, prefix + each, recipe.count)
-        if recipe.turned_by_shape:
-            fused = f"{prefix}{_numbered(expert, 0).fused}.weight"
-            expert = replace(expert, transposed=checkpoint.shape(fused) != (2 * expert.channels, hidden_size))
+        bias = None
+        if recipe.router_biased:
+            bias = checkpoint.take(f"{prefix}{recipe.router}.bias", (recipe.count,), dtype=precise)
+        self._router = building.kernels.linear(router, bias)
+        correction = None
+        if recipe.correction:
+            shape = recipe.correction_shape or (recipe.count,)
+            correction = checkpoint.take(f"{prefix}{recipe.correction}", shape, dtype=torch.float32).flatten()
+        factors = checkpoint.take(f"{prefix}{recipe.factors}", (recipe.count,)) if recipe.factors else None
+        expert = _expert_recipe(hidden_size, building, recipe, prefix)
         mine = share(building.tp, expert.channels, "channels of an expert")
-        self._experts = [
-            _expert(hidden_size, building, _numbered(expert, i), prefix, mine) for i in range(recipe.count)
-        ]
-        self._activate = activation_of(building.kernels, recipe.expert)
+        form = ExpertsForm(
+            recipe.count,
+            hidden_size,
+            mine.stop - mine.start,
+            checkpoint.dtype,
+            recipe.routing,
+            expert.activation,
+            expert.gated,
+            recipe.weighs_inputs,
+            correction,
+            factors,
+        )
+        try:
+            form.routing.check(form.count)
+        except ValueError as exc:
+            raise ModelError(f"{checkpoint.path}: {exc}") from exc
+        numbers = range(recipe.count)
+        weights = (_expert(hidden_size, building, _numbered(expert, i), prefix, mine) for i in numbers)
+        self._experts = building.kernels.experts(form, weights)
         self._shared = None if recipe.shared is None else Mlp(hidden_size, building, recipe.shared, prefix)
         self._shared_gate = None
         if recipe.shared_gate:
@@ -65,33 +62,16 @@ class Experts:
 
     def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
         """Maps ``[tokens, hidden_size]`` to the same shape. ``routed`` is what the router is given if not ``x``."""
-        weights, experts = self._route(x if routed is None else routed)
-        order = experts.flatten().argsort(stable=True)
-        tokens, weights = order // self._recipe.chosen, weights.flatten()[order].unsqueeze(1)
-        chosen = experts.flatten()
-        counts = chosen.new_zeros(len(self._experts)).scatter_add_(0, chosen, torch.ones_like(chosen))
-        out, first = torch.zeros_like(x), 0
-        for expert, count in zip(self._experts, self._tp.read(counts), strict=True):
-            if count:
-                group = slice(first, first + count)
-                mine = tokens[group]
-                if self._recipe.weighs_inputs:
-                    result = expert.down(self._activate(expert.inner(x[mine] * weights[group])))
-                else:
-                    result = expert.down(self._activate(expert.inner(x[mine]))) * weights[group]
-                # An expert has a token once. For a few rows, ``index_add_`` takes longer than the products.
-                out[mine] = result.add_(out[mine])
-                first += count
-        out = self._tp.all_reduce(out)
-        if self._shared is None:
-            return out
-        shared = self._shared(x)
-        return out + (shared if self._shared_gate is None else self._shared_gate(x).sigmoid() * shared)
+        given = x if routed is None else routed
+        logits = self._router(given.float() if self._precise else given)
+        return self._tp.all_reduce(self._experts(x, logits, self._beside(x)))
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the weights and the indexes of each token's experts, both ``[tokens, chosen]``."""
-        weights, experts = reference.route(self._router(x), self._recipe.routing, self._correction, self._factors)
-        return weights.to(x.dtype), experts
+    def _beside(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns this rank's part of the shared expert."""
+        if self._shared is None:
+            return None
+        shared = self._shared.part(x)
+        return shared if self._shared_gate is None else self._shared_gate(x).sigmoid() * shared
 
 
 class BesideExperts:
@@ -116,14 +96,18 @@ class BesideExperts:
         return own + self._after_experts(self._experts(self._before_experts(x), self._before_router(x)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Precise:
-    """A product in fp32."""
-
-    weight: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), self.weight)
+def _expert_recipe(hidden_size: int, building: Building, recipe: ExpertsRecipe, prefix: str) -> MlpRecipe:
+    """Returns one expert as the files have it, and gives the parts of tensors of all experts names of their own."""
+    checkpoint, expert = building.checkpoint, recipe.expert
+    if recipe.apart is not None and not any(checkpoint.has(prefix + whole) for whole, _ in recipe.stacked):
+        expert = recipe.apart
+    else:
+        for whole, each in recipe.stacked:
+            checkpoint.unstack(prefix + whole, prefix + each, recipe.count)
+    if recipe.turned_by_shape:
+        fused = f"{prefix}{_numbered(expert, 0).fused}.weight"
+        return replace(expert, transposed=checkpoint.shape(fused) != (2 * expert.channels, hidden_size))
+    return expert
 
 
 def _numbered(expert: MlpRecipe, number: int) -> MlpRecipe:
@@ -135,16 +119,15 @@ def _numbered(expert: MlpRecipe, number: int) -> MlpRecipe:
     return replace(expert, gate=gate, up=up, down=down, fused=fused, biased=biased)
 
 
-def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str, mine: slice) -> Expert:
+def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str, mine: slice) -> ExpertWeights:
     """Takes an expert's tensors."""
+    weights, found = column_weights(building, hidden_size, inner_projections(recipe, prefix, mine))
+    biases = [bias for bias in found if bias is not None]
     shape = (hidden_size, recipe.channels)
-    name, turned = f"{prefix}{recipe.down}.weight", recipe.transposed
-    down = building.weight(name, shape, columns=mine, transposed=turned)
+    down = building.weight(f"{prefix}{recipe.down}.weight", shape, columns=mine, transposed=recipe.transposed)
     bias = None
     if recipe.down in recipe.biased:
         bias = building.checkpoint.take(f"{prefix}{recipe.down}.bias", (hidden_size,))
-    return Expert(
-        inner=column_parallel(building, hidden_size, inner_projections(recipe, prefix, mine)),
-        # The sum over the ranks is taken once a layer, not once an expert. Only rank 0 has the bias in it.
-        down=building.linear(down, bias if building.tp.rank == 0 else None),
-    )
+    # The sum over the ranks is taken once a layer, not once an expert. Only rank 0 has the bias in it.
+    own = bias if building.tp.rank == 0 else None
+    return ExpertWeights(tuple(weights), down, torch.cat(biases) if biases else None, own)

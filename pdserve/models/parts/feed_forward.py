@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from pdserve.models.checkpoint.weights import Rows
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
-from pdserve.models.recipe import CLAMPED_AT, CLAMPED_SLOPE, Activation, MlpRecipe
+from pdserve.models.recipe import MlpRecipe
 from pdserve.models.tp.shares import share
+from pdserve_kernels import reference
+from pdserve_kernels.activations import Activation
 from pdserve_kernels.contract import Kernels
 
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
@@ -36,6 +39,10 @@ class Mlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(self._activate(self._inner(x)))
 
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of the result: the sum of all ranks' is the result."""
+        return self._down.part(self._activate(self._inner(x)))
+
 
 def inner_projections(recipe: MlpRecipe, prefix: str, mine: slice) -> Sequence[Projection]:
     """Returns the projections to a part's channels: gate and up side by side, or up alone."""
@@ -53,22 +60,12 @@ def inner_projections(recipe: MlpRecipe, prefix: str, mine: slice) -> Sequence[P
 
 def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns what maps the outputs of ``inner_projections`` to the inputs of the last product."""
-    if recipe.activation is Activation.CLAMPED_SILU:
-        return _clamped_silu
-    alone = _ALONE[recipe.activation]
-    if not recipe.gate and not recipe.fused:
-        return alone
     match recipe.activation:
-        case Activation.SILU:
+        case Activation.SILU if recipe.gated:
             return kernels.silu_and_mul
-        case Activation.GELU_TANH:
+        case Activation.GELU_TANH if recipe.gated:
             return kernels.gelu_and_mul
-
-    def gated(gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return alone(gate) * up
-
-    return gated
+    return partial(reference.activated, activation=recipe.activation, gated=recipe.gated)
 
 
 class _Xielu:
@@ -84,26 +81,3 @@ class _Xielu:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         negative = (torch.expm1(torch.minimum(x, self._least)) - x) * self._below + self._beta * x
         return torch.where(x > 0, self._above * x * x + self._beta * x, negative)
-
-
-def _clamped_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    gate, up = gate.clamp(max=CLAMPED_AT), up.clamp(-CLAMPED_AT, CLAMPED_AT)
-    return (up + 1) * (gate * torch.sigmoid(gate * CLAMPED_SLOPE))
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _relu_squared(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
-
-
-_ALONE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: _gelu_tanh,
-    Activation.RELU: F.relu,
-    Activation.RELU_SQUARED: _relu_squared,
-}

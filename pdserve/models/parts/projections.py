@@ -86,6 +86,19 @@ class Projection:
 
 def column_parallel(building: Building, inputs: int, parts: Sequence[Projection]) -> Linear:
     """Returns one product for several projections of the same ``inputs``, or one for each number format among them."""
+    weights, found = column_weights(building, inputs, parts)
+    linears: list[Linear] = []
+    for _, group in groupby(zip(weights, found, strict=True), key=lambda each: _form(each[0])):
+        alike = list(group)
+        biases = [bias for _, bias in alike if bias is not None]
+        linears.append(building.linear(_stacked([each for each, _ in alike]), torch.cat(biases) if biases else None))
+    return linears[0] if len(linears) == 1 else SideBySide(tuple(linears))
+
+
+def column_weights(
+    building: Building, inputs: int, parts: Sequence[Projection]
+) -> tuple[list[UnreadWeight | BlockWeight], list[torch.Tensor | None]]:
+    """Takes the weights and the biases of several projections of the same ``inputs``: all have biases, or none."""
     weights = [
         building.weight(f"{part.name}.weight", (part.outputs, inputs), rows=part.mine, transposed=part.transposed)
         for part in parts
@@ -97,12 +110,7 @@ def column_parallel(building: Building, inputs: int, parts: Sequence[Projection]
     lacking = [part.name for part, bias in zip(parts, found, strict=True) if bias is None]
     if 0 < len(lacking) < len(parts):
         raise ModelError(f"{building.checkpoint.path}: {lacking[0]!r} has no bias, but the layers beside it have one")
-    linears: list[Linear] = []
-    for _, group in groupby(zip(weights, found, strict=True), key=lambda each: _form(each[0])):
-        alike = list(group)
-        biases = [bias for _, bias in alike if bias is not None]
-        linears.append(building.linear(_stacked([each for each, _ in alike]), torch.cat(biases) if biases else None))
-    return linears[0] if len(linears) == 1 else SideBySide(tuple(linears))
+    return weights, found
 
 
 def _form(weight: UnreadWeight | BlockWeight) -> object:
@@ -154,3 +162,7 @@ class RowParallel:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._tp.all_reduce(self._linear(x))
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what this rank adds to the sum."""
+        return self._linear(x)

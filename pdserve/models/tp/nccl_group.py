@@ -1,6 +1,6 @@
 """Lets ranks add up their tensors through NCCL, each on a GPU of its own.
 
-Only ``finish_step`` and ``read`` wait for a GPU: operations are queued behind the kernels before them, and a recorded
+Only ``finish_step`` waits for a GPU: operations are queued behind the kernels before them, and a recorded
 decode step holds them like any other kernel. A rank that does not come keeps the others' GPUs waiting without end, and
 no library would notice within a replayed graph. So rank 0 asks whether its GPU is done, instead of blocking until it
 is, and looks in between at the clock and at the board, which says when a rank has ended.
@@ -89,13 +89,6 @@ class NcclGroup:
             return self._collectives.gather(x)
         except RuntimeError as exc:
             raise self._failed(f"a tensor-parallel rank is gone: {exc}") from exc
-
-    def read(self, values: torch.Tensor) -> list[int]:
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
-        host.copy_(values, non_blocking=True)
-        self._wait(self._patience_s)
-        numbers: list[int] = host.tolist()
-        return numbers
 
     def finish_step(self) -> None:
         self._wait(self._patience_s)

@@ -18,7 +18,6 @@ import torch
 
 from pdserve.errors import RankLost
 from pdserve.models.tp.rank_board import AREA_BYTES, RankBoard
-from pdserve.models.tp.shares import ALONE
 from pdserve.patience import PatientWait
 
 _SPINS = 200
@@ -76,10 +75,6 @@ class SharedMemoryGroup:
                 self._wait_for(self._others, self._board.progress(0))
                 out[start : start + at_once] = areas.view(self.size, -1, columns).transpose(0, 1)
         return out.view(rows, -1)
-
-    def read(self, values: torch.Tensor) -> list[int]:
-        """Returns at once: nothing on a CPU is still being computed."""
-        return ALONE.read(values)
 
     def finish_step(self) -> None:
         """Does nothing: each operation has waited until it was done."""

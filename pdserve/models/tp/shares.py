@@ -33,12 +33,6 @@ class TpGroup(Protocol):
         Returns ``[rows, size * n]`` on rank 0, which alone samples, and ``[rows, 0]`` on the others.
         """
 
-    def read(self, values: torch.Tensor) -> list[int]:
-        """Returns integers that this rank's device computes, in the middle of a step. Nothing else may wait there.
-
-        Raises RankLost if another rank keeps this one waiting for too long.
-        """
-
     def finish_step(self) -> None:
         """Returns once all operations are done. Raises RankLost if another rank keeps them from that for too long."""
 
@@ -61,10 +55,6 @@ class Alone:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
-
-    def read(self, values: torch.Tensor) -> list[int]:
-        numbers: list[int] = values.tolist()
-        return numbers
 
     def finish_step(self) -> None:
         pass

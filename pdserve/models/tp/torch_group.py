@@ -14,7 +14,6 @@ import torch.distributed
 
 from pdserve.errors import RankLost
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.models.tp.shares import ALONE
 
 # torch declares no types for what these classes have.
 _distributed: Any = torch.distributed
@@ -87,10 +86,6 @@ class GlooGroup:
             return self._collectives.gather(x)
         except RuntimeError as exc:
             raise self._lost(exc) from exc
-
-    def read(self, values: torch.Tensor) -> list[int]:
-        """Returns at once: nothing on a CPU is still being computed."""
-        return ALONE.read(values)
 
     def finish_step(self) -> None:
         """Does nothing: each operation has waited until it was done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ from pdserve.models.step_cache import StepCache, StepStates
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels import reference
-from pdserve_kernels.contract import HeadLinear, Linear, StateRuns, UnreadWeight
+from pdserve_kernels.contract import ExpertsForm, ExpertWeights, HeadLinear, Linear, StateRuns, UnreadWeight
 from tests.engine.live_bytes import LiveBytes
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import save_tiny_model
@@ -110,10 +111,6 @@ class Together:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else torch.cat([torch.empty_like(x) for _ in range(self.size)], 1)
 
-    def read(self, values: torch.Tensor) -> list[int]:
-        """All tokens go to each expert, which they cannot; no expert has more."""
-        return [TOKENS] * len(values)
-
 
 class GpuMemory:
     """Takes the memory that the Triton kernels take, which have no tensors in between."""
@@ -123,6 +120,20 @@ class GpuMemory:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return partial(torch.nn.functional.linear, weight=weight, bias=bias)
+
+    def experts(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> Any:
+        for _ in weights:
+            pass
+
+        def compute(x: torch.Tensor, logits: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
+            out, assigned = torch.empty_like(x), len(x) * form.routing.chosen
+            # Weights and numbers of the chosen experts, their order, and their tiles.
+            held = [logits.new_empty(assigned, dtype=torch.float32) for _ in range(3)]
+            held.append(logits.new_empty(3 * (assigned // 16 + form.count), dtype=torch.float32))
+            held += [x.new_empty(assigned, form.channels), x.new_empty(assigned, form.hidden)]
+            return out
+
+        return compute
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return torch.empty_like(x)

@@ -1,20 +1,9 @@
 // Computes act(gate) * up for rows that have gate and up side by side.
-#include "lanes.h"
+#include "activations.h"
 #include "lent_cores.h"
 
 namespace pdserve {
 namespace {
-
-Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
-
-struct Silu {
-  Lanes operator()(Lanes x) const { return x * sigmoid(x); }
-};
-
-// This is the tanh approximation of gelu: (1 + tanh(u)) / 2 is sigmoid(2 u).
-struct Gelu {
-  Lanes operator()(Lanes x) const { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
-};
 
 template <class T, class Act>
 void rows_of(const void* gate_up, long rows, long width, void* out) {

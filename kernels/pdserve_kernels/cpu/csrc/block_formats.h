@@ -8,12 +8,10 @@
 //
 // The value of a weight u is scale * (u - kOffset), or scale * u + minimum in a format with kMinimum.
 #pragma once
-#include "block_lanes.h"
+#include "block_product.h"
 
 namespace pdserve {
 
-inline constexpr long kBlockColumns = 16;
-inline constexpr long kSpan = 32;  // inputs with one scale of the activations
 inline constexpr long kFours = kSpan / 4;
 inline constexpr long kVectors = kBlockColumns / kWide;
 inline constexpr long kFourBytes = 4 * kBlockColumns;

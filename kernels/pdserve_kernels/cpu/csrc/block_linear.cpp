@@ -2,18 +2,12 @@
 //
 // Each 32 values of an input row become bytes with one scale. Sums of products of bytes are exact, and each row adds its
 // spans in their order, so a row's numbers depend neither on the other rows nor on the number of threads.
-#include <algorithm>
-
 #include "block_formats.h"
-#include "kept.h"
-#include "lanes.h"
 #include "lent_cores.h"
 
 namespace pdserve {
 namespace {
 
-// So many rows' sums stay in the registers.
-constexpr long kMostRows = kWide == 16 ? 8 : 4;
 // While several rows are multiplied, the panel is prefetched so many bytes ahead. With one or two rows, the loads
 // themselves keep memory busy.
 constexpr long kAhead = 4096;
@@ -35,41 +29,6 @@ inline constexpr long kChunkBytes =
 template <class F>
 long panel_bytes(BlockShape shape) {
   return (shape.spans() + F::kChunkSpans - 1) / F::kChunkSpans * kChunkBytes<F>;
-}
-
-// Rows are multiplied in groups of so many: groups of kMostRows, then one of each smaller power of two that fits.
-struct Group {
-  long first, size;
-};
-
-Group group_of(long row, long rows) {
-  long first = rows - rows % kMostRows, size = kMostRows;
-  if (row < first) return {row / kMostRows * kMostRows, kMostRows};
-  while (true) {
-    size /= 2;
-    if (!(rows & size)) continue;
-    if (row < first + size) return {first, size};
-    first += size;
-  }
-}
-
-// Rows as bytes. A group's rows lie side by side, span by span: bytes [spans][rows][32], and for each span and row its
-// scale, the sum of its values, and where the sums of bytes begin so that the weights' offset is taken away.
-struct InputRows {
-  int8_t* bytes;
-  float *scales, *totals;
-  int32_t* starts;
-
-  InputRows from(long place, long halves) const {
-    return {bytes + place * kSpan, scales + place, totals + place, starts + place * halves};
-  }
-};
-
-InputRows room_for(long rows, long inner) {
-  const long spans = rows * inner / kSpan;
-  auto* room = (uint8_t*)kept(Keep::kInputs, size_t(spans) * (kSpan + 2 * sizeof(float) + 2 * sizeof(int32_t)));
-  auto* scales = (float*)(room + spans * kSpan);
-  return {(int8_t*)room, scales, scales + spans, (int32_t*)(scales + 2 * spans)};
 }
 
 // What a span's values are multiplied by to become bytes, and the bytes to become values again. A span that is not
@@ -139,11 +98,11 @@ void quantise_span(const Bf16* x, const InputRows& to, int32_t offset, long halv
 }
 
 template <class F>
-void quantise_row(const Bf16* from, const InputRows& x, long row, long rows, BlockShape shape) {
+void quantise_row(const Bf16* from, const InputRows& x, long row, long rows, long inner) {
   const Group group = group_of(row, rows);
-  for (long s = 0; s < shape.spans(); s++) {
-    const long place = group.first * shape.spans() + s * group.size + row - group.first;
-    quantise_span(from + row * shape.inner + s * kSpan, x.from(place, F::kHalves), F::kOffset, F::kHalves);
+  for (long s = 0; s < inner / kSpan; s++) {
+    const long place = group.first * (inner / kSpan) + s * group.size + row - group.first;
+    quantise_span(from + s * kSpan, x.from(place, F::kHalves), F::kOffset, F::kHalves);
   }
 }
 
@@ -227,50 +186,56 @@ inline __attribute__((always_inline)) void vectors_product(InputRows x, BlockSha
   }
 }
 
-// Computes a group of rows of 16 outputs, of which `width` exist. One or two rows read the panel once, from end to end.
-// The sums of more rows stay in the registers only for one vector of outputs at a time.
-template <class F, long kRows>
-void block_product(InputRows x, BlockShape shape, const uint8_t* panel, long ahead, const float* bias, Bf16* out,
-                   long width) {
+// Computes a group of rows of 16 outputs, and calls give(row, sums) for each. One or two rows read the panel once, from end
+// to end. The sums of more rows stay in the registers only for one vector of outputs at a time.
+template <class F, long kRows, class Give>
+void block_product(InputRows x, BlockShape shape, const uint8_t* panel, long ahead, long row, const Give& give) {
   constexpr long kSome = kRows > 2 ? 1 : kVectors;
   Floats totals[kRows][kVectors];
   for (long v = 0; v < kVectors; v += kSome) {
     vectors_product<F, kRows, kSome>(x, shape, panel, v == 0 ? ahead : 0, v, totals);
   }
-  for (long r = 0; r < kRows; r++) {
-    const auto* sums = (const float*)totals[r];
-    for (long c = 0; c < std::min(width, kBlockColumns); c += kLanes) {
-      store_part(out + r * shape.outer + c, load(sums + c) + load(bias + c), width - c);
-    }
-  }
+  for (long r = 0; r < kRows; r++) give(row + r, (const float*)totals[r]);
 }
 
 // Computes the groups of kRows rows, then those of fewer.
-template <class F, long kRows = kMostRows>
+template <class F, long kRows = kMostRows, class Give>
 void block_products(const InputRows& x, long row, long rows, BlockShape shape, const uint8_t* panel,
-                    const float* bias, Bf16* out, long width) {
+                    const Give& give) {
   for (; row + kRows <= rows; row += kRows) {
     // Later groups find the panel in a cache.
     const long ahead = row == 0 ? kAhead : 0;
-    block_product<F, kRows>(x.from(row * shape.spans(), F::kHalves), shape, panel, ahead, bias,
-                            out + row * shape.outer, width);
+    block_product<F, kRows>(x.from(row * shape.spans(), F::kHalves), shape, panel, ahead, row, give);
   }
-  if constexpr (kRows > 1) block_products<F, kRows / 2>(x, row, rows, shape, panel, bias, out, width);
+  if constexpr (kRows > 1) block_products<F, kRows / 2>(x, row, rows, shape, panel, give);
 }
 
 template <class F>
 void block_linear(const Bf16* from, const uint8_t* panels, const Bf16* bias, Bf16* out, long rows, BlockShape shape) {
-  const InputRows x = room_for(rows, shape.inner);
+  const InputRows x = room_for(Keep::kInputs, rows, shape.inner);
   const long bytes = panel_bytes<F>(shape), count = shape.panels();
   together([&] {
-    each(rows, [&](long row) { quantise_row<F>(from, x, row, rows, shape); });
+    each(rows, [&](long row) { quantise_row<F>(from + row * shape.inner, x, row, rows, shape.inner); });
     each(count, [&](long p) {
       const long column = p * kBlockColumns, width = shape.outer - column;
       float offset[kBlockColumns] = {};
       for (long c = 0; bias && c < std::min(width, kBlockColumns); c++) offset[c] = widen(bias[column + c]);
-      block_products<F>(x, 0, rows, shape, panels + p * bytes, offset, out + column, width);
+      block_products<F>(x, 0, rows, shape, panels + p * bytes, [&](long row, const float* sums) {
+        for (long c = 0; c < std::min(width, kBlockColumns); c += kLanes) {
+          store_part(out + row * shape.outer + column + c, load(sums + c) + load(offset + c), width - c);
+        }
+      });
     });
   });
+}
+
+// Computes the sums of a panel's outputs for the rows from number `first` on, of which there are `some`: first is a
+// multiple of kMostRows.
+template <class F>
+void panel_sums(const InputRows& x, long first, long some, long inner, const uint8_t* panel, float* out, long stride) {
+  const BlockShape shape{inner, kBlockColumns};
+  block_products<F>(x.from(first * shape.spans(), F::kHalves), 0, some, shape, panel,
+                    [&](long row, const float* sums) { std::memcpy(out + row * stride, sums, 4 * kBlockColumns); });
 }
 
 template <class F>
@@ -337,7 +302,18 @@ bool with_format(int format, const Use& use) {
   }
 }
 
+template <class F>
+constexpr BlockProduct kProduct{quantise_row<F>, panel_sums<F>,
+                                [](long inner) { return panel_bytes<F>({inner, kBlockColumns}); }};
+
 }  // namespace
+
+const BlockProduct& block_product(long format) {
+  const BlockProduct* found = nullptr;
+  with_format(int(format), [&](auto f) { found = &kProduct<decltype(f)>; });
+  return *found;
+}
+
 }  // namespace pdserve
 
 // Returns the bytes of the panels of a weight [outer, inner], or 0 if this format or number of inputs has none.

@@ -6,15 +6,8 @@
 namespace pdserve {
 namespace {
 
-// While several rows are multiplied, the panel is prefetched so many bytes ahead. With one or two rows, the loads
-// themselves keep memory busy.
-constexpr long kAhead = 4096;
-
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 #define PDSERVE_HAS_LINEAR
-// One or two rows would leave the units of AVX2 waiting for their sums, so they are multiplied by two panels at once.
-constexpr long kFewRows = kLanes == 16 ? 0 : 2;
-
 // Returns `count` values as those by which panels are multiplied.
 template <class X, class T>
 const X* inputs(const T* x, long count) {

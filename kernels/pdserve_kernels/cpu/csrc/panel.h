@@ -31,6 +31,11 @@ inline constexpr long kPair = std::is_same_v<E, Bf16> ? 2 : 1;
 inline constexpr long kColumns = 2 * kLanes;
 // So many rows times 2 vectors of sums, the panel and a row fill the 32 registers of AVX-512, or the 16 of AVX2.
 inline constexpr long kMaxRows = kLanes == 16 ? 12 : 6;
+// One or two rows would leave the units of AVX2 waiting for their sums, so they are multiplied by two panels at once.
+inline constexpr long kFewRows = kLanes == 16 ? 0 : 2;
+// While several rows are multiplied, a panel in memory is prefetched so many bytes ahead. With one or two rows, the loads
+// themselves keep memory busy.
+inline constexpr long kAhead = 4096;
 
 inline void to_operand(Bf16 from, Bf16* to) { *to = from; }
 inline void to_operand(Bf16 from, float* to) { *to = widen(from); }
