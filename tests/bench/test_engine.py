@@ -23,6 +23,7 @@ from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
 from pdserve.errors import BenchError, ConfigError
 from pdserve.models.checkpoint.config_reading import read_family_config
+from pdserve.models.recipe import ExpertsRecipe
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
@@ -98,6 +99,24 @@ def test_the_linear_layers_are_all_of_the_models(tiny: Path) -> None:
     linears = [module for module in loaded.modules() if isinstance(module, torch.nn.Linear)]
     assert products.parameters == sum(module.weight.numel() for module in linears)
     assert products.nbytes(torch.bfloat16) == 2 * products.parameters
+
+
+def test_experts_have_rows_with_the_bytes_that_are_touched(tmp_path: Path) -> None:
+    steps = Steps((1, 40), (41,), (42,))
+    subject = open_subject(
+        "tiny", save_tiny_model("qwen3-moe", tmp_path), ModelConfig(device=Device.CPU), 16, steps, compiled
+    )
+    rows = list(benchmark.subject_rows(BenchEngineConfig(engine=SMALL), subject, steps))
+    experts = subject.config.experts
+    assert experts is not None
+    one = 3 * experts.expert.channels * subject.config.hidden_size * 2
+    layers = sum(isinstance(layer.feed_forward, ExpertsRecipe) for layer in subject.config.recipe.layers)
+    single, all_of_them = [row.figure("bytes of those touched").value for row in rows if row.what == "experts alone"]
+    assert single == pytest.approx(layers * experts.chosen * one / 2**20)
+    assert all_of_them == pytest.approx(layers * experts.count * one / 2**20)
+    decode, *_ = [row.figure("bytes").value for row in rows if row.what == "roofline"]
+    others = products_of(subject.config, {}).nbytes(torch.bfloat16) + subject.kv_bytes(41)
+    assert decode == pytest.approx(single + others / 2**20)
 
 
 def test_weights_in_blocks_count_as_they_are(tmp_path: Path) -> None:

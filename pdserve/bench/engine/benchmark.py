@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from llguidance import LLTokenizer
 
+from pdserve.bench.engine.expert_rows import ExpertLayer, ExpertStack, expert_layers, experts_row
 from pdserve.bench.engine.lent_core_rows import lent_core_rows
 from pdserve.bench.engine.parts import (
     Hardware,
@@ -44,6 +45,7 @@ _NOTES = (
     "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer",
     "roofline: bytes are the weights in the form in which they are multiplied and the KV read (prefill: written); the "
     "limits are the faster of copy and triad, and the rate of a large product of the same numbers",
+    "experts: the bytes are those of the experts to which random logits send the tokens",
     "copy bandwidth counts bytes read and written; weights + KV are the bytes that a decode step has to read, and "
     "least is the time in which as many are copied",
 )
@@ -107,11 +109,15 @@ def subject_rows(
     yield hardware.row()
     products = products_of(subject.config, subject.formats)
     linears = LinearStack(products, subject.kernels, subject.dtype, subject.device, subject.block_kernels)
-    bench = Bench(subject, hardware, products, linears, budget_s)
+    layers = expert_layers(subject.config, subject.formats)
+    bench = Bench(subject, hardware, products, linears, layers, budget_s)
+    experts = ExpertStack(subject, layers) if layers else None
     for batch in steps.batches:
         _say(f"{subject.name}: decode steps of {batch}")
         linear = linear_row(bench, batch)
         yield linear
+        if experts is not None:
+            yield experts_row(subject, hardware, experts, batch, budget_s)
         for context in steps.contexts:
             yield from decode_rows(bench, batch, context, linear)
         yield sampler_row(bench, batch)
@@ -149,8 +155,19 @@ class Bench:
     hardware: Hardware
     products: Products
     linears: LinearStack
+    experts: Sequence[ExpertLayer]
     budget_s: float
     """The time that each measurement may take."""
+
+    def weight_bytes(self, tokens: int) -> float:
+        """Returns the bytes of weights that a step of so many tokens reads."""
+        dtype = self.subject.dtype
+        return self.products.nbytes(dtype) + sum(layer.nbytes(dtype, tokens) for layer in self.experts)
+
+    @property
+    def expert_parameters(self) -> int:
+        """The parameters of experts that a token is multiplied with."""
+        return sum(layer.parameters for layer in self.experts)
 
 
 def linear_row(bench: Bench, batch: int) -> Row:
@@ -174,7 +191,7 @@ def decode_rows(bench: Bench, batch: int, context: int, linear: Row) -> Iterator
     plain, kernel = (linear.figure(name).value / 1e3 for name in ("plain torch", "engine's"))
     kv_bytes = batch * subject.kv_bytes(context)
     copy = bench.hardware.copy_bytes_per_s
-    nbytes = bench.products.nbytes(subject.dtype) + kv_bytes
+    nbytes = bench.weight_bytes(batch) + kv_bytes
     least = nbytes / copy
     figures = (
         _ms("step", step),
@@ -191,7 +208,7 @@ def decode_rows(bench: Bench, batch: int, context: int, linear: Row) -> Iterator
     yield Row("decode step", {"model": subject.name, "batch": batch, "context": context}, figures)
     # Each query is multiplied with each key, and each score with each value.
     scores = 2 * subject.config.num_layers * subject.config.heads * subject.config.head_dim * context
-    operations = 2 * batch * (bench.products.parameters + scores)
+    operations = 2 * batch * (bench.products.parameters + bench.expert_parameters + scores)
     yield _roofline_row(bench, "decode", batch, context, step, nbytes, operations)
 
 
@@ -203,7 +220,8 @@ def prefill_rows(bench: Bench, chunk: int) -> Iterator[Row]:
     attention = attention_s(subject, rows, bench.budget_s)
     # Each token attends to itself and to the tokens before it: half of the square, in two products.
     scores = config.num_layers * config.heads * config.head_dim * chunk * (chunk + 1)
-    flops = 2 * (bench.products.layers_parameters * chunk + bench.products.head.parameters + scores)
+    tokenwise = (bench.products.layers_parameters + bench.expert_parameters) * chunk
+    flops = 2 * (tokenwise + bench.products.head.parameters + scores)
     figures = (
         _ms("step", step),
         Figure("prompt", chunk / step, Unit.TOKENS_PER_S, Better.HIGHER),
@@ -212,7 +230,7 @@ def prefill_rows(bench: Bench, chunk: int) -> Iterator[Row]:
         Figure("rate : matrix product", flops / step / bench.hardware.flops, Unit.RATIO, Better.HIGHER),
     )
     yield Row("prefill step", {"model": subject.name, "chunk": chunk}, figures)
-    nbytes = bench.products.nbytes(subject.dtype) + subject.kv_bytes(chunk)
+    nbytes = bench.weight_bytes(chunk) + subject.kv_bytes(chunk)
     yield _roofline_row(bench, "prefill", 1, chunk, step, nbytes, flops)
 
 

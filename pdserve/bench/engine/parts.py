@@ -25,6 +25,7 @@ from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.rank_cache import KvGroup
+from pdserve.models.recipe import ExpertsRecipe
 from pdserve.models.runner import StepRow
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.contract import Attention, AttentionRow, BlockFormat, BlockKernels, BlockWeight, Kernels, Linear
@@ -32,7 +33,7 @@ from pdserve_kernels.contract import Attention, AttentionRow, BlockFormat, Block
 _WARM_UP = 2
 _LEAST = 3
 
-_DISTINCT_BYTES = 2 * 2**30
+DISTINCT_BYTES = 2 * 2**30
 """No cache holds this many bytes of different weights. Layers beyond them use the same weights again."""
 _ANY_BYTE = 0x2A
 """The byte that weights in blocks consist of here: as a scale, two of them are a usual number."""
@@ -153,19 +154,19 @@ class Products:
 def products_of(config: FamilyConfig, formats: Mapping[str, BlockFormat]) -> Products:
     """Returns the products of a decoder with a gated MLP: projections that share their input and format are one.
 
+    A layer of experts has its router and its shared expert among them, and its experts not: see ``expert_rows``.
+
     ``formats`` are those of the weights that stay in blocks, by transformers' names.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    parts = (
+    attention = (
         (hidden, (("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys))),
         (queries, (("self_attn.o_proj", hidden),)),
-        (hidden, (("mlp.gate_proj", inner), ("mlp.up_proj", inner))),
-        (inner, (("mlp.down_proj", hidden),)),
     )
 
     def layer(index: int) -> Iterator[Product]:
-        for inputs, projections in parts:
+        for inputs, projections in (*attention, *_feeding(config, index)):
             found = [(formats.get(f"model.layers.{index}.{name}.weight"), outputs) for name, outputs in projections]
             for form, group in groupby(found, key=lambda each: each[0]):
                 yield Product(sum(outputs for _, outputs in group), inputs, form)
@@ -173,6 +174,24 @@ def products_of(config: FamilyConfig, formats: Mapping[str, BlockFormat]) -> Pro
     form = formats.get("model.embed_tokens.weight" if config.recipe.tied else "lm_head.weight")
     layers = tuple(tuple(layer(index)) for index in range(config.num_layers))
     return Products(layers, Product(config.vocab_size, hidden, form))
+
+
+_Parts = Sequence[tuple[int, Sequence[tuple[str, int]]]]
+"""Numbers of inputs, and the names and outputs of the projections of these."""
+
+
+def _feeding(config: FamilyConfig, index: int) -> _Parts:
+    """Returns the products of a layer's feed-forward part that each token is multiplied with."""
+    hidden, part = config.hidden_size, config.recipe.layers[index].feed_forward
+    names, inner = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), config.intermediate_size
+    router: list[tuple[int, Sequence[tuple[str, int]]]] = []
+    if isinstance(part, ExpertsRecipe):
+        router.append((hidden, ((part.router, part.count),)))
+        if part.shared is None:
+            return router
+        names, inner = (part.shared.gate, part.shared.up, part.shared.down), part.shared.channels
+    gate, up, down = names
+    return (*router, (hidden, ((gate, inner), (up, inner))), (inner, ((down, hidden),)))
 
 
 class LinearStack:
@@ -188,7 +207,7 @@ class LinearStack:
     ) -> None:
         """``block_kernels`` are needed if a product is in blocks."""
         layer_bytes = sum(product.parameters for product in products.layers[0]) * dtype.itemsize
-        distinct = min(len(products.layers), -(-_DISTINCT_BYTES // layer_bytes))
+        distinct = min(len(products.layers), -(-DISTINCT_BYTES // layer_bytes))
         self._device = device
         self._plain: list[Linear] = []
         self._kernel: list[Linear] = []
@@ -217,7 +236,7 @@ class LinearStack:
 
     @torch.inference_mode()
     def _time(self, linears: Sequence[Linear], rows: int, budget_s: float) -> float:
-        inputs = {size: _random((rows, size), self._dtype, self._device) for size in set(self._inputs)}
+        inputs = {size: random_weight((rows, size), self._dtype, self._device) for size in set(self._inputs)}
 
         def call() -> None:
             for linear, size in zip(linears, self._inputs, strict=True):
@@ -230,7 +249,7 @@ def _linears(
     product: Product, kernels: Kernels, dtype: torch.dtype, device: torch.device, block_kernels: BlockKernels | None
 ) -> tuple[Linear, Linear]:
     """Returns a product in plain torch, and with a kernel set."""
-    weight = _random((product.outputs, product.inputs), dtype, device)
+    weight = random_weight((product.outputs, product.inputs), dtype, device)
     if product.format is None:
         return _Plain(weight), kernels.linear(weight)
     assert block_kernels is not None
@@ -247,7 +266,7 @@ class _Plain:
         return F.linear(x, self.weight)
 
 
-def _random(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def random_weight(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float32, device=device).mul_(0.02).to(dtype)
 
 
