@@ -47,6 +47,7 @@ from pdserve.models.rank_cache import cache_place, compared_groups, rank_sizes
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.cache_groups import GroupBlocks, Keep
+from pdserve.wire.discovery import GroupCapacity
 from pdserve.wire.engine import Ready
 from pdserve.wire.rank import Loaded, LoadModel
 from pdserve.wire.sampling_params import SamplingParams
@@ -206,8 +207,19 @@ def assemble(
         device=_device_words(device, tp.size),
         step_tokens=config.scheduler.max_num_batched_tokens,
         kv_bytes=cache_bytes * tp.size,
+        cache_groups=_group_capacities(groups, tp.size),
     )
     return Engine(loop, connector, cores, ready)
+
+
+def _group_capacities(groups: Sequence[GroupBlocks], ranks: int) -> tuple[GroupCapacity, ...]:
+    """Returns what a node says of its cache groups; nothing if there is one. ``groups`` are those of one rank."""
+    if len(groups) == 1:
+        return ()
+    return tuple(
+        GroupCapacity(group.spec.name, group.spec.keep, group.count, group.block_bytes * ranks, group.spec.window)
+        for group in groups
+    )
 
 
 def _device_words(device: torch.device, ranks: int) -> str:

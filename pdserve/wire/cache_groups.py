@@ -55,6 +55,18 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
                 return range(0)
 
 
+def context_blocks(keep: Keep, window: int, tokens: int, block_size: int) -> int:
+    """Returns how many blocks of a group a context of up to ``tokens`` tokens holds at most between two steps."""
+    blocks = -(-tokens // block_size)
+    match keep:
+        case Keep.ALL:
+            return blocks
+        case Keep.WINDOW:
+            return min(blocks, -(-window // block_size) + 2)
+        case Keep.LATEST:
+            return 2 if tokens else 0
+
+
 def split_heads(specs: Sequence[GroupSpec]) -> tuple[int, ...]:
     """Returns for each group the heads by which ranks split its blocks; 0 if they do not, or if there are no bytes."""
     return tuple(spec.heads if spec.head_bytes else 0 for spec in specs)

@@ -17,6 +17,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from pdserve.control.frame import Reason
+from pdserve.wire.cache_groups import Keep, context_blocks
 from pdserve.wire.ids import BootId
 
 
@@ -93,6 +94,9 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 MAX_GAP_BOUNDS = 64
 
 
+MAX_CACHE_GROUPS = 64
+
+
 MAX_REPORTED_PROXIES = 64
 """A node names so many proxies at most."""
 
@@ -115,13 +119,27 @@ class Role(enum.StrEnum):
         return self is not Role.PREFILL
 
 
-class Capacity(msgspec.Struct, frozen=True):
+class GroupCapacity(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The blocks of one cache group (``cache_groups``) on all ranks of a node together."""
+
+    name: Text
+    keep: Keep
+    num_blocks: Count
+    block_bytes: Count
+    window: Count = 0
+    """In tokens; 0 without a window."""
+
+
+class Capacity(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a node could hold at most."""
 
     max_running: Count
     num_blocks: Count
+    """Those of whole contexts, if the cache has several groups."""
     block_size: Count
     max_model_len: Count
+    groups: Annotated[tuple[GroupCapacity, ...], msgspec.Meta(max_length=MAX_CACHE_GROUPS)] = ()
+    """All cache groups, that of whole contexts first; none for a cache of one group."""
 
 
 class GapCounts(msgspec.Struct, frozen=True):
@@ -138,7 +156,7 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
-    """Idle blocks of the prefix cache count as free."""
+    """Those of whole contexts. Idle blocks of the prefix cache count as free."""
     queue_s: Seconds = 0.0
     """An estimate of how long a prompt that comes now waits until it is computed."""
     step_s: Seconds = 0.0
@@ -151,6 +169,29 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """The times between the tokens that left the node."""
     links: LinkCounts = LinkCounts()
     """What carries the KV blocks between this engine and others."""
+    bounded_free_blocks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_CACHE_GROUPS)] = ()
+    """The free blocks of each cache group behind that of whole contexts."""
+
+
+def free_share(capacity: Capacity, load: NodeLoad, tokens: int = 0) -> float:
+    """Returns which share of its blocks is free in the cache group of a node that has least.
+
+    It is what is left once a context of so many more ``tokens`` is there, and negative if that does not fit.
+    """
+    groups = [
+        (Keep.ALL, 0, capacity.num_blocks),
+        *((each.keep, each.window, each.num_blocks) for each in capacity.groups[1:]),
+    ]
+    left = 1.0
+    for (keep, window, total), free in zip(groups, (load.free_blocks, *load.bounded_free_blocks), strict=False):
+        taken = context_blocks(keep, window, tokens, max(capacity.block_size, 1))
+        left = min(left, (free - taken) / total if total else 0.0)
+    return left
+
+
+def used_share(capacity: Capacity, load: NodeLoad) -> float:
+    """Returns which share of its blocks is in use in the cache group of a node that has least left."""
+    return min(1.0, max(0.0, 1 - free_share(capacity, load)))
 
 
 class ComputeCores(msgspec.Struct, frozen=True):

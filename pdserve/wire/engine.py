@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from pdserve.wire.discovery import ComputeCores, LinkCounts, NodeLoad, Role
+from pdserve.wire.discovery import ComputeCores, GroupCapacity, LinkCounts, NodeLoad, Role
 from pdserve.wire.engine_counts import (
     CacheStats,
     CoreStats,
@@ -291,6 +291,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             prompt_tokens=self.step.computed_prompt_tokens,
             generated_tokens=self.scheduler.generated_tokens,
             links=self.links,
+            bounded_free_blocks=tuple(self.cache.group_free_blocks.values()),
         )
 
 
@@ -326,6 +327,8 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The most tokens of a step."""
     kv_bytes: int = 0
     """The size of the KV cache, all ranks together."""
+    cache_groups: tuple[GroupCapacity, ...] = ()
+    """What ``Capacity.groups`` is."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):

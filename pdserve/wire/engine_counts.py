@@ -80,6 +80,13 @@ class CacheStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         dict[str, int], gauge("cache_group_free_blocks", "those of them that can be taken", "group")
     ] = msgspec.field(default_factory=dict)
 
+    @property
+    def used(self) -> float:
+        """The share of its blocks that is in use in the group which has least left."""
+        groups = [(self.free_blocks, self.total_blocks)]
+        groups += [(self.group_free_blocks[name], total) for name, total in self.group_blocks.items()]
+        return max((1 - free / total for free, total in groups if total), default=0.0)
+
 
 class SchedulerCounts(Counts):
     """What the scheduler has counted since the engine's start."""

@@ -18,6 +18,7 @@ from pdserve.http.request import request_label
 from pdserve.http.routes import DirectRoutes, quart_app
 from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.settings import is_loopback
+from pdserve.wire.discovery import used_share
 from pdserve.wire.ids import MAX_REQUEST_ID_CHARS
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.credentials import LiveCredentials
@@ -48,6 +49,9 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     free_blocks: int
+    """Those of whole contexts."""
+    cache_used: float
+    """The share of its KV blocks in use, in the cache group that has least left."""
     queue_s: float
     step_s: float
 
@@ -188,7 +192,7 @@ class InformationRoutes:
 
 
 def _instance(node: RegisteredNode, now: float) -> Instance:
-    info = node.info
+    info, load = node.info, node.load
     return Instance(
         name=info.name,
         role=info.role.value,
@@ -199,7 +203,14 @@ def _instance(node: RegisteredNode, now: float) -> Instance:
         fingerprint=info.fingerprint,
         boot_id=info.boot_id.hex(),
         protocol=info.protocol,
-        load=msgspec.convert(node.load, InstanceLoad, from_attributes=True),
+        load=InstanceLoad(
+            running=load.running,
+            waiting=load.waiting,
+            free_blocks=load.free_blocks,
+            cache_used=round(used_share(info.capacity, load), 4),
+            queue_s=load.queue_s,
+            step_s=load.step_s,
+        ),
         heartbeat_age_s=round(now - node.seen_s, 3),
     )
 

@@ -32,7 +32,7 @@ from pdserve.config import RolesConfig, TargetsConfig
 from pdserve.control.frame import Secrets
 from pdserve.http.tls import Trust
 from pdserve.wire.command import SetRole
-from pdserve.wire.discovery import NodeInfo, Role
+from pdserve.wire.discovery import NodeInfo, Role, free_share
 from pdserve_proxy.metrics import ProxyMetrics
 from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode, RegistryView
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
@@ -42,7 +42,7 @@ LATE = 0.9
 SPARE = 0.6
 """A role gives nodes away up to this pressure."""
 SCARCE = 0.1
-"""A decode node in which requests wait is full if this share of its KV blocks is free, or less."""
+"""A decode node in which requests wait is full if this share of its KV blocks is free in any cache group, or less."""
 _OLD_SHARE = 0.5
 """The share of a pressure that earlier looks make."""
 
@@ -231,7 +231,7 @@ def pressure_of(prefill: Sequence[RegisteredNode], decode: Sequence[RegisteredNo
 def _is_full(node: RegisteredNode) -> bool:
     """Returns whether a node has no place, or hardly a KV block, for one more answer."""
     load, capacity = node.load, node.info.capacity
-    out_of_blocks = load.waiting > 0 and load.free_blocks < SCARCE * capacity.num_blocks
+    out_of_blocks = load.waiting > 0 and free_share(capacity, load) < SCARCE
     return out_of_blocks or load.running >= capacity.max_running
 
 

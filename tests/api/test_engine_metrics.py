@@ -68,6 +68,13 @@ def test_nothing_is_counted_that_is_not_shown(field: str, changed: EngineStats) 
     assert shown(changed) != shown(STATS)
 
 
+def test_a_cache_is_as_full_as_its_fullest_group() -> None:
+    groups = {"group_blocks": {"window 8": 20, "state": 10}, "group_free_blocks": {"window 8": 1, "state": 9}}
+    for cache, used in ((STATS.cache, 0.6), (msgspec.structs.replace(STATS.cache, **groups), 0.95)):
+        said = shown(msgspec.structs.replace(STATS, cache=cache)).decode()
+        assert f"pdserve_kv_cache_usage_perc {used}" in said
+
+
 def test_counts_are_those_of_the_struct_that_is_counted_in() -> None:
     class Counted(TransferCounts, kw_only=True):
         more: int = 0

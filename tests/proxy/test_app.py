@@ -69,7 +69,7 @@ async def test_instances_tell_what_is_registered() -> None:
         assert 0 <= age < 5
         load = entry.pop("load")
         assert isinstance(load, dict)
-        assert set(load) == {"running", "waiting", "free_blocks", "queue_s", "step_s"}
+        assert set(load) == {"running", "waiting", "free_blocks", "cache_used", "queue_s", "step_s"}
         assert entry == {
             "name": "p", "role": "prefill", "state": "serving", "url": info.url, "control": info.control,
             "model": "m", "fingerprint": "f", "boot_id": info.boot_id.hex(),

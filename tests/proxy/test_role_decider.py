@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 
-from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
+from pdserve.wire.cache_groups import Keep
+from pdserve.wire.discovery import Capacity, GroupCapacity, NodeInfo, NodeLoad, Role
 from pdserve_proxy.registry.snapshot import Reachability, RegisteredNode
 from pdserve_proxy.roles import Pressure, RoleDecider, RoleSwitch, Targets, pressure_of
 from tests.proxy.cluster import node_info
@@ -15,6 +18,13 @@ IDLE = NodeLoad()
 QUEUED = NodeLoad(running=1, queue_s=4.0)
 SLOW = NodeLoad(running=4, step_s=0.2)
 QUICK = NodeLoad(running=1, step_s=0.01)
+WINDOWED = Capacity(
+    4,
+    16,
+    16,
+    256,
+    (GroupCapacity("whole contexts", Keep.ALL, 16, 4096), GroupCapacity("window 64", Keep.WINDOW, 10, 4096, 64)),
+)
 
 
 def node(
@@ -212,6 +222,17 @@ def test_decode_nodes_without_memory_are_late_and_not_roomy() -> None:
     scarce = NodeLoad(running=1, waiting=3, free_blocks=1, queue_s=5.0, step_s=0.01)
     assert switched(decided([*prefill(IDLE, 2), *decode(scarce, 2)])) == ("p0", Role.DECODE)
     assert decided([*prefill(QUEUED, 2), *decode(scarce, 2)], looks=10) is None
+
+
+@pytest.mark.parametrize("left", [0, 1, 5])
+def test_decode_nodes_whose_window_is_full_are_late_and_not_roomy(left: int) -> None:
+    """A tenth of the window's ten blocks, or more, is room enough."""
+    short = NodeLoad(running=1, waiting=3, free_blocks=16, queue_s=5.0, step_s=0.01, bounded_free_blocks=(left,))
+    nodes = [
+        dataclasses.replace(each, info=msgspec.structs.replace(each.info, capacity=WINDOWED))
+        for each in [*prefill(IDLE, 2), *decode(short, 2)]
+    ]
+    assert switched(decided(nodes)) == (("d0", Role.PREFILL) if left else ("p0", Role.DECODE))
 
 
 @pytest.mark.parametrize(("left", "wanted"), [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)])

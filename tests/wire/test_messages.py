@@ -11,6 +11,7 @@ import pytest
 from pdserve.control.frame import MAX_FRAME_BYTES
 from pdserve.http.tls import Certificate
 from pdserve.wire import (
+    cache_groups,
     command,
     discovery,
     engine,
@@ -76,7 +77,16 @@ NODE = discovery.NodeInfo(
     control="",
     model="smollm2",
     fingerprint="f",
-    capacity=discovery.Capacity(max_running=4, num_blocks=100, block_size=16, max_model_len=2048),
+    capacity=discovery.Capacity(
+        max_running=4,
+        num_blocks=100,
+        block_size=16,
+        max_model_len=2048,
+        groups=(
+            discovery.GroupCapacity("whole contexts", cache_groups.Keep.ALL, 100, 4096),
+            discovery.GroupCapacity("window 128", cache_groups.Keep.WINDOW, 40, 4096, 128),
+        ),
+    ),
     compute=discovery.ComputeCores("5f0e", (0, 1, 5), 2),
     answers="9c1f",
     formats="calls hermes, reasoning none",

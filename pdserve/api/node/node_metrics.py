@@ -142,8 +142,7 @@ def _annotations(kind: type[msgspec.Struct]) -> tuple[tuple[str, ShownAs | None]
 def _derived(stats: EngineStats) -> Iterable[Metric]:
     """Yields what follows from several fields. The sources of prompts' tokens have vLLM's names."""
     cache, counts = stats.cache, stats.scheduler
-    used = 1 - cache.free_blocks / cache.total_blocks if cache.total_blocks else 0.0
-    yield _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1", used)
+    yield _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1", cache.used)
     cached, transferred = counts.cached_prompt_tokens, counts.transferred_prompt_tokens
     yield _counter("prompt_tokens_cached", "those of them that were not computed here", cached + transferred)
     sources = CounterMetricFamily(

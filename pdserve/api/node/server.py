@@ -286,6 +286,7 @@ class NodeServer:
                 num_blocks=ready.num_blocks,
                 block_size=ready.block_size,
                 max_model_len=ready.max_model_len,
+                groups=ready.cache_groups,
             ),
             kernels=ready.kernels,
             version=INSTALLED_VERSION,

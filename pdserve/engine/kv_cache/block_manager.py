@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pdserve.engine.kv_cache.block_table import NONE, BlockTable, StateTable
 from pdserve.engine.kv_cache.prefix_cache import Match, PrefixCache
 from pdserve.errors import EngineError
-from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep
+from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, context_blocks
 
 
 class _BlockState(enum.IntEnum):
@@ -203,15 +203,38 @@ class BlockManager:
 
         Between steps, that is: a step has blocks for its tokens (``step_blocks``) as well.
         """
-        return [
-            2 if spec.keep is Keep.LATEST else min(self.blocks_for(tokens), self.blocks_for(spec.window) + 2)
-            for spec in self.bounded
-        ]
+        return [context_blocks(spec.keep, spec.window, tokens, self.block_size) for spec in self.bounded]
 
     def step_blocks(self, pool: Pool, tokens: int) -> int:
         """Returns how many blocks of a group the ``tokens`` tokens of one step take beside those of windows."""
         assert pool.spec is not None
         return 0 if pool.spec.keep is Keep.LATEST else self.blocks_for(tokens)
+
+    def taken_beside(self, group: int, contexts: Iterable[tuple[BlockTable, int]]) -> int:
+        """Returns how many blocks of a group behind group 0 are taken that none of ``contexts`` holds.
+
+        Others hold them: requests that wait or push, transfers of cached blocks, and the quarantine. Each context is a
+        table with the number of its computed tokens.
+        """
+        pool = self.pools[group]
+        assert pool.spec is not None
+        own: set[int] = set()
+        for table, computed in contexts:
+            held = table.others[group - 1] if table.others else StateTable()
+            if isinstance(held, StateTable):
+                own.update((held.present, held.next))
+            else:
+                # Blocks before the window were given back.
+                own.update(held[pool.spec.needed(computed, self.block_size).start :])
+        own.discard(NONE)
+        return len(pool.ids) - pool.num_free - len(own)
+
+    def by_group(self, blocks: Iterable[int]) -> list[int]:
+        """Returns how many of ``blocks`` are of each group."""
+        counts = [0] * len(self.pools)
+        for block in blocks:
+            counts[self._pool_of[block]] += 1
+        return counts
 
     def give_back(self, table: BlockTable, before: int, computed: int) -> None:
         """Frees the blocks of windows that no token after the first ``computed`` sees.

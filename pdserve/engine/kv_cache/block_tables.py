@@ -112,9 +112,20 @@ class BlockTables:
         """Returns how many blocks a request's known tokens need beside those that it has or has found."""
         return self._pool.blocks_for(len(request.token_ids)) - len(request.block_table) - len(found)
 
-    def missing_for(self, request: Request, tokens: int) -> int:
-        """Returns how many blocks a request needs for its first ``tokens`` tokens beside those that it has."""
-        return max(0, self._pool.blocks_for(tokens) - len(request.block_table))
+    def missing_for(self, request: Request, tokens: int) -> list[int]:
+        """Returns how many blocks of each group a request needs at most up to ``tokens`` tokens beside those it has."""
+        table, most = request.block_table, self._pool.most_blocks(tokens)
+        held = table.num_bounded() or [0] * len(most)
+        bounded = [max(0, blocks - has) for blocks, has in zip(most, held, strict=True)]
+        return [max(0, self._pool.blocks_for(tokens) - len(table)), *bounded]
+
+    def free_by_group(self) -> list[int]:
+        """Returns how many blocks of each group can be taken now."""
+        return [pool.num_free for pool in self._pool.pools]
+
+    def by_group(self, blocks: Iterable[int]) -> list[int]:
+        """Returns how many of ``blocks`` are of each group."""
+        return self._pool.by_group(blocks)
 
     def free_beside(self, found: Sequence[int]) -> int:
         """Returns how many blocks could be taken after those found were shared."""
@@ -152,25 +163,24 @@ class BlockTables:
             return True
         return self._pool.grow_landing(request.block_table, request.num_computed_tokens, tokens)
 
-    def fits_bounded(
-        self, request: Request, active: Collection[Request], resting: Iterable[Request], step_tokens: int
-    ) -> bool:
+    def fits_bounded(self, request: Request, active: Collection[Request], step_tokens: int) -> bool:
         """Returns whether the groups behind group 0 have room for one more request.
 
-        ``active`` requests go on to take blocks, up to what each needs at most; ``resting`` ones keep what they have.
+        ``active`` requests go on to take blocks, up to what each needs at most. Whatever else is taken stays so:
+        blocks of requests that wait or push, of transfers from and to the prefix cache, and those in quarantine.
         All tokens of one step, of which there are ``step_tokens`` at most, have blocks beside those of windows.
         """
         pool = self._pool
         if not pool.bounded or not active:
             return True
-        left = [len(each.ids) - pool.step_blocks(each, step_tokens) for each in pool.pools[1:]]
+        wanted = [pool.step_blocks(each, step_tokens) for each in pool.pools[1:]]
         for other in (request, *active):
             for i, blocks in enumerate(pool.most_blocks(other.most_tokens)):
-                left[i] -= blocks
-        for other in resting:
-            for i, blocks in enumerate(other.block_table.num_bounded()):
-                left[i] -= blocks
-        return min(left) >= 0
+                wanted[i] += blocks
+        # Where they fit into what is free, nobody has to know who holds the rest.
+        short = [i for i, blocks in enumerate(wanted, 1) if blocks > pool.pools[i].num_free]
+        contexts = [(other.block_table, other.num_computed_tokens) for other in (request, *active)]
+        return all(wanted[i - 1] <= len(pool.pools[i].ids) - pool.taken_beside(i, contexts) for i in short)
 
     def computed(self, request: Request, num_computed_tokens: int) -> None:
         """Notes that the keys and values of so many tokens are final; full blocks can be found from now on."""

@@ -134,7 +134,7 @@ class CachedPusher:
     def _idle_left(self, scheduler: Scheduler) -> int:
         """Returns how many idle blocks may be held beside those of the pushes under way."""
         share = self._blocks.num_blocks // POOL_SHARE - sum(push.num_idle for push in self._pushes.values())
-        return max(0, min(share, self._blocks.num_free - scheduler.blocks_wanted))
+        return max(0, min(share, self._blocks.num_free - scheduler.blocks_wanted[0]))
 
     def ended(self, event: PushEnded, scheduler: Scheduler) -> None:
         """Lets the blocks of a push go that has ended in whatever way, and gives those that wait their turn."""

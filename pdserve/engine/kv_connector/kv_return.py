@@ -7,7 +7,7 @@ prefix cache (``ReturnFetcher``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
@@ -187,13 +187,14 @@ class ReturnFetcher:
 
     def poll(self, scheduler: Scheduler) -> None:
         """Begins fetches for offers that wait, or cancels those under way if live requests need their blocks."""
-        if self._fetches and scheduler.blocks_wanted > self._blocks.num_free:
+        if self._fetches and not self._has_spare(scheduler.blocks_wanted):
             for transfer in self._fetches.keys() - self._cancelled:
                 self._cancelled.add(transfer)
                 self._transfers.cancel_fetch(transfer)
             return
         if not self._waiting or not self._blocks_left:
             return
+        wanted = scheduler.blocks_wanted
         coming = {text.hashes[0] for texts in self._fetches.values() for text in texts}
         blocks_left, fetches_left = self._blocks_left, MAX_FETCHES - len(self._fetches)
         batches: dict[PrefillTarget, list[_Text]] = {}
@@ -210,12 +211,16 @@ class ReturnFetcher:
                 continue
             # One message names all blocks of a fetch.
             most = min(blocks_left, MAX_HASHES - sum(len(text.hashes) for text in batch))
-            text = self._reserve(waiting, most, scheduler.blocks_wanted, coming) if most > 0 else None
+            text = self._reserve(waiting, most, wanted, coming) if most > 0 else None
             if text is not None:
                 batches[holder] = [*batch, text]
                 blocks_left -= len(text.hashes)
         for holder, texts in batches.items():
             self._fetch(holder, texts)
+
+    def _has_spare(self, wanted: Sequence[int]) -> bool:
+        """Returns whether so many blocks of each cache group can be taken, which live requests may need next."""
+        return all(pool.num_free >= blocks for pool, blocks in zip(self._blocks.pools, wanted, strict=True))
 
     @property
     def _blocks_left(self) -> int:
@@ -225,8 +230,13 @@ class ReturnFetcher:
         taken = sum(len(text.hashes) for texts in self._fetches.values() for text in texts)
         return max(1, self._blocks.num_blocks // POOL_SHARE) - taken
 
-    def _reserve(self, waiting: _Waiting, blocks_left: int, reserved: int, coming: set[bytes]) -> _Text | None:
-        """Returns what can be fetched now of an offer that waits, with blocks for it; None if that is nothing."""
+    def _reserve(
+        self, waiting: _Waiting, blocks_left: int, reserved: Sequence[int], coming: set[bytes]
+    ) -> _Text | None:
+        """Returns what can be fetched now of an offer that waits, with blocks for it; None if that is nothing.
+
+        ``reserved`` blocks of each cache group are left to live requests.
+        """
         offer = waiting.offer
         found = self._match(offer)
         lacked = offer.hashes[len(found) :]
@@ -237,7 +247,7 @@ class ReturnFetcher:
         self._waiting.remove(waiting)
         if not lacked:
             return None
-        free = min(self._blocks.free_beside(found) - reserved, blocks_left)
+        free = min(self._blocks.free_beside(found) - reserved[0], blocks_left)
         hashes = lacked[: max(0, free)]
         if self._order.has_groups and len(hashes) < len(lacked):
             # A part of them is of no use.
@@ -249,17 +259,19 @@ class ReturnFetcher:
         self._blocks.share_prefix(table, offer.hashes, found)
         tokens = (len(found) + len(hashes)) * self._blocks.block_size
         self._blocks.grow(table, tokens)
-        if self._order.has_groups and not self._take_bounded(table, tokens):
+        if self._order.has_groups and not self._take_bounded(table, tokens, reserved):
             self._blocks.free(table)
             self.counts.offers_dropped += 1
             return None
         coming.add(hashes[0])
         return _Text(offer, table, hashes, len(hashes) == len(lacked), waiting.begun)
 
-    def _take_bounded(self, table: BlockTable, tokens: int) -> bool:
+    def _take_bounded(self, table: BlockTable, tokens: int, reserved: Sequence[int]) -> bool:
         """Takes what other cache groups keep behind so many tokens, if enough of them is left to live requests."""
         plenty = all(pool.num_free * POOL_SHARE >= len(pool.ids) for pool in self._blocks.pools[1:])
-        return plenty and self._blocks.grow_bounded(table, tokens, tokens)
+        if not plenty or not self._blocks.grow_bounded(table, tokens, tokens):
+            return False
+        return self._has_spare([0, *reserved[1:]])
 
     def _fetch(self, holder: PrefillTarget, texts: list[_Text]) -> None:
         transfer = TransferId(new_id(), 0, self._boot_id)

@@ -361,9 +361,8 @@ class BatchAdmission:
 
     def fits_bounded(self, request: Request) -> bool:
         """Returns whether the groups of the cache that are no whole contexts have room for one more request."""
-        queues = self._queues
-        resting = [*queues.pushing, *(other for other in queues.waiting if other is not request and other.block_table)]
-        return self._blocks.fits_bounded(request, [*queues.running, *queues.remote], resting, self._step_tokens)
+        active = [*self._queues.running, *self._queues.remote]
+        return self._blocks.fits_bounded(request, active, self._step_tokens)
 
     def _has_room(self, request: Request, found: Sequence[int]) -> bool:
         """Returns whether there are blocks, if need be without what other requests that wait have of their fetches."""

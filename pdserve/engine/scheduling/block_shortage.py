@@ -40,12 +40,12 @@ class _Group:
 
     id: GroupId
     requests: list[Request] = field(default_factory=list)
-    wanted: int = 0
-    """How many blocks they need soon beside those that they hold."""
+    wanted: list[int] = field(default_factory=list)
+    """How many blocks of each cache group they need soon beside those that they hold."""
 
     def blocks(self) -> set[int]:
-        """Returns the blocks that they hold. Other running requests may hold some of them, too."""
-        return {block for request in self.requests for block in request.block_table}
+        """Returns the blocks that they hold in all cache groups. Other running requests may hold some of them, too."""
+        return {block for request in self.requests for block in request.block_table.every_block()}
 
     @property
     def reader(self) -> Request | None:
@@ -57,7 +57,7 @@ class _Group:
 
 
 class BlockShortage:
-    """Names one client request after the other, until what the others need soon is free.
+    """Names one client request after the other, until what the others need soon is free in every cache group.
 
     They are named in the order in which they would be preempted. The last one stays: it has all blocks then.
     """
@@ -76,27 +76,32 @@ class BlockShortage:
         self._next_at = now + LOOK_S
         self._named_at = {group_id: at for group_id, at in self._named_at.items() if now < at + AGAIN_S}
         groups = self._groups(self._tokens_ahead(step_s))
-        short = sum(group.wanted for group in groups) - self._blocks.free_beside(())
-        if short <= 0:
+        free = self._blocks.free_by_group()
+        short = [sum(wanted) - left for left, *wanted in zip(free, *(group.wanted for group in groups), strict=True)]
+        if max(short) <= 0:
             return ()
         held = {group.id: group.blocks() for group in groups}
         holders = Counter(block for blocks in held.values() for block in blocks)
-        spared = {group.id: group.wanted + sum(holders[block] == 1 for block in held[group.id]) for group in groups}
+        own = {group.id: [block for block in held[group.id] if holders[block] == 1] for group in groups}
+        spared = {group.id: _sums(group.wanted, self._blocks.by_group(own[group.id])) for group in groups}
         leaving = [group for group in groups if now < self._named_at.get(group.id, -math.inf) + LEAVING_S]
-        short -= sum(spared[group.id] for group in leaving)
+        for group in leaving:
+            short = _less(short, spared[group.id])
         may_leave = len(groups) - len(leaving) - 1
         named: list[RoomWanted] = []
         for group in groups:
-            if short <= 0 or len(named) >= may_leave:
+            if max(short) <= 0 or len(named) >= may_leave:
                 break
             reader = group.reader
-            if reader is None or reader.local_id is None or not group.wanted or group.id in self._named_at:
+            if reader is None or reader.local_id is None or not any(group.wanted) or group.id in self._named_at:
+                continue
+            if not any(lacked > 0 and blocks for lacked, blocks in zip(short, spared[group.id], strict=True)):
                 continue
             self._named_at[group.id] = now
-            count = len(held[group.id])
-            log.debug("%s should leave: held=%d wanted=%d short=%d", reader, count, group.wanted, short)
-            named.append(RoomWanted(reader.local_id, (group.wanted + count) * self._blocks.block_size))
-            short -= spared[group.id]
+            counts = self._blocks.by_group(held[group.id])
+            log.debug("%s should leave: held=%s wanted=%s short=%s", reader, counts, group.wanted, short)
+            named.append(RoomWanted(reader.local_id, (group.wanted[0] + counts[0]) * self._blocks.block_size))
+            short = _less(short, spared[group.id])
         return named
 
     def _tokens_ahead(self, step_s: float) -> int:
@@ -112,5 +117,14 @@ class BlockShortage:
                 group.requests.append(request)
                 # An answer's last token is never in a block: nothing follows it.
                 tokens = min(len(request.token_ids) + tokens_ahead, self._stop.most_tokens(request) - 1)
-                group.wanted += self._blocks.missing_for(request, tokens)
+                missing = self._blocks.missing_for(request, tokens)
+                group.wanted = _sums(group.wanted, missing) if group.wanted else missing
         return sorted(groups.values(), key=lambda group: -len(group.requests))
+
+
+def _sums(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [left + right for left, right in zip(one, other, strict=True)]
+
+
+def _less(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [left - right for left, right in zip(one, other, strict=True)]

@@ -117,13 +117,18 @@ class Scheduler:
         return max((now - request.arrived for request in waiting if request.facts.first_token_at is None), default=0.0)
 
     @property
-    def blocks_wanted(self) -> int:
-        """Returns how many free blocks live requests may need next: those that wait, and one for each that runs.
+    def blocks_wanted(self) -> list[int]:
+        """Returns how many free blocks of each cache group live requests may need next.
 
-        Requests that are only fetched wait until there are more.
+        Those are what requests that wait need, and of whole contexts one for each that runs. Requests that are only
+        fetched wait until there are more.
         """
-        waiting = (request for request in self._queues.waiting if not request.terms.fetch_only)
-        return sum(max(0, self._blocks.missing(request, ())) for request in waiting) + len(self._queues.running)
+        queues = self._queues
+        waiting = [request for request in queues.waiting if not request.terms.fetch_only]
+        missing = [self._blocks.missing_for(request, len(request.token_ids)) for request in waiting]
+        growing = [self._blocks.missing_for(request, len(request.token_ids)) for request in queues.running]
+        missing += [[1, *bounded] for _, *bounded in growing]
+        return [sum(wanted) for wanted in zip(*missing, strict=True)] or [0] * len(self._blocks.free_by_group())
 
     def live(self) -> Iterator[Request]:
         """Yields every request that has not ended, and ended parents whose children wait for the prompt."""

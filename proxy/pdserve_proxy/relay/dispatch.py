@@ -15,7 +15,7 @@ from pdserve.control.journal import digest
 from pdserve.errors import PrefillLost
 from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.http.request import JSON, REQUEST_ID_HEADER
-from pdserve.wire.discovery import NodeInfo, NodeLoad, Role
+from pdserve.wire.discovery import NodeInfo, NodeLoad, Role, free_share
 from pdserve.wire.terms import PrefillTarget, PromptTerms, Resume, Terms
 from pdserve.wire.ticket import TICKET_HEADER, Ticket
 from pdserve_proxy.continuation.losses import ReturnedRequest, judge_returned
@@ -138,11 +138,12 @@ class Dispatch:
     def has_blocks(self, tokens: int, node: NodeInfo) -> bool:
         """Returns whether ``node``, which is registered, could take so many tokens now and would have some blocks left.
 
-        Where requests wait, it could not: they come first.
+        So it is in every cache group: where a window's blocks are all taken, nobody goes on. Where requests wait, it
+        could not: they come first.
         """
         load, capacity = self._registry.load(node.boot_id) or NodeLoad(), node.capacity
-        wanted = -(-(tokens + self._coming_tokens[node.boot_id]) // max(capacity.block_size, 1))
-        return not load.waiting and load.free_blocks - wanted >= capacity.num_blocks // SPARE_SHARE
+        coming = tokens + self._coming_tokens[node.boot_id]
+        return not load.waiting and free_share(capacity, load, coming) >= 1 / SPARE_SHARE
 
     def expect_tokens(self, tokens: int, node: NodeInfo) -> Callable[[], None]:
         """Counts tokens as taken at ``node``, until the caller calls what this returns."""

@@ -15,7 +15,8 @@ from itertools import islice
 import msgspec
 
 from pdserve.installed_version import INSTALLED_VERSION
-from pdserve.wire.discovery import NodeLoad
+from pdserve.wire.cache_groups import Keep
+from pdserve.wire.discovery import Capacity, NodeLoad, used_share
 from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
 from pdserve_proxy.recent import STEP_S, STEPS, RecentCounts, last_incidents, step_of
 from pdserve_proxy.records.access_log import MAX_RECENT, RequestCounts
@@ -41,6 +42,19 @@ WINDOW_S = 60.0
 """Percentiles are over so many seconds."""
 
 
+class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One cache group of a node."""
+
+    name: str
+    keep: Keep
+    window: int
+    """In tokens; 0 without a window."""
+    used_blocks: int
+    num_blocks: int
+    block_bytes: int
+    """On all ranks together; 0 for a group that no layer has keys and values in."""
+
+
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One registered node."""
 
@@ -57,7 +71,9 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     max_running: int
     kv_used: float | None
-    """The share of its KV blocks in use; None before its first heartbeat."""
+    """The share of its KV blocks in use, in the cache group that has least left; None before its first heartbeat."""
+    cache_groups: tuple[GroupStatus, ...] = ()
+    """All cache groups of a node that has several, that of whole contexts first."""
     queue_s: float
     step_s: float
     heartbeat_age_s: float
@@ -190,7 +206,7 @@ class Reporter:
     def _node(self, node: RegisteredNode, now: float) -> NodeStatus:
         info, load = node.info, node.load
         rates = self._throughput.rates_of(info.boot_id)
-        blocks = info.capacity.num_blocks
+        known = info.capacity.num_blocks > 0 and load != NodeLoad()
         return NodeStatus(
             boot_id=info.boot_id.hex(),
             name=info.name,
@@ -204,7 +220,8 @@ class Reporter:
             running=load.running,
             waiting=load.waiting,
             max_running=info.capacity.max_running,
-            kv_used=max(0.0, 1 - load.free_blocks / blocks) if blocks and load != NodeLoad() else None,
+            kv_used=used_share(info.capacity, load) if known else None,
+            cache_groups=_groups(info.capacity, load) if known else (),
             queue_s=load.queue_s,
             step_s=load.step_s,
             heartbeat_age_s=max(0.0, now - node.seen_s),
@@ -249,6 +266,21 @@ class Reporter:
             itl=self._throughput.gaps(),
             e2e=percentiles([_ended_s(one) - one.arrived_s for one in answered]),
         )
+
+
+def _groups(capacity: Capacity, load: NodeLoad) -> tuple[GroupStatus, ...]:
+    free = (load.free_blocks, *load.bounded_free_blocks)
+    return tuple(
+        GroupStatus(
+            name=group.name,
+            keep=group.keep,
+            window=group.window,
+            used_blocks=max(0, group.num_blocks - left),
+            num_blocks=group.num_blocks,
+            block_bytes=group.block_bytes,
+        )
+        for group, left in zip(capacity.groups, free, strict=False)
+    )
 
 
 class SharedReport:

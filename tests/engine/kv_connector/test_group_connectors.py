@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.kv_cache.block_table import NONE, StateTable
+from pdserve.engine.kv_cache.block_table import NONE, BlockTable, StateTable
 from pdserve.engine.request import Request, Status
 from pdserve.wire.cache_groups import GroupSpec, Keep, laid_out, moved_blocks
 from pdserve.wire.ids import TransferId, new_id
@@ -147,6 +147,28 @@ def test_a_prompt_leaves_chunk_by_chunk_and_its_state_last() -> None:
     assert bench.thread.pushed_of(transfer)[-1] == state_of(request).present
     assert bench.thread.first_tokens == [50]
     bench.report(PushEnded(transfer, PushOutcome.DONE))
+    assert bench.all_free
+
+
+def test_a_fetch_of_offered_blocks_makes_way_for_a_request_that_needs_their_states() -> None:
+    bench = Bench(groups=GROUPS)
+    names = hashes([7] * 16)
+    offer = BlocksOffered(HOLDER, names[:2], "")
+    bench.report(offer)
+    (order,) = bench.thread.asked
+    taken: list[BlockTable] = []
+    while bench.blocks.pools[2].num_free > 1:
+        taken.append(BlockTable())
+        assert bench.blocks.grow_bounded(taken[-1], 0, 1)
+    request = bench.request(prompt=10, targets=0)
+    bench.report()
+    assert bench.thread.cancelled == [order.transfer_id]
+    bench.report(FetchCancelled(order.transfer_id, ()))
+    bench.report(offer)
+    assert bench.thread.asked == [order], "too few states are left for the request"
+    for table in taken:
+        bench.blocks.free(table)
+    bench.scheduler.abort(request)
     assert bench.all_free
 
 

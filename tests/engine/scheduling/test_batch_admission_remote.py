@@ -196,7 +196,7 @@ def test_what_is_only_fetched_waits_for_spare_blocks_and_holds_up_no_other_reque
     wanted = bench.scheduler.blocks_wanted
     plan = bench.step()
     assert ({work.request for work in plan.work}, plan.reuses) == ({first, later}, [])
-    assert wanted == 2, "no other fetch makes room for it"
+    assert wanted == [2], "no other fetch makes room for it"
     while not plan.reuses:
         assert plan.work
         plan = bench.step()

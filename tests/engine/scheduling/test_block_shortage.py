@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling import block_shortage
 from pdserve.engine.scheduling.block_shortage import AGAIN_S, AHEAD_BLOCKS, LEAVING_S
+from pdserve.wire.cache_groups import Keep
 from pdserve.wire.engine import RoomWanted
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
-from tests.engine.fake_model import answer
+from tests.engine.fake_model import answer, groups_of
 
 PROMPT = [30, 31, 30, 31, 30, 31]
 """Two blocks with the answer's first two tokens."""
@@ -122,6 +124,27 @@ def test_the_answers_to_a_client_request_leave_together_and_first() -> None:
         engine.step()
     (wanted,) = engine.scheduler.room_wanted(engine.now, 0.0)
     assert wanted.local_id in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("group", "count"),
+    [((Keep.LATEST, 0), 4), ((Keep.WINDOW, 8), 12)],
+)
+def test_one_leaves_where_a_window_or_states_run_out(group: tuple[Keep, int], count: int) -> None:
+    """Whole contexts have plenty. What is taken after both were admitted is a push of cached blocks."""
+    engine = FakeEngine(groups=groups_of([(*group, count)], 64), max_num_batched_tokens=8)
+    _, youngest = begun(engine, 20, 20)
+    assert named(engine) == []
+    engine.now += block_shortage.LOOK_S
+    taken = BlockTable()
+    pool = engine.blocks.pools[1]
+    for _ in range(pool.num_free):
+        other = BlockTable()
+        assert engine.blocks.grow_bounded(other, 0, 1)
+        taken.extend(other.every_block())
+    tokens = (len(youngest.block_table) + AHEAD_BLOCKS) * BLOCK_SIZE
+    assert engine.scheduler.room_wanted(engine.now, 0.0) == [RoomWanted(1, tokens)]
+    engine.blocks.free(taken)
 
 
 @pytest.mark.integration  # for the seconds that it takes

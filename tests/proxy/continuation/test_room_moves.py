@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from pdserve.control.journal import room_block, room_line
-from pdserve.wire.discovery import NodeLoad
+from pdserve.wire.cache_groups import Keep
+from pdserve.wire.discovery import GroupCapacity, NodeLoad
 from pdserve.wire.ticket import Prepared
 from pdserve_proxy.continuation import move, resume
 from tests.proxy.cluster import Cluster, cluster, eventually, metric
@@ -67,12 +68,16 @@ async def ended(running: Cluster, outcome: str, count: int = 1) -> None:
     await eventually(counted, f"{count} answers are {outcome}")
 
 
-async def add(running: Cluster, others: Others, *loads: NodeLoad) -> list[bytes]:
+async def add(
+    running: Cluster, others: Others, *loads: NodeLoad, groups: tuple[GroupCapacity, ...] = ()
+) -> list[bytes]:
     """Adds a node for each of ``loads``, and waits until the proxy has heard of these loads. Returns their boot ids."""
     infos = []
     for number, load in enumerate(loads):
         node = await running.nodes.enter_async_context(FakeNode(others.behave))
-        infos.append(fetchable(f"n{number}", node))
+        info = fetchable(f"n{number}", node)
+        capacity = msgspec.structs.replace(info.capacity, groups=groups)
+        infos.append(msgspec.structs.replace(info, capacity=capacity))
         await running.add(infos[-1], load=load)
 
     async def heard() -> bool:
@@ -137,6 +142,27 @@ async def test_of_two_nodes_the_one_with_room_is_asked() -> None:
         node.crowded.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         assert [ticket_in(request).node for request in old.others.asked] == [roomy] * 2
+
+
+GROUPS = (
+    GroupCapacity("whole contexts", Keep.ALL, 16, 4096),
+    GroupCapacity("window 32", Keep.WINDOW, 16, 4096, 32),
+    GroupCapacity("state", Keep.LATEST, 16, 4096),
+)
+"""An answer of seven blocks has four in the window, and two states. A node keeps two of its 16 of each."""
+
+
+@pytest.mark.parametrize(("free", "outcome"), [((6, 4), "moved"), ((5, 4), "kept"), ((6, 3), "kept"), ((), "moved")])
+async def test_a_stream_moves_only_where_windows_and_states_have_room(free: tuple[int, ...], outcome: str) -> None:
+    node = Crowded()
+    load = msgspec.structs.replace(ROOMY, bounded_free_blocks=free)
+    async with cluster() as running, draining(running, node, prepare, complete) as old, old.stream() as response:
+        await add(running, old.others, load, groups=GROUPS)
+        node.crowded.set()
+        await ended(running, outcome)
+        node.go_on.set()
+        assert await response.read() == SHOWN[len(shown(BEGUN)) :]
+        await nothing_is_left(running)
 
 
 async def lacks_all(exchange: Exchange) -> None:
