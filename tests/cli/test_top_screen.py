@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.cli.watch.top import ScreenSize, amount, duration, render
+from pdserve.wire.cache_groups import Keep
 from pdserve.wire.status import Incident, IncidentKind, RequestStage, SeenRequest
-from pdserve_proxy.status.report import Latencies, NodeStatus, Rates, StatusReport
+from pdserve_proxy.status.report import GroupStatus, Latencies, NodeStatus, Rates, StatusReport
 from pdserve_proxy.status.throughput import Percentiles
 from tests.examples import examples
 
@@ -83,6 +84,33 @@ def test_everything_is_there() -> None:
     )
     assert re.search(r"r1 +answer +prefill-0 → decode-0 +7\.50 s", text)
     assert text.index("its answer goes on at decode-0 × 6 · r9") < text.index("a decode node of m")
+
+
+WINDOW_GROUPS = (
+    GroupStatus(name="whole contexts", keep=Keep.ALL, window=0, used_blocks=30, num_blocks=120, block_bytes=2**18),
+    GroupStatus(name="window 128", keep=Keep.WINDOW, window=128, used_blocks=9, num_blocks=10, block_bytes=2**19),
+    GroupStatus(name="state", keep=Keep.LATEST, window=0, used_blocks=2, num_blocks=8, block_bytes=2**20),
+)
+
+
+def test_groups_of_a_cache_are_below_the_nodes_if_a_node_has_several() -> None:
+    screen = ScreenSize(160, None, colour=False)
+    text = "\n".join(render(report((node("d", cache_groups=WINDOW_GROUPS), node("e"))), screen, URL))
+    assert re.search(r"d +whole contexts +every block +██░░░░░░░░  25% +30/120 +7\.5/30\.0", text)
+    assert re.search(r"d +window 128 +last 128 tokens +█████████░  90% +9/10 +4\.5/5\.0", text)
+    assert re.search(r"d +state +latest state +██░░░░░░░░  25% +2/8 +2\.0/8\.0", text)
+    assert "GROUP" not in "\n".join(render(report((node("d"),)), screen, URL))
+
+
+@pytest.mark.parametrize("height", range(16, 30))
+def test_groups_that_do_not_fit_are_counted(height: int) -> None:
+    nodes = tuple(node(f"n{number}", cache_groups=WINDOW_GROUPS) for number in range(3))
+    incidents = (Incident(IncidentKind.NODE_LOST, 90.0, "gone"),)
+    lines = render(report(nodes, (), incidents), ScreenSize(100, height, colour=False), URL)
+    assert len(lines) <= height
+    shown = sum(bool(re.search("every block|last 128|latest state", line)) for line in lines)
+    assert f"{9 - shown} more" in lines or shown in (0, 9)
+    assert any("gone" in line for line in lines)
 
 
 def test_a_full_cluster_leaves_room_for_what_happened() -> None:

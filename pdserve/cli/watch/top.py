@@ -27,11 +27,13 @@ from pdserve.http.tls import Trust, read_authorities
 from pdserve.printable import printable_line
 from pdserve.settings import load
 from pdserve.signals import StopSignals, stop_signals
+from pdserve.wire.cache_groups import Keep
 from pdserve.wire.status import Incident, IncidentKind, SeenRequest
 from pdserve_proxy.credentials import read_api_keys
-from pdserve_proxy.status.report import NodeStatus, StatusAnswer, StatusReport
+from pdserve_proxy.status.report import GroupStatus, NodeStatus, StatusAnswer, StatusReport
 from pdserve_proxy.status.throughput import Percentiles
 
+MIB = 2**20
 BAR_CHARS = 10
 PLAIN_INCIDENTS = 10
 """The number of incidents where the height does not say how many lines there are."""
@@ -68,6 +70,7 @@ def render(report: StatusReport, screen: ScreenSize, url: str, note: str = "") -
     happened = min(len(report.incidents), LEAST_INCIDENTS)
     spared = 2 + happened if happened else 0
     lines += _nodes(report, None if screen.height is None else screen.height - len(lines) - spared)
+    lines += _groups(report, None if screen.height is None else screen.height - len(lines) - spared)
     lines_left = None if screen.height is None else max(0, screen.height - len(lines))
     lines += _requests(report, PLAIN_REQUESTS if lines_left is None else lines_left // 2 - 2)
     lines_left = None if screen.height is None else max(0, screen.height - len(lines))
@@ -140,6 +143,35 @@ def _node(node: NodeStatus) -> tuple[str, ...]:
         duration(node.step_s or None),
         printable_line(links) or "–",
         printable_line(node.version) or f"protocol {node.protocol}",
+    )
+
+
+def _groups(report: StatusReport, lines_left: int | None) -> list[_Line]:
+    """Returns ``lines_left`` lines at most, about the nodes whose caches have several groups."""
+    rows = [_group(node, group) for node in report.nodes for group in node.cache_groups]
+    shown = rows if lines_left is None else rows[: max(0, lines_left - 3)]
+    if not shown:
+        return []
+    head = ("NODE", "CACHE GROUP", "KEEPS", "USED", "BLOCKS", "MIB")
+    lines = [("", ""), *_table([head, *shown], "lllrrr")]
+    return [*lines, (_QUIET, f"{len(rows) - len(shown)} more")] if len(shown) < len(rows) else lines
+
+
+def _group(node: NodeStatus, group: GroupStatus) -> tuple[str, ...]:
+    match group.keep:
+        case Keep.ALL:
+            keeps = "every block"
+        case Keep.WINDOW:
+            keeps = f"last {group.window:,} tokens"
+        case Keep.LATEST:
+            keeps = "latest state"
+    return (
+        printable_line(node.name),
+        printable_line(group.name),
+        keeps,
+        _bar(group.used_blocks / group.num_blocks if group.num_blocks else None),
+        f"{group.used_blocks:,}/{group.num_blocks:,}",
+        f"{group.used_blocks * group.block_bytes / MIB:,.1f}/{group.num_blocks * group.block_bytes / MIB:,.1f}",
     )
 
 

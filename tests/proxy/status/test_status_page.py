@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from pdserve.config import AdmissionConfig, StatusConfig
+from pdserve.wire.cache_groups import Keep
 from pdserve.wire.command import SetRole
-from pdserve.wire.discovery import Role
+from pdserve.wire.discovery import GroupCapacity, NodeLoad, Role
 from tests.chromium import Page, chromium_page
 from tests.proxy.cluster import Cluster, cluster, eventually, node_info, proxy_config
 from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, stream_events
@@ -201,3 +202,54 @@ async def test_the_sparklines_begin_with_what_was_before_the_page_was_opened() -
         heights = [float(point.split(",")[1]) for point in path.removeprefix("M").split("L")]
         assert len(heights) > 1
         assert min(heights[:-1]) < 22.0, "a request of before is in it"
+
+
+GROUPS = (
+    GroupCapacity("whole contexts", Keep.ALL, 400, 2**18),
+    GroupCapacity("window 128", Keep.WINDOW, 20, 2**19, 128),
+    GroupCapacity("state", Keep.LATEST, 8, 2**20),
+)
+CELLS = "[...document.querySelectorAll('#groups tbody tr')].map((row) => [...row.cells].map((cell) => cell.innerText))"
+
+
+async def test_the_page_shows_the_groups_of_a_cache_that_has_several() -> None:
+    one = node_info("llama", Role.MIXED)
+    hybrid = node_info("hybrid", Role.MIXED)
+    capacity = msgspec.structs.replace(hybrid.capacity, num_blocks=400, groups=GROUPS)
+    async with chromium_page() as page, cluster() as running:
+        await running.add(one, load=NodeLoad(running=1, free_blocks=8))
+        await page.size(1280, 900)
+        await page.goto(running.addresses.url)
+        await see(page, "50 %")
+        assert not await page.evaluate("document.querySelector('#groups').checkVisibility()"), "it has one group"
+        load = NodeLoad(running=1, free_blocks=300, bounded_free_blocks=(1, 6))
+        await running.add(msgspec.structs.replace(hybrid, capacity=capacity), load=load)
+        await see(page, "window 128")
+        await see(page, "95 %")
+        assert await page.evaluate(CELLS) == [
+            ["hybrid", "whole contexts", "every block", "100 / 400", "25.0 / 100 MiB"],
+            ["hybrid", "window 128", "what the last 128 tokens touch", "19 / 20", "9.5 / 10.0 MiB"],
+            ["hybrid", "state", "the state after all tokens", "2 / 8", "2.0 / 8.0 MiB"],
+        ]
+        await _look_at_all_sizes(page)
+        assert page.complaints == []
+
+
+async def test_the_report_has_the_groups_and_how_full_the_fullest_is() -> None:
+    hybrid = node_info("hybrid", Role.MIXED)
+    capacity = msgspec.structs.replace(hybrid.capacity, num_blocks=400, groups=GROUPS)
+    async with cluster() as running:
+        load = NodeLoad(running=1, free_blocks=300, bounded_free_blocks=(1, 6))
+        await running.add(msgspec.structs.replace(hybrid, capacity=capacity), load=load)
+
+        async def heard() -> bool:
+            return (await report_of(running)).nodes[0].kv_used is not None
+
+        await eventually(heard, "a heartbeat")
+        (node,) = (await report_of(running)).nodes
+        assert node.kv_used == pytest.approx(0.95)
+        assert [(group.keep, group.used_blocks, group.num_blocks) for group in node.cache_groups] == [
+            (Keep.ALL, 100, 400),
+            (Keep.WINDOW, 19, 20),
+            (Keep.LATEST, 2, 8),
+        ]

@@ -81,6 +81,8 @@ function duration(seconds) {
   return `${whole.format(seconds / 86400)} days`;
 }
 
+const mebi = (bytes) => (bytes ? amount(bytes / 2 ** 20) : "0");
+
 const count = (number, what) => `${whole.format(number)} ${what}${number === 1 ? "" : "s"}`;
 
 // What is asked of the proxy.
@@ -212,6 +214,40 @@ function showNodes(report, mayCommand) {
   setParts(byId("nodes-detail"), [none || models.slice(0, 4).join(", "), more]);
   const update = (row, node) => updateNode(row, node, mayCommand);
   align(byId("nodes").tBodies[0], report.nodes, (node) => node.boot_id, nodeRow, update);
+}
+
+// What each group of a node's cache holds. Most models have one group, and the table of nodes says all of that.
+
+const KEEPS = {
+  all: () => "every block",
+  window: (group) => `what the last ${count(group.window, "token")} touch`,
+  latest: () => "the state after all tokens",
+};
+
+function groupRow() {
+  const cells = ["Group", "Keeps", "Blocks", "Memory"].map((label) => {
+    const cell = make("td", label === "Blocks" ? { className: "wide" } : {});
+    cell.dataset.label = label;
+    if (label === "Blocks") cell.append(gauge());
+    return cell;
+  });
+  return make("tr", {}, make("td", { className: "name" }), ...cells);
+}
+
+function updateGroup(row, { node, group }) {
+  const [name, what, keeps, blocks, memory] = row.children;
+  const { used_blocks: used, num_blocks: all, block_bytes: bytes } = group;
+  setText(name, node.name);
+  setText(what, group.name);
+  setText(keeps, KEEPS[group.keep]?.(group) ?? group.keep);
+  setGauge(blocks.firstChild, all ? used / all : 0, `${whole.format(used)} / ${whole.format(all)}`);
+  setText(memory, bytes ? `${mebi(used * bytes)} / ${mebi(all * bytes)} MiB` : "none: no layer has keys there");
+}
+
+function showGroups(report) {
+  const groups = report.nodes.flatMap((node) => node.cache_groups.map((group) => ({ node, group })));
+  byId("groups-section").hidden = groups.length === 0;
+  align(byId("groups").tBodies[0], groups, ({ node, group }) => `${node.boot_id} ${group.name}`, groupRow, updateGroup);
 }
 
 // Commands.
@@ -525,6 +561,7 @@ function show({ report, may_command: mayCommand }) {
   setText(byId("key"), mayCommand ? "Admin key" : "Key");
   showFigures(report);
   showNodes(report, mayCommand);
+  showGroups(report);
   showTimeline(report);
   showIncidents(report);
 }
