@@ -25,7 +25,7 @@ from pdserve.config import (
     TopConfig,
     UpConfig,
 )
-from pdserve.config.bench import BenchCompareConfig, PlanProfileConfig
+from pdserve.config.bench import BenchCompareConfig, PlanMemoryConfig, PlanProfileConfig
 from pdserve.errors import ConfigError
 from pdserve.settings.setting import Setting, settings_of
 from pdserve.wire.discovery import Role
@@ -107,7 +107,9 @@ def whole_parser() -> argparse.ArgumentParser:
             subcommand.add_argument("to_node", metavar="NODE")
             subcommand.add_argument("to_role", metavar="ROLE", choices=[role.value for role in Role])
         if name == "plan":
-            _add_settings(subcommand.add_subparsers().add_parser("profile"), PlanProfileConfig)
+            plans = subcommand.add_subparsers()
+            _add_settings(plans.add_parser("profile"), PlanProfileConfig)
+            _add_settings(plans.add_parser("memory"), PlanMemoryConfig)
         if name == "bench":
             benchmarks = subcommand.add_subparsers()
             for what, benchmark in BENCHMARKS.items():

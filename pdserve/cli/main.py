@@ -30,7 +30,7 @@ SUBCOMMANDS = {
     "live": "asks the server of this container whether it lives; for HEALTHCHECK and exec probes",
     "trace": "draws what happened to a request, and when: pdserve trace REQUEST_ID",
     "doctor": "looks at this machine and at peers, and says what to do; before calling for help",
-    "plan": "says how many nodes a load needs; pdserve plan profile measures this machine for it",
+    "plan": "says how many nodes a load needs (plan profile measures a node); what a KV cache takes (plan memory)",
     "bench": "measures this machine, an engine or a server; pdserve bench lists what",
     "completion": "prints a script by which a shell completes all this: pdserve completion bash",
 }

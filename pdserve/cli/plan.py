@@ -1,4 +1,7 @@
-"""``pdserve plan`` says how many nodes a load needs; ``pdserve plan profile`` measures what it goes by."""
+"""``pdserve plan`` says how many nodes a load needs; ``pdserve plan profile`` measures what it goes by.
+
+``pdserve plan memory`` says what the KV cache of a model takes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.cli.report_output import check_folder, plotter, publish
 from pdserve.config import PlanConfig, PredictionConfig
-from pdserve.config.bench import PlanProfileConfig
+from pdserve.config.bench import PlanMemoryConfig, PlanProfileConfig
 from pdserve.errors import BenchError, ConfigError, PlanError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.settings import load, to_environ, with_current_names
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from pdserve.plan.prediction import Prediction
     from pdserve.plan.profile import Profile
 
-PROFILE = "profile"
+PROFILE, MEMORY = "profile", "memory"
 _MOST_REQUESTS = 1_000_000
 _SILENT_S = 2.0
 """A search that takes no longer says nothing before its end."""
@@ -38,6 +41,11 @@ _PROFILE_DESCRIPTION = (
     "Measures what a node takes on this machine for its steps, transfers and requests, in six minutes for a small "
     "model. Nothing else should run meanwhile."
 )
+_MEMORY_DESCRIPTION = (
+    "Says what the KV cache takes for --max-num-seqs requests of --max-model-len tokens, by the groups that a model's "
+    "cache has: whole contexts, windows and states. Without --kv-cache-mib it finds the smallest cache that holds them "
+    "all at once. Weights are read by nobody."
+)
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -45,8 +53,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     environ = with_current_names(environ)
     if argv[:1] == [PROFILE]:
         return _profile(argv[1:], environ)
+    if argv[:1] == [MEMORY]:
+        return _memory(argv[1:], environ)
     if argv and not argv[0].startswith("-"):
-        raise ConfigError(f"pdserve plan takes flags, or the word {PROFILE}; {argv[0]!r} is neither")
+        raise ConfigError(f"pdserve plan takes flags, or the word {PROFILE} or {MEMORY}; {argv[0]!r} is none of them")
     config = load(PlanConfig, argv, environ, prog="pdserve plan", description=_DESCRIPTION)
     check_folder("--json", config.report.json)
     check_folder("--plot", config.plan.plot)
@@ -211,4 +221,41 @@ def _profile(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     profile = asyncio.run(measure(config, find_model(config.model, environ).path, environ))
     write_profile(profile, Path(config.profile.out))
     print(f"the profile of {profile.model} is in {config.profile.out}")
+    return 0
+
+
+def _memory(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    config = load(PlanMemoryConfig, argv, environ, prog="pdserve plan memory", description=_MEMORY_DESCRIPTION)
+    check_folder("--json", config.report.json)
+    requests, asked = config.scheduler.max_num_seqs, config.model.max_model_len
+    if not requests:
+        raise ConfigError("how many requests at once? --max-num-seqs is needed")
+    from pdserve.bench.plan.memory_rows import memory_rows
+    from pdserve.bench.report import Report, render, this_machine, to_json
+    from pdserve.hub.finding import find_model
+    from pdserve.models.checkpoint.config_reading import read_decoder_config
+    from pdserve.models.checkpoint.weight_form import ITEM_BYTES
+    from pdserve.models.group_sizes import Load
+    from pdserve.models.sizes import CPU_MOST_TOKENS
+    from pdserve.plan.memory import cache_need
+
+    found = find_model(config.model, environ)
+    decoder = read_decoder_config(found.path)
+    if asked > decoder.max_positions:
+        raise ConfigError(f"--max-model-len is {asked}, but the model knows only {decoder.max_positions} positions")
+    context = asked or decoder.max_positions
+    steps = Load(requests, config.scheduler.max_num_batched_tokens or CPU_MOST_TOKENS, context, asked)
+    prompt, size = config.memory.moved_tokens or context, config.cache.block_size
+    need = cache_need(decoder, ITEM_BYTES[config.model.dtype], size, steps, prompt, config.cache.kv_cache_mib)
+    if config.cache.kv_cache_mib:
+        verdict = f"--kv-cache-mib {need.mib} holds {need.requests:,} of them at once"
+    else:
+        verdict = f"the smallest cache that holds them all at once: --kv-cache-mib {need.mib}"
+    notes = (
+        f"{requests:,} requests of {context:,} tokens, steps of {steps.step_tokens:,}, blocks of {size}; a prompt of "
+        f"{prompt:,} moves",
+        verdict,
+    )
+    report = Report("plan memory", this_machine(), to_environ(config), notes, memory_rows(need, requests))
+    publish(render(report), to_json(report), config.report.json)
     return 0

@@ -1,4 +1,4 @@
-"""The settings of ``pdserve bench`` and ``pdserve plan profile``: a part of the tree that ``pdserve.config`` begins."""
+"""The settings of ``pdserve bench``, ``plan profile`` and ``plan memory``: a part of the tree of ``pdserve.config``."""
 
 from __future__ import annotations
 
@@ -276,6 +276,30 @@ class PlanProfileConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlanConfig:
+    """What is asked of a KV cache before a node is there."""
+
+    moved_tokens: int = setting(
+        "moved-tokens",
+        "A prompt of this many tokens moves to another node. 0: one as long as --max-model-len.",
+        0,
+        minimum=0,
+        first=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMemoryConfig:
+    """The settings of ``pdserve plan memory``, which are those that a node gets."""
+
+    memory: MemoryPlanConfig = field(default_factory=MemoryPlanConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from pdserve.config.bench import (
     BenchTransferConfig,
     EngineBenchConfig,
     LoadConfig,
+    PlanMemoryConfig,
     PlanProfileConfig,
     TransferBenchConfig,
 )
@@ -72,6 +73,7 @@ ROOTS: tuple[type, ...] = (
     BenchCompareConfig,
     PlanConfig,
     PlanProfileConfig,
+    PlanMemoryConfig,
 )
 """The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""
 

@@ -26,6 +26,18 @@ class Keep(enum.Enum):
     was written never changes."""
 
 
+def needed_blocks(keep: Keep, window: int, tokens: int, block_size: int) -> range:
+    """Returns what ``GroupSpec.needed`` does."""
+    end = -(-tokens // block_size)
+    match keep:
+        case Keep.ALL:
+            return range(end)
+        case Keep.WINDOW:
+            return range(min(end, max(0, tokens - window + 1) // block_size), end)
+        case Keep.LATEST:
+            return range(0)
+
+
 class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What two engines compare of a group before they exchange its blocks."""
 
@@ -45,14 +57,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
         The range of a ``LATEST`` group is empty: its state has no number.
         """
-        end = -(-tokens // block_size)
-        match self.keep:
-            case Keep.ALL:
-                return range(end)
-            case Keep.WINDOW:
-                return range(min(end, max(0, tokens - self.window + 1) // block_size), end)
-            case Keep.LATEST:
-                return range(0)
+        return needed_blocks(self.keep, self.window, tokens, block_size)
 
 
 def context_blocks(keep: Keep, window: int, tokens: int, block_size: int) -> int:

@@ -9,14 +9,15 @@ import pytest
 from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.cli.completion import CONFIGS
 from pdserve.cli.main import SUBCOMMANDS, main
-from pdserve.cli.plan import PROFILE
-from pdserve.config.bench import BenchCompareConfig, PlanProfileConfig
+from pdserve.cli.plan import MEMORY, PROFILE
+from pdserve.config.bench import BenchCompareConfig, PlanMemoryConfig, PlanProfileConfig
 from pdserve.settings import ROOTS
 from pdserve.settings.setting import settings_of
 
 ROOT_OF: dict[str, type] = {
     **CONFIGS,
     f"plan {PROFILE}": PlanProfileConfig,
+    f"plan {MEMORY}": PlanMemoryConfig,
     f"bench {COMPARE}": BenchCompareConfig,
     **{f"bench {name}": benchmark.config for name, benchmark in BENCHMARKS.items()},
 }
@@ -92,5 +93,5 @@ def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_subcommand_is_known_to_the_loader() -> None:
     benchmarks = {f"bench {name}" for name in (*BENCHMARKS, COMPARE)}
-    assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench", "completion"} | benchmarks | {"plan profile"}
+    assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench", "completion"} | benchmarks | {"plan profile", "plan memory"}
     assert set(ROOT_OF.values()) == set(ROOTS)

@@ -25,6 +25,7 @@ from pdserve.config.bench import (
     BenchEngineConfig,
     BenchLoadConfig,
     BenchTransferConfig,
+    PlanMemoryConfig,
     PlanProfileConfig,
 )
 from pdserve.settings.setting import Setting, settings_of
@@ -71,6 +72,7 @@ _ROOTS = {
     "`pdserve trace`": RequestTraceConfig,
     "`pdserve plan`": PlanConfig,
     "`pdserve plan profile`": PlanProfileConfig,
+    "`pdserve plan memory`": PlanMemoryConfig,
     "`pdserve bench engine`": BenchEngineConfig,
     "`pdserve bench load`": BenchLoadConfig,
     "`pdserve bench transfer`": BenchTransferConfig,

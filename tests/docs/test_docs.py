@@ -120,7 +120,7 @@ def test_its_example_file_is_taken(tmp_path: Path) -> None:
 def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) -> None:
     subcommand = ALIASES.get(words[1], words[1])
     assert subcommand in SUBCOMMANDS
-    two_words = subcommand == "bench" or words[1:3] == ["plan", "profile"]
+    two_words = subcommand == "bench" or words[1:3] in (["plan", "profile"], ["plan", "memory"])
     name, flags = (" ".join(words[1:3]), words[3:]) if two_words else (subcommand, words[2:])
     if name in WITH_MODEL and flags and not flags[0].startswith("-"):
         flags = flags[1:]

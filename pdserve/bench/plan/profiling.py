@@ -32,6 +32,7 @@ from pdserve.models.checkpoint.weight_form import ITEM_BYTES, model_size
 from pdserve.models.group_sizes import Load, group_blocks, group_sizes, prompt_bytes
 from pdserve.models.sizes import cpu_cache, cpu_scheduler
 from pdserve.plan.fit import fit, fixed_part, lone_prompt_s, spread_of
+from pdserve.plan.memory import bounded_places
 from pdserve.plan.profile import (
     MOST_NODES,
     VERSION,
@@ -181,12 +182,12 @@ def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
     groups = group_sizes(model, ITEM_BYTES[config.model.dtype], size)
     asked = config.model.max_model_len
     load = Load(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, asked or model.max_positions, asked)
-    num_blocks, *_ = group_blocks(groups, size, config.cache.kv_cache_mib * MIB, load)
+    blocks = group_blocks(groups, size, config.cache.kv_cache_mib * MIB, load)
     return CacheGeometry(
         block_size=size,
-        num_blocks=num_blocks,
+        num_blocks=blocks[0],
         block_bytes=groups[0].block_bytes,
-        max_num_seqs=scheduler.max_num_seqs,
+        max_num_seqs=min(scheduler.max_num_seqs, bounded_places(groups, blocks, size, load)),
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         prompt_bytes=prompt_bytes(groups, size),
     )
