@@ -21,7 +21,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from pdserve.engine.kv_cache.block_table import NONE, BlockTable, StateTable
+from pdserve.engine.kv_cache.block_table import NONE, BlockTable, PassingState, StateTable
 from pdserve.engine.kv_cache.prefix_cache import Match, PrefixCache
 from pdserve.errors import EngineError
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, context_blocks
@@ -462,12 +462,28 @@ class BlockManager:
                 if held[number] != NONE:
                     self.remember(held[number], hashes[number])
 
-    def remember_states(self, table: BlockTable, block_hash: bytes, blocks: int) -> None:
-        """Lets the present states, which stand after ``blocks`` blocks, be found by the hash of the last of these."""
-        for _, held in self._bounded_of(table):
-            if isinstance(held, StateTable) and held.present != NONE:
-                self.remember(held.present, block_hash)
+    def remember_states(self, table: BlockTable, block_hash: bytes, blocks: int, *, passing: bool = False) -> None:
+        """Lets the present states, which stand after ``blocks`` blocks, be found by the hash of the last of these.
+
+        Those that are ``passing`` are forgotten when ``MOST_PASSING`` later ones of the context have come.
+        """
+        for pool, held in self._bounded_of(table):
+            if not isinstance(held, StateTable) or held.present == NONE:
+                continue
+            self.remember(held.present, block_hash)
+            if not passing:
                 held.checkpoint = blocks
+                continue
+            held.passing.append(PassingState(blocks, block_hash, held.present))
+            if len(held.passing) > MOST_PASSING:
+                self._forget_idle(pool, held.passing.pop(0))
+
+    def _forget_idle(self, pool: Pool, state: PassingState) -> None:
+        """Frees a state that nobody holds, if it is still there and is the one that is found."""
+        if pool.cache.block_of(state.block_hash) == state.block and self._state[state.block] == _BlockState.IDLE:
+            pool.cache.wake(state.block)
+            pool.cache.drop(state.block)
+            self._let_go(state.block)
 
     def usable_prefix(self, hashes: Sequence[bytes], blocks: int) -> int:
         """Returns the longest prefix of ``blocks``, which group 0 has, that every other group can go on from, too."""
@@ -567,6 +583,10 @@ class BlockManager:
             pool.free.append(block)
 
 
+MOST_PASSING = 2
+"""So many states of each context can be found beside those that are kept, which stand far apart: the next turn of a
+conversation begins behind the last one, and so does another node that goes on with the answer. While it asks, the
+answer may get a block further."""
 STATES_ONLY_SPACING = 16
 """The spacing of kept states where the blocks of group 0 have no bytes."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,18 @@ NONE = -1
 _NO_IDS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class PassingState:
+    """A state that the prefix cache can find until newer ones of the same context take its place."""
+
+    blocks: int
+    """It stands after so many blocks."""
+    block_hash: bytes
+    """The hash of the last of these."""
+    block: int
+    """Where it is. If it is not found there any more, something else may be."""
+
+
 @dataclass(slots=True)
 class StateTable:
     """The blocks of a context in a group that keeps states."""
@@ -26,7 +38,9 @@ class StateTable:
     next: int = NONE
     """The block that the next state is written to: by a step, or by a transfer."""
     checkpoint: int = 0
-    """The number of blocks after which the last state stands that the prefix cache can find."""
+    """The number of blocks after which the last state stands that the prefix cache keeps."""
+    passing: list[PassingState] = field(default_factory=list)
+    """The states behind that which the prefix cache can find for a while, the newest last."""
 
 
 class BlockTable(list[int]):
@@ -76,8 +90,14 @@ class BlockTable(list[int]):
 
     @property
     def checkpoint(self) -> int:
-        """The number of blocks after which the last state stands that the prefix cache can find."""
+        """The number of blocks after which the last state stands that the prefix cache keeps."""
         return next((held.checkpoint for held in self.others if isinstance(held, StateTable)), 0)
+
+    @property
+    def last_state(self) -> int:
+        """The number of blocks after which the last state stands that the prefix cache can find."""
+        passing = (held.passing[-1].blocks for held in self.others if isinstance(held, StateTable) and held.passing)
+        return max(self.checkpoint, next(passing, 0))
 
     def bounded_blocks(self) -> Iterator[int]:
         """Yields the blocks of the groups behind group 0, the last one of each first."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_cache.block_table import StateTable
 from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.engine.request import Request
 from pdserve.errors import EngineError
@@ -204,15 +203,15 @@ class BlockTables:
             if pool.caching:
                 first, (end, rest) = before // self.block_size, divmod(computed, self.block_size)
                 pool.remember_bounded(table, request.block_hashes, first, end)
-                if end and not rest and self._keeps_state(request, end):
-                    pool.remember_states(table, request.block_hashes[end - 1], end)
+                if end and not rest:
+                    passing = not self._keeps_state(request, end)
+                    pool.remember_states(table, request.block_hashes[end - 1], end, passing=passing)
         pool.give_back(table, before, computed)
 
     def _keeps_state(self, request: Request, blocks: int) -> bool:
         """Returns whether the prefix cache keeps the state after so many blocks of a request."""
-        last = next((held.checkpoint for held in request.block_table.others if isinstance(held, StateTable)), 0)
         at_end = blocks * self.block_size == self.last_boundary(request)
-        return at_end or blocks - last >= self._pool.spacing
+        return at_end or blocks - request.block_table.checkpoint >= self._pool.spacing
 
     def last_boundary(self, request: Request) -> int:
         """Returns the last end of a block in a prompt behind which more than one token of it stands.

@@ -77,9 +77,9 @@ class ReturnOffers:
         if target is None or request.terms.fetch_only or not request.num_generated_tokens:
             return False
         full = min(request.num_computed_tokens // self._block_size, len(request.block_hashes), MAX_HASHES)
-        if request.block_table.has_states:
-            # Behind other blocks no state can be found.
-            full = min(full, request.block_table.checkpoint)
+        if (table := request.block_table).has_states:
+            # Behind other blocks no state can be found. While the answer goes on, only few are worth a transfer.
+            full = min(full, table.checkpoint if blocks_for_one else table.last_state)
         rest = full // blocks_for_one if blocks_for_one else 0
         if full - request.offered_blocks <= rest:
             return False

@@ -175,6 +175,51 @@ def test_an_answer_that_goes_on_finds_no_state_before_the_last_token_of_its_prom
         assert len(tables.find(resumed)) == 2
 
 
+def test_the_newest_states_of_an_answer_are_found_and_older_ones_go() -> None:
+    """States that are kept are 100 blocks apart, beside the one before the end of the prompt."""
+    blocks, _ = manager([STATE])
+    blocks.spacing = 100
+    tables = BlockTables(blocks)
+    request = made_request(range(10, 50), 10)
+    tables.admit(request, ())
+    longer = made_request(range(10, 60), 50)
+    found = []
+    for tokens in (8, 10, *range(11, 33)):
+        assert tables.reserve(request, tokens)
+        tables.computed(request, tokens)
+        if not tokens % BLOCK_SIZE:
+            found.append(len(tables.find(longer)))
+            states = blocks.pools[1].cache
+            names = longer.block_hashes
+            assert [n for n in range(1, 9) if states.block_of(names[n - 1]) is not None] == sorted({2, *found[-2:]})
+    assert found == [2, 3, 4, 5, 6, 7, 8]
+    assert (request.block_table.checkpoint, request.block_table.last_state) == (2, 8)
+    blocks.free(request.block_table)
+    assert all_free(blocks)
+    assert len(tables.find(longer)) == 8, "the next turn begins there"
+
+
+def test_a_state_that_another_request_goes_on_from_does_not_go() -> None:
+    blocks, _ = manager([STATE], num_blocks=32)
+    blocks.spacing = 100
+    tables = BlockTables(blocks)
+    request, other = made_request(range(10, 40), 4), made_request(range(10, 60), 50)
+    tables.admit(request, ())
+    for tokens in (4, *range(5, 9)):
+        assert tables.reserve(request, tokens)
+        tables.computed(request, tokens)
+    tables.admit(other, tables.find(other))
+    assert other.num_computed_tokens == 8
+    (state,) = (held.present for held in other.block_table.others if isinstance(held, StateTable))
+    for tokens in range(9, 25):
+        assert tables.reserve(request, tokens)
+        tables.computed(request, tokens)
+    assert blocks.pools[1].cache.block_of(request.block_hashes[1]) == state
+    blocks.free(other.block_table)
+    blocks.free(request.block_table)
+    assert all_free(blocks)
+
+
 def test_no_state_is_found_once_its_block_was_taken() -> None:
     blocks, _ = manager([STATE], count=3)
     tables = BlockTables(blocks)

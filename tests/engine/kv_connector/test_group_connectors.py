@@ -299,6 +299,21 @@ class GroupDecoding(Decoding):
         super().__init__(groups=GROUPS)
 
 
+def test_the_last_offer_ends_where_the_newest_state_stands() -> None:
+    """Running answers offer what ends at a kept state alone, because each offer moves a state."""
+    bench: Any = GroupDecoding()
+    bench.blocks.spacing = 100
+    request = bench.begin()
+    bench.turn(12)
+    running = list(bench.offers)
+    blocks = request.num_computed_tokens // BLOCK_SIZE
+    bench.scheduler.abort(request)
+    assert max(running, default=0) < blocks
+    assert bench.offers[-1] == blocks
+    _, names = bench.thread.offered[-1]
+    assert bench.blocks.usable_prefix(names, len(names)) == len(names)
+
+
 def test_offers_end_where_a_state_is_kept() -> None:
     bench: Any = GroupDecoding()
     bench.begin()
