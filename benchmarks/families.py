@@ -6,7 +6,6 @@ what else the machine does meanwhile hits both alike.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.random_checkpoint import write_checkpoint
 from benchmarks.settings import BenchFamiliesConfig, FamiliesBenchConfig
 from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
@@ -134,8 +134,4 @@ def _seconds(runner: ModelRunner, step: list[Lone]) -> float:
 
 def _write(family: str, layers: int, folder: Path) -> None:
     """Writes a random model of a family. Without ``layers``, it has those of its shape."""
-    transformers: Any = importlib.import_module("transformers")
-    shape = SHAPES[family] | ({"num_hidden_layers": layers} if layers else {})
-    torch.manual_seed(0)
-    settings = transformers.CONFIG_MAPPING[family](**shape)
-    transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).save_pretrained(folder)
+    write_checkpoint(family, SHAPES[family] | ({"num_hidden_layers": layers} if layers else {}), folder)

@@ -273,6 +273,14 @@ class TurnsBenchConfig:
     first_tokens: int = setting("first-tokens", "The first prompt has this many tokens.", 256, minimum=1)
     new_tokens: int = setting("new-tokens", "Each later turn adds this many tokens.", 32, minimum=1)
     output_tokens: int = setting("output-tokens", "Each answer has this many tokens.", 192, minimum=2)
+    hybrid_layers: int = setting(
+        "hybrid-layers",
+        "A random model of Qwen3-Next's kind with this many layers is served, with the tokenizer of --model. Each "
+        "fourth layer keeps whole contexts, and the others a state. 0 serves --model.",
+        0,
+        minimum=0,
+        maximum=96,
+    )
     pause_s: float = setting(
         "pause-s", "A client waits this many seconds between two turns.", 0.5, minimum=0, maximum=86_400
     )

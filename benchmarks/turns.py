@@ -10,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import aiohttp
 
 from benchmarks.process_usage import cpu_s, engine_of
 from benchmarks.programs import for_servers
+from benchmarks.random_checkpoint import write_checkpoint
 from benchmarks.settings import BenchTurnsConfig, TurnsBenchConfig
 from pdserve.bench.cluster import read_metrics, running_cluster, total
 from pdserve.bench.load import Job, Target, first_model, run_job
@@ -26,12 +30,47 @@ from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, m
 from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.config import KvReturn
 from pdserve.errors import BenchError
+from pdserve.hub.finding import find_model
+from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 
 MODES = (KvReturn.ON, KvReturn.OFF)
 RATIOS = "with KV return against without"
 _FIRST_ID = 3
+
+
+HYBRID: dict[str, object] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "max_position_embeddings": 8192,
+}
+"""A Qwen 3 Next of some 80 million weights, with 12 layers."""
+
+
+def write_hybrid(model: Path, layers: int, folder: Path) -> None:
+    """Writes a random hybrid model that has the tokenizer, and so the vocabulary, of ``model``. Raises ModelError."""
+    shape = HYBRID | {"num_hidden_layers": layers, "vocab_size": read_decoder_config(model).vocab_size}
+    write_checkpoint("qwen3_next", shape, folder)
+    if is_gguf(model):
+        gguf_tokenizer(model).save_pretrained(folder)
+        return
+    for path in (*model.glob("*token*.json"), *model.glob("chat_template*")):
+        shutil.copy(path, folder)
 
 
 @dataclass(slots=True)
@@ -67,6 +106,8 @@ def run(config: BenchTurnsConfig, environ: Mapping[str, str]) -> Report:
         f"{settings.conversations} conversations with each cluster: a first prompt of {settings.first_tokens} tokens, "
         f"{settings.new_tokens} new ones in each later turn, answers of {settings.output_tokens} tokens"
     )
+    if settings.hybrid_layers:
+        note += f"; a random hybrid model of {settings.hybrid_layers} layers"
     return Report("turns", this_machine(chip_name()), to_environ(config), (note,), (*_rows(turns), *_ratios(turns)))
 
 
@@ -107,6 +148,10 @@ async def _measure(config: BenchTurnsConfig, environ: Mapping[str, str]) -> dict
     source = random.Random(settings.seed)  # noqa: S311  # the prompts must be repeatable, not secret
     turns = {mode: [Turn() for _ in range(settings.turns)] for mode in MODES}
     async with AsyncExitStack() as stack:
+        if settings.hybrid_layers:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-")))
+            write_hybrid(find_model(config.model, environ).path, settings.hybrid_layers, folder)
+            config = replace(config, model=replace(config.model, path=str(folder)))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         clusters = {mode: await stack.enter_async_context(_running_cluster(config, environ, mode)) for mode in MODES}
         for cluster in clusters.values():
