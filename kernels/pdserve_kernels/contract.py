@@ -100,6 +100,7 @@ class BlockFormat(enum.IntEnum):
     Q6_K = 14
     IQ4_NL = 20
     IQ4_XS = 23
+    MXFP4 = 39
 
     @property
     def elements(self) -> int:
@@ -123,6 +124,7 @@ _BLOCKS = {
     BlockFormat.Q6_K: (256, 210),
     BlockFormat.IQ4_NL: (32, 18),
     BlockFormat.IQ4_XS: (256, 136),
+    BlockFormat.MXFP4: (32, 17),
 }
 """The elements and the bytes of a block."""
 

@@ -20,6 +20,7 @@ HALVES = {
     BlockFormat.Q6_K: (208,),
     BlockFormat.IQ4_NL: (0,),
     BlockFormat.IQ4_XS: (0,),
+    BlockFormat.MXFP4: (),
 }
 """Where a block has 16-bit floating-point numbers. All of its other bytes may be anything."""
 
@@ -33,6 +34,9 @@ def random_blocks(kind: BlockFormat, outer: int, inner: int, seed: int) -> Block
         scales = random.normal(size=(outer, count)) * 10.0 ** random.integers(-7, 0, (outer, count))
         scales[random.random((outer, count)) < 0.1] = 0
         blocks[..., at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(outer, count, 2)
+    if kind is BlockFormat.MXFP4:
+        # An exponent, of which the largest one stands for no number.
+        blocks[..., 0] = random.integers(100, 140, (outer, count))
     return BlockWeight(kind, torch.from_numpy(blocks.reshape(outer, -1)))
 
 

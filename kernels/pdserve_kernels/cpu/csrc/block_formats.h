@@ -247,4 +247,23 @@ struct IQ4_XS : IQ4_NL {
   }
 };
 
+// The exponent of a power of two (Open Compute Project, 2023), and 32 numbers of 4 bits (e2m1), stored as in Q4_0. The
+// table has their doubles, which are whole.
+struct MXFP4 : IQ4_NL {
+  static constexpr long kFileBytes = 17, kScaleBytes = kBlockColumns, kChunkSpans = 4;
+  alignas(16) static constexpr uint8_t kTable[16] = {
+      uint8_t(0 + kOffset),  uint8_t(1 + kOffset),  uint8_t(2 + kOffset),  uint8_t(3 + kOffset),
+      uint8_t(4 + kOffset),  uint8_t(6 + kOffset),  uint8_t(8 + kOffset),  uint8_t(12 + kOffset),
+      uint8_t(0 + kOffset),  uint8_t(-1 + kOffset), uint8_t(-2 + kOffset), uint8_t(-3 + kOffset),
+      uint8_t(-4 + kOffset), uint8_t(-6 + kOffset), uint8_t(-8 + kOffset), uint8_t(-12 + kOffset)};
+  static Words weights(const uint8_t* span, long four, long v) { return looked_up(kTable, nibbles(span, four, v)); }
+  static Floats scale(const uint8_t* scales, long span, long, long v) {
+    return exponent_floats(scales + span * kScaleBytes + v * kWide) * 0.5f;
+  }
+  static void pack(const uint8_t* block, long column, uint8_t* span, uint8_t* scales) {
+    scales[column] = block[0];
+    for (long k = 0; k < kSpan; k++) put_nibble(span, column, k, block[1 + k % 16] >> k / 16 * 4);
+  }
+};
+
 }  // namespace pdserve

@@ -67,6 +67,17 @@ inline Floats signed_byte_floats(const uint8_t* from) {
 #endif
 }
 
+// Returns powers of two by their exponents, which are kWide bytes: 2^-126 for 1, 0 for 0, and infinity for 255.
+inline Floats exponent_floats(const uint8_t* from) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)), 23);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)), 23);
+#else
+  return (Floats)(__builtin_convertvector(loaded<Bytes>(from), Words) << 23);
+#endif
+}
+
 // Adds to each lane the products of its four weights, 0 to 63 (with VNNI, to 255), and four inputs, -127 to 127.
 // Weights of more bits are signed where there is no VNNI: see multiply_signed.
 inline Ints multiply(Ints sums, Words weights, int32_t inputs) {

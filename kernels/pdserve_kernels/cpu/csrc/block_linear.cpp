@@ -298,6 +298,7 @@ bool with_format(int format, const Use& use) {
     case 14: return use(Q6_K{}), true;
     case 20: return use(IQ4_NL{}), true;
     case 23: return use(IQ4_XS{}), true;
+    case 39: return use(MXFP4{}), true;
     default: return false;
   }
 }
