@@ -20,6 +20,7 @@ from pdserve.hub.download import Message, Note, in_gb, shown_progress
 from pdserve.hub.finding import FoundModel, WantedModel, fetched_model, known_model
 from pdserve.hub.selection import check_model, label_of
 from pdserve.models.checkpoint.gguf_file import gguf_parts
+from pdserve.models.checkpoint.quantisation import METHODS
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, served_families
 from pdserve.models.table import COMPOSITES
 from pdserve.settings import load
@@ -61,7 +62,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     rows = [row for repository in repositories(cache) for row in cached_rows(repository)]
     if as_json:
         families = [asdict(family) for family in served_families()]
-        refused = {"not_yet": NOT_YET, "formats_not_yet": FORMATS_NOT_YET}
+        quantised = {method: said for method, (said, _) in METHODS.items()}
+        refused = {"quantised": quantised, "not_yet": NOT_YET, "formats_not_yet": FORMATS_NOT_YET}
         found = {"cache": str(cache), "models": [_as_json(row) for row in rows]}
         _print_json({**found, "families": families, "text_parts_of": sorted(COMPOSITES), **refused})
         return 0
@@ -92,6 +94,7 @@ def _print_families() -> None:
         for family in served_families()
     ]
     _print_table([("FAMILY", "MODELS", "WEIGHTS", "PARTS"), *rows])
+    print(f"also with quantised weights (quant_method): {', '.join(METHODS)}")
     print(f"with their text part, if that is one of these: {', '.join(sorted(COMPOSITES))}")
     print("others: those decoders that transformers computes through its attention interface, with one rank")
     for missing in dict.fromkeys(NOT_YET.values()):

@@ -76,8 +76,8 @@ class ModelConfig:
     )
     weights: Weights = setting(
         "weights",
-        "'auto' keeps the blocks of a quantised .gguf file where it can (bf16, on a CPU with g++). 'dequantise' "
-        "widens them to --dtype.",
+        "'auto' keeps the blocks of a quantised .gguf file, and repacks quantised weights of a folder into blocks, "
+        "where it can (bf16, on a CPU with g++). 'dequantise' widens them to --dtype.",
         Weights.AUTO,
     )
     max_model_len: int = setting(

@@ -11,7 +11,7 @@ from pathlib import Path
 from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName, is_inside
 from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.checkpoint.decoder_config import FallbackConfig
+from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
 from pdserve.models.checkpoint.gguf_file import gguf_parts, is_gguf, read_gguf_start
 from pdserve.models.checkpoint.gguf_settings import check_keys, gguf_settings
@@ -177,7 +177,7 @@ def check_settings(folder: Path, name: str, formats: frozenset[str] = frozenset(
     except ModelError as exc:
         raise ModelError(str(exc).replace(str(folder), name)) from exc
     unknown = sorted(formats - PLAIN_FORMATS - INTEGER_FORMATS)
-    if unknown and not isinstance(config, FallbackConfig):
+    if unknown and isinstance(config, FamilyConfig) and config.quantisation is None:
         raise ModelError(
             f"{name} cannot be served: its weights are in {', '.join(unknown)}, and its configuration does not say how "
             f"they were quantised; weights in safetensors files have to be in {', '.join(sorted(PLAIN_FORMATS))}"

@@ -289,8 +289,8 @@ class ModelRunner:
 
         The cache has ``num_blocks`` blocks of the group that keeps whole contexts, and ``bounded`` of each other group.
         ``kv_memory``, zeroed and of their bytes, is where to keep it. Without it, the cache is allocated on ``device``.
-        With ``block_kernels``, weights stay in the blocks of their file. ``progress`` is called with the share of the
-        bytes that have been read, from 0 to 1.
+        With ``block_kernels``, weights stay in the blocks of their file, or become blocks (``FORMS``). ``progress`` is
+        called with the share of the bytes that have been read, from 0 to 1.
         """
         torch_dtype = TORCH_DTYPES[dtype]
         self.cache = RankCache(config, dtype, block_size, (num_blocks, *bounded), tp, device, kv_memory)
@@ -305,7 +305,8 @@ class ModelRunner:
         self._tp = tp
         self._graphs: DecodeGraphs | None = None
         unread = kernels if isinstance(kernels, CompiledKernels) else None
-        checkpoint = Checkpoint(folder, torch_dtype, device, progress)
+        quantisation = config.quantisation if isinstance(config, FamilyConfig) else None
+        checkpoint = Checkpoint(folder, torch_dtype, device, progress, quantisation)
         building = Building(checkpoint, self._kernels, tp, block_kernels, unread)
         self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
 

@@ -45,7 +45,7 @@ NOT_YET: dict[str, str] = {
 }
 """What pdserve lacks for a family, by the ``model_type`` of its configurations."""
 
-FORMATS_NOT_YET = ("FP8", "NVFP4", "INT4 (GPTQ, AWQ)", "MXFP4 but in a gpt-oss")
+FORMATS_NOT_YET = ("bitsandbytes", "AQLM", "HQQ", "2, 3, 5 and 6 bits", "FP8 e5m2", "sparse compressed-tensors")
 """The number formats of weights in folders that are not served."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pdserve.models.checkpoint.quantisation import FORMS, METHODS, Form
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, ServedFamily, served_families
 from pdserve.models.table import COMPOSITES
 from tests.cluster import test_families as clusters
@@ -24,13 +25,26 @@ table, `pdserve models --json` has it for programs, and `pdserve models org/name
 [Choose a model](../how-to/models.md) explains the rest.
 
 Prefill, decode and mixed nodes serve all families of the table, on CPUs and GPUs, with one rank or several, as folders
-in fp32 or bf16, and as GGUF files of the architecture in the column *GGUF*. The parts are those with the settings that
-a `config.json` leaves out. It may choose others, such as windows.
+in fp32, bf16 or [quantised](#quantised-weights), and as GGUF files of the architecture in the column *GGUF*. The parts
+are those with the settings that a `config.json` leaves out. It may choose others, such as windows.
 
 The last column says how tests compare a family with transformers. *Logits*: each one, in chunks, beside another request
 and token by token. *Ranks*: two ranks give the tokens of one. *P/D*: a cluster of real processes gives the tokens of
 transformers. A change has to pass the bold ones, and the others run every night.
 `python -m tests.docs.models_page` writes this page.
+"""
+
+_QUANTISED = """Folders of all families above may have quantised weights, as `quantization_config` in `config.json` says
+(MLX: `quantization`; ModelOpt: also `hf_quant_config.json`). Other methods and forms are refused by their names before
+a weight is read, and so are tensors that do not fit what is said.
+
+On a CPU with `g++` and `--dtype bf16`, weights become blocks, from which products are computed. Elsewhere (a GPU, plain
+torch, `--dtype fp32`, `--weights dequantise`) they are dequantised into `--dtype` while they load, and then take the
+memory of a model in `--dtype`. Ranks read their shares; a share that cuts a block is dequantised. Errors below are the
+ratios of root mean squares for normally distributed weights.
+
+Activations are never rounded as a configuration says, and the KV cache has `--dtype`. Tensors for that (`input_scale`,
+`k_scale`, …) are known by their names and unused.
 """
 
 _TABLE = """| family | models | attention | feed-forward part | norms | positions | GGUF | proof |
@@ -47,6 +61,17 @@ def render() -> str:
             _HEAD,
             _TABLE,
             *rows,
+            "",
+            "## Quantised weights",
+            "",
+            _QUANTISED,
+            "| `quant_method` | read | refused |",
+            "|---|---|---|",
+            *(f"| `{method}` | {read} | {refused} |" for method, (read, refused) in METHODS.items()),
+            "",
+            "| a weight's form | on a CPU | what that does | elsewhere |",
+            "|---|---|---|---|",
+            *(_form(form) for form in Form),
             "",
             "## Text parts",
             "",
@@ -67,6 +92,12 @@ def render() -> str:
             "",
         ]
     )
+
+
+def _form(form: Form) -> str:
+    becomes = FORMS[form]
+    blocks = f"{becomes.cpu} blocks, {becomes.bits:g} bits" if becomes.cpu else "dequantised"
+    return f"| {form.value} | {blocks} | {becomes.why} | dequantised |"
 
 
 def _named(missing: str) -> str:

@@ -244,7 +244,7 @@ def test_too_small_a_disk_is_said_before_anything_large_is_fetched(
     ("config", "message"),
     [
         ({"model_type": "deepseek_v3", "kv_lora_rank": 8}, "latent attention is not served yet"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "are quantised (config.json: fp8)"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "are quantised (config.json: aqlm)"),
     ],
 )
 def test_what_the_configuration_rules_out_is_refused_before_the_weights_come(
@@ -267,6 +267,15 @@ def test_formats_that_the_hub_tells_are_refused_before_the_weights_come(hub: Fak
     hub.repositories["tiny/llama"].more = {"safetensors": {"parameters": {"BF16": 9, "F8_E4M3": 9}, "total": 18}}
     assert "its weights are in F8_E4M3" in refused(hub.environ(tmp_path), "pull", "tiny/llama")
     assert not hub.fetched(WEIGHTS)
+
+
+def test_formats_that_the_configuration_explains_are_fetched(hub: FakeHub, tiny_with: Path, tmp_path: Path) -> None:
+    hub.repositories["tiny/llama"].more = {"safetensors": {"parameters": {"BF16": 9, "F8_E4M3": 9}, "total": 18}}
+    path = tiny_with / "config.json"
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    assert call(hub.environ(tmp_path / "cache"), "pull", "tiny/llama").returncode == 0
+    assert hub.fetched(WEIGHTS)
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,13 +13,19 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from pdserve.config import Dtype
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.gguf_file import read_gguf
-from pdserve.models.checkpoint.mxfp4 import dequantised
+from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.weights import ALL
 from pdserve.models.runner import StepRow
+from pdserve.settings import cache_folder
+from pdserve_kernels.contract import BlockFormat
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.models.converted_gguf import save_converted
 from tests.models.greedy import small_runner
+from tests.models.grouped_runner import GroupedRunner
 from tests.models.tiny_families import CASES, save_tiny
 
 PROMPT = list(range(20, 43))
@@ -25,16 +33,15 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
+def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns fp32 ``[out, in]`` of blocks ``[out, blocks, 16]`` and scales ``[out, blocks]``."""
+    return convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].t()
+
+
 def packed(generator: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns random blocks and scales of ``shape``, ``[..., out, blocks]``."""
     blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
     return blocks, torch.randint(119, 124, shape, generator=generator, dtype=torch.uint8)
-
-
-def test_each_number_is_the_one_that_transformers_reads() -> None:
-    blocks, scales = packed(torch.Generator().manual_seed(1), 1, 24, 3)
-    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(dequantised(blocks[0], scales[0]).t(), wanted[0])
 
 
 @pytest.fixture
@@ -63,6 +70,36 @@ def logits(folder: Path) -> torch.Tensor:
     return small_runner(folder).run([StepRow(PROMPT, 0, range(8), True)])
 
 
+def test_each_number_is_the_one_that_transformers_reads(folders: tuple[Path, Path]) -> None:
+    narrow, wide = folders
+    files = SafetensorsFiles(narrow, read_family_config(narrow).quantisation)
+    wanted = load_file(wide / "model.safetensors")
+    assert set(files.names()) == wanted.keys()
+    name = next(name for name in wanted if name.endswith(WEIGHTS))
+    parts = [f"{name}.{index}" for index in range(len(wanted[name]))]
+    files.unstack(name, parts)
+    for part, numbers in zip(parts, wanted[name], strict=True):
+        for rows, columns in ((ALL, ALL), (slice(8, 40), slice(3, 50))):
+            assert torch.equal(files.read(part, rows, columns, torch.float32), numbers[rows, columns])
+
+
+def test_experts_stay_in_the_blocks_of_their_file(folders: tuple[Path, Path]) -> None:
+    narrow, wide = folders
+    kernels = CompiledKernels(cache_folder(os.environ))
+    found = []
+    with patch.object(CompiledKernels, "block_linear", autospec=True, side_effect=CompiledKernels.block_linear) as made:
+        for folder in (narrow, wide):
+            config = read_family_config(folder)
+            runner = GroupedRunner(folder, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
+            found.append(runner.run([StepRow(PROMPT, 0, range(8), True)]).clone())
+    experts = config.experts
+    assert experts is not None
+    count = 2 * experts.count * config.num_layers
+    assert [call.args[1].format for call in made.mock_calls] == [BlockFormat.MXFP4] * count
+    kept, plain = found
+    assert (kept - plain).norm() / plain.norm() < 0.15
+
+
 def test_a_model_in_mxfp4_has_the_logits_of_its_numbers(folders: tuple[Path, Path]) -> None:
     narrow, wide = folders
     torch.testing.assert_close(logits(narrow), logits(wide), rtol=1e-5, atol=1e-5)
@@ -81,9 +118,9 @@ def test_blocks_that_do_not_fit_their_scales_are_named(folders: tuple[Path, Path
 def test_another_quantisation_is_refused_by_its_name(folders: tuple[Path, Path]) -> None:
     narrow, _ = folders
     config = json.loads((narrow / "config.json").read_bytes())
-    config["quantization_config"] = {"quant_method": "awq"}
+    config["quantization_config"] = {"quant_method": "hqq"}
     (narrow / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="awq"):
+    with pytest.raises(ModelError, match="hqq"):
         read_decoder_config(narrow)
 
 

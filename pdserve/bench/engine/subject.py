@@ -13,9 +13,9 @@ from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
 from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
+from pdserve.models.checkpoint.block_form import block_formats, stays_in_blocks
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.checkpoint.gguf_tensors import GgufTensors, stays_in_blocks
 from pdserve.models.rank_cache import RankCache
 from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
 from pdserve_kernels.contract import BlockFormat, BlockKernels, Kernels
@@ -118,7 +118,7 @@ def open_subject(
     backend = open_backend(choose_device(model.device), cpu_kernels)
     in_blocks = stays_in_blocks(folder, model, kernels=backend.block_kernels is not None)
     block_kernels = backend.block_kernels if in_blocks else None
-    formats = GgufTensors(folder).block_formats() if in_blocks else {}
+    formats = block_formats(folder) if in_blocks else {}
     runner = ModelRunner(
         folder,
         config,

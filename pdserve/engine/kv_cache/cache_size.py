@@ -19,8 +19,7 @@ from pdserve.engine.sampling.sampling_row import sampling_bytes
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
-from pdserve.models.checkpoint.weight_form import model_size_of, weight_bytes
-from pdserve.models.checkpoint.weights import parameters
+from pdserve.models.checkpoint.weight_form import model_size_of, parameters, weight_bytes
 from pdserve.models.group_sizes import GroupSize, Load, group_blocks
 from pdserve.models.latent_plan import expanded_bytes
 from pdserve.models.rank_cache import TORCH_DTYPES

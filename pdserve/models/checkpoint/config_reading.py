@@ -13,7 +13,8 @@ from pdserve.models.checkpoint.composite import text_settings, within_whole
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
 from pdserve.models.checkpoint.gguf_settings import gguf_recipe, gguf_settings
-from pdserve.models.checkpoint.model_files import plain_json, refuse_unknown_quantisation
+from pdserve.models.checkpoint.model_files import plain_json
+from pdserve.models.checkpoint.quantisation import Quantisation, read_quantisation
 from pdserve.models.families.settings import FamilySettings
 from pdserve.models.table import COMPOSITES, FAMILIES, family_of, settings_from_json
 
@@ -74,7 +75,7 @@ def _of_gguf_file(path: Path) -> FamilyConfig:
 
 
 def _of_folder(path: Path, found: _Found) -> FamilyConfig:
-    refuse_unknown_quantisation(path, FAMILIES[found.family].quantisations if found.family in FAMILIES else ())
+    quantisation = _quantisation(path, found)
     family, composite = found.family, found.family in COMPOSITES
     try:
         if composite:
@@ -85,7 +86,20 @@ def _of_folder(path: Path, found: _Found) -> FamilyConfig:
         raise ModelError(f"the {found.family} model in {path} cannot be served: {exc}") from exc
     config = _family_config(family, settings, path)
     recipe = within_whole(config.recipe) if composite else config.recipe
-    return replace(config, recipe=recipe, eos_token_ids=_eos_token_ids(settings.eos_token_id, path))
+    end = _eos_token_ids(settings.eos_token_id, path)
+    return replace(config, recipe=recipe, eos_token_ids=end, quantisation=quantisation)
+
+
+def quantisation_of(path: Path) -> Quantisation | None:
+    """Returns how the weights of a folder are quantised, or None if they are not or transformers reads them.
+
+    Raises ModelError as ``read_decoder_config`` does.
+    """
+    return None if is_gguf(path) or (found := _found(path)) is None else _quantisation(path, found)
+
+
+def _quantisation(path: Path, found: _Found) -> Quantisation | None:
+    return read_quantisation(path, FAMILIES[found.family].quantisations if found.family in FAMILIES else ())
 
 
 def has_own_decoder(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pdserve.models.checkpoint.quantisation import Quantisation
 from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
@@ -50,6 +51,8 @@ class FamilyConfig(DecoderConfig):
     intermediate_size: int
     """The channels of a feed-forward part that is no expert."""
     recipe: ModelRecipe
+    quantisation: Quantisation | None = None
+    """How the weights of a folder are quantised."""
 
     def turns_for_long_contexts(self, max_model_len: int) -> bool:
         rotaries = (part.rotary for part in self.recipe.attention)

@@ -68,13 +68,13 @@ def fingerprint(
     """Returns a digest of all that a model's answers depend on: configuration, every byte of the weights, tokeniser,
     chat template, and which tokens end an answer.
 
-    ``in_blocks`` says whether the model is computed from the file's blocks, and not from dequantised weights, and
+    ``in_blocks`` says whether the model is computed from blocks, and not from dequantised weights, and
     ``long_contexts`` is ``DecoderConfig.turns_for_long_contexts``. Digests of large files are cached in ``cache_dir``,
     and ``goes_on`` is as ``content_digest`` has it. Raises ModelError.
     """
-    form = LONG_CONTEXTS if long_contexts else ""
+    form = (LONG_CONTEXTS if long_contexts else "") + (IN_BLOCKS if in_blocks else "")
     if is_gguf(path):  # It has all of that.
-        return form + (IN_BLOCKS if in_blocks else "") + weights_fingerprint(path, cache_dir, goes_on)
+        return form + weights_fingerprint(path, cache_dir, goes_on)
     own = weights_fingerprint(path, cache_dir, goes_on)
     try:
         others = [(str(file.relative_to(path)), _content(file)) for file in tokenizer_files(path)]

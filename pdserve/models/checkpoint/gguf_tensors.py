@@ -12,7 +12,6 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.gguf_architectures import (
     ATTENTION,
@@ -26,7 +25,7 @@ from pdserve.models.checkpoint.gguf_architectures import (
     PER_LAYER_INPUT,
     Architecture,
 )
-from pdserve.models.checkpoint.gguf_file import GgufFile, GgufTensor, is_gguf, read_gguf
+from pdserve.models.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
 from pdserve.models.checkpoint.gguf_latents import latent_tensors
 from pdserve.models.checkpoint.gguf_mixers import MixerTensor, gated_norm, mixer_tensors
 from pdserve.models.checkpoint.gguf_settings import (
@@ -112,10 +111,10 @@ class GgufTensors:
         tensor = torch.cat([part.to(dtype) for part in parts]) if len(parts) > 1 else parts[0].to(dtype)
         return tensor if columns == slice(None) else tensor[:, columns].contiguous()
 
-    def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
+    def read_blocks(self, name: str, rows: slice, columns: slice, *, turned: bool = False) -> BlockWeight | None:
         """See ``weights.TensorFiles``."""
         tensor, found = self._tensors[name], self._block_format(name)
-        if found is None:
+        if found is None or turned:
             return None
         first, end, _ = columns.indices(tensor.shape[1])
         if first % found.elements or end % found.elements:
@@ -232,17 +231,6 @@ def _shifted(names: Iterable[str], recipe: ModelRecipe) -> frozenset[str]:
         if layer.mixer is not None
     }
     return frozenset(name for name in names if name.endswith("norm.weight")) - kept
-
-
-def stays_in_blocks(path: Path, model: ModelConfig, *, kernels: bool) -> bool:
-    """Returns whether the model at ``path`` is computed from its file's blocks, and not from dequantised weights.
-
-    ``kernels`` says whether there are kernels for that. They compute in bf16; in fp32, all of a token's numbers are to
-    be those of the dequantised weights. Raises ModelError if the file cannot be read.
-    """
-    if not kernels or model.weights is not Weights.AUTO or model.dtype is not Dtype.BF16 or not is_gguf(path):
-        return False
-    return any(tensor.kind in BLOCK_FORMATS and len(tensor.shape) > 1 for tensor in read_gguf(path).tensors.values())
 
 
 def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:

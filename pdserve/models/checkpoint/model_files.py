@@ -1,13 +1,8 @@
-"""Says which files of a folder hold a model's weights and its tokenizer.
-
-A folder of quantised weights whose method nobody here knows is refused. Their numbers mean nothing without the settings
-and scales that belong to them. Read as they are, they would give a model that answers with nonsense and no error.
-"""
+"""Says which files of a folder hold a model's weights and its tokenizer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container
 from pathlib import Path
 
 import msgspec
@@ -72,42 +67,3 @@ def plain_json(text: bytes) -> bytes:
         return msgspec.json.encode(json.loads(text, parse_constant=lambda _: None))
     except ValueError:
         return text
-
-
-class _QuantisationSettings(msgspec.Struct):
-    """What a file may say of quantisation. ``text_config`` is the text part of a model that takes images, too."""
-
-    quantization_config: dict[str, object] | None = None
-    compression_config: dict[str, object] | None = None
-    """What files of 2024 call it."""
-    text_config: _QuantisationSettings | None = None
-    quantization: dict[str, object] | None = None
-    """What ``hf_quant_config.json`` calls it."""
-
-
-def refuse_unknown_quantisation(folder: Path, known: Container[object] = ()) -> None:
-    """Raises ModelError if the folder's weights are quantised by a method that is not among ``known``."""
-    for file in ("config.json", "hf_quant_config.json"):
-        path = folder / file
-        try:
-            said = msgspec.json.decode(plain_json(path.read_bytes()), type=_QuantisationSettings)
-        except FileNotFoundError:
-            continue
-        except (OSError, msgspec.DecodeError) as exc:
-            raise ModelError(f"{path} cannot be read: {exc}") from exc
-        text = said.text_config or _QuantisationSettings()
-        for settings in (said, text):
-            own = settings.quantization_config or settings.compression_config
-            if own and own.get("quant_method") not in known:
-                raise ModelError(_refusal(path, own))
-        if said.quantization and said.quantization.get("quant_algo"):
-            raise ModelError(_refusal(path, {"quant_method": "modelopt"} | said.quantization))
-
-
-def _refusal(path: Path, settings: dict[str, object]) -> str:
-    method, algorithm = (settings.get(name) for name in ("quant_method", "quant_algo"))
-    words = f"{method or 'without a quant_method'}" + (f", {algorithm}" if algorithm else "")
-    return (
-        f"the weights in {path.parent} are quantised ({path.name}: {words}), and such weights are not read here; "
-        "a folder with bf16 weights or a GGUF file would be"
-    )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.dequantising import read_blocks, read_plain
 from pdserve.models.checkpoint.mapped_file import MappedFile
 from pdserve.models.checkpoint.model_files import INTEGER_FORMATS, PLAIN_FORMATS, weight_files
-from pdserve.models.checkpoint.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor, dequantised, mxfp4_pairs
+from pdserve.models.checkpoint.quantisation import FORMS, Quantisation
+from pdserve.models.checkpoint.quantised_tensors import BLOCKS, SCALES, quantised_tensors
 from pdserve.models.checkpoint.safetensors_header import StoredTensor, read_header
-from pdserve_kernels.contract import BlockWeight
+from pdserve_kernels.contract import BlockFormat, BlockWeight
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -27,13 +32,18 @@ DTYPES = {
     "F64": torch.float64,
 }
 """The number formats that are read."""
+_PARTS = DTYPES | {"U32": torch.uint32, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+"""Those of the tensors that a quantised weight consists of."""
 
 
 class SafetensorsFiles:
     """Satisfies ``weights.TensorFiles``."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError if the folder has no readable safetensors files."""
+    def __init__(self, folder: Path, quantisation: Quantisation | None = None) -> None:
+        """Takes how the weights are quantised. A quantised weight counts as one tensor.
+
+        Raises ModelError if the folder has no readable safetensors files, or they do not fit what is said of them.
+        """
         self._files: dict[str, MappedFile] = {}
         self._tensors: dict[str, StoredTensor] = {}
         self._mapped: list[MappedFile] = []
@@ -47,28 +57,43 @@ class SafetensorsFiles:
             self._mapped.append(mapped)
             self._tensors |= tensors
             self._files |= dict.fromkeys(tensors, mapped)
-        self._mxfp4 = mxfp4_pairs(self._tensors)
+        found = quantised_tensors(self._tensors, quantisation)
+        self._quantised, self._unused = found.quantised, found.unused
+        if self._unused:
+            first = sorted(self._unused)[0]
+            log.info(
+                "%s: %d tensors such as %s are unused: activations are not rounded", folder, len(self._unused), first
+            )
 
     def names(self) -> Iterable[str]:
-        parts = {stem + end for stem in self._mxfp4 for end in (BLOCKS, SCALES)}
-        return [*(name for name in self._tensors if name not in parts), *self._mxfp4]
+        parts = self._parts()
+        return [*(name for name in self._tensors if name not in parts), *self._quantised]
+
+    def _parts(self) -> frozenset[str]:
+        return self._unused.union(*(tensor.parts for tensor in self._quantised.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``weights.TensorFiles``."""
-        return self._found(name).shape
+        return self._quantised[name].stored_shape if name in self._quantised else self._tensors[name].shape
 
     def nbytes(self, name: str) -> int:
         """See ``weights.TensorFiles``."""
-        return self._found(name).nbytes
+        return self._quantised[name].nbytes if name in self._quantised else self._tensors[name].nbytes
 
-    def _found(self, name: str) -> StoredTensor | Mxfp4Tensor:
-        return self._mxfp4[name] if name in self._mxfp4 else self._tensors[name]
+    def block_formats(self) -> dict[str, BlockFormat]:
+        """Returns the format of each weight that ``read_blocks`` reads as a whole, if that is near enough."""
+        found = {name: FORMS[tensor.form].cpu for name, tensor in self._quantised.items()}
+        return {name: BlockFormat[blocks] for name, blocks in found.items() if blocks}
 
     def check_formats(self) -> None:
         """Refuses numbers of which nobody has said how they were quantised. Masks and counters are no weights."""
+        for name, quantised in self._quantised.items():
+            if quantised.extent and (found := tuple(self._load(quantised.extent).tolist())) != quantised.shape:
+                raise ModelError(f"{quantised.extent!r} says {list(found)}, and {name!r} has {list(quantised.shape)}")
+        parts = self._parts()
         for name, tensor in self._tensors.items():
             form = tensor.form
-            if form in PLAIN_FORMATS or (form in INTEGER_FORMATS and not name.endswith("weight")):
+            if name in parts or form in PLAIN_FORMATS or (form in INTEGER_FORMATS and not name.endswith("weight")):
                 continue
             stem = name.removesuffix("weight")
             scales = (other for other in self._tensors if other.startswith(stem) and "scale" in other[len(stem) :])
@@ -81,12 +106,12 @@ class SafetensorsFiles:
 
     def unstack(self, name: str, names: Iterable[str]) -> None:
         """See ``weights.TensorFiles``."""
-        if name in self._mxfp4:
-            both = self._mxfp4[name]
+        if name in self._quantised:
+            both = self._quantised[name]
             for index, each in enumerate(names):
-                part = self._mxfp4[each] = both.part(index)
-                for end, stored in ((BLOCKS, part.blocks), (SCALES, part.scales)):
-                    self._tensors[each + end], self._files[each + end] = stored, self._files[name + end]
+                self._quantised[each] = both.expert(each + BLOCKS, each + SCALES)
+                for part, own in ((both.codes, each + BLOCKS), (both.scales, each + SCALES)):
+                    self._tensors[own], self._files[own] = self._tensors[part].part(index), self._files[part]
             return
         whole, mapped = self._tensors[name], self._files[name]
         for index, each in enumerate(names):
@@ -94,12 +119,13 @@ class SafetensorsFiles:
 
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """See ``weights.TensorFiles``. What is not converted stays in the file until it is used."""
-        if name in self._mxfp4:
-            # What is stored is [out, in].
-            blocks, scales = (self._whole(name + end, self._tensors[name + end])[columns] for end in (BLOCKS, SCALES))
-            return dequantised(blocks, scales).t()[rows].to(dtype)
+        if name in self._quantised:
+            quantised = self._quantised[name]
+            if quantised.turned:
+                return read_plain(quantised, self._load, columns, rows, dtype).t()
+            return read_plain(quantised, self._load, rows, columns, dtype)
         stored = self._tensors[name]
-        whole = self._whole(name, stored)
+        whole = self._whole(name, DTYPES)
         if not stored.shape:
             return whole.to(dtype, copy=True)
         part = whole[rows]
@@ -108,17 +134,24 @@ class SafetensorsFiles:
             part = part[:, columns].contiguous()
         return part.to(dtype)
 
-    def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
+    def read_blocks(self, name: str, rows: slice, columns: slice, *, turned: bool = False) -> BlockWeight | None:
         """See ``weights.TensorFiles``."""
-        return None
+        found = self._quantised.get(name)
+        if found is None or found.turned != turned or len(found.shape) != 2:
+            return None
+        return read_blocks(found, self._load, rows, columns)
 
     def drop(self) -> None:
         """See ``weights.TensorFiles``."""
         for mapped in self._mapped:
             mapped.drop()
 
-    def _whole(self, name: str, stored: StoredTensor) -> torch.Tensor:
-        dtype = DTYPES.get(stored.form)
+    def _load(self, name: str) -> torch.Tensor:
+        return self._whole(name, _PARTS)
+
+    def _whole(self, name: str, dtypes: Mapping[str, torch.dtype]) -> torch.Tensor:
+        stored = self._tensors[name]
+        dtype = dtypes.get(stored.form)
         if dtype is None:
             raise ModelError(f"tensor {name!r} in {self._folder} is in {stored.form}, which is not supported")
         mapped = self._files[name]

@@ -243,6 +243,7 @@ def _sources() -> list[Path]:
     """Returns the code that says which bytes a key means: it reads the weights, and puts several into one."""
     here = Path(__file__)
     names = ["weights.py", "mapped_file.py", "safetensors_files.py", "safetensors_header.py"]
+    names += ["quantisation.py", "quantised_tensors.py", "dequantising.py"]
     names += [path.name for path in sorted(here.parent.glob("gguf_*.py"))]
     readers = [here, *(here.with_name(name) for name in names)]
     models = here.parents[1]

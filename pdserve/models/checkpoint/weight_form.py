@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
+from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
 from pdserve.models.checkpoint.model_files import weight_files
+from pdserve.models.checkpoint.quantisation import ANY_FAMILY, FORMS, Quantisation, read_quantisation
+from pdserve.models.checkpoint.quantised_tensors import FoundTensors, QuantisedTensor, quantised_tensors
 from pdserve.models.checkpoint.safetensors_header import read_header
 from pdserve.models.group_sizes import GroupSize, group_sizes
 from pdserve.models.sizes import ModelSize
@@ -21,7 +24,8 @@ ITEM_BYTES = {Dtype.BF16: 2, Dtype.FP32: 4}
 def weights_words(path: Path, model: ModelConfig) -> str:
     """Returns in which form a model's weights are: ``bfloat16``, or ``GGUF, Q4_K, Q6_K``, the most used form first."""
     if not is_gguf(path):
-        return model.dtype.value
+        quantisation = _quantisation(path)
+        return model.dtype.value if quantisation is None else f"{quantisation.method}, {_becomes_words(path, model)}"
     # The package takes a tenth of a second to load, which a folder's model does without.
     from gguf.constants import GGMLQuantizationType
 
@@ -57,23 +61,50 @@ def model_size_of(weights: int, groups: Sequence[GroupSize], block_size: int, po
 def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels, *, in_blocks: bool = True) -> int:
     """Returns the bytes of the weights in memory. Raises ModelError if the files cannot be read.
 
-    A GGUF file's quantised weights stay as they are where a CPU computes ``in_blocks``, and are widened elsewhere.
+    Quantised weights stay in blocks, or become blocks, where a CPU computes ``in_blocks``, and are widened elsewhere.
     """
     stays = (
         in_blocks and model.weights is Weights.AUTO and model.dtype is Dtype.BF16 and kernels is not CpuKernels.TORCH
     )
+    if not stays:
+        return parameters(path) * ITEM_BYTES[model.dtype]
     if is_gguf(path):
-        if stays:
-            return sum(part.stat().st_size for part in read_gguf(path).parts)
-        numbers = sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
-    else:
-        numbers = sum(map(_numbers, weight_files(path)))
-    return numbers * ITEM_BYTES[model.dtype]
+        return sum(part.stat().st_size for part in read_gguf(path).parts)
+    plain, quantised = _tensors(path)
+    return int(plain * ITEM_BYTES[model.dtype] + sum(math.prod(each.shape) * each.held_bits / 8 for each in quantised))
 
 
-def _numbers(file: Path) -> int:
-    """Returns how many numbers the tensors of a safetensors file have. A byte of MXFP4 has two."""
-    return sum(
-        math.prod(tensor.shape) * (2 if name.endswith("_blocks") and tensor.form == "U8" else 1)
-        for name, tensor in read_header(file).items()
-    )
+def parameters(path: Path) -> int:
+    """Returns how many numbers the tensors of a folder or GGUF file hold. Raises ModelError if they cannot be read."""
+    if is_gguf(path):
+        return sum(math.prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
+    plain, quantised = _tensors(path)
+    return plain + sum(math.prod(each.shape) for each in quantised)
+
+
+def _tensors(folder: Path) -> tuple[int, list[QuantisedTensor]]:
+    """Returns how many numbers the plain tensors of a folder have, and its quantised weights. Raises ModelError."""
+    tensors = {name: tensor for file in weight_files(folder) for name, tensor in read_header(file).items()}
+    try:
+        found = quantised_tensors(tensors, _quantisation(folder))
+    except ModelError:
+        found = FoundTensors({}, frozenset())
+    others = found.unused.union(*(each.parts for each in found.quantised.values()))
+    plain = sum(math.prod(tensor.shape) for name, tensor in tensors.items() if name not in others)
+    return plain, list(found.quantised.values())
+
+
+def _quantisation(folder: Path) -> Quantisation | None:
+    """Returns how weights are quantised. What is refused, is refused where a model is read; transformers knows more."""
+    try:
+        return read_quantisation(folder, ANY_FAMILY)
+    except ModelError:
+        return None
+
+
+def _becomes_words(folder: Path, model: ModelConfig) -> str:
+    if model.weights is not Weights.AUTO or model.dtype is not Dtype.BF16:
+        return f"widened to {model.dtype.value}"
+    _, quantised = _tensors(folder)
+    names = sorted({FORMS[each.form].cpu or model.dtype.value for each in quantised})
+    return f"in {', '.join(names)} on a CPU"

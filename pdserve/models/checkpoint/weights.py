@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.quantisation import Quantisation
 from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
@@ -48,8 +49,11 @@ class TensorFiles(Protocol):
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """Returns a part of one of ``names()``. Raises ModelError if it cannot be read."""
 
-    def read_blocks(self, name: str, rows: slice, columns: slice) -> BlockWeight | None:
-        """Returns a part of one of ``names()`` in blocks, or None if that part does not consist of blocks."""
+    def read_blocks(self, name: str, rows: slice, columns: slice, *, turned: bool = False) -> BlockWeight | None:
+        """Returns a part of one of ``names()`` in blocks, or None if that part does not consist of blocks.
+
+        ``turned`` says that the tensor counts as ``[in, out]``. ``rows`` are those of ``[out, in]`` all the same.
+        """
 
     def drop(self) -> None:
         """Takes what has been read out of this process's memory. What is used again is read again."""
@@ -90,15 +94,18 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device = CPU,
         progress: Callable[[float], None] = _tell_nobody,
+        quantisation: Quantisation | None = None,
     ) -> None:
-        """``progress`` is called with the share of the bytes that have been read, from 0 to 1, if ``unread`` counted.
+        """``quantisation`` is how the weights of a folder are quantised (``FamilyConfig``).
 
-        Raises ModelError if there are no readable weights at ``path``.
+        ``progress`` is called with the share of the bytes that have been read, from 0 to 1, if ``unread`` counted.
+
+        Raises ModelError if there are no readable weights at ``path``, or they do not fit what is said of them.
         """
         self.device = device
         self.path = path
         self.dtype = dtype
-        self._files = _tensor_files(path)
+        self._files = _tensor_files(path, quantisation)
         self._left = {name: name for name in self._files.names() if not name.endswith(ROTARY_FREQUENCIES)}
         """What is left to take, and the names that the files know it by."""
         self._reading = _Reading(progress)
@@ -174,9 +181,9 @@ class Checkpoint:
         return UnreadWeight(_key(stored, rows, columns), found, self.dtype, read)
 
     def take_blocks(
-        self, name: str, shape: tuple[int, ...], rows: Rows = ALL, columns: Columns = ALL
+        self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: Columns = ALL, *, transposed: bool = False
     ) -> BlockWeight | None:
-        """Returns a tensor, or a part of it, as blocks.
+        """Returns a tensor, or a part of it, as blocks. ``transposed`` says that it is stored as ``[in, out]``.
 
         Returns None if it is not there or that part does not consist of blocks; it may then be taken as ``take`` does.
         Raises ModelError if it has another shape.
@@ -184,15 +191,17 @@ class Checkpoint:
         stored = self._left.get(name)
         if stored is None:
             return None
-        self._check_shape(name, stored, shape)
+        self._check_shape(name, stored, shape[::-1] if transposed else shape)
         self._make_room()
         spans, widths = _spans(rows), _widths(columns)
-        parts = [self._files.read_blocks(stored, span, width) for span in spans for width in widths]
-        found = [part for part in parts if part is not None]
-        if not found or len(found) < len(parts):
-            return None
+        found: list[BlockWeight] = []
+        for span, width in product(spans, widths):
+            part = self._files.read_blocks(stored, span, width, turned=transposed)
+            if part is None:
+                return None
+            found.append(part)
         del self._left[name]
-        self._reading.add(sum(part.blocks.nbytes for part in found))
+        self._reading.add(self._files.nbytes(stored) * _part_of(shape, rows, columns) // math.prod(shape))
         blocks = _picked(_joined_by([part.blocks for part in found], len(widths)), rows)
         return replace(found[0], blocks=blocks, key=_key(stored, rows, columns))
 
@@ -373,15 +382,9 @@ def _key(name: str, rows: Rows, columns: Columns) -> str:
     return f"{name}[{digest},{widths}]"
 
 
-def parameters(path: Path) -> int:
-    """Returns how many numbers the tensors of a folder or GGUF file hold. Raises ModelError if they cannot be read."""
-    files = _tensor_files(path)
-    return sum(math.prod(files.shape(name)) for name in files.names())
-
-
-def _tensor_files(path: Path) -> TensorFiles:
+def _tensor_files(path: Path, quantisation: Quantisation | None) -> TensorFiles:
     if not is_gguf(path):
-        return SafetensorsFiles(path)
+        return SafetensorsFiles(path, quantisation)
     from pdserve.models.checkpoint.gguf_tensors import GgufTensors
 
     return GgufTensors(path)

@@ -43,13 +43,13 @@ class Building:
         self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: Columns = ALL, *, transposed: bool = False
     ) -> UnreadWeight | BlockWeight:
         """Takes a weight ``[out, in]`` in the form in which it is multiplied. See ``Checkpoint.take``."""
+        if self.block_kernels is not None:
+            blocks = self.checkpoint.take_blocks(name, shape, rows, columns, transposed=transposed)
+            if blocks is not None:
+                return blocks
         if transposed:
             assert isinstance(columns, slice), "no transposed weight has its inputs in another order"
             return self.checkpoint.take_transposed(name, shape, rows, columns)
-        if self.block_kernels is not None:
-            blocks = self.checkpoint.take_blocks(name, shape, rows, columns)
-            if blocks is not None:
-                return blocks
         return self.checkpoint.take_unread(name, shape, rows, columns)
 
     def linear(self, weight: torch.Tensor | UnreadWeight | BlockWeight, bias: torch.Tensor | None = None) -> Linear:

@@ -12,7 +12,7 @@ from pdserve.config import CacheConfig
 from pdserve.engine.kv_cache.cache_size import cache_bytes, context_length, gpu_cache_bytes
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB
-from pdserve.models.checkpoint.weights import parameters
+from pdserve.models.checkpoint.weight_form import parameters
 
 GIB = 2**30
 CPU = torch.device("cpu")
