@@ -28,7 +28,10 @@ from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.models.greedy import small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.quantisers import FORMATS, configure, quantised_folders
+from tests.models.rank_program import Case
 from tests.models.test_qwen3_moe import Unsummed
+from tests.models.test_tensor_parallel import computed
+from tests.models.tiny_families import save_tiny
 from tests.tiny_models import save_tiny_model
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -153,6 +156,34 @@ def test_ranks_take_their_share(tiny: Path, tmp_path: Path, name: str, size: int
         total += building.linear(weight)(x[:, mine].contiguous()).float()
     wanted = x.float() @ load_file(wide / "model.safetensors")[DOWN].T
     assert (total - wanted).norm() / wanted.norm() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("deepseek-v3", "fp8-blocks"),
+        ("phi3", "ct-fp8"),
+        pytest.param("minimax-m2", "fp8-blocks", marks=pytest.mark.nightly),
+        pytest.param("glm4-moe", "fp8-blocks", marks=pytest.mark.nightly),
+        pytest.param("gpt2", "modelopt-fp8", marks=pytest.mark.nightly),
+        pytest.param("qwen3-next", "ct-fp8", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_family_has_the_logits_of_its_numbers(tmp_path: Path, case: str, name: str) -> None:
+    """Latents, fused rows, experts, weights that are stored as ``[in, out]``, states."""
+    narrow, wide = quantised_folders(save_tiny(case, tmp_path / "tiny"), name, tmp_path)
+    torch.testing.assert_close(logits(narrow), logits(wide), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "name", ["fp8-blocks", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("awq", "gptq-ordered"))]
+)
+def test_ranks_give_the_tokens_of_one_rank(tiny: Path, tmp_path: Path, name: str) -> None:
+    narrow, _ = folders(tiny, tmp_path, name)
+    alone, split = computed([Case(str(narrow), size, [PROMPT[:6], PROMPT[3:20]], 5) for size in (1, 2)])
+    assert not alone.error
+    assert split == alone
 
 
 def test_rounding_that_adds_too_much_leaves_a_weight_dequantised(tiny: Path, tmp_path: Path) -> None:

@@ -149,7 +149,6 @@ def _of_bytes(name: str, tensors: Tensors, quantisation: Quantisation) -> Quanti
     grid = _grid(name, tensor, names[0], tensors[names[0]], quantisation.block)
     zeros = f"{name}_zero_point" if f"{name}_zero_point" in tensors else ""
     if zeros and tensor.form == FP8:
-        # Exporters write zeros of symmetric numbers, too; those of floating-point numbers mean nothing.
         raise _misfit(zeros, tensors[zeros], "FP8 has no zeros")
     if zeros and tensors[zeros].shape != tensors[names[0]].shape:
         raise _misfit(zeros, tensors[zeros], f"the scales have {list(tensors[names[0]].shape)}")
