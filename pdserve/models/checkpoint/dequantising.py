@@ -26,6 +26,9 @@ LARGEST_SHIFT = 1 / 16
 """The most by which a number in a block may differ, in steps of its group. The format itself has half a step."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of three bits; a fourth bit is the sign."""
+_SIGNED = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+_PAIRS = torch.stack((_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)), 1)
+"""The two numbers of each byte."""
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word of AWQ each of eight outputs lies."""
 _EXPONENT_OF_ONE = 127
@@ -72,12 +75,32 @@ def _row_spans(tensor: QuantisedTensor, rows: slice, columns: slice) -> list[sli
 
 def _numbers(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice) -> torch.Tensor:
     """Returns fp32 ``[rows, columns]``."""
-    groups, scales = _groups(tensor, load, columns), _scales(tensor, load, rows)
     codes = _codes(tensor, load, rows, columns).float()
+    groups, each = _groups(tensor, load, columns), _whole_groups(tensor, columns)
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        """Returns the value of each number, or one for each group of them, by its ``[rows, groups]``."""
+        return values[:, groups[::each]].unsqueeze(-1) if each else values[:, groups]
+
+    shape = codes.shape
+    numbers = codes.reshape(len(codes), -1, each) if each else codes
     if (zeros := _zeros(tensor, load, rows)) is not None:
-        codes = codes - (zeros[:, groups] if isinstance(zeros, torch.Tensor) else zeros)
-    numbers = codes * scales[:, groups]
-    return numbers + _offsets(tensor, load, rows, groups) if tensor.offsets else numbers
+        numbers = numbers - (spread(zeros) if isinstance(zeros, torch.Tensor) else zeros)
+    numbers = numbers * spread(_scales(tensor, load, rows))
+    if tensor.offsets:
+        numbers += spread(_grid_rows(tensor, load(tensor.offsets), rows))
+    return numbers.view(shape)
+
+
+def _whole_groups(tensor: QuantisedTensor, columns: slice) -> int:
+    """Returns how many columns of each group there are, if all groups have as many and follow each other, or 0."""
+    first, end, _ = columns.indices(tensor.shape[1])
+    size = tensor.grid[1]
+    if tensor.order or end <= first:
+        return 0
+    if first // size == (end - 1) // size:
+        return end - first
+    return size if first % size == 0 and end % size == 0 else 0
 
 
 def _blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice) -> torch.Tensor | None:
@@ -103,7 +126,7 @@ def _affine_blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: sl
     stored, most = [scales.to(torch.float16)], 2 ** (tensor.bits - 1)
     shift = (stored[0].float() - scales).abs()
     if tensor.form is Form.INT4_OFFSET:
-        offsets = _offsets(tensor, load, rows, groups[:, 0]) if zeros is None else -zeros * scales
+        offsets = _grid_rows(tensor, load(tensor.offsets), rows)[:, groups[:, 0]] if zeros is None else -zeros * scales
         stored.append(offsets.to(torch.float16))
         shift = shift * (2 * most - 1) + (stored[1].float() - offsets).abs()
     elif zeros is not None and bool((torch.as_tensor(zeros) != most).any()):
@@ -123,11 +146,11 @@ def _affine_blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: sl
 def _rounded_blocks(numbers: torch.Tensor) -> torch.Tensor | None:
     """Returns blocks of Q8_0, or None if rounding adds more than ``MOST_ADDED``."""
     spans = numbers.view(len(numbers), -1, BLOCK_INPUTS)
-    scales = (spans.abs().amax(-1, keepdim=True) / 127).to(torch.float16)
+    scales = (torch.linalg.vector_norm(spans, torch.inf, -1, keepdim=True) / 127).to(torch.float16)
     wide = scales.float()
-    codes = torch.where(wide > 0, spans / wide, 0).round().clamp(-127, 127)
-    added = (codes * wide - spans).square().sum()
-    if not bool(added <= MOST_ADDED**2 * numbers.square().sum()):
+    codes = (spans * torch.where(wide > 0, 1 / wide, 0)).round_().clamp_(-127, 127)
+    added = torch.linalg.vector_norm((codes * wide).sub_(spans))
+    if not bool(added <= MOST_ADDED * torch.linalg.vector_norm(numbers)):
         return None
     return torch.cat((scales.view(torch.uint8), codes.to(torch.int8).view(torch.uint8)), -1).flatten(1)
 
@@ -161,8 +184,9 @@ def _codes(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice) -> 
         case Packing.AWQ:
             return _awq_outputs(stored[columns], rows).t()
         case Packing.HALVES:
-            table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-            return table[_nibbles(_bytes_of(tensor, load, rows), columns).int()]
+            stored = _bytes_of(tensor, load, rows)[:, first // 2 : -(-end // 2)]
+            pairs = _PAIRS.index_select(0, stored.reshape(-1).int()).view(len(stored), -1)
+            return pairs[:, first % 2 : first % 2 + end - first]
 
 
 def _zeros(tensor: QuantisedTensor, load: Load, rows: slice) -> torch.Tensor | float | None:
@@ -199,10 +223,6 @@ def _scales(tensor: QuantisedTensor, load: Load, rows: slice) -> torch.Tensor:
         return found
     factor = load(tensor.factor).float()
     return found / factor if tensor.divides else found * factor
-
-
-def _offsets(tensor: QuantisedTensor, load: Load, rows: slice, groups: torch.Tensor) -> torch.Tensor:
-    return _grid_rows(tensor, load(tensor.offsets), rows)[:, groups]
 
 
 def _grid_rows(tensor: QuantisedTensor, stored: torch.Tensor, rows: slice) -> torch.Tensor:
