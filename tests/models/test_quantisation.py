@@ -40,7 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (said("awq", bits=4, backend="llm-awq"), "gemm of llm-awq, is not read"),
     (said("gptq", bits=3, group_size=128), "3 bits are not read, 4 and 8 are"),
     (said("gptq", bits=4, checkpoint_format="marlin"), "marlin, is not read"),
-    (said("gptq", bits=4, dynamic={"-:lm_head": {}}), "dynamic"),
+    (said("gptq", bits=4, dynamic={"-:lm_head": {}, "+:.*up.*": {"bits": 8}}), r"dynamic: \+:\.\*up"),
     (said("gptq", bits=4, group_size=0), "groups of 0 inputs"),
     (said("gptq"), "bits"),
     (compressed("marlin-24"), r"compressed-tensors, marlin-24\), and the format marlin-24 is not read"),
@@ -69,6 +69,12 @@ def test_a_form_that_is_read_is_one_of_the_table(tmp_path: Path, form: Any) -> N
     found = read_quantisation(folder(tmp_path, dict(form.config)))
     assert found is not None
     assert found.method in METHODS
+
+
+def test_modules_that_gptq_leaves_out_are_known_by_the_files(tmp_path: Path) -> None:
+    found = read_quantisation(folder(tmp_path, said("gptq", bits=4, group_size=64, dynamic={"-:.*visual.*": {}})))
+    assert found is not None
+    assert found.schemes == (Scheme("int", 4, 64),)
 
 
 def test_a_folder_that_is_not_quantised(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
-from pdserve.config import Dtype, ModelConfig, Weights
+from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.block_form import block_formats, stays_in_blocks
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.dequantising import LARGEST_SHIFT, MOST_ADDED
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.weight_form import parameters, weight_bytes, weights_words
 from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import StepRow
@@ -215,6 +216,23 @@ def test_zeros_that_are_not_in_the_middle_are_no_symmetric_weight(tiny: Path, tm
     files = files_of(narrow)
     assert files.read_blocks(DOWN, ALL, ALL) is None
     assert torch.equal(files.read(DOWN, ALL, ALL, torch.float32), load_file(wide / "model.safetensors")[DOWN])
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "words"), [("awq", 5.0, "awq, in Q4_1 on a CPU"), ("mlx-8", 16.0, "mlx, in bfloat16 on a CPU")]
+)
+def test_memory_is_that_of_what_weights_become(tiny: Path, tmp_path: Path, name: str, bits: float, words: str) -> None:
+    narrow, wide = folders(tiny, tmp_path, name)
+    tensors, parts = load_file(wide / "model.safetensors"), ("_proj", "embed") if name == "mlx-8" else ("_proj",)
+    quantised = {each for each in tensors if any(part in each for part in parts)}
+    numbers = sum(tensors[each].numel() for each in quantised)
+    others = sum(tensor.numel() for each, tensor in tensors.items() if each not in quantised)
+    model = ModelConfig()
+    assert parameters(narrow) == numbers + others
+    assert weight_bytes(narrow, model, CpuKernels.AUTO) == 2 * others + numbers * bits / 8
+    assert weight_bytes(narrow, model, CpuKernels.TORCH) == 2 * (others + numbers)
+    assert weights_words(narrow, model) == words
+    assert weights_words(narrow, ModelConfig(dtype=Dtype.FP32)) == f"{name.split('-')[0]}, widened to float32"
 
 
 def test_the_fingerprint_names_the_form(tiny: Path, tmp_path: Path) -> None:

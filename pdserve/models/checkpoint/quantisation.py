@@ -283,8 +283,9 @@ def _gptq(file: str, settings: dict[str, object]) -> Quantisation:
         raise ModelError(f"{found.bits} bits are not read, 4 and 8 are")
     if found.checkpoint_format not in ("gptq", "gptq_v2") or found.is_marlin_format:
         raise ModelError(f"its packing, {found.checkpoint_format}, is not read; gptq and gptq_v2 are")
-    if found.dynamic:
-        raise ModelError("modules with settings of their own (dynamic) are not read")
+    # Those that begin so are modules that are not quantised, which the files tell, too.
+    if own := [module for module in found.dynamic or () if not module.startswith("-:")]:
+        raise ModelError(f"modules with settings of their own (dynamic: {own[0]}) are not read")
     scheme = Scheme("int", found.bits, _group(found.group_size), found.desc_act)
     first = 1 if found.checkpoint_format == "gptq" else 0
     return Quantisation("gptq", file, (scheme,), symmetric=found.sym, first_zero=first)
