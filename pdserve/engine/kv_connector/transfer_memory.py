@@ -33,15 +33,14 @@ class CacheParts:
         """Returns the blocks of a cache. ``groups`` are as in ``open_memory``."""
         if not groups:
             return cls((kv_cache,))
-        parts = [
-            kv_cache[group.start : group.start + group.count * group.block_bytes].view(group.count, group.block_bytes)
-            for group in groups
-        ]
         # Copies move wide numbers faster than bytes.
-        wide = all(group.block_bytes % 8 == 0 for group in groups)
-        return cls(
-            tuple(part.view(torch.int64) if wide else part for part in parts), tuple(group.first for group in groups)
-        )
+        width = 8 if all(group.block_bytes % 8 == 0 for group in groups) else 1
+        parts = []
+        for group in groups:
+            flat = kv_cache[group.start : group.start + group.count * group.block_bytes]
+            numbers = flat if width == 1 else flat.view(torch.int64)
+            parts.append(numbers.view(group.count, group.block_bytes // width))
+        return cls(tuple(parts), tuple(group.first for group in groups))
 
     def group_of(self, block_id: int) -> int:
         """Returns the number of a block's group."""

@@ -28,6 +28,8 @@ from tests.kvtransfer.rig import SAMPLING, SECRET, SPEC
 
 TOKENS = 200
 ODD_STATE = msgspec.structs.replace(STATE, heads=0, head_bytes=400_001)
+EMPTY = msgspec.structs.replace(WHOLE, layers=0, head_bytes=0)
+"""The first group of a model without attention."""
 CONFIG = TransferConfig(heartbeat_ms=100, lease_ms=60_000, staging=KvStaging.ON, staging_mib=2)
 
 
@@ -87,7 +89,7 @@ class StagedNode:
         return all(staging.num_free == staging.total for staging in self.staging)
 
 
-@pytest.mark.parametrize("groups", [GROUPS, (WHOLE, WINDOW, ODD_STATE)])
+@pytest.mark.parametrize("groups", [GROUPS, (WHOLE, WINDOW, ODD_STATE), (EMPTY, WINDOW, STATE)])
 def test_a_prompt_of_many_blocks_passes_few_staging_blocks(groups: tuple[GroupSpec, ...]) -> None:
     prefill, decode = StagedNode(groups), StagedNode(groups)
     try:
