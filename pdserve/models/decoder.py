@@ -169,6 +169,7 @@ class _Parts:
         recipe = config.recipe.layers[index]
         attend: Part | None = None
         mix: Part | None = None
+        scales = recipe.scales
         if recipe.attention is not None and (place := self._places.attention[index]) is not None:
             table = self._kinds.index(_positions_of(config, recipe.attention))
             group = self._of_attention.index(place.group)
@@ -177,24 +178,28 @@ class _Parts:
                 attend = _Attend(SelfAttention(*built), table, group)
             else:
                 attend = _AttendToLatents(LatentAttention(*built), table, group)
+            attend = _scaled(attend, scales.attention_in, scales.attention_out)
         if recipe.mixer is not None and (place := self._places.states[index]) is not None:
             mixer = build_mixer(config, building, recipe.mixer, prefix, index)
-            mix = _Mix(mixer, self._of_states.index(place.group), place.index)
+            mix = _scaled(
+                _Mix(mixer, self._of_states.index(place.group), place.index), scales.mixer_in, scales.mixer_out
+            )
         return _Both(attend, mix) if attend is not None and mix is not None else attend or mix
 
     def feeding(self, index: int) -> Part | None:
-        part = self._config.recipe.layers[index].feed_forward
+        layer = self._config.recipe.layers[index]
+        part = layer.feed_forward
         if part is None:
             return None
         hidden, building, prefix = self._config.hidden_size, self._building, self.prefix(index)
         match part:
             case MlpRecipe():
-                return _Feed(Mlp(hidden, building, part, prefix))
+                feed: FeedForward = Mlp(hidden, building, part, prefix)
             case ExpertsRecipe():
-                return _Feed(Experts(hidden, building, part, prefix))
+                feed = Experts(hidden, building, part, prefix)
             case MlpBesideExperts():
-                norm = self._config.recipe.layers[index].norm
-                return _Feed(BesideExperts(hidden, building, part, norm, prefix))
+                feed = BesideExperts(hidden, building, part, layer.norm, prefix)
+        return _scaled(_Feed(feed), 1.0, layer.scales.feed_forward_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +313,23 @@ class _Both:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         return self.attend(x, step) + self.mix(x, step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """A part whose input and output are multiplied by numbers."""
+
+    part: Part
+    before: float
+    after: float
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        given = x if self.before == 1.0 else x * self.before
+        return _added(self.part(given, step), None, self.after)
+
+
+def _scaled(part: Part, before: float, after: float) -> Part:
+    return part if before == after == 1.0 else _Scaled(part, before, after)
 
 
 @dataclass(frozen=True, slots=True)

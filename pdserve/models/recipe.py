@@ -243,6 +243,8 @@ class MlpRecipe:
     """Those of the names above that have a bias."""
     transposed: bool = False
     """Whether the checkpoint has the weights as ``[in, out]``."""
+    gate_scale: float = 1.0
+    """What gates are multiplied by before the activation."""
 
     @property
     def gated(self) -> bool:
@@ -430,21 +432,32 @@ class ShortConvRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Recipe:
-    """A Mamba 2. Heads of one of the ``heads`` groups are written and read in the same way; ranks split groups."""
+    """A Mamba 2. Heads of one group are written and read with the same, and normalised together.
+
+    A group is cut into ``parts``, each of which keeps the tokens that the convolution of its group still sees, so that
+    ranks can split groups.
+    """
 
     heads: int
-    """The groups."""
+    """The parts of all groups."""
     group: int
-    """The heads of a group."""
+    """The heads of a part."""
     head_dim: int
     size: int
     """The numbers of a state for each channel of a head."""
     width: int
     """The tokens that the convolution sees."""
-    norm: Norm
-    """The norm of each group's outputs, after these are multiplied by ``silu(gate)``."""
+    norm: Norm | None
+    """The norm of each group's outputs, after these are multiplied by ``silu(gate)``; None if there is none."""
+    parts: int = 1
+    """The parts of a group."""
+    gate_after_norm: bool = False
+    """Whether outputs are multiplied by ``silu(gate)`` after their norm."""
+    scales: tuple[float, float, float, float, float] | None = None
+    """What gates, inputs, what these are written with, what they are read with, and steps are multiplied by."""
     biased: bool = False
-    """Whether ``inner`` and ``out`` have biases."""
+    """Whether ``inner`` has a bias."""
+    out_biased: bool = False
     conv_biased: bool = True
     inner: str = "mamba.in_proj"
     conv: str = "mamba.conv1d"
@@ -455,8 +468,12 @@ class Mamba2Recipe:
     out: str = "mamba.out_proj"
 
     @property
+    def groups(self) -> int:
+        return self.heads // self.parts
+
+    @property
     def conv_channels(self) -> int:
-        """The channels of one group that are convolved."""
+        """The channels of one part that are convolved."""
         return self.group * self.head_dim + 2 * self.size
 
     @property
@@ -466,7 +483,8 @@ class Mamba2Recipe:
 
     @property
     def token_numbers(self) -> int:
-        return self.heads * (2 * self.conv_channels + 8 * self.group * self.head_dim + self.group)
+        inputs = 2 if self.parts == 1 else 3
+        return self.heads * (inputs * self.conv_channels + 8 * self.group * self.head_dim + self.group)
 
 
 class NormOrder(enum.Enum):
@@ -480,6 +498,17 @@ class NormOrder(enum.Enum):
     """Before and after attention, and before and after the feed-forward part."""
     PARALLEL = "parallel"
     """One before both parts, which are added together; or, if two are named, one before each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartScales:
+    """What goes into the parts of a layer, and what comes out, is multiplied by these."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mixer_in: float = 1.0
+    mixer_out: float = 1.0
+    feed_forward_out: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,6 +528,7 @@ class LayerRecipe:
     """The tensor, by its whole name, of the number by which the residual is multiplied at the end of the layer."""
     mixer: MixerRecipe | None = None
     """A part with a state, which is given what attention is given, and whose output is added to attention's."""
+    scales: PartScales = PartScales()
 
 
 @dataclass(frozen=True, slots=True)

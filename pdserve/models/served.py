@@ -34,10 +34,7 @@ NOT_YET: dict[str, str] = {
         "two attentions a layer": ("longcat_flash",),
         "sparse attention": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl"),
         "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
-        "states": (
-            *("falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba"),
-            "zamba2",
-        ),
+        "states": (*("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),),
         "attention sinks": ("mimo_v2_flash",),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
@@ -78,7 +75,7 @@ def served_families() -> list[ServedFamily]:
             model_type,
             settings.models,
             _joined(_attention(recipe.layers, settings.attention_cap())),
-            _joined(word for part in _distinct(recipe.layers) for word in _feed_forward(part)),
+            _joined(word for part in _distinct(recipe.layers) for word in _feed_forward(part)) or "none",
             _joined(_norms(recipe.layers[0])),
             _joined(_positions(recipe, settings.head_size())),
             ("fp32", "bf16", *(f"GGUF {arch}" for arch in gguf)),
@@ -113,7 +110,7 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
     if not parts:
         return
     first = parts[0]
-    if len(parts) < len(layers):
+    if mixers:
         yield f"attention {_share(layers, len(parts))}"
     if first.latent is not None:
         yield "latents"

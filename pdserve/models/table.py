@@ -67,7 +67,13 @@ from pdserve.models.families.llama import (
     SmolLm3Settings,
 )
 from pdserve.models.families.llama4 import Llama4Settings
-from pdserve.models.families.mamba import BambaSettings, GraniteHybridSettings, NemotronHSettings
+from pdserve.models.families.mamba import (
+    BambaSettings,
+    FalconH1Settings,
+    GraniteHybridSettings,
+    Mamba2Settings,
+    NemotronHSettings,
+)
 from pdserve.models.families.mixtral import MiniMaxM2Settings, MixtralSettings
 from pdserve.models.families.olmo import FlexOlmoSettings, Olmo2Settings, Olmo3Settings, OlmoeSettings, OlmoSettings
 from pdserve.models.families.phi import Phi3Settings, PhiSettings
@@ -110,6 +116,8 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "sarvam_mla": SarvamMlaSettings,
     "minicpm3": MiniCpm3Settings,
     "youtu": YoutuSettings,
+    "falcon_h1": FalconH1Settings,
+    "mamba2": Mamba2Settings,
     "gemma": GemmaSettings,
     "gemma2": Gemma2Settings,
     "gemma3_text": Gemma3Settings,

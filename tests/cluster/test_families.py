@@ -33,19 +33,22 @@ CASES = (
     "deepseek-v3",
     "glm4-moe",
     "cohere2",
+    "falcon-h1",
     "gemma2",
     "gemma4-shared",
     "gpt-oss",
     "gpt2",
     "lfm2-moe",
     "llama4",
+    "mamba2",
     "nemotron-h",
     "olmo3",
     "qwen3-next",
 )
 """Norms before, beside, behind and around the parts; windows by layer; fused, transposed and permuted weights; biases;
 experts, and one that every token is sent to; latents, which each rank has whole; learned positions; bounded scores;
-chunks; layers with other heads, or with the keys and values of earlier ones; sinks; states; layers of one part."""
+chunks; layers with other heads, or with the keys and values of earlier ones; sinks; states in place of attention,
+beside it and alone; layers of one part."""
 
 
 FILES = {"qwen3-5": "qwen35"}

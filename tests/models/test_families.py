@@ -104,6 +104,7 @@ RANKED = (
     "apertus",
     "cohere-normed",
     "falcon-groups",
+    "falcon-h1",
     "gemma2",
     "gemma4",
     "gemma4-experts",
@@ -113,9 +114,10 @@ RANKED = (
     "gpt2",
     "gpt-oss",
     "granitemoe-shared",
-    "granitemoehybrid-dense",
+    "granitemoehybrid",
     "lfm2-moe",
     "llama4",
+    "mamba2-groups",
     "minimax-m2",
     "ministral3",
     "nemotron-h",
@@ -125,14 +127,12 @@ RANKED = (
     "qwen3-next",
 )
 """Permuted, fused, transposed and shared heads, norms of heads of each kind, experts in one tensor, what is learned."""
-OF_ONE_GROUP = {"bamba", "granitemoehybrid"}
-"""All heads of their Mambas are of one group, which ranks cannot split."""
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "cases",
-    [RANKED, pytest.param(tuple(sorted(CASES.keys() - OF_ONE_GROUP)), marks=pytest.mark.nightly)],
+    [RANKED, pytest.param(tuple(sorted(CASES)), marks=pytest.mark.nightly)],
     ids=["few", "all"],
 )
 def test_ranks_give_the_tokens_of_one_rank(tmp_path: Path, cases: tuple[str, ...]) -> None:
@@ -146,6 +146,7 @@ def test_ranks_give_the_tokens_of_one_rank(tmp_path: Path, cases: tuple[str, ...
 
 
 @pytest.mark.integration
-def test_heads_of_one_group_are_not_split(tmp_path: Path) -> None:
-    (result,) = computed([Case(str(save_tiny("granitemoehybrid", tmp_path)), 2, [PROMPT[:6]], 1)])
+def test_an_odd_number_of_heads_of_one_group_is_not_split(tmp_path: Path) -> None:
+    folder = save_tiny("granitemoehybrid", tmp_path, mamba_n_heads=15, mamba_d_head=8)
+    (result,) = computed([Case(str(folder), 2, [PROMPT[:6]], 1)])
     assert "--tensor-parallel-size 2 does not divide the model's 1 heads of a state" in result.error

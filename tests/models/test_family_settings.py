@@ -201,6 +201,7 @@ NO_OWN_DEFAULT: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4_moe": {"head_dim": 128},
     "gptj": {"rotary_dim": 8},
+    "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16},
 }
 """What files of these families cannot leave out, or not in small shapes."""
 
@@ -213,12 +214,13 @@ def test_what_a_file_leaves_out_has_the_value_of_transformers(tmp_path: Path, fa
         folder = written(tmp_path, {"model_type": family} | NO_OWN_DEFAULT.get(family, {}) | named)
         hf, found = AutoConfig.from_pretrained(folder), read_family_config(folder)
         hf.allow_global_per_layer_attribute_access = True
-        heads = hf.num_attention_heads
+        heads = hf.num_heads if family == "mamba2" else hf.num_attention_heads
         ids = hf.eos_token_id if isinstance(hf.eos_token_id, list) else [hf.eos_token_id]
         assert (found.vocab_size, found.hidden_size, found.num_layers) == (
             *(hf.vocab_size, hf.hidden_size, hf.num_hidden_layers),
         )
-        assert (found.heads, found.max_positions) == (heads, hf.max_position_embeddings)
+        assert found.heads == heads
+        assert found.max_positions == getattr(hf, "max_position_embeddings", found.max_positions)
         latents = [part.latent for part in found.recipe.attention if part.latent is not None]
         if latents:
             assert (latents[0].rank, latents[0].plain) == (hf.kv_lora_rank, hf.qk_nope_head_dim)
@@ -282,7 +284,8 @@ WITHOUT_EFFECT = {
     *("rescale_prenorm_residual", "z_loss_coefficient", "time_step_max", "time_step_floor"),  # for training
     *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),  # how transformers computes
     *("num_nextn_predict_layers", "mtp_layers_block_type"),  # layers that guess further tokens
-    *("expand", "n_shared_experts", "moe_shared_expert_overlap", "residual_in_fp32"),  # read by nothing
+    *("expand", "n_shared_experts", "moe_shared_expert_overlap"),  # read by nothing
+    "residual_in_fp32",  # the residual has the numbers of the weights
     "num_logits_to_keep",  # for transformers' own loop
     *("bos_token_id", "pad_token_id", "use_cache"),  # for transformers' own loop and tokenizer
     *(
@@ -294,12 +297,12 @@ WITHOUT_EFFECT = {
     ),  # as well
     *("mamba_chunk_size", "chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),  # how states are computed
     *("num_nextn_predict_layers", "mtp_layers_block_type", "num_logits_to_keep", "moe_shared_expert_overlap"),
-    *("expand", "residual_in_fp32", "n_shared_experts"),  # Nemotron-H's code reads none of them
+    *("expand", "n_shared_experts"),  # Nemotron-H's code reads none of them
     "pretraining_tp",  # how Llama was trained; transformers reads it no more
 }
-WITHOUT_EFFECT_IN = {"nemotron_h": {"sliding_window", "time_step_min"}}
-"""What one family does not read. transformers takes ``time_step_min`` for the least length of a step, but the files'
-``time_step_limit`` begins at 0."""
+WITHOUT_EFFECT_IN = {"nemotron_h": {"sliding_window", "time_step_min"}, "mamba2": {"time_step_rank"}}
+"""What one family does not read. For a Nemotron-H, transformers takes ``time_step_min`` for the least length of a
+step, but the files' ``time_step_limit`` begins at 0."""
 
 
 @pytest.mark.parametrize("family", sorted(SETTINGS | TEXT_PARTS))

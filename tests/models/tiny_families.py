@@ -71,6 +71,23 @@ DELTA: dict[str, Any] = SHAPE | {
 STATES = ["linear_attention", FULL, "linear_attention"]
 LFM: dict[str, Any] = HEADS | {"layer_types": ["conv", FULL, "conv"]}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 10, "mamba_d_head": 12, "mamba_d_state": 8}
+FALCON_H1: dict[str, Any] = HEADS | {
+    "mamba_n_heads": 12,
+    "mamba_d_ssm": 96,
+    "mamba_d_state": 8,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.3,
+    "ssm_in_multiplier": 0.7,
+    "ssm_out_multiplier": 1.4,
+    "ssm_multipliers": [0.9, 1.2, 0.6, 1.1, 0.8],
+    "mlp_multipliers": [1.6, 0.7],
+}
+BIASED = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True)
+MAMBA2: dict[str, Any] = {name: SHAPE[name] for name in ("vocab_size", "num_hidden_layers")}
+MAMBA2 |= {"hidden_size": 48, "num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1}
 NEMOTRON_H: dict[str, Any] = SHAPE | {
     # With larger numbers, the sums of steps that transformers takes the exponents of have errors that show.
     "initializer_range": 0.15,
@@ -132,7 +149,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | MAMBA
         | {"num_local_experts": 0, "layer_types": STATES, "position_embedding_type": "rope", "mamba_n_groups": 2},
     ),
-    "bamba": ("bamba", HEADS | MAMBA | {"attn_layer_indices": [1], "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "bamba": ("bamba", HEADS | MAMBA | {"attn_layer_indices": [1], "hidden_size": 48, "mamba_n_heads": 8}),
+    "falcon-h1": ("falcon_h1", FALCON_H1),
+    "falcon-h1-normed": (
+        "falcon_h1",
+        FALCON_H1 | BIASED | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
+    ),
+    "falcon-h1-plain": ("falcon_h1", HEADS | {"mamba_rms_norm": True, "mamba_n_heads": 8, "mamba_d_ssm": None}),
+    "mamba2": ("mamba2", MAMBA2),
+    "mamba2-groups": (
+        "mamba2",
+        MAMBA2 | {"n_groups": 3, "num_heads": 12, "hidden_size": 72, "use_bias": True, "tie_word_embeddings": True},
+    ),
     "nemotron-h": (
         "nemotron_h",
         NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention"]},

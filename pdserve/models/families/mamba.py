@@ -1,9 +1,11 @@
-"""Models with Mamba 2 in most layers: Granite 4, Bamba and Nemotron-H."""
+"""Models with Mamba 2 in most layers: Granite 4, Bamba, Nemotron-H, Falcon-H1, and Mamba 2 alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import ClassVar
+
+import msgspec
 
 from pdserve.errors import ModelError
 from pdserve.models.families.llama import GraniteMoeSettings
@@ -16,6 +18,7 @@ from pdserve.models.recipe import (
     Mamba2Recipe,
     MlpRecipe,
     ModelRecipe,
+    PartScales,
     Rotary,
 )
 from pdserve_kernels.activations import Activation
@@ -88,7 +91,7 @@ class GraniteHybridSettings(GraniteMoeSettings, kw_only=True):
         return replace(part, shared=shared)
 
     def mamba(self) -> Mamba2Recipe:
-        return mamba_of(self)
+        return mamba_of(self, self.mamba_expand * self.hidden_size)
 
     def layer(self, index: int) -> LayerRecipe:
         layer = super().layer(index)
@@ -129,31 +132,141 @@ class BambaSettings(FamilySettings, kw_only=True):
         layer = replace(super().layer(index), norms=("input_layernorm", "pre_ff_layernorm"))
         if index in (self.attn_layer_indices or ()):
             return layer
-        return replace(layer, attention=None, mixer=mamba_of(self))
+        return replace(layer, attention=None, mixer=mamba_of(self, self.mamba_expand * self.hidden_size))
 
     def recipe(self) -> ModelRecipe:
         return replace(super().recipe(), last_norm="model.final_layernorm")
 
 
-def mamba_of(settings: GraniteHybridSettings | BambaSettings) -> Mamba2Recipe:
-    """Returns a Mamba 2 with these settings. Raises ModelError if they do not fit together."""
-    channels, heads = settings.mamba_expand * settings.hidden_size, settings.mamba_n_heads
-    given = settings.mamba_d_head
+class FalconH1Settings(FamilySettings, kw_only=True):
+    """Each layer has attention and a Mamba 2 beside each other. The file has factors of what most products give."""
+
+    models: ClassVar[str] = "Falcon-H1 0.5B, 1.5B, 3B, 7B, 34B"
+    vocab_size: Count = 128_000
+    intermediate_size: Count = 14_336
+    num_key_value_heads: Count | None = 8
+    max_position_embeddings: Count = 8192
+    rms_norm_eps: float = 1e-5
+    mamba_d_ssm: Count | None = 1024
+    mamba_n_heads: Count = 128
+    mamba_n_groups: Count = 1
+    mamba_d_state: Count = 256
+    mamba_d_head: int | str | None = "auto"
+    mamba_d_conv: Count = 4
+    mamba_expand: Count = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    mamba_norm_before_gate: bool = True
+    mamba_rms_norm: bool = False
+    projectors_bias: bool = False
+    time_step_limit: list[object] | None = None
+    lm_head_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0
+    mlp_multipliers: list[float] | None = None
+    key_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    ssm_multipliers: list[float] | None = None
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+
+    def check(self) -> None:
+        super().check()
+        check_steps(self.time_step_limit)
+        for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
+            given = getattr(self, name)
+            if given is not None and len(given) != count:
+                raise ModelError(f"{name} has {len(given)} numbers; a Falcon-H1 has {count}")
+
+    def attention_scale(self) -> float:
+        # The cache has keys as they are before they are multiplied.
+        return super().attention_scale() * self.key_multiplier
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        gate, _ = self.mlp_multipliers or (1.0, 1.0)
+        return replace(gated("feed_forward", self.intermediate_size, biased=self.mlp_bias), gate_scale=gate)
+
+    def mamba(self) -> Mamba2Recipe:
+        part = mamba_of(self, self.mamba_d_ssm or self.mamba_expand * self.hidden_size)
+        scales = None
+        if self.ssm_multipliers is not None:
+            gates, inputs, write, read, steps = self.ssm_multipliers
+            scales = (gates, inputs, write, read, steps)
+        return replace(
+            part,
+            norm=self.norm() if self.mamba_rms_norm else None,
+            gate_after_norm=self.mamba_norm_before_gate,
+            scales=scales,
+            out_biased=self.projectors_bias,
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        _, down = self.mlp_multipliers or (1.0, 1.0)
+        return replace(
+            super().layer(index),
+            norms=("input_layernorm", "pre_ff_layernorm"),
+            mixer=self.mamba(),
+            scales=PartScales(
+                attention_in=self.attention_in_multiplier,
+                attention_out=self.attention_out_multiplier,
+                mixer_in=self.ssm_in_multiplier,
+                mixer_out=self.ssm_out_multiplier,
+                feed_forward_out=down,
+            ),
+        )
+
+    def recipe(self) -> ModelRecipe:
+        return replace(
+            super().recipe(),
+            embedding_scale=self.embedding_multiplier,
+            last_norm="model.final_layernorm",
+            logits_scale=self.lm_head_multiplier,
+        )
+
+
+MOST_PARTS = 8
+"""Groups are cut into no more parts than this on all, because each part has some of the state of its group."""
+
+
+def parts_of(groups: int, heads: int) -> int:
+    """Returns into how many parts a group of so many heads is cut, so that as many ranks can share all groups."""
+    parts = 1
+    while heads % (2 * parts) == 0 and 2 * parts * groups <= MOST_PARTS:
+        parts *= 2
+    return parts
+
+
+def mamba_of(settings: GraniteHybridSettings | BambaSettings | FalconH1Settings, channels: int) -> Mamba2Recipe:
+    """Returns a Mamba 2 of so many channels. Raises ModelError if the settings do not fit together."""
+    heads, groups, given = settings.mamba_n_heads, settings.mamba_n_groups, settings.mamba_d_head
     head_dim = given if isinstance(given, int) else channels // heads
-    if heads * head_dim != channels or heads % settings.mamba_n_groups:
+    if heads * head_dim != channels or heads % groups:
         raise ModelError(
-            f"{heads} heads (mamba_n_heads) of {head_dim} channels in {settings.mamba_n_groups} groups do not make "
+            f"{heads} heads (mamba_n_heads) of {head_dim} channels in {groups} groups do not make "
             f"the {channels} channels of a Mamba"
         )
+    parts = parts_of(groups, heads // groups)
     return Mamba2Recipe(
-        heads=settings.mamba_n_groups,
-        group=heads // settings.mamba_n_groups,
+        heads=groups * parts,
+        group=heads // groups // parts,
         head_dim=head_dim,
         size=settings.mamba_d_state,
         width=settings.mamba_d_conv,
         norm=settings.norm(),
+        parts=parts,
         biased=settings.mamba_proj_bias,
+        out_biased=settings.mamba_proj_bias,
         conv_biased=settings.mamba_conv_bias,
+    )
+
+
+def named_mixer(part: Mamba2Recipe) -> Mamba2Recipe:
+    """Returns the part with the names that it has in layers which have one part each."""
+    inner, conv, step_bias, log_rate, skip, norm, out = (
+        f"mixer.{name}" for name in ("in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj")
+    )
+    return replace(
+        part, inner=inner, conv=conv, step_bias=step_bias, log_rate=log_rate, skip=skip, gated_norm=norm, out=out
     )
 
 
@@ -232,25 +345,20 @@ class NemotronHSettings(FamilySettings, kw_only=True):
         return AttentionRecipe(rotary=None, query=query, key=key, value=value, out=out)
 
     def mamba(self) -> Mamba2Recipe:
-        inner, conv, step_bias, log_rate, skip, norm, out = (
-            f"mixer.{name}" for name in ("in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj")
-        )
-        return Mamba2Recipe(
-            heads=self.n_groups,
-            group=self.mamba_num_heads // self.n_groups,
-            head_dim=self.mamba_head_dim,
-            size=self.ssm_state_size,
-            width=self.conv_kernel,
-            norm=self.norm(),
-            biased=self.use_bias,
-            conv_biased=self.use_conv_bias,
-            inner=inner,
-            conv=conv,
-            step_bias=step_bias,
-            log_rate=log_rate,
-            skip=skip,
-            gated_norm=norm,
-            out=out,
+        parts = parts_of(self.n_groups, self.mamba_num_heads // self.n_groups)
+        return named_mixer(
+            Mamba2Recipe(
+                heads=self.n_groups * parts,
+                group=self.mamba_num_heads // self.n_groups // parts,
+                head_dim=self.mamba_head_dim,
+                size=self.ssm_state_size,
+                width=self.conv_kernel,
+                norm=self.norm(),
+                parts=parts,
+                biased=self.use_bias,
+                out_biased=self.use_bias,
+                conv_biased=self.use_conv_bias,
+            )
         )
 
     def feed(self, channels: int, prefix: str) -> MlpRecipe:
@@ -297,4 +405,64 @@ class NemotronHSettings(FamilySettings, kw_only=True):
                 ("backbone.", "model."),
             ),
             unused=("mtp.",),
+        )
+
+
+class Mamba2Settings(FamilySettings, kw_only=True):
+    """Each layer is a Mamba 2. There is no attention, and no bound of contexts; files do not have one, either."""
+
+    models: ClassVar[str] = "Mamba 2 130M to 2.7B, Codestral Mamba 7B"
+    vocab_size: Count = 32_768
+    num_hidden_layers: Count = 64
+    num_attention_heads: Count = msgspec.field(name="num_heads", default=128)
+    head_dim: Count | None = 64
+    max_position_embeddings: Count = 262_144
+    layer_norm_epsilon: float = 1e-5
+    state_size: Count = 128
+    expand: Count = 2
+    conv_kernel: Count = 4
+    n_groups: Count = 8
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    time_step_limit: list[object] | None = None
+
+    def __post_init__(self) -> None:
+        self.rms_norm_eps = self.layer_norm_epsilon
+
+    def check(self) -> None:
+        self._check_activation("hidden_act")
+        check_steps(self.time_step_limit)
+        heads, channels = self.num_attention_heads, self.expand * self.hidden_size
+        if heads * self.head_size() != channels or heads % self.n_groups:
+            raise ModelError(
+                f"{heads} heads (num_heads) of {self.head_size()} channels in {self.n_groups} groups do not make "
+                f"the {channels} channels of a Mamba"
+            )
+
+    def layer(self, index: int) -> LayerRecipe:
+        heads = self.num_attention_heads // self.n_groups
+        parts = parts_of(self.n_groups, heads)
+        mixer = Mamba2Recipe(
+            heads=self.n_groups * parts,
+            group=heads // parts,
+            head_dim=self.head_size(),
+            size=self.state_size,
+            width=self.conv_kernel,
+            norm=self.norm(),
+            parts=parts,
+            biased=self.use_bias,
+            out_biased=self.use_bias,
+            conv_biased=self.use_conv_bias,
+        )
+        return LayerRecipe(None, None, self.norm(), ("norm",), mixer=named_mixer(mixer))
+
+    def recipe(self) -> ModelRecipe:
+        return replace(
+            super().recipe(),
+            renamed=(
+                ("backbone.embeddings.", "model.embed_tokens."),
+                ("backbone.embedding.", "model.embed_tokens."),
+                ("backbone.norm_f", "model.norm"),
+                ("backbone.", "model."),
+            ),
         )

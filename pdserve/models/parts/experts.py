@@ -34,6 +34,7 @@ class Experts:
             correction = checkpoint.take(f"{prefix}{recipe.correction}", shape, dtype=torch.float32).flatten()
         factors = checkpoint.take(f"{prefix}{recipe.factors}", (recipe.count,)) if recipe.factors else None
         expert = _expert_recipe(hidden_size, building, recipe, prefix)
+        assert expert.gate_scale == 1.0, "the kernels of experts do not scale gates"
         mine = share(building.tp, expert.channels, "channels of an expert")
         form = ExpertsForm(
             recipe.count,

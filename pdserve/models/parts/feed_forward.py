@@ -59,7 +59,19 @@ def inner_projections(recipe: MlpRecipe, prefix: str, mine: slice) -> Sequence[P
 
 
 def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns what maps the outputs of ``inner_projections`` to the inputs of the last product."""
+    """Returns what maps the outputs of ``inner_projections``, which it may change, to the last product's inputs."""
+    activate = _unscaled_activation(kernels, recipe)
+    if recipe.gate_scale == 1.0:
+        return activate
+
+    def of_scaled(gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up[..., : gate_up.shape[-1] // 2] *= recipe.gate_scale
+        return activate(gate_up)
+
+    return of_scaled
+
+
+def _unscaled_activation(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
     match recipe.activation:
         case Activation.SILU if recipe.gated:
             return kernels.silu_and_mul

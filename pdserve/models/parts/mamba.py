@@ -9,25 +9,35 @@ import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
-from pdserve.models.recipe import Mamba2Recipe
-from pdserve.models.tp.shares import share, spread
+from pdserve.models.recipe import Mamba2Recipe, Norm
+from pdserve.models.tp.shares import TpGroup, share, spread
 from pdserve_kernels.contract import StateRuns
 
 
 class Mamba2:
-    """Satisfies ``Mixer``, with this rank's groups of heads."""
+    """Satisfies ``Mixer``, with this rank's parts of the groups of heads."""
 
     def __init__(self, config: FamilyConfig, building: Building, recipe: Mamba2Recipe, prefix: str, index: int) -> None:
         """Takes the layer's tensors, whose names begin with ``prefix``."""
         checkpoint, hidden, self._kernels = building.checkpoint, config.hidden_size, building.kernels
-        mine = share(building.tp, recipe.heads, "groups of a Mamba")
-        groups = range(mine.start, mine.stop)
-        self._recipe, self._groups = recipe, len(groups)
+        mine = share(building.tp, recipe.heads, "parts of a Mamba")
+        parts = range(mine.start, mine.stop)
+        groups = range(mine.start // recipe.parts, (mine.stop - 1) // recipe.parts + 1)
+        self._recipe, self._parts, self._groups = recipe, len(parts), len(groups)
         heads = slice(mine.start * recipe.group, mine.stop * recipe.group)
         values = spread(heads, recipe.head_dim)
         all_heads, all_values = recipe.heads * recipe.group, recipe.heads * recipe.group * recipe.head_dim
-        channels = [*chain.from_iterable(_channels(recipe, group) for group in groups)]
-        all_channels = recipe.heads * recipe.conv_channels
+        convolved = [*chain.from_iterable(_channels(recipe, part) for part in parts)]
+        all_channels = all_values + 2 * recipe.groups * recipe.size
+        self._group_of: torch.Tensor | None = None
+        """The group of each part, counted from this rank's first, if parts share them."""
+        channels = convolved
+        if len(groups) < len(parts):
+            # What all parts of a group have in common is computed once.
+            channels = [*range(values.start, values.stop)]
+            channels += chain.from_iterable(_shared_channels(recipe, group) for group in groups)
+            of_parts = [part // recipe.parts - groups.start for part in parts]
+            self._group_of = torch.tensor(of_parts, device=checkpoint.device)
         # A checkpoint has all gates, then what is convolved, then all steps.
         rows = [
             *range(values.start, values.stop),
@@ -39,48 +49,116 @@ class Mamba2:
         self._inner = column_parallel(building, hidden, [inner])
         self._sizes = [values.stop - values.start, len(channels), heads.stop - heads.start]
         shape = (all_channels, 1, recipe.width)
-        weight = checkpoint.take(f"{prefix}{recipe.conv}.weight", shape, rows=tuple(channels))
-        self._conv = weight.view(len(groups), -1, recipe.width).permute(2, 0, 1).contiguous()
+        weight = checkpoint.take(f"{prefix}{recipe.conv}.weight", shape, rows=tuple(convolved))
+        self._conv = weight.view(len(parts), -1, recipe.width).permute(2, 0, 1).contiguous()
         self._conv_bias: torch.Tensor | None = None
         if recipe.conv_biased:
-            bias = checkpoint.take(f"{prefix}{recipe.conv}.bias", (all_channels,), rows=tuple(channels))
-            self._conv_bias = bias.view(len(groups), -1)
+            bias = checkpoint.take(f"{prefix}{recipe.conv}.bias", (all_channels,), rows=tuple(convolved))
+            self._conv_bias = bias.view(len(parts), -1)
+        self._scales: torch.Tensor | None = None
+        if recipe.scales is not None:
+            scales = _scales(recipe, recipe.scales)
+            self._scales = torch.tensor([scales[row] for row in rows], dtype=weight.dtype, device=weight.device)
 
         def of_heads(name: str) -> torch.Tensor:
             taken = checkpoint.take(prefix + name, (all_heads,), rows=heads, dtype=torch.float32)
-            return taken.view(len(groups), -1)
+            return taken.view(len(parts), -1)
 
         self._step_bias, self._rate = of_heads(recipe.step_bias), -of_heads(recipe.log_rate).exp()
         self._skip = of_heads(recipe.skip)
-        self._norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (all_values,), rows=values)
+        self._norm: _GroupNorm | None = None
+        if recipe.norm is not None:
+            weight = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (all_values,), rows=values)
+            self._norm = _GroupNorm(building.tp, recipe, recipe.norm, mine, weight)
         out = (hidden, all_values)
-        self._out = RowParallel(building, prefix + recipe.out, out, values, biased=recipe.biased)
+        self._out = RowParallel(building, prefix + recipe.out, out, values, biased=recipe.out_biased)
 
     def __call__(self, x: torch.Tensor, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
-        recipe, tokens, groups = self._recipe, x.shape[0], self._groups
-        gate, inner, steps = torch.split(self._inner(x), self._sizes, -1)
+        recipe, tokens, parts = self._recipe, x.shape[0], self._parts
+        projected = self._inner(x) if self._scales is None else self._inner(x) * self._scales
+        gate, inner, steps = torch.split(projected, self._sizes, -1)
         before = (recipe.width - 1) * recipe.conv_channels
         convolved = self._kernels.causal_conv(
-            inner.reshape(tokens, groups, recipe.conv_channels),
+            self._by_part(inner),
             self._conv,
             self._conv_bias,
-            state[..., :before].view(-1, groups, recipe.width - 1, recipe.conv_channels),
+            state[..., :before].view(-1, parts, recipe.width - 1, recipe.conv_channels),
             runs,
             silu=True,
         )
-        lengths = F.softplus(steps.float().view(tokens, groups, recipe.group) + self._step_bias)
-        matrices = state[..., before:].view(-1, groups, recipe.group, recipe.head_dim, recipe.size)
+        lengths = F.softplus(steps.float().view(tokens, parts, recipe.group) + self._step_bias)
+        matrices = state[..., before:].view(-1, parts, recipe.group, recipe.head_dim, recipe.size)
         found = self._kernels.mamba2_scan(convolved, lengths, self._rate, self._skip, matrices, runs)
-        gated = found.view(tokens, -1).float() * F.silu(gate.float())
-        by_group = F.rms_norm(gated.view(tokens, groups, -1), (gated.shape[1] // groups,), None, recipe.norm.eps)
-        return self._out(by_group.view(tokens, -1).to(x.dtype) * self._norm)
+        return self._out(self._gated(found.view(tokens, -1).float(), gate.float()).to(x.dtype))
+
+    def _by_part(self, inner: torch.Tensor) -> torch.Tensor:
+        """Maps this rank's outputs ``[tokens, channels]`` to ``[tokens, parts, conv_channels]``."""
+        recipe, tokens = self._recipe, inner.shape[0]
+        if self._group_of is None:
+            return inner.reshape(tokens, self._parts, recipe.conv_channels)
+        shared = 2 * self._groups * recipe.size
+        own, shared_by = torch.split(inner, [inner.shape[1] - shared, shared], -1)
+        of_groups = shared_by.reshape(tokens, self._groups, 2 * recipe.size)
+        return torch.cat((own.reshape(tokens, self._parts, -1), of_groups.index_select(1, self._group_of)), -1)
+
+    def _gated(self, found: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Maps fp32 outputs and gates ``[tokens, values]`` to the input of the last product."""
+        if self._norm is None:
+            return found * F.silu(gate)
+        if self._recipe.gate_after_norm:
+            return self._norm(found) * F.silu(gate)
+        return self._norm(found * F.silu(gate))
 
 
-def _channels(recipe: Mamba2Recipe, group: int) -> list[int]:
-    """Returns the places of a group's inputs, and of what they are written and read with.
+class _GroupNorm:
+    """The norm of each group of heads, of which this rank may have some parts only."""
 
-    All groups' inputs stand first, then what all are written with.
+    def __init__(self, tp: TpGroup, recipe: Mamba2Recipe, norm: Norm, mine: slice, weight: torch.Tensor) -> None:
+        """``mine`` are the parts, and ``weight`` the weights, of this rank."""
+        self._tp, self._eps, self._weight = tp, norm.eps, weight
+        self._parts = mine.stop - mine.start
+        self._width = recipe.parts * recipe.group * recipe.head_dim
+        self._group_of: torch.Tensor | None = None
+        """The group of each part, if ranks have parts of the same group."""
+        if self._parts % recipe.parts:
+            of_parts = [part // recipe.parts for part in range(mine.start, mine.stop)]
+            self._group_of = torch.tensor(of_parts, device=weight.device)
+            groups = torch.arange(recipe.groups, device=weight.device)
+            self._members = (self._group_of.unsqueeze(1) == groups).float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps fp32 ``[tokens, values]`` to the same shape, in the numbers of the model."""
+        if self._group_of is None:
+            normed = F.rms_norm(x.view(len(x), -1, self._width), (self._width,), None, self._eps)
+        else:
+            by_part = x.view(len(x), self._parts, -1)
+            # Sums of the same parts have the same bits in every step, which they need not have by ``index_add_``.
+            squares = (by_part.square().sum(-1, keepdim=True) * self._members).sum(1)
+            factors = torch.rsqrt(self._tp.all_reduce(squares) / self._width + self._eps)
+            normed = by_part * factors.index_select(1, self._group_of).unsqueeze(-1)
+        return normed.view(len(x), -1).to(self._weight.dtype) * self._weight
+
+
+def _channels(recipe: Mamba2Recipe, part: int) -> list[int]:
+    """Returns the places of a part's inputs, and of what they are written and read with.
+
+    All inputs stand first, then what all groups are written with.
     """
-    of_heads, groups, size = recipe.group * recipe.head_dim, recipe.heads, recipe.size
-    write, read = groups * of_heads + group * size, groups * (of_heads + size) + group * size
-    return [*range(group * of_heads, (group + 1) * of_heads), *range(write, write + size), *range(read, read + size)]
+    values = recipe.group * recipe.head_dim
+    return [*range(part * values, (part + 1) * values), *_shared_channels(recipe, part // recipe.parts)]
+
+
+def _shared_channels(recipe: Mamba2Recipe, group: int) -> list[int]:
+    """Returns the places of what a group is written and read with."""
+    size = recipe.size
+    write = recipe.heads * recipe.group * recipe.head_dim + group * size
+    read = write + recipe.groups * size
+    return [*range(write, write + size), *range(read, read + size)]
+
+
+def _scales(recipe: Mamba2Recipe, scales: tuple[float, ...]) -> list[float]:
+    """Returns the factor of each output of the first product, in the order of the checkpoint."""
+    heads, of_groups = recipe.heads * recipe.group, recipe.groups * recipe.size
+    values = heads * recipe.head_dim
+    counts = (values, values, of_groups, of_groups, heads)
+    return [*chain.from_iterable([scale] * count for scale, count in zip(scales, counts, strict=True))]

@@ -188,6 +188,13 @@ LATENT = LatentRecipe(rank=512, plain=128, turned=64, value=128, norm=Norm(1e-6)
 """What stands for the latents of a model, those of DeepSeek V3."""
 
 
+def wide_mixer(mixer: MixerRecipe) -> MixerRecipe:
+    found = MIXERS[type(mixer)]
+    if isinstance(mixer, Mamba2Recipe) and mixer.parts > 1:
+        return replace(MAMBA, parts=MAMBA.heads, scales=mixer.scales, gate_after_norm=mixer.gate_after_norm)
+    return found
+
+
 def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
     """Returns a configuration whose recipe has its sizes, and as many experts as a large model where it has experts.
 
@@ -213,7 +220,7 @@ def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
             layer,
             attention=layer.attention and replace(layer.attention, latent=layer.attention.latent and LATENT),
             feed_forward=widened(part),
-            mixer=layer.mixer and MIXERS[type(layer.mixer)],
+            mixer=layer.mixer and wide_mixer(layer.mixer),
         )
         for layer, part in of_kind
     ]
@@ -294,6 +301,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "states": (
         "granitemoehybrid-dense",
         {"hidden_size": 4096, "intermediate_size": 5120, "heads": 32, "kv_heads": 8, "head_dim": 128},
+    ),
+    "a state beside attention": (
+        "falcon-h1",
+        {"hidden_size": 2048, "intermediate_size": 2048, "heads": 16, "kv_heads": 2, "head_dim": 128},
     ),
     "short convolutions": (
         "lfm2",
