@@ -340,6 +340,19 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Computes ``reference.mamba2_scan``, and writes each run's next state."""
 
+    def mamba_scan(
+        self,
+        x: torch.Tensor,
+        steps: torch.Tensor,
+        write: torch.Tensor,
+        read: torch.Tensor,
+        rate: torch.Tensor,
+        skip: torch.Tensor,
+        state: torch.Tensor,
+        runs: StateRuns,
+    ) -> torch.Tensor:
+        """Computes ``reference.mamba_scan``, and writes each run's next state."""
+
     def plan_attention(
         self,
         layout: KvLayout,

@@ -278,6 +278,38 @@ def mamba2_scan(
     return out
 
 
+def mamba_scan(
+    x: torch.Tensor,
+    steps: torch.Tensor,
+    write: torch.Tensor,
+    read: torch.Tensor,
+    rate: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+    runs: StateRuns,
+) -> torch.Tensor:
+    """Updates the numbers of each channel by each token, and reads them: the scan of Mamba (Gu and Dao, 2023).
+
+    ``x``, ``[tokens, heads, channels]``, are the inputs, and ``steps``, fp32 of the same shape, the lengths of the
+    tokens' steps. ``write`` (B) and ``read`` (C), fp32 ``[tokens, size]``, are what all channels are written and read
+    with. ``rate``, fp32 ``[heads, channels, size]``, are the negative rates at which numbers decay, and ``skip``, fp32
+    ``[heads, channels]``, the part of an input that goes past them. ``state`` is fp32 ``[num_blocks, heads, channels,
+    size]``, a strided view. Returns a tensor as ``x``.
+    """
+    inputs, out = x.float(), torch.zeros_like(x)
+    starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
+    for first, end, source, destination in zip(starts, starts[1:], sources, destinations, strict=False):
+        if destination < 0:
+            continue
+        numbers = torch.zeros_like(state[0]) if source < 0 else state[source].clone()
+        for at in range(first, end):
+            step = steps[at].unsqueeze(-1)
+            numbers = numbers * (step * rate).exp() + step * inputs[at].unsqueeze(-1) * write[at]
+            out[at] = (numbers * read[at]).sum(-1) + skip * inputs[at]
+        state[destination] = numbers
+    return out
+
+
 def route(
     logits: torch.Tensor, rule: Routing, correction: torch.Tensor | None = None, factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

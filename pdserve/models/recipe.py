@@ -487,6 +487,44 @@ class Mamba2Recipe:
         return self.heads * (inputs * self.conv_channels + 8 * self.group * self.head_dim + self.group)
 
 
+@dataclass(frozen=True, slots=True)
+class MambaRecipe:
+    """A Mamba, the first. Each channel has numbers of its own; ranks split the channels."""
+
+    heads: int
+    """The parts of so many ``channels`` that all channels consist of."""
+    channels: int
+    size: int
+    """The numbers of each channel."""
+    rank: int
+    """The numbers that the lengths of all channels' steps are made of."""
+    width: int
+    """The tokens that the convolution sees."""
+    norm: Norm
+    """The norm of what steps are made of, and of what channels are written and read with."""
+    biased: bool = False
+    """Whether ``inner`` and ``out`` have biases."""
+    conv_biased: bool = True
+    inner: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    selecting: str = "mamba.x_proj"
+    """The projection to what steps are made of, and to what channels are written and read with."""
+    steps: str = "mamba.dt_proj"
+    log_rate: str = "mamba.A_log"
+    skip: str = "mamba.D"
+    norms: tuple[str, str, str] = ("mamba.dt_layernorm", "mamba.b_layernorm", "mamba.c_layernorm")
+    out: str = "mamba.out_proj"
+
+    @property
+    def numbers(self) -> int:
+        """See ``MixerRecipe``: the tokens that the convolution still sees, and then the numbers of the channels."""
+        return (self.width - 1 + self.size) * self.channels
+
+    @property
+    def token_numbers(self) -> int:
+        return 12 * self.heads * self.channels + 8 * self.heads * (self.rank + 2 * self.size)
+
+
 class NormOrder(enum.Enum):
     """Where the norms of a layer stand, and so how many they are. A layer of one part has half of them."""
 

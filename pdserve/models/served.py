@@ -15,6 +15,7 @@ from pdserve.models.recipe import (
     FeedForwardRecipe,
     LayerRecipe,
     Mamba2Recipe,
+    MambaRecipe,
     MixerRecipe,
     MlpBesideExperts,
     MlpRecipe,
@@ -34,7 +35,7 @@ NOT_YET: dict[str, str] = {
         "two attentions a layer": ("longcat_flash",),
         "sparse attention": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl"),
         "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
-        "states": (*("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),),
+        "states": (*("falcon_mamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),),
         "attention sinks": ("mimo_v2_flash",),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
@@ -140,6 +141,7 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
 _MIXERS: dict[type[MixerRecipe], str] = {
     DeltaNetRecipe: "gated delta nets",
     Mamba2Recipe: "Mamba 2",
+    MambaRecipe: "Mamba",
     ShortConvRecipe: "short convolutions",
 }
 

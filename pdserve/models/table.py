@@ -71,6 +71,7 @@ from pdserve.models.families.mamba import (
     BambaSettings,
     FalconH1Settings,
     GraniteHybridSettings,
+    JambaSettings,
     Mamba2Settings,
     NemotronHSettings,
 )
@@ -118,6 +119,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "youtu": YoutuSettings,
     "falcon_h1": FalconH1Settings,
     "mamba2": Mamba2Settings,
+    "jamba": JambaSettings,
     "gemma": GemmaSettings,
     "gemma2": Gemma2Settings,
     "gemma3_text": Gemma3Settings,

@@ -38,6 +38,7 @@ CASES = (
     "gemma4-shared",
     "gpt-oss",
     "gpt2",
+    "jamba",
     "lfm2-moe",
     "llama4",
     "mamba2",

@@ -17,6 +17,7 @@ from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 HEADS, GROUP, KEYS, VALUES, WIDTH, LAYERS = 3, 2, 8, 84, 4, 2
 """A matrix has more columns than are updated together, and a part of them is left."""
 CONV = 5
+SIZE = 13
 LONG = 19
 """More tokens than are prepared together."""
 BLOCKS = 6
@@ -62,6 +63,15 @@ def operation(name: str, kernels: object, dtype: torch.dtype, tokens: int) -> tu
             return compute(xbc[part], steps[part], rate, skip, state, runs)
 
         return scan, states(GROUP * KEYS * VALUES, GROUP, VALUES, KEYS)
+    if name == "mamba_scan":
+        x, steps = draw(tokens, HEADS, VALUES).to(dtype), draw(tokens, HEADS, VALUES).abs()
+        write, read = draw(tokens, SIZE), draw(tokens, SIZE)
+        rate, skip = -draw(HEADS, VALUES, SIZE).abs(), draw(HEADS, VALUES)
+
+        def scan_channels(part: slice, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
+            return compute(x[part], steps[part], write[part], read[part], rate, skip, state, runs)
+
+        return scan_channels, states(VALUES * SIZE, VALUES, SIZE)
     qkv = draw(tokens, HEADS, 2 * KEYS + GROUP * VALUES).to(dtype)
     decay, beta = -draw(tokens, HEADS, GROUP).abs(), draw(tokens, HEADS, GROUP).sigmoid()
 
@@ -71,7 +81,7 @@ def operation(name: str, kernels: object, dtype: torch.dtype, tokens: int) -> tu
     return delta, states(GROUP * KEYS * VALUES, GROUP, KEYS, VALUES)
 
 
-OPERATIONS = ("causal_conv", "gated_delta_rule", "mamba2_scan")
+OPERATIONS = ("causal_conv", "gated_delta_rule", "mamba2_scan", "mamba_scan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -236,7 +236,7 @@ def test_eos_tokens_of_the_whole_go_before_those_of_the_part(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "part", "words"),
     [
-        ("llava", {"model_type": "jamba"}, r"its text part is a jamba model \(text_config\), which has no recipe"),
+        ("llava", {"model_type": "zamba"}, r"its text part is a zamba model \(text_config\), which has no recipe"),
         ("glm4v_moe", {"num_attention_heads": 32, "use_qk_norm": True}, "use_qk_norm"),
         ("glm4v", {"model_type": "glm4v_text", "head_dim": 64}, "head_dim 64"),
         ("llava", {"model_type": "llama", "rope_scaling": {"type": "mrope"}}, "rotary scaling 'mrope'"),

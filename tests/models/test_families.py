@@ -115,6 +115,7 @@ RANKED = (
     "gpt-oss",
     "granitemoe-shared",
     "granitemoehybrid",
+    "jamba",
     "lfm2-moe",
     "llama4",
     "mamba2-groups",

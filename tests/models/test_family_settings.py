@@ -283,6 +283,7 @@ WITHOUT_EFFECT = {
     *("num_mtp_layers", "is_decoder", "eod_token_id", "sep_token_id"),  # nothing of these is in a plain answer
     *("rescale_prenorm_residual", "z_loss_coefficient", "time_step_max", "time_step_floor"),  # for training
     *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),  # how transformers computes
+    *("use_mambapy", "use_associative_scan"),  # as well
     *("num_nextn_predict_layers", "mtp_layers_block_type"),  # layers that guess further tokens
     *("expand", "n_shared_experts", "moe_shared_expert_overlap"),  # read by nothing
     "residual_in_fp32",  # the residual has the numbers of the weights

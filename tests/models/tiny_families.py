@@ -86,6 +86,7 @@ FALCON_H1: dict[str, Any] = HEADS | {
     "mlp_multipliers": [1.6, 0.7],
 }
 BIASED = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True)
+JAMBA: dict[str, Any] = {"hidden_size": 48, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}
 MAMBA2: dict[str, Any] = {name: SHAPE[name] for name in ("vocab_size", "num_hidden_layers")}
 MAMBA2 |= {"hidden_size": 48, "num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1}
 NEMOTRON_H: dict[str, Any] = SHAPE | {
@@ -156,6 +157,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         FALCON_H1 | BIASED | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
     ),
     "falcon-h1-plain": ("falcon_h1", HEADS | {"mamba_rms_norm": True, "mamba_n_heads": 8, "mamba_d_ssm": None}),
+    "jamba": ("jamba", HEADS | JAMBA | {"num_experts": 4}),
+    "jamba-dense": (
+        "jamba",
+        HEADS | JAMBA | {"num_experts": 1, "mamba_d_state": 5, "mamba_dt_rank": 7, "mamba_proj_bias": True},
+    ),
     "mamba2": ("mamba2", MAMBA2),
     "mamba2-groups": (
         "mamba2",

@@ -114,6 +114,7 @@ class CompiledKernels:
         self.causal_conv = partial(compiled_states.causal_conv, self._library)
         self.gated_delta_rule = partial(compiled_states.gated_delta_rule, self._library)
         self.mamba2_scan = partial(compiled_states.mamba2_scan, self._library)
+        self.mamba_scan = partial(compiled_states.mamba_scan, self._library)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         outer, inner = weight.shape

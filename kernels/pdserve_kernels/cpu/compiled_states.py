@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from pdserve_kernels.contract import StateRuns, check_states
-from pdserve_kernels.cpu.library import CConv, CDelta, CRuns, CScan, Library
+from pdserve_kernels.cpu.library import CChannelScan, CConv, CDelta, CRuns, CScan, Library
 
 
 def causal_conv(
@@ -104,6 +104,41 @@ def mamba2_scan(
         size=size,
     )
     library.mamba2_scan(_bf16(xbc), ctypes.byref(_runs(runs, state, tokens)), ctypes.byref(scan))
+    return out
+
+
+def mamba_scan(
+    library: Library,
+    x: torch.Tensor,
+    steps: torch.Tensor,
+    write: torch.Tensor,
+    read: torch.Tensor,
+    rate: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+    runs: StateRuns,
+) -> torch.Tensor:
+    """Computes ``reference.mamba_scan`` in bf16 or fp32."""
+    tokens, heads, channels = x.shape
+    size = state.shape[3]
+    check_states(state, (heads, channels, size))
+    x, steps = x.contiguous(), _fp32(steps, (tokens, heads, channels))
+    write, read = (_fp32(each, (tokens, size)) for each in (write, read))
+    rate, skip = _fp32(rate, (heads, channels, size)), _fp32(skip, (heads, channels))
+    out = torch.empty_like(x)
+    scan = CChannelScan(
+        x=x.data_ptr(),
+        steps=steps.data_ptr(),
+        write=write.data_ptr(),
+        read=read.data_ptr(),
+        rate=rate.data_ptr(),
+        skip=skip.data_ptr(),
+        out=out.data_ptr(),
+        heads=heads,
+        channels=channels,
+        size=size,
+    )
+    library.mamba_scan(_bf16(x), ctypes.byref(_runs(runs, state, tokens)), ctypes.byref(scan))
     return out
 
 

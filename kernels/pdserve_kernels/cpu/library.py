@@ -122,6 +122,15 @@ class CScan(ctypes.Structure):
     )
 
 
+class CChannelScan(ctypes.Structure):
+    """The structure ``ChannelScan`` of csrc/states.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "steps", "write", "read", "rate", "skip", "out")),
+        *((name, ctypes.c_int64) for name in ("heads", "channels", "size")),
+    )
+
+
 class CExpertWeight(ctypes.Structure):
     """The structure ``ExpertWeight`` of csrc/experts.h."""
 
@@ -185,6 +194,7 @@ _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_causal_conv": [_INT, _POINTER, _POINTER],
     "pdserve_gated_delta_rule": [_INT, _POINTER, _POINTER],
     "pdserve_mamba2_scan": [_INT, _POINTER, _POINTER],
+    "pdserve_mamba_scan": [_INT, _POINTER, _POINTER],
     "pdserve_cores_begin_step": [],
     "pdserve_cores_sleep": [],
     "pdserve_cores_close": [],
@@ -229,6 +239,7 @@ class Library:
         self.causal_conv = library.pdserve_causal_conv
         self.gated_delta_rule = library.pdserve_gated_delta_rule
         self.mamba2_scan = library.pdserve_mamba2_scan
+        self.mamba_scan = library.pdserve_mamba_scan
         self.cores_open = library.pdserve_cores_open
         self.cores_begin_step = library.pdserve_cores_begin_step
         self.cores_sleep = library.pdserve_cores_sleep

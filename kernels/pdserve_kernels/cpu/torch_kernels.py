@@ -374,6 +374,7 @@ class TorchKernels:
     causal_conv = staticmethod(reference.causal_conv)
     gated_delta_rule = staticmethod(reference.gated_delta_rule)
     mamba2_scan = staticmethod(reference.mamba2_scan)
+    mamba_scan = staticmethod(reference.mamba_scan)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias)

@@ -1,4 +1,4 @@
-"""Computes layers that keep a state: short convolutions, the gated delta rule and the scan of Mamba 2.
+"""Computes layers that keep a state: short convolutions, the gated delta rule and the scans of Mamba and Mamba 2.
 
 A program has one run of tokens, and some channels of one head. It goes through the tokens in turn, so that a run of
 many leaves what runs of one token each would. All about runs is read on the device, so that a recorded step may be
@@ -295,6 +295,99 @@ def mamba2_scan(
         groups,
         heads,
         head_dim,
+        size,
+        rows,
+        triton.next_power_of_2(size),
+    )
+    return out
+
+
+@triton.jit
+def _channel_scan_kernel(
+    x,
+    steps,
+    write,
+    read,
+    rate,
+    skip,
+    states,
+    starts,
+    sources,
+    destinations,
+    out,
+    block_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Computes some channels of one head in one run, token by token."""
+    run = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    column = tl.arange(0, BLOCK_SIZE)
+    inside = row < CHANNELS
+    begin = tl.load(starts + run)
+    end = tl.load(starts + run + 1)
+    source = tl.load(sources + run).to(tl.int64)
+    destination = tl.load(destinations + run).to(tl.int64)
+    of_size = (column < SIZE)[None, :]
+    begun = (row < tl.where(source >= 0, CHANNELS, 0))[:, None] & of_size
+    stored = (row < tl.where(destination >= 0, CHANNELS, 0))[:, None] & of_size
+    place = head * head_stride + row[:, None] * SIZE + column[None, :]
+    numbers = tl.load(states + source * block_stride + place, mask=begun, other=0.0)
+    of_head = head * CHANNELS + row
+    rates = tl.load(rate + of_head[:, None] * SIZE + column[None, :], mask=inside[:, None] & of_size, other=0.0)
+    skipped = tl.load(skip + of_head, mask=inside, other=0.0)
+    for at in range(begin, end):
+        token = tl.cast(at, tl.int64)
+        here = token * HEADS * CHANNELS + of_head
+        given = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+        step = tl.load(steps + here, mask=inside, other=0.0)
+        written = tl.load(write + token * SIZE + column, mask=column < SIZE, other=0.0)
+        looked = tl.load(read + token * SIZE + column, mask=column < SIZE, other=0.0)
+        numbers = numbers * tl.exp(step[:, None] * rates) + (step * given)[:, None] * written[None, :]
+        found = tl.where(destination >= 0, tl.sum(numbers * looked[None, :], 1) + skipped * given, 0.0)
+        tl.store(out + here, found.to(out.dtype.element_ty), mask=inside)
+    # The state that is written may be the one that was read.
+    tl.debug_barrier()
+    tl.store(states + destination * block_stride + place, numbers, mask=stored)
+
+
+def mamba_scan(
+    x: torch.Tensor,
+    steps: torch.Tensor,
+    write: torch.Tensor,
+    read: torch.Tensor,
+    rate: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+    runs: StateRuns,
+) -> torch.Tensor:
+    """Computes ``reference.mamba_scan``."""
+    _, heads, channels = x.shape
+    size = state.shape[3]
+    x, steps, write, read = (each.contiguous() for each in (x, steps, write, read))
+    out = torch.empty_like(x)
+    rows = min(32, triton.next_power_of_2(channels))
+    _channel_scan_kernel[(len(runs.sources), heads, triton.cdiv(channels, rows))](
+        x,
+        steps,
+        write,
+        read,
+        rate,
+        skip,
+        state,
+        runs.starts,
+        runs.sources,
+        runs.destinations,
+        out,
+        state.stride(0),
+        state.stride(1),
+        heads,
+        channels,
         size,
         rows,
         triton.next_power_of_2(size),

@@ -35,7 +35,7 @@ from pdserve_kernels.triton.paged_attention import (
     prefill_attention,
     programs_of_heads,
 )
-from pdserve_kernels.triton.state_ops import causal_conv, gated_delta_rule, mamba2_scan
+from pdserve_kernels.triton.state_ops import causal_conv, gated_delta_rule, mamba2_scan, mamba_scan
 from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
 
 
@@ -146,6 +146,7 @@ class TritonKernels:
     causal_conv = staticmethod(causal_conv)
     gated_delta_rule = staticmethod(gated_delta_rule)
     mamba2_scan = staticmethod(mamba2_scan)
+    mamba_scan = staticmethod(mamba_scan)
 
     def __init__(self, processors: int) -> None:
         """Makes the set for a GPU with ``processors`` streaming multiprocessors, which a launch should fill."""

@@ -1,4 +1,4 @@
-"""Models with Mamba 2 in most layers: Granite 4, Bamba, Nemotron-H, Falcon-H1, and Mamba 2 alone."""
+"""Models with Mamba 2 in most layers: Granite 4, Bamba, Nemotron-H, Falcon-H1, Jamba, and Mamba 2 alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pdserve.models.recipe import (
     FeedForwardRecipe,
     LayerRecipe,
     Mamba2Recipe,
+    MambaRecipe,
     MlpRecipe,
     ModelRecipe,
     PartScales,
@@ -466,3 +467,64 @@ class Mamba2Settings(FamilySettings, kw_only=True):
                 ("backbone.", "model."),
             ),
         )
+
+
+class JambaSettings(FamilySettings, kw_only=True):
+    """One layer in several has attention, which knows no positions, the others a Mamba. Some layers have experts."""
+
+    models: ClassVar[str] = "Jamba 1.5, 1.6, 1.7, Jamba Reasoning 3B"
+    vocab_size: Count = 65_536
+    intermediate_size: Count = 14_336
+    num_key_value_heads: Count | None = 8
+    max_position_embeddings: Count = 262_144
+    num_experts: Count = 16
+    num_experts_per_tok: Count = 2
+    expert_layer_period: Count = 2
+    expert_layer_offset: int = 1
+    attn_layer_period: Count = 8
+    attn_layer_offset: int = 4
+    mamba_d_state: Count = 16
+    mamba_d_conv: Count = 4
+    mamba_expand: Count = 2
+    mamba_dt_rank: int | str = "auto"
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    def check(self) -> None:
+        super().check()
+        check_experts(self.num_experts_per_tok if self.num_experts > 1 else 1, self.num_experts)
+
+    def biases(self) -> frozenset[str]:
+        return frozenset()
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return None
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if self.num_experts == 1 or index % self.expert_layer_period != self.expert_layer_offset:
+            return gated("feed_forward", self.intermediate_size)
+        expert = gated("feed_forward.experts.{}", self.intermediate_size)
+        return ExpertsRecipe(self.num_experts, self.num_experts_per_tok, expert, router="feed_forward.router")
+
+    def mamba(self) -> MambaRecipe:
+        channels, rank = self.mamba_expand * self.hidden_size, self.mamba_dt_rank
+        parts = parts_of(1, channels)
+        return MambaRecipe(
+            heads=parts,
+            channels=channels // parts,
+            size=self.mamba_d_state,
+            rank=rank if isinstance(rank, int) else -(-self.hidden_size // 16),
+            width=self.mamba_d_conv,
+            norm=self.norm(),
+            biased=self.mamba_proj_bias,
+            conv_biased=self.mamba_conv_bias,
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = replace(super().layer(index), norms=("input_layernorm", "pre_ff_layernorm"))
+        if index % self.attn_layer_period == self.attn_layer_offset:
+            return layer
+        return replace(layer, attention=None, mixer=self.mamba())
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), last_norm="model.final_layernorm")

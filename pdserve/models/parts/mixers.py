@@ -9,9 +9,10 @@ import torch
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.parts.delta_net import DeltaNet
 from pdserve.models.parts.mamba import Mamba2
+from pdserve.models.parts.mamba1 import Mamba
 from pdserve.models.parts.projections import Building
 from pdserve.models.parts.short_conv import ShortConv
-from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MixerRecipe, ShortConvRecipe
+from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MambaRecipe, MixerRecipe, ShortConvRecipe
 from pdserve_kernels.contract import StateRuns
 
 
@@ -34,6 +35,7 @@ class MixerPart(Protocol):
 MIXERS: dict[type[MixerRecipe], MixerPart] = {
     DeltaNetRecipe: DeltaNet,
     Mamba2Recipe: Mamba2,
+    MambaRecipe: Mamba,
     ShortConvRecipe: ShortConv,
 }
 """The part of each kind of recipe."""

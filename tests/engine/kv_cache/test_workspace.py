@@ -36,6 +36,7 @@ from pdserve.models.recipe import (
     FeedForwardRecipe,
     LatentRecipe,
     Mamba2Recipe,
+    MambaRecipe,
     MixerRecipe,
     MlpBesideExperts,
     MlpRecipe,
@@ -165,6 +166,9 @@ class GpuMemory:
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         return reference.HeadLinear(weight)
 
+    def mamba_scan(self, x: torch.Tensor, *others: torch.Tensor | StateRuns) -> torch.Tensor:
+        return torch.empty_like(x)
+
     def __call__(self, layer: int, query: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         return torch.empty_like(query) if self._latent is None else torch.empty_like(query[..., : self._latent.rank])
 
@@ -178,6 +182,7 @@ MIXERS: dict[type[MixerRecipe], MixerRecipe] = {
     for recipe in (
         DeltaNetRecipe(heads=16, group=2, key_dim=128, value_dim=128, width=4, norm=Norm(1e-6)),
         MAMBA,
+        MambaRecipe(heads=8, channels=1024, size=16, rank=256, width=4, norm=Norm(1e-6)),
         ShortConvRecipe(heads=32, channels=64, width=3),
     )
 }
@@ -305,6 +310,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "a state beside attention": (
         "falcon-h1",
         {"hidden_size": 2048, "intermediate_size": 2048, "heads": 16, "kv_heads": 2, "head_dim": 128},
+    ),
+    "numbers of channels": (
+        "jamba-dense",
+        {"hidden_size": 4096, "intermediate_size": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128},
     ),
     "short convolutions": (
         "lfm2",

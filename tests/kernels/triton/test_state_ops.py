@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from pdserve_kernels import reference
 from pdserve_kernels.contract import StateRuns
-from pdserve_kernels.triton.state_ops import TOKENS_AT_ONCE, VALUES_AT_ONCE, causal_conv, gated_delta_rule, mamba2_scan
+from pdserve_kernels.triton.state_ops import (
+    TOKENS_AT_ONCE,
+    VALUES_AT_ONCE,
+    causal_conv,
+    gated_delta_rule,
+    mamba2_scan,
+    mamba_scan,
+)
 from tests.kernels.triton.device import DEVICE, DTYPES, SEEDS, assert_near, examples
 
 LENGTHS = st.lists(st.integers(1, 4) | st.just(TOKENS_AT_ONCE + 3), min_size=1, max_size=4) | st.just([1, 1, 1])
@@ -105,4 +112,22 @@ def test_mamba2_scan(
     own = on_device(state)
     got = mamba2_scan(xbc.to(DEVICE), steps.to(DEVICE), rate.to(DEVICE), skip.to(DEVICE), own, moved(runs))
     assert_near(got, reference.mamba2_scan(xbc, steps, rate, skip, state, runs), 4)
+    torch.testing.assert_close(own.cpu(), state, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), DTYPES, SEEDS)
+def test_mamba_scan(lengths: list[int], heads: int, channels: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    tokens = sum(lengths)
+    x, steps = torch.randn(tokens, heads, channels).to(dtype), torch.rand(tokens, heads, channels)
+    write, read = torch.randn(2, tokens, size)
+    rate, skip = -torch.rand(heads, channels, size), torch.randn(heads, channels)
+    state, runs = states(heads, channels, size), runs_of(lengths)
+    own = on_device(state)
+    given, lengths_of, written, looked, rates, skipped = (
+        each.to(DEVICE) for each in (x, steps, write, read, rate, skip)
+    )
+    got = mamba_scan(given, lengths_of, written, looked, rates, skipped, own, moved(runs))
+    assert_near(got, reference.mamba_scan(x, steps, write, read, rate, skip, state, runs), 4)
     torch.testing.assert_close(own.cpu(), state, rtol=1e-4, atol=1e-4)

@@ -1,5 +1,5 @@
-// Computes layers that keep a state: short convolutions and the gated delta rule. Tokens are computed one after another,
-// so that a run of many leaves the bits that runs of one token each would.
+// Computes layers that keep a state: short convolutions, the gated delta rule, and the scans of Mamba and Mamba 2.
+// Tokens are computed one after another, so that a run of many leaves the bits that runs of one token each would.
 #include "lanes.h"
 #include "lent_cores.h"
 #include "states.h"
@@ -207,8 +207,53 @@ void scan(const Runs& runs, const Scan& scan, long run, long group, long head) {
   }
 }
 
+// Some channels of one head, in one run: each has numbers of its own, which decay at rates of their own.
+constexpr long kChannels = 32;
+
+template <class T>
+void scan_channels(const Runs& runs, const ChannelScan& scan, long run, long head, long part) {
+  const long channels = scan.channels, size = scan.size, from = part * kChannels;
+  const long to = std::min(channels, from + kChannels), first = runs.starts[run], end = runs.starts[run + 1];
+  const auto place = [&](long t) { return (t * scan.heads + head) * channels; };
+  T* const out = (T*)scan.out;
+  if (runs.destinations[run] < 0) {
+    for (long t = first; t < end; t++) std::memset((void*)(out + place(t) + from), 0, (to - from) * sizeof(T));
+    return;
+  }
+  const Ends ends = ends_of(runs, run, head);
+  float* numbers = begun(ends, from * size, (to - from) * size);
+  for (long c = from; c < to; c++) {
+    const float* rate = scan.rate + (head * channels + c) * size;
+    const float skip = scan.skip[head * channels + c];
+    for (long t = first; t < end; t++) {
+      const float step = scan.steps[place(t) + c], input = widen(((const T*)scan.x)[place(t) + c]);
+      const float added = step * input;
+      Lanes found{};
+      for (long j = 0; j < size; j += kLanes) {
+        const long n = size - j;
+        float* at = numbers + (c - from) * size + j;
+        const Lanes kept = load_part(at, n) * exponential(load_part(rate + j, n) * step);
+        const Lanes next = kept + load_part(scan.write + t * size + j, n) * added;
+        store_part(at, next, n);
+        found += next * load_part(scan.read + t * size + j, n);
+      }
+      store_part(out + place(t) + c, splat(sum(found) + skip * input), 1);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace pdserve
+
+extern "C" void pdserve_mamba_scan(int bf16, const pdserve::Runs* runs, const pdserve::ChannelScan* scan) {
+  using namespace pdserve;
+  const auto run = bf16 ? scan_channels<Bf16> : scan_channels<float>;
+  const long parts = (scan->channels + kChannels - 1) / kChannels, each_run = scan->heads * parts;
+  each(runs->count * each_run, [&](long i) {
+    const long at = i % each_run;
+    run(*runs, *scan, i / each_run, at / parts, at % parts);
+  });
+}
 
 extern "C" void pdserve_mamba2_scan(int bf16, const pdserve::Runs* runs, const pdserve::Scan* scan) {
   using namespace pdserve;

@@ -50,4 +50,17 @@ struct Scan {
   int64_t size;
 };
 
+struct ChannelScan {
+  const void* x;
+  const float* steps;
+  const float* write;
+  const float* read;
+  const float* rate;
+  const float* skip;
+  void* out;
+  int64_t heads;
+  int64_t channels;
+  int64_t size;
+};
+
 }  // namespace pdserve
