@@ -43,8 +43,8 @@ def test_blocks_choose_the_tokens_of_the_dequantised_weights(demo_model: Path, t
     answers = continued(runner(folder, kernels, blocks=False), prompts)
     kept = choices(runner(folder, kernels, blocks=True), prompts, answers)
     same = (torch.tensor(kept) == torch.tensor(answers)).float().mean()
-    # Measured: 0.943 to 0.990, with the least for 4 bits and offsets. Where two tokens are nearly as likely, that inputs
-    # are rounded to bytes decides between them.
+    # Measured: 0.943 to 0.990, with the least for 4 bits and offsets. Where two tokens are nearly as likely, rounding
+    # inputs to bytes decides between them.
     assert same >= 0.94
 
 
