@@ -29,6 +29,7 @@ from pdserve_kernels.contract import BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.rerun_graph import RerunGraphs
+from tests.models.tiny_families import save_tiny
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vocabulary import save_tiny_tokenizer
@@ -99,6 +100,20 @@ def test_the_linear_layers_are_all_of_the_models(tiny: Path) -> None:
     linears = [module for module in loaded.modules() if isinstance(module, torch.nn.Linear)]
     assert products.parameters == sum(module.weight.numel() for module in linears)
     assert products.nbytes(torch.bfloat16) == 2 * products.parameters
+
+
+def test_a_model_with_latents_is_measured(tmp_path: Path) -> None:
+    steps = Steps((1,), (41,), (42,))
+    model = save_tiny("youtu", tmp_path)
+    subject = open_subject("tiny", model, ModelConfig(device=Device.CPU, dtype=Dtype.FP32), 16, steps, compiled)
+    linears = [
+        module
+        for module in AutoModelForCausalLM.from_pretrained(model).modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    assert products_of(subject.config, {}).parameters == sum(module.weight.numel() for module in linears)
+    rows = list(benchmark.subject_rows(BenchEngineConfig(engine=SMALL), subject, steps))
+    assert {"decode step", "prefill step"} <= {row.what for row in rows}
 
 
 def test_experts_have_rows_with_the_bytes_that_are_touched(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.rank_cache import KvGroup
-from pdserve.models.recipe import ExpertsRecipe
+from pdserve.models.recipe import ExpertsRecipe, LatentRecipe
 from pdserve.models.runner import StepRow
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.contract import Attention, AttentionRow, BlockFormat, BlockKernels, BlockWeight, Kernels, Linear
@@ -159,11 +159,7 @@ def products_of(config: FamilyConfig, formats: Mapping[str, BlockFormat]) -> Pro
     ``formats`` are those of the weights that stay in blocks, by transformers' names.
     """
     hidden = config.hidden_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = (
-        (hidden, (("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys))),
-        (queries, (("self_attn.o_proj", hidden),)),
-    )
+    attention = _attending(config) if config.latent is None else _attending_to_latents(config, config.latent)
 
     def layer(index: int) -> Iterator[Product]:
         for inputs, projections in (*attention, *_feeding(config, index)):
@@ -174,6 +170,30 @@ def products_of(config: FamilyConfig, formats: Mapping[str, BlockFormat]) -> Pro
     form = formats.get("model.embed_tokens.weight" if config.recipe.tied else "lm_head.weight")
     layers = tuple(tuple(layer(index)) for index in range(config.num_layers))
     return Products(layers, Product(config.vocab_size, hidden, form))
+
+
+def _attending(config: FamilyConfig) -> _Parts:
+    hidden = config.hidden_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return (
+        (hidden, (("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys))),
+        (queries, (("self_attn.o_proj", hidden),)),
+    )
+
+
+def _attending_to_latents(config: FamilyConfig, latent: LatentRecipe) -> _Parts:
+    """Returns the products of latent attention. Each head's own are here one product with as many parameters."""
+    hidden, heads, key = config.hidden_size, config.heads, ("self_attn.kv_a_proj_with_mqa", latent.channels)
+    queries, inner = heads * (latent.plain + latent.turned), latent.query_rank
+    down: _Parts = ((hidden, (("self_attn.q_proj", queries), key)),)
+    if inner:
+        down = ((hidden, (("self_attn.q_a_proj", inner), key)), (inner, (("self_attn.q_b_proj", queries),)))
+    return (
+        *down,
+        (latent.plain, (("", heads * latent.rank),)),
+        (latent.rank, (("", heads * latent.value),)),
+        (heads * latent.value, (("self_attn.o_proj", hidden),)),
+    )
 
 
 _Parts = Sequence[tuple[int, Sequence[tuple[str, int]]]]
@@ -281,7 +301,8 @@ def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float
     tokens = sum(len(row.token_ids) for row in rows)
     shape = (tokens, config.heads, config.head_dim)
     query = torch.randn(shape, device=subject.device).to(subject.dtype)
-    key_value = torch.full((2, tokens, config.kv_heads, config.head_dim), 0.01, device=subject.device)
+    stored = runner.layout.tiles_a_layer
+    key_value = torch.full((stored, tokens, config.kv_heads, config.head_dim), 0.01, device=subject.device)
     key_value = key_value.to(subject.dtype)
 
     def planned(group: KvGroup) -> Attention:
