@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,10 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.gguf_file import read_gguf
 from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
-from pdserve.models.checkpoint.weights import ALL
+from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.runner import StepRow
 from pdserve.settings import cache_folder
-from pdserve_kernels.contract import BlockFormat
+from pdserve_kernels.contract import BlockFormat, BlockWeight
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.models.converted_gguf import save_converted
 from tests.models.greedy import small_runner
@@ -83,19 +83,25 @@ def test_each_number_is_the_one_that_transformers_reads(folders: tuple[Path, Pat
             assert torch.equal(files.read(part, rows, columns, torch.float32), numbers[rows, columns])
 
 
-def test_experts_stay_in_the_blocks_of_their_file(folders: tuple[Path, Path]) -> None:
+def test_experts_stay_in_the_blocks_of_their_file(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     narrow, wide = folders
-    kernels = CompiledKernels(cache_folder(os.environ))
+    kernels, taken = CompiledKernels(cache_folder(os.environ)), list[BlockFormat]()
+    take = Checkpoint.take_blocks
+
+    def noted(*args: Any, **others: Any) -> BlockWeight | None:
+        weight = take(*args, **others)
+        taken.extend([] if weight is None else [weight.format])
+        return weight
+
+    monkeypatch.setattr(Checkpoint, "take_blocks", noted)
     found = []
-    with patch.object(CompiledKernels, "block_linear", autospec=True, side_effect=CompiledKernels.block_linear) as made:
-        for folder in (narrow, wide):
-            config = read_family_config(folder)
-            runner = GroupedRunner(folder, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
-            found.append(runner.run([StepRow(PROMPT, 0, range(8), True)]).clone())
+    for folder in (narrow, wide):
+        config = read_family_config(folder)
+        runner = GroupedRunner(folder, config, Dtype.BF16, 4, 32, 128, kernels, block_kernels=kernels)
+        found.append(runner.run([StepRow(PROMPT, 0, range(8), True)]).clone())
     experts = config.experts
     assert experts is not None
-    count = 2 * experts.count * config.num_layers
-    assert [call.args[1].format for call in made.mock_calls] == [BlockFormat.MXFP4] * count
+    assert taken == [BlockFormat.MXFP4] * (2 * experts.count * config.num_layers)
     kept, plain = found
     assert (kept - plain).norm() / plain.norm() < 0.15
 
