@@ -243,7 +243,7 @@ def test_too_small_a_disk_is_said_before_anything_large_is_fetched(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 8}, "latent attention is not served yet"),
+        ({"model_type": "deepseek_v32", "kv_lora_rank": 8}, "sparse attention is not served yet"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "are quantised (config.json: aqlm)"),
     ],
 )
