@@ -472,6 +472,11 @@ class Mamba2Recipe:
         return self.heads // self.parts
 
     @property
+    def all_conv_channels(self) -> int:
+        """The channels that are convolved, each counted once."""
+        return self.heads * self.group * self.head_dim + 2 * self.groups * self.size
+
+    @property
     def conv_channels(self) -> int:
         """The channels of one part that are convolved."""
         return self.group * self.head_dim + 2 * self.size

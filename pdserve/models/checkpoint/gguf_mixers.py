@@ -35,8 +35,9 @@ def stored_mixer(file: GgufFile, block: str, mixer: MixerRecipe, known: Architec
             # Whatever is fused in the file: its rows are known.
             return replace(mixer, inner=APART, tiled=known.tiled)
         case Mamba2Recipe():
-            biased, conv_biased = (f"{block}{name}.bias" in file.tensors for name in ("ssm_in", "ssm_conv1d"))
-            return replace(mixer, biased=biased, conv_biased=conv_biased)
+            names = ("ssm_in", "ssm_out", "ssm_conv1d")
+            biased, out_biased, conv_biased = (f"{block}{name}.bias" in file.tensors for name in names)
+            return replace(mixer, biased=biased, out_biased=out_biased, conv_biased=conv_biased)
         case ShortConvRecipe():
             return replace(mixer, biased=f"{block}shortconv.conv.bias" in file.tensors)
         case _:
@@ -122,7 +123,7 @@ def _ranges(bounds: Iterable[tuple[int, int]]) -> Iterator[int]:
 
 def _of_mamba(mixer: Mamba2Recipe) -> Iterator[MixerTensor]:
     heads = mixer.heads * mixer.group
-    conv = (mixer.heads * mixer.conv_channels, 1, mixer.width)
+    conv = (mixer.all_conv_channels, 1, mixer.width)
     yield MixerTensor(f"{mixer.inner}.weight", "ssm_in.weight")
     yield MixerTensor(f"{mixer.inner}.bias", "ssm_in.bias")
     yield MixerTensor(f"{mixer.conv}.weight", "ssm_conv1d.weight", conv)

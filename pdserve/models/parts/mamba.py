@@ -28,7 +28,7 @@ class Mamba2:
         values = spread(heads, recipe.head_dim)
         all_heads, all_values = recipe.heads * recipe.group, recipe.heads * recipe.group * recipe.head_dim
         convolved = [*chain.from_iterable(_channels(recipe, part) for part in parts)]
-        all_channels = all_values + 2 * recipe.groups * recipe.size
+        all_channels = recipe.all_conv_channels
         self._group_of: torch.Tensor | None = None
         """The group of each part, counted from this rank's first, if parts share them."""
         channels = convolved
