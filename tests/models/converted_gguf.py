@@ -58,6 +58,13 @@ CONVERTED: dict[str, list[Converted]] = {
     "ernie4_5": [Converted("ernie", {}), Converted("ernie-biased", {})],
     "ernie4_5-moe": [Converted("ernie-moe", {})],
     "exaone4": [Converted("exaone4", {}), Converted("exaone4-full", {})],
+    "falcon-h1": [
+        Converted("falcon-h1", {"tie_word_embeddings": False}),
+        Converted(
+            "falcon-h1-normed",
+            {"attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False, "projectors_bias": False},
+        ),
+    ],
     "falcon": [Converted("falcon", {}), Converted("falcon-groups", {})],
     "gemma": [Converted("gemma", {})],
     "gemma2": [Converted("gemma2", {"layer_types": None, "query_pre_attn_scalar": 10})],
@@ -244,6 +251,13 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         _add_delta_net(writer, config, arch)
     if arch in ("lfm2", "lfm2moe"):
         _add_lfm2(writer, config, arch)
+    if arch == "falcon-h1":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_d_ssm"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     if config["model_type"] in ("bamba", "granitemoehybrid", "nemotron_h"):
         _add_mamba(writer, config, arch)
     if "use_parallel_residual" in config:
@@ -456,6 +470,8 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
     for given, stored in (("e_score_correction_bias", "e_score_correction.bias"), ("expert_bias", "expert_bias.bias")):
         if name.endswith(given):
             return [(name.replace(given, stored), tensor.reshape(-1))]
+    if arch == "falcon-h1":
+        tensor = tensor * _falcon_factors(name, config)
     if any(part in name for part in (".linear_attn.", ".mamba.", ".conv.")) or _of_mixer(name, config):
         return _changed_mixer(name, block, tensor, config, arch)
     if name.endswith("kv_b_proj.weight"):
@@ -512,6 +528,29 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
         thirds = groups[:, :each], groups[:, each : each + 1], groups[:, each + 1 :]
         tensor = np.concatenate([part.reshape(-1, hidden) for part in thirds])
     return [(name, tensor)]
+
+
+def _falcon_factors(name: str, config: dict[str, Any]) -> np.ndarray:
+    """Returns what a tensor of a Falcon-H1 is multiplied by, which the checkpoint has as settings."""
+    inputs, gate_and_down = config["attention_in_multiplier"], config["mlp_multipliers"]
+    factors = {
+        "down_proj": gate_and_down[1],
+        "gate_proj": gate_and_down[0],
+        "k_proj": config["key_multiplier"] * inputs,
+        "q_proj": inputs,
+        "v_proj": inputs,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    found = next((each for part, each in factors.items() if f".{part}." in f".{name}"), 1.0)
+    if not name.endswith("mamba.in_proj.weight"):
+        return np.array(found, np.float32)
+    inner, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    sizes = (inner, inner, groups, groups, config["mamba_n_heads"])
+    rows = np.repeat(np.array(config["ssm_multipliers"], np.float32), sizes)
+    return (rows * config["ssm_in_multiplier"])[:, None].astype(np.float32)
 
 
 def _of_mixer(name: str, config: dict[str, Any]) -> bool:

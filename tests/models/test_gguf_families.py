@@ -265,6 +265,12 @@ def test_layers_that_keep_a_state_may_be_named_one_by_one(tmp_path: Path) -> Non
     assert greedy_tokens(small_runner(path), PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
 
 
+def test_a_falcon_h1_without_a_head_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny("falcon-h1", tmp_path / "folder", tie_word_embeddings=True)
+    with pytest.raises(ModelError, match="its embedding has a factor that no head has"):
+        read_family_config(save_converted(folder, tmp_path / "tiny.gguf", "falcon-h1"))
+
+
 def older(writer: GGUFWriter) -> None:
     """Gives each head a key and a value, as files did at first. These also say nothing of groups and sigmoids."""
     writer.add_head_count_kv(6)

@@ -81,6 +81,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture("ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5_moe"),
     "exaone4": Architecture("exaone4"),
+    # The factors of a Falcon-H1 are in its weights.
+    "falcon-h1": Architecture("falcon_h1", required=STATE_SPACE),
     "falcon": Architecture("falcon", norms=("attn_norm_2", "attn_norm")),
     "gemma": Architecture("gemma", shifted_norms=True),
     "gemma2": Architecture("gemma2", shifted_norms=True),

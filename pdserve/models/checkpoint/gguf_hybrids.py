@@ -108,6 +108,17 @@ def _mamba(file: GgufFile) -> dict[str, Any]:
     return {"mamba_d_head": _each_head(file), "mamba_expand": inner // hidden}
 
 
+def _falcon(file: GgufFile) -> dict[str, Any]:
+    if "output.weight" not in file.tensors:
+        raise ModelError(f"{file.path} has no tensor 'output.weight', and its embedding has a factor that no head has")
+    return {
+        "mamba_d_ssm": file.own("ssm.inner_size", int),
+        "mamba_d_head": _each_head(file),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
+        "mamba_norm_before_gate": False,
+    }
+
+
 def _granite(file: GgufFile) -> dict[str, Any]:
     kinds = [FULL if each else LINEAR for each in _sees_all(file)]
     shared = file.own("expert_shared_feed_forward_length", int, 0) or file.own("feed_forward_length", int)
@@ -144,6 +155,7 @@ def _kinds_of_one_part(file: GgufFile) -> list[str]:
 
 _SETTINGS: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "bamba": _bamba,
+    "falcon_h1": _falcon,
     "granitemoehybrid": _granite,
     "lfm2": _lfm,
     "lfm2_moe": _lfm,

@@ -325,6 +325,9 @@ def _mlp_names(part: MlpRecipe, end: str = "") -> dict[str, str]:
 def _whole_names(layer: LayerRecipe) -> dict[str, str]:
     """Returns the recipe's names of a layer's tensors that have no ``.weight`` behind them, by the file's names."""
     names = {"layer_output_scale.weight": layer.factor} if layer.factor else {}
+    if layer.attention is not None and layer.mixer is not None:
+        # llama.cpp writes this norm of a Falcon-H1 without the ending.
+        names["ffn_norm"] = f"{layer.norms[1]}.weight"
     if layer.attention is not None and layer.attention.sinks:
         names["attn_sinks.weight"] = layer.attention.sinks
     if isinstance(layer.feed_forward, MlpBesideExperts):
