@@ -550,7 +550,8 @@ def _falcon_factors(name: str, config: dict[str, Any]) -> np.ndarray:
     inner, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
     sizes = (inner, inner, groups, groups, config["mamba_n_heads"])
     rows = np.repeat(np.array(config["ssm_multipliers"], np.float32), sizes)
-    return (rows * config["ssm_in_multiplier"])[:, None].astype(np.float32)
+    scaled: np.ndarray = rows[:, None] * np.float32(config["ssm_in_multiplier"])
+    return scaled
 
 
 def _of_mixer(name: str, config: dict[str, Any]) -> bool:
