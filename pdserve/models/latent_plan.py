@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -24,10 +25,14 @@ EXPANDED_BYTES = 2**26
 """The keys and values of so many heads are there at a time as fit into this, or those of one."""
 
 
+LEAST_EXPANDED = 32
+"""Rows with fewer tokens attend to latents: an expanded row takes launches of its own in each layer."""
+
+
 def expanded_bytes(latent: LatentRecipe, context: int, item_bytes: int) -> int:
     """Returns the most bytes that a row's expanded keys and values have at once, and what they are made of."""
-    one = 2 * _padded(context) * _width(latent) * item_bytes
-    return 3 * max(one, EXPANDED_BYTES)
+    room = max(2 * _padded(context) * _width(latent) * item_bytes, EXPANDED_BYTES)
+    return 2 * room + context * (latent.channels + latent.rank) * item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +58,24 @@ class ExpandedRow:
         heads: int,
         scale: float,
         latent: LatentRecipe,
+        room: torch.Tensor,
     ) -> None:
-        """Plans the row whose first new token is number ``first`` of the step."""
+        """Plans the row whose first new token is number ``first`` of the step.
+
+        Rows are computed one after another, so they take turns with ``room``, uint8 of the bytes of the largest one.
+        """
         self.tokens = slice(first, first + row.new_tokens)
         layout, device = group.layout, group.cache.device
         self._latent, self._layout, self._context, self._heads = latent, layout, row.context_len, heads
         table = block_ids(row.blocks, -(-row.context_len // layout.block_size))
-        positions = range(row.context_len - row.new_tokens, row.context_len)
-        slots = [int(table[at // layout.block_size]) * layout.block_size + at % layout.block_size for at in positions]
+        at = np.arange(row.context_len - row.new_tokens, row.context_len)
+        slots = table[at // layout.block_size] * layout.block_size + at % layout.block_size
         blocks, own = to_device([table, slots], device)
         self._write = KvWrite(layout, group.cache, own.long())
         self._tiles, self._index = layout.tiles(group.cache), layout.tile_rows(blocks.long())[0]
-        size, width = _padded(row.context_len), _width(latent)
-        one = 2 * size * width * layout.dtype.itemsize
-        self._together = next(
-            count
-            for count in range(heads, 0, -1)
-            if heads % count == 0 and (count * one <= EXPANDED_BYTES or count == 1)
-        )
-        expanded = KvLayout(self._together, 1, size, width, layout.dtype)
-        self._room = expanded.allocate(1, device)
+        expanded = _layout(latent, row.context_len, heads, layout.dtype)
+        self._together = expanded.kv_heads
+        self._room = expanded.view(room[: expanded.block_bytes], 1)
         new = AttentionRow(row.new_tokens, row.context_len, [0])
         self._attention = kernels.plan_attention(expanded, self._room, [new], self._together, scale)
 
@@ -88,6 +91,8 @@ class ExpandedRow:
         latents, turned = kept[:, : latent.rank].contiguous(), kept[:, latent.rank :]
         keys, values = self._room[0, :, 0, 0, :context], self._room[0, :, 0, 1, :context]
         keys[..., latent.plain : latent.plain + latent.turned] = turned
+        # Another row may have left numbers there.
+        keys[..., latent.plain + latent.turned :] = 0
         query = F.pad(query, (0, self._room.shape[-1] - query.shape[-1]))
         out = []
         for some in self._some_heads():
@@ -106,12 +111,19 @@ class ExpandedRow:
 def plan_latents(
     kernels: Kernels, group: KvGroup, rows: Sequence[AttentionRow], heads: int, scale: float, latent: LatentRecipe
 ) -> LatentStep:
-    """Plans a step of ``rows``, of which those with one token come first."""
+    """Plans a step of ``rows``, of which those with one token come first.
+
+    No two rows with several tokens are of one request: in each layer, rows that attend to latents are computed first.
+    """
     direct, places = list[AttentionRow](), list[int]()
     expanded, first = list[ExpandedRow](), 0
+    dtype, device = group.layout.dtype, group.cache.device
+    long = [row for row in rows if is_expanded(latent, row.new_tokens, row.context_len)]
+    most = max((_layout(latent, row.context_len, heads, dtype).block_bytes for row in long), default=0)
+    room = torch.empty(most, dtype=torch.uint8, device=device)
     for row in rows:
         if is_expanded(latent, row.new_tokens, row.context_len):
-            expanded.append(ExpandedRow(kernels, group, row, first, heads, scale, latent))
+            expanded.append(ExpandedRow(kernels, group, row, first, heads, scale, latent, room))
         else:
             direct.append(row)
             places += range(first, first + row.new_tokens)
@@ -119,17 +131,25 @@ def plan_latents(
     if not expanded:
         return LatentStep(kernels.plan_attention(group.layout, group.cache, rows, heads, scale), None)
     attention = kernels.plan_attention(group.layout, group.cache, direct, heads, scale) if direct else None
-    (moved,) = to_device([places], group.cache.device)
+    (moved,) = to_device([places], device)
     return LatentStep(attention, moved.long(), tuple(expanded))
 
 
 def is_expanded(latent: LatentRecipe, new_tokens: int, context: int) -> bool:
     """Returns whether it takes fewer products to expand a row's context. It depends on nothing else in a step."""
-    if new_tokens == 1:
+    if new_tokens < LEAST_EXPANDED:
         return False
     pairs = new_tokens * (context - new_tokens // 2)
     expansion = (context - new_tokens) * latent.rank * (latent.plain + latent.value)
     return pairs * 2 * _width(latent) + expansion < pairs * (latent.rank + latent.channels)
+
+
+def _layout(latent: LatentRecipe, context: int, heads: int, dtype: torch.dtype) -> KvLayout:
+    """Returns the layout of a context that is expanded to the keys and values of some heads, in one block."""
+    size, width = _padded(context), _width(latent)
+    one = 2 * size * width * dtype.itemsize
+    counts = (count for count in range(heads, 1, -1) if heads % count == 0 and count * one <= EXPANDED_BYTES)
+    return KvLayout(next(counts, 1), 1, size, width, dtype)
 
 
 def _width(latent: LatentRecipe) -> int:

@@ -266,6 +266,8 @@ class ExpertsRecipe:
     """Whether the weights of the chosen experts are scaled to a sum of one."""
     correction: str = ""
     """The tensor, by its whole name, that is added to the scores by which experts are chosen, not to their weights."""
+    correction_optional: bool = False
+    """Whether files may leave it out."""
     correction_shape: tuple[int, ...] = ()
     """The shape of this tensor, if it is not that of the scores of one token."""
     precise_router: bool = False

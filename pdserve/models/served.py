@@ -32,7 +32,8 @@ from pdserve_kernels.routing import Scoring
 NOT_YET: dict[str, str] = {
     model_type: missing
     for missing, model_types in {
-        "two attentions a layer": ("longcat_flash",),
+        "a second attention in each layer": ("longcat_flash",),
+        "a text part in a folder of its own": ("mistral4",),
         "sparse attention": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl"),
         "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
         "states": (*("falcon_mamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),),
@@ -88,11 +89,7 @@ def served_families() -> list[ServedFamily]:
 def not_yet(model_type: str) -> str:
     """Says what is missing for a family; nothing if that is not known."""
     missing = NOT_YET.get(model_type, "")
-    return (
-        f"{missing} {'are' if missing.endswith('s') or missing.startswith('two') else 'is'} not served yet"
-        if missing
-        else ""
-    )
+    return f"{missing} {'are' if missing.endswith('s') else 'is'} not served yet" if missing else ""
 
 
 def _joined(words: Iterable[str]) -> str:

@@ -27,7 +27,10 @@ class Keep(enum.Enum):
 
 
 def needed_blocks(keep: Keep, window: int, tokens: int, block_size: int) -> range:
-    """Returns what ``GroupSpec.needed`` does."""
+    """Returns the numbers of the blocks of a group that the token after the first ``tokens`` needs.
+
+    The range of a ``LATEST`` group is empty: its state has no number.
+    """
     end = -(-tokens // block_size)
     match keep:
         case Keep.ALL:
@@ -53,10 +56,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     """A token sees itself and at most ``window - 1`` tokens before it; 0 if the group has no window."""
 
     def needed(self, tokens: int, block_size: int) -> range:
-        """Returns the numbers of the blocks that the token after the first ``tokens`` needs of these.
-
-        The range of a ``LATEST`` group is empty: its state has no number.
-        """
+        """Returns ``needed_blocks`` of this group."""
         return needed_blocks(self.keep, self.window, tokens, block_size)
 
 

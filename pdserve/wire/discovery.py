@@ -11,7 +11,7 @@ that it cannot accept with ``ProxyRefusal``, which says why.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -173,24 +173,29 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """The free blocks of each cache group behind that of whole contexts."""
 
 
-def free_share(capacity: Capacity, load: NodeLoad, tokens: int = 0) -> float:
+def free_share(capacity: Capacity, load: NodeLoad, contexts: Sequence[int] = ()) -> float:
     """Returns which share of its blocks is free in the cache group of a node that has least.
 
-    It is what is left once a context of so many more ``tokens`` is there, and negative if that does not fit.
+    It is what is left once ``contexts`` of so many tokens are there, and negative if they do not fit.
     """
     groups = [
         (Keep.ALL, 0, capacity.num_blocks),
         *((each.keep, each.window, each.num_blocks) for each in capacity.groups[1:]),
     ]
-    left = 1.0
+    left, size = 1.0, max(capacity.block_size, 1)
     for (keep, window, total), free in zip(groups, (load.free_blocks, *load.bounded_free_blocks), strict=False):
-        taken = context_blocks(keep, window, tokens, max(capacity.block_size, 1))
+        taken = sum(context_blocks(keep, window, tokens, size) for tokens in contexts)
         left = min(left, (free - taken) / total if total else 0.0)
     return left
 
 
-def used_share(capacity: Capacity, load: NodeLoad) -> float:
-    """Returns which share of its blocks is in use in the cache group of a node that has least left."""
+def used_share(capacity: Capacity, load: NodeLoad) -> float | None:
+    """Returns which share of its blocks is in use in the cache group of a node that has least left.
+
+    Returns None if the node has not said yet how busy it is.
+    """
+    if not capacity.num_blocks or load == NodeLoad():
+        return None
     return min(1.0, max(0.0, 1 - free_share(capacity, load)))
 
 

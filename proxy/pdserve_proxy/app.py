@@ -50,8 +50,8 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     waiting: int
     free_blocks: int
     """Those of whole contexts."""
-    cache_used: float
-    """The share of its KV blocks in use, in the cache group that has least left."""
+    cache_used: float | None
+    """The share of its KV blocks in use, in the cache group that has least left; None until the node has said it."""
     queue_s: float
     step_s: float
 
@@ -207,7 +207,7 @@ def _instance(node: RegisteredNode, now: float) -> Instance:
             running=load.running,
             waiting=load.waiting,
             free_blocks=load.free_blocks,
-            cache_used=round(used_share(info.capacity, load), 4),
+            cache_used=None if (used := used_share(info.capacity, load)) is None else round(used, 4),
             queue_s=load.queue_s,
             step_s=load.step_s,
         ),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from pdserve.models.latent_plan import ExpandedRow, is_expanded
+from pdserve.models.latent_plan import EXPANDED_BYTES, ExpandedRow, is_expanded
 from pdserve.models.rank_cache import KvGroup
 from pdserve.models.recipe import LatentRecipe, Norm
 from pdserve.settings import cache_folder
@@ -51,6 +51,7 @@ def main() -> None:
     keys = kernels.head_linear(weight[:, : LATENT.plain].transpose(1, 2).contiguous())
     values = kernels.head_linear(weight[:, LATENT.plain :].contiguous())
     expansion = kernels.head_linear(weight)
+    room = torch.empty(2 * EXPANDED_BYTES, dtype=torch.uint8)
     for new, context in SHAPES:
         row = AttentionRow(new, context, list(range(-(-context // BLOCK_SIZE))))
         query, key = random(new, HEADS, LATENT.plain + LATENT.turned), random(1, new, 1, LATENT.channels)
@@ -61,7 +62,7 @@ def main() -> None:
             return values(attention(0, torch.cat((keys(plain), turned), -1), key))
 
         def expanded(row: AttentionRow = row, query: torch.Tensor = query, key: torch.Tensor = key) -> torch.Tensor:
-            return ExpandedRow(kernels, group, row, 0, HEADS, SCALE, LATENT)(0, query, key, expansion)
+            return ExpandedRow(kernels, group, row, 0, HEADS, SCALE, LATENT, room)(0, query, key, expansion)
 
         turns = [(seconds(direct), seconds(expanded)) for _ in range(TURNS)]
         first, second = min(turn[0] for turn in turns), min(turn[1] for turn in turns)

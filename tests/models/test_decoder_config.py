@@ -115,7 +115,7 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
 @pytest.mark.parametrize(
     ("family", "values", "match"),
     [
-        ("longcat_flash", SMALL, "two attentions a layer are not served yet"),
+        ("longcat_flash", SMALL, "a second attention in each layer is not served yet"),
         ("mimo_v2_flash", SMALL, "attention sinks are not served yet"),
         ("deepseek_v32", SMALL, "a deepseek_v32 model cannot be served: sparse attention is not served yet"),
         ("kimi_k2", SMALL | {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
@@ -126,6 +126,11 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("deepseek_v2", SMALL, "num_experts_per_tok, the number of experts of a token, is missing"),
         ("minicpm3", SMALL | {"qk_rope_head_dim": 5}, "both numbers have to be even"),
         ("glm4_moe_lite", SMALL | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 'dense' or 'sparse'"),
+        (
+            "glm4_moe_lite",
+            SMALL | {"first_k_dense_replace": 2},
+            "first_k_dense_replace 2 is not supported; supported: 1",
+        ),
         ("axk1", SMALL | {"q_lora_rank": None}, "q_lora_rank, the channels that queries come from, is missing"),
         ("hy_v4", SMALL, r"it has latent attention \(kv_lora_rank\)"),
         ("lara_mini", {}, "layers with linear attention"),

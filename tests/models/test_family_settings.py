@@ -267,6 +267,15 @@ def test_a_gemma3_with_images_is_refused_for_outer_settings(tmp_path: Path, valu
         read_decoder_config(written(tmp_path, {"model_type": "gemma3", "text_config": SMALL} | values))
 
 
+def test_a_sarvam_with_latents_has_another_name_for_yarn() -> None:
+    scaling = {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+    found, wanted = (
+        settings_from_values("sarvam_mla", {"rope_scaling": scaling | {"type": kind}}).recipe()
+        for kind in ("deepseek_yarn", "yarn")
+    )
+    assert found == wanted != settings_from_values("sarvam_mla", {}).recipe()
+
+
 def test_a_sarvam_has_other_names_for_three_settings() -> None:
     usual: dict[str, object] = {"n_routed_experts": 8, "n_shared_experts": 2, "attention_bias": True}
     others: dict[str, object] = {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True}

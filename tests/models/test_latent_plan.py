@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pdserve.models import latent_plan
 from pdserve.models.latent_plan import is_expanded
@@ -41,9 +42,11 @@ def test_expanded_contexts_give_the_logits_of_latents(
         asked.append(is_expanded(latent, new_tokens, context))
         return asked[-1]
 
+    monkeypatch.setattr(latent_plan, "LEAST_EXPANDED", 2)
     monkeypatch.setattr(latent_plan, "is_expanded", noted)
     together = logits_of(small_runner(folder))
-    assert asked == [True, True, False, True]
+    # Each row is asked for twice.
+    assert asked == [True, True, True, True, False, True, False, True]
     # Each head's keys and values by themselves.
     monkeypatch.setattr(latent_plan, "EXPANDED_BYTES", 1)
     apart = logits_of(small_runner(folder))
@@ -54,9 +57,27 @@ def test_expanded_contexts_give_the_logits_of_latents(
     torch.testing.assert_close(apart, kept, rtol=0, atol=most)
 
 
+def test_released_files_of_a_x_k1_lack_corrections_and_have_norms_that_nothing_reads(tmp_path: Path) -> None:
+    folder = save_tiny("axk1", tmp_path)
+    file = folder / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "correction" not in name}
+    tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.ones(60)
+    save_file(tensors, file, {"format": "pt"})
+    runner = small_runner(folder)
+    assert runner.run([StepRow(PROMPT, 0, range(16), True)]).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("new_tokens", "context", "expanded"),
-    [(1, 1, False), (1, 100_000, False), (2, 2, True), (512, 512, True), (16, 8192, False), (512, 8192, True)],
+    [
+        (1, 1, False),
+        (1, 100_000, False),
+        (31, 31, False),
+        (32, 32, True),
+        (512, 512, True),
+        (16, 8192, False),
+        (512, 8192, True),
+    ],
 )
 def test_rows_with_many_tokens_expand_their_contexts(new_tokens: int, context: int, expanded: bool) -> None:
     assert is_expanded(DEEPSEEK, new_tokens, context) == expanded

@@ -35,6 +35,6 @@ def test_every_architecture_of_gguf_files_is_in_a_row() -> None:
 def test_what_is_not_yet_served_has_no_recipe() -> None:
     assert not NOT_YET.keys() & FAMILIES.keys()
     assert not_yet("deepseek_v32") == "sparse attention is not served yet"
-    assert not_yet("longcat_flash") == "two attentions a layer are not served yet"
+    assert not_yet("longcat_flash") == "a second attention in each layer is not served yet"
     assert not_yet("mamba") == "states are not served yet"
     assert not_yet("llama") == ""

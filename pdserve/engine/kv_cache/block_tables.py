@@ -178,6 +178,8 @@ class BlockTables:
                 wanted[i] += blocks
         # Where they fit into what is free, nobody has to know who holds the rest.
         short = [i for i, blocks in enumerate(wanted, 1) if blocks > pool.pools[i].num_free]
+        if any(wanted[i - 1] > len(pool.pools[i].ids) for i in short):
+            return False
         contexts = [(other.block_table, other.num_computed_tokens) for other in (request, *active)]
         return all(wanted[i - 1] <= len(pool.pools[i].ids) - pool.taken_beside(i, contexts) for i in short)
 

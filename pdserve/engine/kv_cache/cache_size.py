@@ -26,6 +26,7 @@ from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
     AttentionRecipe,
     FeedForwardRecipe,
+    LatentRecipe,
     LayerRecipe,
     MlpBesideExperts,
     MlpRecipe,
@@ -72,7 +73,15 @@ def workspace_bytes(
     beside = max(scoring, sampling, rows * block_bytes)
     if isinstance(decoder, FamilyConfig) and decoder.latent is not None:
         beside += expanded_bytes(decoder.latent, decoder.max_positions, dtype.itemsize)
+        beside += _latent_weights(decoder, decoder.latent, ranks) * dtype.itemsize
     return LIBRARY_BYTES + recorded + step_bytes(decoder, dtype, ranks, tokens, rows) + beside
+
+
+def _latent_weights(decoder: FamilyConfig, latent: LatentRecipe, ranks: int) -> int:
+    """Returns how many weights of latents a rank has beside its share of all: those it has twice, or as a whole."""
+    twice = decoder.heads * (latent.plain + latent.value) * latent.rank // ranks
+    whole = decoder.hidden_size * (latent.query_rank + latent.channels) * (ranks - 1) // ranks
+    return len(decoder.recipe.attention) * (twice + whole)
 
 
 def step_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int, tokens: int, rows: int) -> int:

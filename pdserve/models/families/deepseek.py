@@ -170,13 +170,15 @@ class MiniCpm3Settings(LatentSettings, kw_only=True):
     qk_nope_head_dim: Count = 64
     qk_rope_head_dim: Count = 32
     v_head_dim: Count | None = None  # type: ignore[assignment]  # a share of the hidden channels unless a file says it
-    rope_interleave: bool = False
     scale_emb: float = 12.0
     scale_depth: float | None = 1.4
     dim_model_base: Count | None = 256
 
     def __post_init__(self) -> None:
         self.v_head_dim = self.v_head_dim or self.hidden_size // self.num_attention_heads
+
+    def rotary(self) -> Rotary:
+        return replace(super().rotary(), interleaved=False)
 
     def layer(self, index: int) -> LayerRecipe:
         depth = self.num_hidden_layers**0.5
@@ -194,7 +196,6 @@ class DeepseekV2Settings(LatentSettings, kw_only=True):
     vocab_size: Count = 102_400
     num_hidden_layers: Count = 32
     max_position_embeddings: Count = 2048
-    rope_interleave: bool = True
     moe_intermediate_size: Count = 1407
     n_routed_experts: Count = 64
     n_shared_experts: Count = 2
@@ -219,6 +220,10 @@ class DeepseekV2Settings(LatentSettings, kw_only=True):
             raise ModelError("n_group and topk_group, the groups of experts and how many are chosen, are missing")
         if self.num_experts_per_tok is None and self.first_k_dense_replace < self.num_hidden_layers:
             raise ModelError("num_experts_per_tok, the number of experts of a token, is missing")
+
+    def rotary(self) -> Rotary:
+        # No file says otherwise, and transformers would not read it.
+        return replace(super().rotary(), interleaved=True)
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         if index < self.first_k_dense_replace:
@@ -296,10 +301,15 @@ class SarvamMlaSettings(DeepseekV3Settings, kw_only=True):
     def __post_init__(self) -> None:
         self.n_routed_experts = self.num_experts or self.n_routed_experts
         self.n_shared_experts = self.num_shared_experts or self.n_shared_experts
+        given = self.rope_scaling
+        if given is not None and "deepseek_yarn" in (given.rope_type, given.type):
+            self.rope_scaling = msgspec.structs.replace(given, rope_type="yarn", type=None)
 
 
 class Glm4MoeLiteSettings(DeepseekV3Settings, kw_only=True):
     models: ClassVar[str] = "GLM 4.7 Flash"
+    dense_first: ClassVar[bool] = False
+    """Whether ``first_k_dense_replace`` may be another number than 1."""
     vocab_size: Count = 154_880
     hidden_size: Count = 2048
     intermediate_size: Count = 10_240
@@ -321,6 +331,8 @@ class Glm4MoeLiteSettings(DeepseekV3Settings, kw_only=True):
 
     def check(self) -> None:
         super().check()
+        if self.first_k_dense_replace != 1 and not self.dense_first:
+            raise ModelError(f"first_k_dense_replace {self.first_k_dense_replace} is not supported; supported: 1")
         kinds = self.kinds()
         if len(kinds) != self.num_hidden_layers or not set(kinds) <= {DENSE, SPARSE}:
             raise ModelError(f"mlp_layer_types must be {DENSE!r} or {SPARSE!r} for each of the layers")
@@ -331,6 +343,8 @@ class Glm4MoeLiteSettings(DeepseekV3Settings, kw_only=True):
 
 class AxK1Settings(Glm4MoeLiteSettings, kw_only=True):
     """The outputs of experts are normalised."""
+
+    dense_first: ClassVar[bool] = True
 
     models: ClassVar[str] = "A.X K1"
     vocab_size: Count = 163_840
@@ -363,6 +377,17 @@ class AxK1Settings(Glm4MoeLiteSettings, kw_only=True):
             return layer
         before, feed = layer.norms
         return replace(layer, norms=(before, "", feed, "post_mlp_layernorm"), order=NormOrder.SANDWICH)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        # The released files have no correction.
+        return replace(part, correction_optional=True) if isinstance(part, ExpertsRecipe) else part
+
+    def recipe(self) -> ModelRecipe:
+        whole = super().recipe()
+        # Nor do they use this norm of layers without experts, which they have.
+        norms = (f"model.layers.{i}.post_mlp_layernorm." for i, kind in enumerate(self.kinds()) if kind == DENSE)
+        return replace(whole, unused=(*whole.unused, *norms))
 
 
 class Mistral4Settings(LatentSettings, kw_only=True):

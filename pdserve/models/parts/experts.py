@@ -29,7 +29,7 @@ class Experts:
             bias = checkpoint.take(f"{prefix}{recipe.router}.bias", (recipe.count,), dtype=precise)
         self._router = building.kernels.linear(router, bias)
         correction = None
-        if recipe.correction:
+        if recipe.correction and (not recipe.correction_optional or checkpoint.has(f"{prefix}{recipe.correction}")):
             shape = recipe.correction_shape or (recipe.count,)
             correction = checkpoint.take(f"{prefix}{recipe.correction}", shape, dtype=torch.float32).flatten()
         factors = checkpoint.take(f"{prefix}{recipe.factors}", (recipe.count,)) if recipe.factors else None

@@ -60,7 +60,9 @@ class LatentAttention:
         query, latent, shared = torch.split(inner, widths, 1)
         if self._query_norm is not None and self._query_up is not None:
             query = self._query_up(self._query_norm(query.contiguous()))
-        plain, turned = torch.split(query.reshape(tokens, heads, -1), [sizes.plain, sizes.turned], -1)
+        plain, turned = torch.split(
+            query.reshape(tokens, heads, sizes.plain + sizes.turned), [sizes.plain, sizes.turned], -1
+        )
         rotated = self._kernels.rotary(torch.cat((turned, shared.unsqueeze(1)), 1), tables.cos, tables.sin)
         turned = rotated[:, :heads]
         if tables.query_scale is not None:

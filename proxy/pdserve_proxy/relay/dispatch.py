@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -68,7 +67,8 @@ class Dispatch:
         self._idle_timeout_s = config.relay.idle_timeout_s
         self._registry = registry
         self._attempts = attempts
-        self._coming_tokens: Counter[bytes] = Counter()
+        self._coming: dict[bytes, list[int]] = {}
+        """The tokens of each context that is to come to a node."""
         """The tokens that go to a node for want of blocks elsewhere, by its boot id. Its load does not show them."""
         self._router = Router(config.routing.policy, attempts)
         self._prefill_answers = config.routing.prefill_answers
@@ -142,18 +142,18 @@ class Dispatch:
         could not: they come first.
         """
         load, capacity = self._registry.load(node.boot_id) or NodeLoad(), node.capacity
-        coming = tokens + self._coming_tokens[node.boot_id]
+        coming = (tokens, *self._coming.get(node.boot_id, ()))
         return not load.waiting and free_share(capacity, load, coming) >= 1 / SPARE_SHARE
 
     def expect_tokens(self, tokens: int, node: NodeInfo) -> Callable[[], None]:
-        """Counts tokens as taken at ``node``, until the caller calls what this returns."""
-        self._coming_tokens[node.boot_id] += tokens
+        """Counts a context of so many tokens as there at ``node``, until the caller calls what this returns."""
+        self._coming.setdefault(node.boot_id, []).append(tokens)
         return partial(self._end_coming, node.boot_id, tokens)
 
     def _end_coming(self, boot_id: bytes, tokens: int) -> None:
-        self._coming_tokens[boot_id] -= tokens
-        if not self._coming_tokens[boot_id]:
-            del self._coming_tokens[boot_id]  # each start of a node has another id
+        self._coming[boot_id].remove(tokens)
+        if not self._coming[boot_id]:
+            del self._coming[boot_id]  # each start of a node has another id
 
     def expect(self, body: GenerationBody, node: NodeInfo) -> Attempt:
         """Counts a request as load of ``node``, which it will go to, until the caller ends what this returns."""

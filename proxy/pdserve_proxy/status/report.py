@@ -206,7 +206,7 @@ class Reporter:
     def _node(self, node: RegisteredNode, now: float) -> NodeStatus:
         info, load = node.info, node.load
         rates = self._throughput.rates_of(info.boot_id)
-        known = info.capacity.num_blocks > 0 and load != NodeLoad()
+        used = used_share(info.capacity, load)
         return NodeStatus(
             boot_id=info.boot_id.hex(),
             name=info.name,
@@ -220,8 +220,8 @@ class Reporter:
             running=load.running,
             waiting=load.waiting,
             max_running=info.capacity.max_running,
-            kv_used=used_share(info.capacity, load) if known else None,
-            cache_groups=_groups(info.capacity, load) if known else (),
+            kv_used=used,
+            cache_groups=() if used is None else _groups(info.capacity, load),
             queue_s=load.queue_s,
             step_s=load.step_s,
             heartbeat_age_s=max(0.0, now - node.seen_s),

@@ -20,7 +20,7 @@ async def test_tokens_that_were_expected_leave_nothing_behind() -> None:
     for _ in range(3):
         node = node_info("restarted", Role.DECODE)
         come = [dispatch.expect_tokens(tokens, node) for tokens in (100, 200)]
-        assert dispatch._coming_tokens[node.boot_id] == 300
+        assert dispatch._coming[node.boot_id] == [100, 200]
         for over in come:
             over()
-    assert not dispatch._coming_tokens
+    assert not dispatch._coming
