@@ -65,7 +65,8 @@ class Stream:
             os.kill(engine, signal.SIGSTOP)
         try:
             proxy, *_ = http(f"{self._running.url}/requests/{self._label}/timeline").json()["lanes"]
-            (name,) = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
+            # An attempt at a node that has just been lost may have come before.
+            *_, name = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
             (other,) = (node for node in decoding if node.name != name)
             yield next(node for node in decoding if node.name == name), other
         finally:

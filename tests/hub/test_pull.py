@@ -361,7 +361,7 @@ def test_what_is_listed_as_json(hub: FakeHub, tiny: Path, tmp_path: Path) -> Non
     assert (row["model"], row["served"], row["reason"]) == ("tiny/llama", True, "")
     assert {family["model_type"] for family in said["families"]} == set(FAMILIES)
     assert "mistral3" in said["text_parts_of"]
-    assert said["not_yet"]["deepseek_v3"] == "latent attention"
+    assert said["not_yet"]["deepseek_v32"] == "sparse attention"
     hub.repositories["tiny/llama"].more = {"safetensors": {"parameters": {"F8_E4M3": 9}, "total": 9}}
     done = call(hub.environ(tmp_path / "empty"), "models", "tiny/llama", "--json")
     said = json.loads(done.stdout)
@@ -371,8 +371,8 @@ def test_what_is_listed_as_json(hub: FakeHub, tiny: Path, tmp_path: Path) -> Non
 def test_the_families_that_can_be_served(hub: FakeHub, tmp_path: Path) -> None:
     lines = call(hub.environ(tmp_path), "models", "--families").stdout.splitlines()
     assert {line.split()[0] for line in lines} >= {"FAMILY", *FAMILIES}
-    (line,) = (line for line in lines if line.startswith("not yet: latent attention"))
-    assert "deepseek_v3" in line
+    (line,) = (line for line in lines if line.startswith("not yet: sparse attention"))
+    assert "deepseek_v32" in line
 
 
 def test_a_path_that_exists_wins_over_the_hub(hub: FakeHub, tiny: Path, tmp_path: Path) -> None:

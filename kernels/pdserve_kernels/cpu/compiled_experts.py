@@ -147,7 +147,7 @@ class CompiledExperts:
         if weights.inner_bias is not None:
             biases = [*weights.inner_bias.chunk(2)] if form.gated else [None, weights.inner_bias]
         found = [self._bias(each) for each in (*biases, weights.down_bias)]
-        return CExpert(gate, up, self._packing.weight(weights.down, form.hidden), *found)
+        return CExpert(gate, up, self._packing.weight(weights.down, form.hidden, form.channels), *found)
 
     def _bias(self, bias: torch.Tensor | None) -> int | None:
         if bias is None:
@@ -171,17 +171,24 @@ class _Packing:
         """Returns gates and ups, or ups alone."""
         channels = self._form.channels
         if len(weights) == 1 and self._form.gated:
-            return self._parts(weights[0], channels, 2)
-        return [self.weight(weight, channels) for weight in weights]
+            return self._parts(weights[0], channels, 2, self._form.hidden)
+        return [self.weight(weight, channels, self._form.hidden) for weight in weights]
 
-    def weight(self, weight: UnreadWeight | BlockWeight, outputs: int) -> CExpertWeight:
-        return self._parts(weight, outputs, 1)[0]
+    def weight(self, weight: UnreadWeight | BlockWeight, outputs: int, inputs: int) -> CExpertWeight:
+        return self._parts(weight, outputs, 1, inputs)[0]
 
-    def _parts(self, weight: UnreadWeight | BlockWeight, outputs: int, count: int) -> list[CExpertWeight]:
-        """Returns the parts of ``outputs`` outputs that a weight consists of. Each begins at a line of the cache."""
-        found = weight.blocks.shape[0] if isinstance(weight, BlockWeight) else weight.shape[0]
-        if found != count * outputs:
-            raise ValueError(f"a weight of {count * outputs} outputs is wanted, and there are {found}")
+    def _parts(self, weight: UnreadWeight | BlockWeight, outputs: int, count: int, inputs: int) -> list[CExpertWeight]:
+        """Returns the parts of ``outputs`` outputs that a weight consists of. Each begins at a line of the cache.
+
+        Raises ValueError for a weight of another shape or kind of numbers, which the kernel would read beyond its end.
+        """
+        if isinstance(weight, BlockWeight):
+            found, dtype = (weight.blocks.shape[0], weight.inputs), torch.bfloat16
+        else:
+            found, dtype = weight.shape, weight.dtype
+        wanted = (count * outputs, inputs)
+        if found != wanted or dtype is not self._form.dtype:
+            raise ValueError(f"a weight {wanted} for {self._form.dtype} is wanted, and there is {found} for {dtype}")
         if isinstance(weight, BlockWeight):
             kind, inner = int(weight.format), weight.inputs
             nbytes = self._library.block_panels_bytes(kind, inner, outputs)

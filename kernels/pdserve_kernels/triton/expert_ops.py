@@ -369,9 +369,13 @@ class TritonExperts:
             if not number:
                 self._inner = down.new_empty((form.count, outputs, form.hidden))
                 self._down = down.new_empty((form.count, form.hidden, form.channels))
+            if sum(map(len, inner)) != outputs:
+                raise ValueError(f"{outputs} outputs are wanted of an expert, and there are {sum(map(len, inner))}")
             torch.cat(inner, out=self._inner[number])
             self._down[number].copy_(down)
             biases.append((each.inner_bias, each.down_bias))
+        if len(biases) != form.count:
+            raise ValueError(f"{form.count} experts are wanted, and there are {len(biases)}")
         self._inner_bias, self._down_bias = (_stacked(found) for found in zip(*biases, strict=True))
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,8 +19,8 @@ SIGMOID = 2
 """The value of ``expert_gating_func``."""
 CORRECTION = ".exp_probs_b.bias"
 """The end of the name of a tensor by which experts are chosen in families that take sigmoids alone."""
-GROUPED_EXPERTS = 256
-"""A DeepSeek V3 has so many, in groups, which its older files do not say."""
+GROUPED_EXPERTS = frozenset({160, 256})
+"""A DeepSeek V2 and a V3 have so many, in groups, which their older files do not say."""
 TENSORS = {
     "attn_q_a": "query_down",
     "attn_q_a_norm": "query_norm",
@@ -63,7 +63,7 @@ def latent_settings(file: GgufFile, family: str) -> dict[str, Any]:
     if not experts:
         return found
     groups = file.own("expert_group_count", int, 0)
-    if groups == 0 and experts == GROUPED_EXPERTS:
+    if groups == 0 and experts in GROUPED_EXPERTS:
         raise ModelError(
             f"{file.path} does not say in which groups its {experts} experts are ({file.key('expert_group_count')}); "
             "a newer file of the model does"

@@ -53,6 +53,14 @@ class GgufTensors:
         """Raises ModelError if the file is not a complete GGUF file of a supported architecture."""
         self._path = path
         file = read_gguf(path)
+        try:
+            self._mapped = [MappedFile(part) for part in file.parts]
+        except (OSError, ValueError) as exc:
+            raise ModelError(f"weights in {path} cannot be read: {exc}") from exc
+        self._data = [part.tensor(torch.uint8, 0, part.size).numpy() for part in self._mapped]
+        # Before anything is counted by shapes, which a file may make up.
+        for name, tensor in file.tensors.items():
+            self._stored(name, tensor)
         _, settings = gguf_settings(file)
         known, recipe = architecture_of(file), gguf_recipe(file, settings)
         self._tensors = gguf_tensors(file, recipe)
@@ -63,11 +71,6 @@ class GgufTensors:
         self._shifted = _shifted(self._tensors, recipe) if known.shifted_norms else frozenset[str]()
         if known.permuted:
             self._rows |= self._permuted(recipe, settings.head_size())
-        try:
-            self._mapped = [MappedFile(part) for part in file.parts]
-        except (OSError, ValueError) as exc:
-            raise ModelError(f"weights in {path} cannot be read: {exc}") from exc
-        self._data = [part.tensor(torch.uint8, 0, part.size).numpy() for part in self._mapped]
 
     def names(self) -> Iterable[str]:
         return self._tensors

@@ -102,6 +102,8 @@ class Scheme:
     """The inputs with one scale; -1 if all have one, 0 if the scales tell it."""
     ordered: bool = False
     """Whether a tensor says which group an input belongs to."""
+    offset: bool = False
+    """Whether a tensor has the numbers that stand for 0, where files say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,26 @@ class Quantisation:
         )
 
 
+def is_pattern(ignored: str) -> bool:
+    """Returns whether an entry of ``Quantisation.ignored`` is no name of a module."""
+    return "*" in ignored or ignored.startswith("re:")
+
+
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
+        if len(pattern) > LONGEST_PATTERN or _NESTED.search(pattern):
+            # It could take for ever, and what it says is compared with the tensors alone.
+            return False
         try:
             return re.match(pattern.removeprefix("re:"), module) is not None
         except re.error:
             return False
     return fnmatchcase(module, pattern) if "*" in pattern else module == pattern
+
+
+LONGEST_PATTERN = 400
+_NESTED = re.compile(r"[+*]\)[+*{]")
+"""Repeated repetitions, of which a match may take time that grows exponentially."""
 
 
 class _Settings(msgspec.Struct):
@@ -167,7 +182,7 @@ def read_quantisation(folder: Path, own: Container[object] = ()) -> Quantisation
         raise _refusal(folder, file, method, settings, "such weights are not read here")
     try:
         return _READERS[method](file, settings)
-    except (ModelError, msgspec.ValidationError) as exc:
+    except (ModelError, ValueError) as exc:
         raise _refusal(folder, file, method, settings, str(exc)) from exc
 
 
@@ -272,7 +287,8 @@ class _Gptq(msgspec.Struct):
     group_size: int = 128
     desc_act: bool = False
     sym: bool = True
-    checkpoint_format: str = "gptq"
+    checkpoint_format: str | None = None
+    format: str | None = None
     is_marlin_format: bool = False
     dynamic: dict[str, object] | None = None
 
@@ -281,19 +297,21 @@ def _gptq(file: str, settings: dict[str, object]) -> Quantisation:
     found = msgspec.convert(settings, _Gptq)
     if found.bits not in (4, 8):
         raise ModelError(f"{found.bits} bits are not read, 4 and 8 are")
-    if found.checkpoint_format not in ("gptq", "gptq_v2") or found.is_marlin_format:
-        raise ModelError(f"its packing, {found.checkpoint_format}, is not read; gptq and gptq_v2 are")
+    packing = found.checkpoint_format or found.format or "gptq"
+    if packing not in ("gptq", "gptq_v2") or found.is_marlin_format or (found.format or packing) != packing:
+        raise ModelError(f"its packing, {packing} ({found.format}), is not read; gptq and gptq_v2 are")
     # Those that begin so are modules that are not quantised, which the files tell, too.
     if own := [module for module in found.dynamic or () if not module.startswith("-:")]:
         raise ModelError(f"modules with settings of their own (dynamic: {own[0]}) are not read")
     scheme = Scheme("int", found.bits, _group(found.group_size), found.desc_act)
-    first = 1 if found.checkpoint_format == "gptq" else 0
+    first = 1 if packing == "gptq" else 0
     return Quantisation("gptq", file, (scheme,), symmetric=found.sym, first_zero=first)
 
 
 class _CompressedWeights(msgspec.Struct):
     num_bits: int = 8
     type: Literal["int", "float"] = "int"
+    symmetric: bool = True
     group_size: int | None = None
     strategy: str | None = None
     block_structure: list[int] | str | None = None
@@ -343,9 +361,11 @@ def _compressed(file: str, settings: dict[str, object]) -> Quantisation:
             if block not in (None, own):
                 raise ModelError("blocks of several sizes are not read")
             block = own
-        group = weights.group_size or (-1 if weights.strategy in ("channel", "tensor") else 0)
+        group = _group(weights.group_size) if weights.group_size else 0
+        if not group and weights.strategy in ("channel", "tensor"):
+            group = -1
         ordered = weights.actorder in ("group", "dynamic", True)
-        schemes.append(Scheme(weights.type, weights.num_bits, group, ordered))
+        schemes.append(Scheme(weights.type, weights.num_bits, group, ordered, not weights.symmetric))
     if not schemes:
         raise ModelError("it does not say how weights are (config_groups)")
     ignored = tuple(found.ignore or ())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.quantisation import BLOCK_INPUTS, FORMS, UNUSED, Form, Quantisation, Scheme
+from pdserve.models.checkpoint.quantisation import BLOCK_INPUTS, FORMS, UNUSED, Form, Quantisation, Scheme, is_pattern
 from pdserve.models.checkpoint.safetensors_header import StoredTensor
 
 WEIGHT = ".weight"
@@ -116,16 +116,21 @@ def quantised_tensors(tensors: Tensors, quantisation: Quantisation | None) -> Fo
         return FoundTensors(_of_gpt_oss(tensors), frozenset())
     find = _FINDERS[quantisation.method]
     found: dict[str, QuantisedTensor] = {}
+    # A list may have hundreds of modules, and a folder tens of thousands of tensors.
+    plain = frozenset(each for each in quantisation.ignored if not is_pattern(each))
+    patterns = replace(quantisation, ignored=tuple(filter(is_pattern, quantisation.ignored)))
     for name in tensors:
         tensor = find(name, tensors, quantisation)
         if tensor is None:
             continue
         module = name.rpartition(".")[0]
-        if quantisation.ignores(module):
+        if module in plain or patterns.ignores(module):
             raise ModelError(
                 f"{quantisation.file} lists {module!r} as a module that is not quantised, and tensor {name!r} is"
             )
-        found[module + WEIGHT] = tensor
+        if (own := module + WEIGHT) in found or (own != name and own in tensors):
+            raise _misfit(name, tensors[name], f"the same module has {own!r}, too")
+        found[own] = tensor
     if not found:
         raise ModelError(
             f"{quantisation.file} says that weights are quantised ({quantisation.method}), and no tensor is"
@@ -147,9 +152,14 @@ def _of_bytes(name: str, tensors: Tensors, quantisation: Quantisation) -> Quanti
     if len(names) != 1:
         raise _misfit(name, tensor, f"it has {len(names)} of {name}_scale_inv and {name}_scale")
     grid = _grid(name, tensor, names[0], tensors[names[0]], quantisation.block)
+    groups = {scheme.group for scheme in quantisation.schemes if scheme.group > 0}
+    if groups and quantisation.block is None and grid[0] == 1 and grid[1] not in {1, tensor.shape[1], *groups}:
+        raise _misfit(names[0], tensors[names[0]], f"{quantisation.file} has groups of {sorted(groups)} inputs")
     zeros = f"{name}_zero_point" if f"{name}_zero_point" in tensors else ""
     if zeros and tensor.form == FP8:
         raise _misfit(zeros, tensors[zeros], "FP8 has no zeros")
+    if not zeros and tensor.form != FP8 and any(each.offset for each in quantisation.schemes if each.kind == "int"):
+        raise _misfit(name, tensor, f"{quantisation.file} says it is not symmetric, and there is no {name}_zero_point")
     if zeros and tensors[zeros].shape != tensors[names[0]].shape:
         raise _misfit(zeros, tensors[zeros], f"the scales have {list(tensors[names[0]].shape)}")
     form = Form.FP8_BLOCKS if grid[0] not in (1, tensor.shape[0]) else Form.FP8
@@ -172,7 +182,7 @@ def _grid(
             return (outputs, inputs)
         case (rows,) | (rows, 1) if rows == outputs:
             return (1, inputs)
-        case (rows, groups) if rows == outputs and inputs % groups == 0 and block is None:
+        case (rows, groups) if groups and rows == outputs and inputs % groups == 0 and block is None:
             return (1, inputs // groups)
     fitting = f" and blocks of {block[0]} × {block[1]}" if block else ""
     raise _misfit(scale, scales, f"which does not fit {name!r} of shape {list(tensor.shape)}{fitting}")
@@ -203,6 +213,10 @@ def _of_compressed(name: str, tensors: Tensors, quantisation: Quantisation) -> Q
     )
     if order and not scheme.ordered:
         raise _misfit(order, tensors[order], f"{quantisation.file} has no act-order")
+    if scheme.ordered and not order:
+        raise _misfit(name, tensor, f"{quantisation.file} says act-order, and there is no {stem}_g_idx")
+    if scheme.offset and not zeros:
+        raise _misfit(name, tensor, f"{quantisation.file} says it is not symmetric, and there is no {stem}_zero_point")
     _check_scales(f"{stem}_scale", scales, scales.shape)
     found = QuantisedTensor(
         _of_integers(scheme, inputs, symmetric=not zeros, ordered=bool(order)),
@@ -237,7 +251,7 @@ def _of_halves(
         form, group, factor = Form.MXFP4, MXFP4_GROUP, ""
     elif scales.form == FP8:
         form, group = Form.NVFP4, NVFP4_GROUP
-        if _other(factor, tensors, name).form != "F32" or tensors[factor].nbytes != 4:
+        if _other(factor, tensors, name).form != "F32" or tensors[factor].shape not in ((), (1,)):
             raise _misfit(factor, tensors[factor], "NVFP4 has one factor in F32")
     else:
         raise _misfit(scale, scales, "NVFP4 has scales in F8_E4M3, MXFP4 in U8")
@@ -403,8 +417,8 @@ def _other(name: str, tensors: Tensors, beside: str) -> StoredTensor:
 
 
 def _check_dimensions(name: str, tensor: StoredTensor) -> None:
-    if len(tensor.shape) != 2:
-        raise _misfit(name, tensor, "quantised weights of two dimensions are read")
+    if len(tensor.shape) != 2 or 0 in tensor.shape:
+        raise _misfit(name, tensor, "quantised weights of two dimensions, none of them 0, are read")
 
 
 def _check_words(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:

@@ -88,7 +88,10 @@ class SafetensorsFiles:
     def check_formats(self) -> None:
         """Refuses numbers of which nobody has said how they were quantised. Masks and counters are no weights."""
         for name, quantised in self._quantised.items():
-            if quantised.extent and (found := tuple(self._load(quantised.extent).tolist())) != quantised.shape:
+            if (
+                quantised.extent
+                and (found := tuple(self._load(quantised.extent).flatten().tolist())) != quantised.shape
+            ):
                 raise ModelError(f"{quantised.extent!r} says {list(found)}, and {name!r} has {list(quantised.shape)}")
         parts = self._parts()
         for name, tensor in self._tensors.items():

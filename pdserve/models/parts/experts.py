@@ -34,7 +34,8 @@ class Experts:
             correction = checkpoint.take(f"{prefix}{recipe.correction}", shape, dtype=torch.float32).flatten()
         factors = checkpoint.take(f"{prefix}{recipe.factors}", (recipe.count,)) if recipe.factors else None
         expert = _expert_recipe(hidden_size, building, recipe, prefix)
-        assert expert.gate_scale == 1.0, "the kernels of experts do not scale gates"
+        if expert.gate_scale != 1.0:
+            raise ModelError(f"gates of experts that are multiplied by {expert.gate_scale} are not supported")
         mine = share(building.tp, expert.channels, "channels of an expert")
         form = ExpertsForm(
             recipe.count,
@@ -107,7 +108,10 @@ def _expert_recipe(hidden_size: int, building: Building, recipe: ExpertsRecipe, 
             checkpoint.unstack(prefix + whole, prefix + each, recipe.count)
     if recipe.turned_by_shape:
         fused = f"{prefix}{_numbered(expert, 0).fused}.weight"
-        return replace(expert, transposed=checkpoint.shape(fused) != (2 * expert.channels, hidden_size))
+        down = f"{prefix}{_numbered(expert, 0).down}.weight"
+        # Both tell it, because one of them may be square.
+        straight = (2 * expert.channels, hidden_size), (hidden_size, expert.channels)
+        return replace(expert, transposed=(checkpoint.shape(fused), checkpoint.shape(down)) != straight)
     return expert
 
 
