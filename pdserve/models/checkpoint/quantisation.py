@@ -299,7 +299,7 @@ def _gptq(file: str, settings: dict[str, object]) -> Quantisation:
         raise ModelError(f"{found.bits} bits are not read, 4 and 8 are")
     packing = found.checkpoint_format or found.format or "gptq"
     if packing not in ("gptq", "gptq_v2") or found.is_marlin_format or (found.format or packing) != packing:
-        raise ModelError(f"its packing, {packing} ({found.format}), is not read; gptq and gptq_v2 are")
+        raise ModelError(f"its packing, {packing}, is not read; gptq and gptq_v2 are")
     # Those that begin so are modules that are not quantised, which the files tell, too.
     if own := [module for module in found.dynamic or () if not module.startswith("-:")]:
         raise ModelError(f"modules with settings of their own (dynamic: {own[0]}) are not read")
