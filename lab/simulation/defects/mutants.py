@@ -116,8 +116,8 @@ MUTANTS = (
         60_003,
         f"{KV_CACHE}.block_tables.BlockTables",
         "_computed_bounded",
-        "if end and not rest and",
-        "if end and",
+        "if end and not rest:",
+        "if end:",
     ),
     Mutant(
         "tokens that are replayed begin with the same state",
