@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.config import CacheConfig
+from pdserve.config import CacheConfig, Dtype
 from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.weight_form import ITEM_BYTES
 from pdserve.models.group_sizes import Load, group_blocks, group_sizes
 from tests.hosts.cluster import tiny_model
 from tests.models.tiny_families import FULL, SLIDING, save_tiny_chat_family
@@ -17,7 +18,6 @@ MAX_REQUESTS = 8
 STEP_TOKENS = 128
 CONTEXT = 2048
 BLOCK_SIZE = CacheConfig().block_size
-_FP32_BYTES = 4
 _STATE = "linear_attention"
 _WINDOWED: Mapping[str, object] = {"sliding_window": 64, "layer_types": [SLIDING, FULL] * 2}
 _HYBRID: Mapping[str, object] = {
@@ -59,7 +59,7 @@ class Saved:
 
 def saved(model: MatrixModel, demo_model: Path, folder: Path) -> Saved:
     model.save(demo_model, folder)
-    groups = group_sizes(read_decoder_config(folder), _FP32_BYTES, BLOCK_SIZE)
+    groups = group_sizes(read_decoder_config(folder), ITEM_BYTES[Dtype.FP32], BLOCK_SIZE)
     load = Load(MAX_REQUESTS, STEP_TOKENS, CONTEXT)
     blocks, *_ = group_blocks(groups, BLOCK_SIZE, model.kv_cache_mib * MIB, load)
     return Saved(model, folder, groups[0].block_bytes, blocks)
