@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -79,11 +80,13 @@ class ExpandedRow:
         new = AttentionRow(row.new_tokens, row.context_len, [0])
         self._attention = kernels.plan_attention(expanded, self._room, [new], self._together, scale)
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, expansion: HeadLinear) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, to_key: HeadLinear, to_value: HeadLinear
+    ) -> torch.Tensor:
         """Stores the row's new keys, ``[1, new_tokens, 1, channels]``, and attends to the whole context.
 
-        ``query`` is ``[new_tokens, heads, plain + turned]``; ``expansion`` leads from a latent to a head's part of the
-        key that is not turned, and its value. Returns ``[new_tokens, heads, value]``.
+        ``query`` is ``[new_tokens, heads, plain + turned]``; ``to_key`` leads from a latent to a head's part of the key
+        that is not turned, and ``to_value`` to its value. Returns ``[new_tokens, heads, value]``.
         """
         latent, context = self._latent, self._context
         self._write(layer, key)
@@ -96,9 +99,8 @@ class ExpandedRow:
         query = F.pad(query, (0, self._room.shape[-1] - query.shape[-1]))
         out = []
         for some in self._some_heads():
-            expanded = expansion.of_one(latents, some).transpose(0, 1)
-            keys[..., : latent.plain] = expanded[..., : latent.plain]
-            values[..., : latent.value] = expanded[..., latent.plain :]
+            keys[..., : latent.plain] = to_key.of_one(latents, some).transpose(0, 1)
+            values[..., : latent.value] = to_value.of_one(latents, some).transpose(0, 1)
             attended = self._attention(0, query[:, some].contiguous(), None)
             out.append(attended[..., : latent.value])
         return out[0] if len(out) == 1 else torch.cat(out, 1)
@@ -118,11 +120,12 @@ def plan_latents(
     direct, places = list[AttentionRow](), list[int]()
     expanded, first = list[ExpandedRow](), 0
     dtype, device = group.layout.dtype, group.cache.device
-    long = [row for row in rows if is_expanded(latent, row.new_tokens, row.context_len)]
-    most = max((_layout(latent, row.context_len, heads, dtype).block_bytes for row in long), default=0)
+    long = [is_expanded(latent, row.new_tokens, row.context_len) for row in rows]
+    layouts = (_layout(latent, row.context_len, heads, dtype) for row in compress(rows, long))
+    most = max((layout.block_bytes for layout in layouts), default=0)
     room = torch.empty(most, dtype=torch.uint8, device=device)
-    for row in rows:
-        if is_expanded(latent, row.new_tokens, row.context_len):
+    for row, expands in zip(rows, long, strict=True):
+        if expands:
             expanded.append(ExpandedRow(kernels, group, row, first, heads, scale, latent, room))
         else:
             direct.append(row)

@@ -48,9 +48,9 @@ def main() -> None:
     spec = GroupSpec("whole contexts", Keep.ALL, 1, 1, layout.block_bytes, "bf16")
     group = KvGroup(0, GroupBlocks(spec, 0, len(cache), 0, layout.block_bytes), layout, cache)
     weight = random(HEADS, LATENT.plain + LATENT.value, LATENT.rank)
-    keys = kernels.head_linear(weight[:, : LATENT.plain].transpose(1, 2).contiguous())
+    queries = kernels.head_linear(weight[:, : LATENT.plain].transpose(1, 2).contiguous())
+    keys = kernels.head_linear(weight[:, : LATENT.plain].contiguous())
     values = kernels.head_linear(weight[:, LATENT.plain :].contiguous())
-    expansion = kernels.head_linear(weight)
     room = torch.empty(2 * EXPANDED_BYTES, dtype=torch.uint8)
     for new, context in SHAPES:
         row = AttentionRow(new, context, list(range(-(-context // BLOCK_SIZE))))
@@ -59,10 +59,10 @@ def main() -> None:
         def direct(row: AttentionRow = row, query: torch.Tensor = query, key: torch.Tensor = key) -> torch.Tensor:
             plain, turned = torch.split(query, [LATENT.plain, LATENT.turned], -1)
             attention = kernels.plan_attention(layout, cache, [row], HEADS, SCALE)
-            return values(attention(0, torch.cat((keys(plain), turned), -1), key))
+            return values(attention(0, torch.cat((queries(plain), turned), -1), key))
 
         def expanded(row: AttentionRow = row, query: torch.Tensor = query, key: torch.Tensor = key) -> torch.Tensor:
-            return ExpandedRow(kernels, group, row, 0, HEADS, SCALE, LATENT, room)(0, query, key, expansion)
+            return ExpandedRow(kernels, group, row, 0, HEADS, SCALE, LATENT, room)(0, query, key, keys, values)
 
         turns = [(seconds(direct), seconds(expanded)) for _ in range(TURNS)]
         first, second = min(turn[0] for turn in turns), min(turn[1] for turn in turns)

@@ -45,8 +45,7 @@ def test_expanded_contexts_give_the_logits_of_latents(
     monkeypatch.setattr(latent_plan, "LEAST_EXPANDED", 2)
     monkeypatch.setattr(latent_plan, "is_expanded", noted)
     together = logits_of(small_runner(folder))
-    # Each row is asked for twice.
-    assert asked == [True, True, True, True, False, True, False, True]
+    assert asked == [True, True, False, True]
     # Each head's keys and values by themselves.
     monkeypatch.setattr(latent_plan, "EXPANDED_BYTES", 1)
     apart = logits_of(small_runner(folder))

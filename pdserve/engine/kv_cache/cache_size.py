@@ -79,7 +79,7 @@ def workspace_bytes(
 
 def _latent_weights(decoder: FamilyConfig, latent: LatentRecipe, ranks: int) -> int:
     """Returns how many weights of latents a rank has beside its share of all: those it has twice, or as a whole."""
-    twice = decoder.heads * (latent.plain + latent.value) * latent.rank // ranks
+    twice = decoder.heads * latent.plain * latent.rank // ranks
     whole = decoder.hidden_size * (latent.query_rank + latent.channels) * (ranks - 1) // ranks
     return len(decoder.recipe.attention) * (twice + whole)
 

@@ -47,7 +47,7 @@ class LatentAttention:
         else:
             self._inner = _side_by_side(building, config.hidden_size, query, key)
         self._norm = load_norm(building, latent.norm, prefix + latent.key_norm, latent.rank)
-        self._keys, self._values, self._expansion = _products(config, building, recipe, prefix, heads)
+        self._to_latent, self._to_key, self._to_value = _products(config, building, recipe, prefix, heads)
         whole = (config.hidden_size, config.heads * latent.value)
         biased = recipe.out in recipe.biased
         self._out = RowParallel(building, prefix + recipe.out, whole, spread(heads, latent.value), biased=biased)
@@ -77,7 +77,7 @@ class LatentAttention:
                 values[own] = self._direct(plain[own], turned[own], key[:, own], step.attention)
             for row in step.expanded:
                 query = torch.cat((plain[row.tokens], turned[row.tokens]), -1)
-                values[row.tokens] = row(self._index, query, key[:, row.tokens], self._expansion)
+                values[row.tokens] = row(self._index, query, key[:, row.tokens], self._to_key, self._to_value)
         return self._out(values.reshape(tokens, -1))
 
     def _direct(
@@ -85,8 +85,8 @@ class LatentAttention:
     ) -> torch.Tensor:
         """Returns the values of heads, ``[tokens, heads, value]``, by attention to latents."""
         assert attention is not None, "a step has rows"
-        queries = torch.cat((self._keys(plain), turned), -1)
-        return self._values(attention(self._index, queries, key))
+        queries = torch.cat((self._to_latent(plain), turned), -1)
+        return self._to_value(attention(self._index, queries, key))
 
 
 def _key(recipe: AttentionRecipe, prefix: str, turned: tuple[int, ...]) -> Projection:
@@ -119,9 +119,7 @@ def _side_by_side(building: Building, inputs: int, first: Projection, second: Pr
 def _products(
     config: FamilyConfig, building: Building, recipe: AttentionRecipe, prefix: str, heads: slice
 ) -> tuple[HeadLinear, HeadLinear, HeadLinear]:
-    """Returns the products of each head: of its query to one of latents, of a mean of latents to its value, and of a
-    latent to its key and its value.
-    """
+    """Returns the products of each head: its query to one of latents, and a latent to its key and to its value."""
     latent = recipe.latent
     assert latent is not None
 
@@ -136,14 +134,10 @@ def _products(
             taken(latent.key_up, latent.rank, latent.plain),
             taken(latent.value_up, latent.value, latent.rank),
         )
-        weight = torch.cat((queries.transpose(1, 2), values), 1)
+        keys = queries.transpose(1, 2)
     else:
         weight = taken(recipe.value, latent.plain + latent.value, latent.rank)
         keys, values = torch.split(weight, [latent.plain, latent.value], 1)
         queries = keys.transpose(1, 2)
-    kernels = building.kernels
-    return (
-        kernels.head_linear(queries.contiguous()),
-        kernels.head_linear(values.contiguous()),
-        kernels.head_linear(weight),
-    )
+    linear = building.kernels.head_linear
+    return linear(queries.contiguous()), linear(keys.contiguous()), linear(values.contiguous())
