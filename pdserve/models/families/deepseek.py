@@ -16,6 +16,7 @@ from pdserve.models.families.settings import (
     RotarySettings,
     gated,
     gated_expert,
+    growing,
 )
 from pdserve.models.recipe import (
     AttentionRecipe,
@@ -26,7 +27,6 @@ from pdserve.models.recipe import (
     ModelRecipe,
     Norm,
     NormOrder,
-    QueryScale,
     Rotary,
 )
 from pdserve_kernels.routing import GroupScore, Scoring
@@ -112,11 +112,6 @@ class LatentSettings(FamilySettings, kw_only=True):
             return scale
         magnitude = 0.1 * given.mscale_all_dim * math.log(given.factor) + 1.0
         return scale * magnitude * magnitude
-
-    def scaling(self) -> RotarySettings:
-        """Returns what the file says of rotary frequencies."""
-        empty = RotarySettings()
-        return self.rope_scaling if self.rope_scaling not in (None, empty) else self.rope_parameters or empty
 
     def attention(self, index: int) -> AttentionRecipe:
         rank = self.q_lora_rank or 0
@@ -427,11 +422,7 @@ class Mistral4Settings(LatentSettings, kw_only=True):
     )
 
     def attention(self, index: int) -> AttentionRecipe:
-        given = self.scaling()
-        beta, step = given.llama_4_scaling_beta, given.original_max_position_embeddings
-        if beta is None or step is None:
-            raise ModelError("rope_parameters need llama_4_scaling_beta and original_max_position_embeddings")
-        return replace(super().attention(index), query_scale=QueryScale(beta, step))
+        return replace(super().attention(index), query_scale=growing(self.scaling()))
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         if index < self.first_k_dense_replace:

@@ -19,6 +19,7 @@ from pdserve.models.families.settings import (
     Count,
     FamilySettings,
     RotarySettings,
+    growing,
     windows_of,
 )
 from pdserve.models.recipe import (
@@ -31,7 +32,6 @@ from pdserve.models.recipe import (
     ModelRecipe,
     Norm,
     NormOrder,
-    QueryScale,
     Rotary,
 )
 from pdserve_kernels.activations import Activation
@@ -95,10 +95,7 @@ class Ministral3Settings(MistralSettings, kw_only=True):
 
     def attention(self, index: int) -> AttentionRecipe:
         given = self.rope_scaling or self.rope_parameters or RotarySettings()
-        beta, step = given.llama_4_scaling_beta, given.original_max_position_embeddings
-        if beta is None or step is None:
-            raise ModelError("rope_parameters need llama_4_scaling_beta and original_max_position_embeddings")
-        return replace(super().attention(index), query_scale=QueryScale(beta, step))
+        return replace(super().attention(index), query_scale=growing(given))
 
 
 class CwmSettings(FamilySettings, kw_only=True):

@@ -99,15 +99,13 @@ class GraniteHybridSettings(GraniteMoeSettings, kw_only=True):
         return layer if self.kinds()[index] == FULL else replace(layer, attention=None, mixer=self.mamba())
 
 
-class BambaSettings(FamilySettings, kw_only=True):
-    models: ClassVar[str] = "Bamba 9B"
-    partly_turned: ClassVar[bool] = True
+class BesideMambaSettings(FamilySettings, kw_only=True):
+    """What a Bamba and a Falcon-H1 share: the settings of a Mamba 2, and the name of the last norm."""
+
     vocab_size: Count = 128_000
     intermediate_size: Count = 14_336
     num_key_value_heads: Count | None = 8
-    max_position_embeddings: Count = 262_144
     rms_norm_eps: float = 1e-5
-    attn_layer_indices: list[int] | None = None
     mamba_n_heads: Count = 128
     mamba_n_groups: Count = 1
     mamba_d_state: Count = 256
@@ -121,6 +119,16 @@ class BambaSettings(FamilySettings, kw_only=True):
     def check(self) -> None:
         super().check()
         check_steps(self.time_step_limit)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), last_norm="model.final_layernorm")
+
+
+class BambaSettings(BesideMambaSettings, kw_only=True):
+    models: ClassVar[str] = "Bamba 9B"
+    partly_turned: ClassVar[bool] = True
+    max_position_embeddings: Count = 262_144
+    attn_layer_indices: list[int] | None = None
 
     def turned_channels(self) -> int | None:
         # Whatever the file says.
@@ -135,32 +143,16 @@ class BambaSettings(FamilySettings, kw_only=True):
             return layer
         return replace(layer, attention=None, mixer=mamba_of(self, self.mamba_expand * self.hidden_size))
 
-    def recipe(self) -> ModelRecipe:
-        return replace(super().recipe(), last_norm="model.final_layernorm")
 
-
-class FalconH1Settings(FamilySettings, kw_only=True):
+class FalconH1Settings(BesideMambaSettings, kw_only=True):
     """Each layer has attention and a Mamba 2 beside each other. The file has factors of what most products give."""
 
     models: ClassVar[str] = "Falcon-H1 0.5B, 1.5B, 3B, 7B, 34B"
-    vocab_size: Count = 128_000
-    intermediate_size: Count = 14_336
-    num_key_value_heads: Count | None = 8
     max_position_embeddings: Count = 8192
-    rms_norm_eps: float = 1e-5
     mamba_d_ssm: Count | None = 1024
-    mamba_n_heads: Count = 128
-    mamba_n_groups: Count = 1
-    mamba_d_state: Count = 256
-    mamba_d_head: int | str | None = "auto"
-    mamba_d_conv: Count = 4
-    mamba_expand: Count = 2
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
     mamba_norm_before_gate: bool = True
     mamba_rms_norm: bool = False
     projectors_bias: bool = False
-    time_step_limit: list[object] | None = None
     lm_head_multiplier: float = 1.0
     embedding_multiplier: float = 1.0
     mlp_multipliers: list[float] | None = None
@@ -173,7 +165,6 @@ class FalconH1Settings(FamilySettings, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        check_steps(self.time_step_limit)
         for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
             given = getattr(self, name)
             if given is not None and len(given) != count:
@@ -220,7 +211,6 @@ class FalconH1Settings(FamilySettings, kw_only=True):
         return replace(
             super().recipe(),
             embedding_scale=self.embedding_multiplier,
-            last_norm="model.final_layernorm",
             logits_scale=self.lm_head_multiplier,
         )
 
@@ -237,7 +227,7 @@ def parts_of(groups: int, heads: int) -> int:
     return parts
 
 
-def mamba_of(settings: GraniteHybridSettings | BambaSettings | FalconH1Settings, channels: int) -> Mamba2Recipe:
+def mamba_of(settings: GraniteHybridSettings | BesideMambaSettings, channels: int) -> Mamba2Recipe:
     """Returns a Mamba 2 of so many channels. Raises ModelError if the settings do not fit together."""
     heads, groups, given = settings.mamba_n_heads, settings.mamba_n_groups, settings.mamba_d_head
     head_dim = given if isinstance(given, int) else channels // heads

@@ -26,6 +26,7 @@ from pdserve.models.recipe import (
     ModelRecipe,
     Norm,
     PartialScaling,
+    QueryScale,
     Rotary,
     YarnScaling,
 )
@@ -183,12 +184,16 @@ class FamilySettings(msgspec.Struct, kw_only=True):
         """Returns the number of tokens that each layer sees; None for a layer that sees all."""
         return (None,) * self.num_hidden_layers
 
+    def scaling(self) -> RotarySettings:
+        """Returns what the file says of rotary frequencies, under the newer or the older name."""
+        empty = RotarySettings()
+        if self.rope_scaling is not None and self.rope_scaling != empty:
+            return self.rope_scaling
+        return self.rope_parameters or empty
+
     def rotary(self) -> Rotary:
         """Returns the frequencies of the layers that see all tokens."""
-        empty = RotarySettings()
-        chosen = self.rope_parameters or empty
-        if self.rope_scaling is not None and self.rope_scaling != empty:
-            chosen = self.rope_scaling
+        chosen = self.scaling()
         if chosen.full_attention is not None or chosen.sliding_attention is not None:
             raise ModelError("rotary frequencies for each kind of layer are only supported in a Gemma 3")
         if self.original_max_position_embeddings is not None:
@@ -276,6 +281,14 @@ def windows_of(
     if window is None and SLIDING in kinds:
         raise ModelError(f"there are layers with {SLIDING!r}, but no sliding_window")
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def growing(given: RotarySettings) -> QueryScale:
+    """Returns by how much queries grow with their positions. Raises ModelError if the settings do not say it."""
+    beta, step = given.llama_4_scaling_beta, given.original_max_position_embeddings
+    if beta is None or step is None:
+        raise ModelError("rope_parameters need llama_4_scaling_beta and original_max_position_embeddings")
+    return QueryScale(beta, step)
 
 
 def rotary_of(
