@@ -18,6 +18,15 @@ class Batching(enum.Enum):
     """Requests join when the batch before them is over; benchmarks use this as their baseline."""
 
 
+class Speculate(enum.Enum):
+    """What guesses the next tokens of answers (``pdserve.engine.speculation``)."""
+
+    AUTO = "auto"
+    OFF = "off"
+    NGRAM = "ngram"
+    MTP = "mtp"
+
+
 class Overlap(enum.Enum):
     """Whether the next step is prepared while the current one computes."""
 
@@ -155,6 +164,16 @@ class SchedulerConfig:
         "A decode step starts before the tokens of the last one are known (nodes with one rank). 'auto' does so on "
         "GPUs.",
         Overlap.AUTO,
+    )
+    speculation: Speculate = setting(
+        "speculation",
+        "A decode step checks guesses of the next tokens as well (drafts), where they pay: from the request's own text "
+        "(ngram), from the model's own MTP layers (mtp), or from both (auto). No answer depends on it.",
+        Speculate.AUTO,
+        first=True,
+    )
+    draft_tokens: int = setting(
+        "draft-tokens", "A step checks at most this many drafts of one request.", 7, minimum=1, maximum=32
     )
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
 
 from pdserve.engine.request import Request, Status
+from pdserve.engine.sampling.draft_tokens import DraftTokens, looks_back
 from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens, PendingTokens, can_sample_on_device
 from pdserve.engine.sampling.sampling_row import SamplingRow
@@ -66,6 +68,8 @@ class LaunchedStep:
     pending: PendingTokens
     scores: PendingScores | None = None
     """The log probabilities of prompts' tokens; None if the step computes none."""
+    drafts: DraftTokens | None = None
+    """The tokens after drafts; None if the step has none."""
 
     def scored(self) -> list[tuple[Request, PromptLogprobs]]:
         """Returns the log probabilities that the step gives of requests' prompts. Waits for a GPU."""
@@ -76,7 +80,14 @@ class LaunchedStep:
 
     def read(self) -> list[SampledToken | None]:
         """Returns what ``Scheduler.postprocess`` takes. Waits for a GPU."""
-        return self.pending.read(self.rows)
+        if self.drafts is None:
+            return self.pending.read(self.rows)
+        sampled = self.pending.read()
+        left = iter(sampled[len(self.rows) :])
+        for work in self.plan.work:
+            if work.drafts and not looks_back(work.request):
+                self.drafts.add(work.request, list(islice(left, len(work.drafts))))
+        return sampled[: len(self.rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +125,27 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     scores = _pending_scores(plan)
     computed = runner.run(steps) if scores is None else runner.run(steps, score=scores.add)
     rows = [SamplingRow.of(request) for requests in sampled for request in requests]
-    # Children are sampled from the same logits as their parent.
-    sources = [row for row, requests in enumerate(filter(None, sampled)) for _ in requests]
+    sources, num_logits = list[int](), 0
+    drafted: dict[Request, int] = {}
+    for work, requests in zip(plan.work, sampled, strict=True):
+        if requests:
+            # Children are sampled from the same logits as their parent.
+            sources += [num_logits] * len(requests)
+            if work.drafts:
+                drafted[work.request] = num_logits + 1
+            num_logits += 1 + len(work.drafts)
+    num_sampled = len(rows)
+    for work in plan.work:
+        if work.drafts and not looks_back(work.request):
+            rows += [SamplingRow.after_unknown(work.request, number) for number in range(1, len(work.drafts) + 1)]
+            sources += range(drafted[work.request], drafted[work.request] + len(work.drafts))
     pending: PendingTokens
     if on_device and all(can_sample_on_device(row) for row in rows):
         pending = DeviceTokens(computed, rows, sources, eos_token_ids)
     else:
         pending = HostTokens(computed, rows, sources, eos_token_ids)
-    return LaunchedStep(plan, range(len(rows)), pending, scores)
+    drafts = DraftTokens(computed, drafted, eos_token_ids) if drafted else None
+    return LaunchedStep(plan, range(num_sampled), pending, scores, drafts)
 
 
 def launch_ahead(
@@ -151,24 +175,19 @@ def launch_ahead(
 
 
 def step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
-    """Returns the rows of one work: a row for each token that is replayed, otherwise one row."""
+    """Returns the rows of one work: a row for each token that is replayed, and for each draft; otherwise one row."""
     request, start = work.request, work.request.num_computed_tokens
     end, table = start + work.num_tokens, work.request.block_table
-    if not work.replays:
+    if not work.replays and not work.drafts:
         scored = work.scored_tokens
         places = range(scored.start - 1 - start, scored.stop - 1 - start) if scored else scored
         return [StepRow(request.token_ids[start:end], start, table, wants_logits, places, table.row_tables())]
     # Each row goes on with the state that the row before it has left.
     first, others = table.row_tables(), table.row_tables(goes_on=True)
+    tokens = [*request.token_ids[start:end], *work.drafts]
     return [
-        StepRow(
-            [request.token_ids[at]],
-            at,
-            table,
-            wants_logits and at == end - 1,
-            others=first if at == start else others,
-        )
-        for at in range(start, end)
+        StepRow([token], at, table, wants_logits and at >= end - 1, others=first if at == start else others)
+        for at, token in enumerate(tokens, start)
     ]
 
 

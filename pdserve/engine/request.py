@@ -34,6 +34,7 @@ import numpy.typing as npt
 from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
+from pdserve.engine.speculation.lookup import OwnText
 from pdserve.errors import EngineError
 from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.engine import PrefillReason, PrefillSource
@@ -191,6 +192,10 @@ class Request:
     """The number of times that each token occurs, for penalties."""
     matcher: GrammarMatcher | None = None
     """The state of the request's grammar; None if it has no grammar, or that is being compiled."""
+    may_draft: bool = True
+    """Whether steps may check drafts of the request. None are checked after one whose values were not finite."""
+    own_text: OwnText | None = None
+    """What guesses the next tokens from those so far; None until the request decodes and may have drafts."""
     match: Match = field(default_factory=Match)
     """The blocks that the prefix cache has for ``block_hashes``, while the request waits."""
     ended: bool = False

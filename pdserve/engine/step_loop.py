@@ -113,7 +113,7 @@ class StepWatch:
         """Counts the tokens of a step."""
         tokens = 0
         for work in plan.work:
-            tokens += work.num_tokens
+            tokens += work.num_rows
             if not work.request.prompt_is_computed:
                 self._computed_prompt_tokens += work.num_tokens
         self._tokens += tokens
@@ -378,7 +378,7 @@ class StepLoop:
         self._watch.count(step.plan)
         if not step.plan.replays and step.scores is None:
             self._watch.note(step.plan, now - began, now)
-        for request in self._scheduler.postprocess(step.plan, sampled, now):
+        for request in self._scheduler.postprocess(step.plan, sampled, now, step.drafts):
             if (why := _grammar_failure(request)) is not None:
                 self._connector.give_up(request, why, FailureCause.PROMPT)
                 self._scheduler.finish(request, FinishReason.REFUSED, why)
@@ -432,6 +432,9 @@ class StepLoop:
             cores=CoreStats(borrowed=self._cores.borrowed, borrowed_s=self._cores.borrowed_s),
             steps=self._steps,
             scheduler=SchedulerCounts.copied(counters),
+            accepted_drafts={
+                str(place): count for place, count in enumerate(scheduler.accepted_drafts_by_place) if count
+            },
             prefills={source.value: count for source, count in counters.prefills.items()},
             prefills_failed={name: counters.prefills_failed[name] for name in reasons},
             transfer=TransferCounts.copied(transfers),

@@ -255,6 +255,13 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cores: CoreStats = CoreStats()
     steps: Annotated[int, counter("engine_steps", "batches computed")] = 0
     scheduler: SchedulerCounts = msgspec.field(default_factory=SchedulerCounts)
+    accepted_drafts: Annotated[
+        dict[str, int],
+        counter(
+            "spec_decode_num_accepted_tokens_per_pos", "guessed tokens accepted, by place in their steps", "position"
+        ),
+    ] = {}
+    """The accepted drafts by their places among the drafts of a request in one step, from 0."""
     prefills: Annotated[dict[str, int], counter("prefills", "prompts, by who computed them", "source")] = msgspec.field(
         default_factory=_no_prefills
     )

@@ -59,6 +59,7 @@ from tests.tiny_vocabulary import tiny_vocabulary
 BLOCK_SIZE = 4
 MAX_LEN = 128
 PATIENCE_MS = 120_000
+SMALL_STEPS = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
 
 
 @dataclass
@@ -221,6 +222,7 @@ def engine(
     prefix_cache: bool = True,
     placement: Placement | None = None,
     give_back: Callable[[], object] | None = None,
+    scheduler: SchedulerConfig = SMALL_STEPS,
 ) -> Iterator[Client]:
     """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``."""
     config = read_decoder_config(folder)
@@ -243,7 +245,7 @@ def engine(
             runner=several_ranks or runner,
             blocks=blocks,
             connector=connector,
-            config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
+            config=scheduler,
             stop=StopRule(frozenset(config.eos_token_ids), MAX_LEN),
             prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
             placement=placement or make_placement(BLOCK_SIZE),

@@ -195,6 +195,10 @@ class BlockTables:
         if self._pool.bounded and request.block_table.others:
             self._computed_bounded(request, before, num_computed_tokens)
 
+    def taint(self, request: Request) -> None:
+        """Marks the request's blocks, which may have values that are not finite (``BlockManager.taint_context``)."""
+        self._pool.taint_context(request.block_table, request.block_hashes)
+
     def _computed_bounded(self, request: Request, before: int, computed: int) -> None:
         """Notes the same in the groups behind group 0, and gives back what no later token needs."""
         pool, table = self._pool, request.block_table

@@ -31,6 +31,13 @@ STEP_S = 0.005
 """The processor time that grammars may take of a step. It is enough for 100 usual masks."""
 
 
+class GrammarTime:
+    """The processor time that grammars may still take of a step."""
+
+    def __init__(self) -> None:
+        self.left_s = STEP_S
+
+
 class GrammarStep:
     """Asks the grammars of one step's rows, for a few milliseconds in all.
 
@@ -38,9 +45,11 @@ class GrammarStep:
     go on in a later step. Rows are asked first whose clients' requests have taken the least time for their grammars.
     """
 
-    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, eos_token_ids: Set[int]) -> None:
+    def __init__(
+        self, rows: Sequence[SamplingRow], vocab_size: int, eos_token_ids: Set[int], time: GrammarTime | None = None
+    ) -> None:
         self._rows, self._vocab_size, self._eos_token_ids = rows, vocab_size, eos_token_ids
-        self._left_s = STEP_S
+        self._time = time or GrammarTime()
         self.masks: dict[int, TokenBits] = {}
         """The masks of the rows that were asked for one. At least one token is left by each."""
         self.without_token: set[int] = set()
@@ -49,7 +58,7 @@ class GrammarStep:
     def has_time(self, index: int) -> bool:
         """Returns whether the row's mask can be made now that may turn out not to be needed."""
         matcher = self._rows[index].matcher
-        return matcher is not None and not matcher.awaited and not matcher.is_heavy and self._left_s > STEP_S / 2
+        return matcher is not None and not matcher.awaited and not matcher.is_heavy and self._time.left_s > STEP_S / 2
 
     def make_masks(self, indices: Iterable[int]) -> None:
         """Makes the masks of these rows, or adds the rows to those ``without_token``."""
@@ -58,7 +67,7 @@ class GrammarStep:
             if matcher is not None and not matcher.awaited:
                 with suppress(GrammarWaits):
                     bits = grammar_bits(self._rows[index], self._vocab_size, self._eos_token_ids, self._is_over)
-                self._left_s -= matcher.took_s
+                self._time.left_s -= matcher.took_s
             if bits is None:
                 self.without_token.add(index)
             else:
@@ -80,11 +89,11 @@ class GrammarStep:
             self.without_token.add(index)
             return True
         finally:
-            self._left_s -= matcher.took_s
+            self._time.left_s -= matcher.took_s
 
     @property
     def _is_over(self) -> bool:
-        return self._left_s <= 0
+        return self._time.left_s <= 0
 
     def _in_turn(self, indices: Iterable[int]) -> Iterable[int]:
         def left_s(index: int) -> float:
@@ -99,6 +108,7 @@ def sample(
     rows: Sequence[SamplingRow],
     eos_token_ids: Set[int] = frozenset(),
     sources: Sequence[int] | None = None,
+    time: GrammarTime | None = None,
 ) -> list[SampledToken | None]:
     """Returns one token a row, or None where the logits are not finite, or the row's grammar leaves no token.
 
@@ -106,11 +116,13 @@ def sample(
 
     ``logits`` is fp32 ``[rows, vocab_size]`` and is not changed. Several rows may be sampled from the same logits:
     ``sources`` then says from which each is. ``min_tokens`` forbids ``eos_token_ids`` as well as a request's own stop
-    tokens.
+    tokens. Grammars take their time from ``time``, or from a step's of its own.
     """
     sources = range(len(rows)) if sources is None else sources
     if any(row.sampling.grammar is not None for row in rows):
-        choice = _chosen_by_grammars(logits, rows, sources, eos_token_ids)
+        choice = _chosen_by_grammars(
+            logits, rows, sources, GrammarStep(rows, logits.shape[-1], eos_token_ids, time), eos_token_ids
+        )
     else:
         choice = TokenChoice.of_best(logits, rows, sources, eos_token_ids)
         choice.choose(choice.left(range(len(rows))), {})
@@ -122,9 +134,13 @@ def sample(
 
 
 def _chosen_by_grammars(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], sources: Sequence[int], eos_token_ids: Set[int]
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    sources: Sequence[int],
+    grammars: GrammarStep,
+    eos_token_ids: Set[int],
 ) -> TokenChoice:
-    on_gpu, grammars = logits.device.type != "cpu", GrammarStep(rows, logits.shape[-1], eos_token_ids)
+    on_gpu = logits.device.type != "cpu"
     constrained = [index for index, row in enumerate(rows) if row.sampling.grammar is not None]
     proposing = {index for index in constrained if proposes(rows[index])}
     # A GPU may still compute the logits meanwhile.

@@ -47,9 +47,11 @@ class SamplingRow:
         return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 0, request.counts, request.matcher)
 
     @classmethod
-    def after_unknown(cls, request: Request) -> SamplingRow:
-        """Returns the row for the token after the one that a step under way samples for the request."""
-        return cls(request.sampling, request.token_ids, request.num_prompt_tokens, 1, request.counts, request.matcher)
+    def after_unknown(cls, request: Request, num_unknown: int = 1) -> SamplingRow:
+        """Returns the row for the token after ``num_unknown`` more: those that a step under way samples, or drafts."""
+        return cls(
+            request.sampling, request.token_ids, request.num_prompt_tokens, num_unknown, request.counts, request.matcher
+        )
 
     @property
     def position(self) -> int:

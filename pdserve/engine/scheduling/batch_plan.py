@@ -4,6 +4,9 @@ A prompt is computed in *chunks*, and a token of an answer as a row of its own. 
 again, too, after a preemption or on another node: they are *replayed* as many rows of one step, each with its own
 context length, over the same blocks. So they pass the same kernels as when they were generated, and the answer goes on
 as if it had not been interrupted. A chunk would store keys and values that are rounded differently.
+
+*Drafts* are guesses of an answer's next tokens. They are rows as well, behind that of the answer's last token: the
+token after each of them is sampled as if it were right, and counts if it is.
 """
 
 from __future__ import annotations
@@ -33,6 +36,18 @@ class Work:
     num_tokens: int
     replays: bool = False
     """Whether these are tokens of the answer that are computed again, each of which is a row of its own."""
+    drafts: tuple[int, ...] = ()
+    """The tokens that may follow the answer's last one, which is what the work computes otherwise."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the work is the last token of an answer."""
+        return self.num_tokens == 1 and self.request.prompt_is_computed
+
+    @property
+    def num_rows(self) -> int:
+        """The number of tokens that the step computes, drafts included."""
+        return self.num_tokens + len(self.drafts)
 
     @property
     def is_chunk(self) -> bool:
@@ -43,8 +58,11 @@ class Work:
         """Returns how many of the tokens are computed for good, if a sampled request ``waits`` for its token or not.
 
         If it waits, the last token is computed once more, in the same way: a chunk again as a chunk. So are all of
-        these tokens if the model ``keeps_states``: the state before them is there, and none in between.
+        these tokens if the model ``keeps_states``: the state before them is there, and none in between. Until drafts
+        are accepted, there is none behind the token before them.
         """
+        if self.drafts and keeps_states:
+            return 0
         if not waits:
             return self.num_tokens
         return 0 if self.is_chunk or keeps_states else self.num_tokens - 1
@@ -144,13 +162,13 @@ class BatchPlan:
 
     @property
     def num_decoding(self) -> int:
-        """Returns the number of requests of which a single token is computed."""
-        return sum(work.num_tokens == 1 for work in self.work)
+        """Returns the number of rows of single tokens: of requests of which one is computed, and of their drafts."""
+        return sum(work.num_rows for work in self.work if work.num_tokens == 1)
 
     @property
     def context_tokens(self) -> int:
-        """Returns the number of tokens that those requests' contexts have together."""
-        return sum(work.request.num_computed_tokens + 1 for work in self.work if work.num_tokens == 1)
+        """Returns the number of tokens that those rows' contexts have together."""
+        return sum(work.num_rows * (work.request.num_computed_tokens + 1) for work in self.work if work.num_tokens == 1)
 
     @property
     def prompt_context(self) -> float:

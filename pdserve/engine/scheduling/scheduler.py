@@ -16,6 +16,7 @@ The scheduler has no tensors, no clocks and no sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from pdserve.config import Batching, SchedulerConfig
 from pdserve.engine.kv_cache.block_manager import BlockManager
@@ -24,15 +25,29 @@ from pdserve.engine.placement.latency_targets import OwnItl
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_admission import BatchAdmission
-from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters
+from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters, Work
 from pdserve.engine.scheduling.block_shortage import BlockShortage
 from pdserve.engine.scheduling.output_collector import LaneRecorder, OutputCollector
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.step_budget import StepBudget
+from pdserve.engine.speculation.speculation import Speculation
 from pdserve.wire.engine import FinishReason, PrefillSource, RoomWanted
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, joined
 from pdserve.wire.timeline import MomentKind
+
+
+class Drafted(Protocol):
+    """What a step gives of its drafts."""
+
+    def after(self, request: Request, number: int) -> SampledToken | None:
+        """Returns the token after the request's first ``number`` drafts, which are its last tokens by now.
+
+        Returns None where a step gives no token.
+        """
+
+    def are_finite(self, request: Request, count: int) -> bool:
+        """Returns whether the logits after all of the request's ``count`` drafts are finite."""
 
 
 class Scheduler:
@@ -62,6 +77,9 @@ class Scheduler:
         self._step_cost = placement.step_cost
         self._targets = placement.targets
         self._static = config.batching is Batching.STATIC
+        self._speculation = Speculation(config, self._blocks, stop, self._step_cost)
+        self.accepted_drafts_by_place = [0] * config.draft_tokens
+        """How many drafts were accepted: first, second and so on of their steps."""
         self._stop = stop
         self._collector = collector
         self._release = release
@@ -166,6 +184,7 @@ class Scheduler:
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:
             self._admit(plan, budget, now)
+        self._speculation.add_drafts(plan, budget)
         plan.work.sort(key=lambda work: work.is_chunk)
         plan.refused.extend(self._orders_without_blocks())
         return plan
@@ -201,6 +220,8 @@ class Scheduler:
         """
         if self._static or len(plan.work) != len(self._queues.running):
             return []
+        if any(work.drafts for work in plan.work) or self._speculation.is_hopeful(work.request for work in plan.work):
+            return []
         if self._queues.waiting and (self._admission.has_place or self._preempted_for_turn(self._now) is not None):
             return []
         requests = []
@@ -215,8 +236,16 @@ class Scheduler:
             requests.append(request)
         return requests
 
-    def postprocess(self, plan: BatchPlan, sampled: Sequence[SampledToken | None], now: float) -> list[Request]:
+    def postprocess(
+        self,
+        plan: BatchPlan,
+        sampled: Sequence[SampledToken | None],
+        now: float,
+        drafted: Drafted | None = None,
+    ) -> list[Request]:
         """Takes the tokens of a computed step: ``sampled`` has one for each of the plan's ``sampled_requests``.
+
+        ``drafted`` has the tokens after the plan's drafts, if there are any.
 
         A request for which there was no token (None) goes on later if it ``awaits_mask``. Returns those that cannot go
         on: what a grammar ends, which is one answer, or all that another node ordered, and otherwise also the children.
@@ -234,6 +263,9 @@ class Scheduler:
                 # Otherwise no block is given back, or found again, before all of them are cleared.
                 final = work.num_final_tokens(waits=bool(awaited), keeps_states=self._blocks.keeps_states)
                 self._blocks.computed(request, request.num_computed_tokens + final)
+            if work.drafts and drafted is not None and not faulty:
+                failed += self._take_with_drafts(work, taken[0][1], drafted, now)
+                continue
             for member, token in taken:
                 if token is not None:
                     self.accept_token(member, token, now)
@@ -245,6 +277,40 @@ class Scheduler:
                 self._settle_children(request)
                 self.finish_if_resumed_over(request)
         return failed
+
+    def _take_with_drafts(self, work: Work, token: SampledToken | None, drafted: Drafted, now: float) -> list[Request]:
+        """Takes a request's token, and those after its drafts as far as the drafts are what plain decoding gives.
+
+        Where states are kept, none stands behind a part of the drafts: then the accepted tokens are computed again.
+        Returns the request if it cannot go on.
+        """
+        request, before, drafts = work.request, len(work.request.token_ids), work.drafts
+        finite = drafted.are_finite(request, len(drafts))
+        if not finite:
+            self._blocks.taint(request)
+        number = 0
+        while token is not None:
+            if number and (number == len(drafts) or not self._blocks.keeps_states):
+                self._blocks.computed(request, before + number)
+            self.accept_token(request, token, now)
+            if request.ended or number == len(drafts) or token.token_id != drafts[number]:
+                break
+            number += 1
+            token = drafted.after(request, number)
+        self._count_drafts(len(drafts), number)
+        if token is None and not request.awaits_mask:
+            return [request]
+        if not finite and not request.ended:
+            # What a wrong draft has left behind the answer must not stay there. Its blocks are cleared.
+            request.may_draft = False
+            self._preempt(request)
+        return []
+
+    def _count_drafts(self, drafts: int, accepted: int) -> None:
+        self.counters.drafts += drafts
+        self.counters.accepted_drafts += accepted
+        for place in range(accepted):
+            self.accepted_drafts_by_place[place] += 1
 
     def _note_chunks(self, plan: BatchPlan, now: float) -> None:
         for work in reversed(plan.work):

@@ -8,6 +8,8 @@ number of tokens allows.
 
 from __future__ import annotations
 
+import math
+
 from pdserve.engine.placement.latency_targets import LEAST_PROMPT_TOKENS, NONE_YET, LatencyTargets
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
@@ -59,6 +61,13 @@ class StepBudget:
         """Notes that a request with these targets waits for its next token: prompts are to keep the step short."""
         self._decodes = True
         self._own_itl = self._own_itl.beside(own)
+
+    def rows_left_s(self) -> float:
+        """Returns for how long further rows may compute before the step is longer than it should be."""
+        aim_s = self._targets.aim_s(self._rows, self._context_tokens, self._own_itl) if self._decodes else None
+        if aim_s is None:
+            return math.inf
+        return aim_s - self._step_cost.estimate_s(self._rows, self._context_tokens, 0) - self._prompt_s
 
     def for_request(self, request: Request) -> int:
         """Returns how many of a request's tokens the step may compute."""
